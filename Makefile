@@ -1,0 +1,65 @@
+# Every target works from a fresh clone on a machine with Python >= 3.11, gcc and make.
+#   make quickstart    train a small tool-using agent, start to end, in minutes
+#   make test          what must pass before a commit
+#   make ci            what must pass before a merge
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup
+RUNS ?= runs
+
+.PHONY: help setup quickstart format lint types contracts test docs smoke ci soak experiments benchmarks clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt scripts/setup.sh
+	scripts/setup.sh $(VENV)
+	@touch $@
+
+quickstart: setup
+	$(BIN)/agl quickstart
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/check_sizes.py agentlightning
+
+types: setup
+	$(BIN)/pyright
+
+contracts: setup
+	$(BIN)/lint-imports
+
+test: setup lint types contracts
+	$(BIN)/pytest -m "not slow and not soak"
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+smoke: setup
+	$(BIN)/python scripts/check_quickstart.py --steps 2
+
+# pytest comes last, so that its closing line ends the log.
+ci: setup lint types contracts docs smoke
+	$(BIN)/pytest -m "not soak"
+
+soak: setup
+	$(BIN)/pytest -m soak --timeout=7200
+
+experiments: setup
+	$(BIN)/python benchmarks/quickstart_seeds.py --seeds 1-10 --out $(RUNS)/experiments
+
+benchmarks: setup
+	set -e; for script in benchmarks/*.py; do \
+	    case $$script in *quickstart_seeds.py|*/_*) continue ;; esac; \
+	    echo "== $$script"; $(BIN)/python $$script; done
+
+clean:
+	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

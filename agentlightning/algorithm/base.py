@@ -1,0 +1,119 @@
+"""What every algorithm is given (`RunContext`), what it tells a display (`Progress`), and its one verb (`run`).
+
+Nothing here imports torch: an algorithm that only evaluates or edits prompts runs without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from agentlightning.errors import AgentLightningError
+from agentlightning.learner.base import Learner
+from agentlightning.store.base import LightningStore
+from agentlightning.types import Run
+
+T = TypeVar("T")
+
+STOPPED_BY_USER = "stopped by the user"
+
+
+class Progress(Protocol):
+    """What a running job tells a display. Calls are cheap and come from the event loop's thread."""
+
+    def phase(self, name: str, total: int | None = None) -> None:
+        """A new phase begins, of `total` units where that is known."""
+        ...
+
+    def advance(self, done: int) -> None:
+        """`done` units of the present phase are finished."""
+        ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Training step number `step` (from 1) is finished."""
+        ...
+
+    def note(self, message: str) -> None:
+        """One line worth showing."""
+        ...
+
+
+class NoProgress:
+    """Shows nothing."""
+
+    def phase(self, name: str, total: int | None = None) -> None: ...
+    def advance(self, done: int) -> None: ...
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def note(self, message: str) -> None: ...
+
+
+class Serving(Protocol):
+    """The engine that serves the policy, as the loop sees it."""
+
+    def exclusive(self) -> AbstractAsyncContextManager[Any]:
+        """Inside, the engine reads no weights and uses no cores; calls wait and are not refused."""
+        ...
+
+    async def update_weights(self, version: int) -> None:
+        """Serve the learner's present weights as policy version `version`."""
+        ...
+
+
+class Stopped(AgentLightningError):
+    """The user, or the time limit, asked the job to end; what was reached is saved."""
+
+
+@dataclass
+class RunContext:
+    """Everything a job needs, wired by the trainer.
+
+    `run_time` is when this process began its part of the run, before its runner (seconds since the epoch).
+    `learner` and `serving` are None where no policy is trained here. `stop` is set when the job should end; `deadline`
+    is a loop time (seconds of `asyncio.get_running_loop().time()`) or None."""
+
+    run: Run
+    store: LightningStore
+    directory: Path
+    train_tasks: Sequence[Any]
+    val_tasks: Sequence[Any]
+    seed: int = 0
+    learner: Learner | None = None
+    serving: Serving | None = None
+    progress: Progress = field(default_factory=NoProgress)
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    deadline: float | None = None
+    resume: bool = False
+    owns_runner: bool = True
+    run_time: float = field(default_factory=time.time)
+
+    async def unless_stopped(self, work: Awaitable[T]) -> T:
+        """The result of `work`; Stopped, with the work cancelled, if the job must end first."""
+        loop = asyncio.get_running_loop()
+        task = asyncio.ensure_future(work)
+        stop = asyncio.ensure_future(self.stop.wait())
+        remaining = None if self.deadline is None else max(0.0, self.deadline - loop.time())
+        try:
+            await asyncio.wait({task, stop}, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise Stopped(STOPPED_BY_USER if self.stop.is_set() else "time limit reached")
+        finally:
+            stop.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+
+class Algorithm(Protocol):
+    """Improves the agent's resources until it is done, stopped or out of budget."""
+
+    name: str
+
+    async def run(self, context: RunContext) -> None:
+        """Do the whole job. Results go to the store, the run's directory and `context.progress`."""
+        ...

@@ -1,0 +1,31 @@
+"""`Baseline`: run the agent on the tasks and change nothing. The measure that training is compared with."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from agentlightning.algorithm.base import RunContext
+from agentlightning.algorithm.evaluation import Evaluation, evaluate
+from agentlightning.errors import ConfigError
+from agentlightning.types import Metrics, Mode, RolloutConfig
+
+
+@dataclass
+class Baseline:
+    """Evaluates the agent once over the validation tasks. The result is in `evaluations` afterwards."""
+
+    rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(timeout_seconds=300.0))
+    mode: Mode = "val"
+    name: str = "baseline"
+    evaluations: list[Evaluation] = field(default_factory=list[Evaluation], init=False)
+
+    async def run(self, context: RunContext) -> None:
+        if not context.val_tasks:
+            raise ConfigError("there is nothing to evaluate: the validation dataset is missing or empty")
+        evaluation = await evaluate(
+            context, context.val_tasks, step=0, version=context.run.policy_version, mode=self.mode, config=self.rollout
+        )
+        self.evaluations = [evaluation]
+        values = {"val_reward": evaluation.reward, "val_unrewarded": float(evaluation.unrewarded)}
+        await context.store.add_metrics(Metrics(run_id=context.run.run_id, step=0, time=time.time(), values=values))

@@ -1,0 +1,107 @@
+"""Checkpoints of a training run: atomic directories that `transformers` loads and `--resume` continues from."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+
+from agentlightning.errors import ConfigError
+from agentlightning.learner.base import Learner
+
+STATE_FILE = "loop.json"
+
+
+@dataclass
+class LoopState:
+    """Where the loop stands. `cursor` is the last complete group it has seen; `policy_version` numbers the weights,
+    `first_version` those that training started from."""
+
+    step: int = 0
+    policy_version: int = 0
+    first_version: int = 0
+    cursor: int = 0
+    best_reward: float | None = None
+
+
+class Checkpoints:
+    """`step-000010/`, `step-000020/` … and `best/` in one directory; the newest `keep` are kept."""
+
+    def __init__(self, directory: Path, keep: int = 2) -> None:
+        self.directory = directory
+        self.keep = keep
+
+    def save(self, learner: Learner, state: LoopState) -> Path:
+        """Write a checkpoint. A kill at any moment leaves the earlier ones whole."""
+        path = self.directory / f"step-{state.step:06d}"
+        if (path / STATE_FILE).is_file():  # this step's weights are saved already
+            with _explained(path):
+                _write_state(path, state)
+            return path
+        self._write(learner, state, path.name)
+        for old in self._steps()[: -self.keep]:
+            shutil.rmtree(old)
+        return path
+
+    def save_best(self, learner: Learner, state: LoopState) -> Path:
+        return self._write(learner, state, "best")
+
+    def latest(self) -> Path | None:
+        steps = self._steps()
+        return steps[-1] if steps else None
+
+    def restore(self, learner: Learner) -> LoopState | None:
+        """Load the newest checkpoint into the learner, or None where there is none."""
+        path = self.latest()
+        if path is None:
+            return None
+        learner.load(path)
+        state = _read_state(path)
+        best = self.directory / "best"
+        if (best / STATE_FILE).is_file():  # it may be newer than the checkpoint
+            state.best_reward = _read_state(best).best_reward
+        return state
+
+    def _steps(self) -> list[Path]:
+        return sorted(path for path in self.directory.glob("step-*") if (path / STATE_FILE).is_file())
+
+    def _write(self, learner: Learner, state: LoopState, name: str) -> Path:
+        """Into a hidden directory first, then renamed: what bears a checkpoint's name is complete."""
+        target, partial, replaced = (self.directory / part for part in (name, f".{name}.partial", f".{name}.replaced"))
+        with _explained(target):
+            for leftover in (partial, replaced):
+                shutil.rmtree(leftover, ignore_errors=True)
+            partial.mkdir(parents=True)
+            learner.save(partial)
+            _write_state(partial, state)
+            if target.exists():
+                os.replace(target, replaced)
+            os.replace(partial, target)
+            shutil.rmtree(replaced, ignore_errors=True)
+        return target
+
+
+def _read_state(checkpoint: Path) -> LoopState:
+    return msgspec.json.decode((checkpoint / STATE_FILE).read_bytes(), type=LoopState)
+
+
+def _write_state(checkpoint: Path, state: LoopState) -> None:
+    partial = checkpoint / f".{STATE_FILE}.partial"
+    partial.write_bytes(msgspec.json.encode(asdict(state)))
+    os.replace(partial, checkpoint / STATE_FILE)
+
+
+@contextmanager
+def _explained(target: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write checkpoint {target}: {error}. Free space or choose another --out; training can be "
+            "resumed from the checkpoint before"
+        ) from None

@@ -1,0 +1,29 @@
+"""The learning curve of a run as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentlightning.errors import ConfigError
+from agentlightning.types import Metrics
+
+
+def draw_learning_curve(metrics: Sequence[Metrics], path: Path, title: str) -> Path:
+    """Write a PNG: mean training reward per step as a line, held-out reward as dots."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("drawing needs matplotlib: pip install 'agent-lightning-next[train]'") from None
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, label, style in (("reward", "training, mean of a step", "-"), ("val_reward", "held-out", "o")):
+        points = [(one.step, one.values[name]) for one in metrics if name in one.values]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label)
+    axes.set(xlabel="training step", ylabel="reward", title=title)
+    axes.grid(alpha=0.3)
+    if axes.has_data():
+        axes.legend()
+    figure.savefig(path, dpi=120)
+    return path

@@ -1,0 +1,105 @@
+"""Running the agent over a list of tasks without training: used before, beside and after training, and alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentlightning import semconv
+from agentlightning.algorithm.base import RunContext
+from agentlightning.data.transitions import TracedRollout, trace_rollout
+from agentlightning.errors import TrainingError
+from agentlightning.store.base import LightningStore
+from agentlightning.types import EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
+
+
+@dataclass(frozen=True)
+class EvaluatedTask:
+    """One task's rollout with everything it left in the store."""
+
+    traced: TracedRollout
+    spans: tuple[Span, ...]
+
+    @property
+    def rollout(self) -> Rollout:
+        return self.traced.rollout
+
+    @property
+    def reward(self) -> float | None:
+        return self.traced.reward
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Rewards over a list of tasks. `step` and `policy_version` say what was evaluated."""
+
+    step: int
+    policy_version: int
+    tasks: tuple[EvaluatedTask, ...]
+
+    @property
+    def reward(self) -> float:
+        """Mean reward; a rollout that failed or was not rewarded counts 0 here, so that failing cannot help."""
+        return sum(task.reward or 0.0 for task in self.tasks) / max(1, len(self.tasks))
+
+    @property
+    def unrewarded(self) -> int:
+        return sum(task.reward is None for task in self.tasks)
+
+
+def evaluation_id(run_id: str, mode: Mode, step: int, version: int) -> str:
+    """What the ids of an evaluation's rollouts begin with."""
+    return f"{run_id}-{mode}-{step}-v{version}"
+
+
+async def evaluate(
+    context: RunContext, tasks: Sequence[Any], *, step: int, version: int, mode: Mode, config: RolloutConfig
+) -> Evaluation:
+    """Run the agent once on every task in `mode` and wait for all. Repeating it after a crash reuses what finished."""
+    prefix = evaluation_id(context.run.run_id, mode, step, version)
+    requests = [
+        EnqueueRolloutRequest(
+            input=task,
+            rollout_id=f"{prefix}-{index}",
+            mode=mode,
+            run_id=context.run.run_id,
+            config=config,
+            metadata={"seed": context.seed, "sample": f"{mode}-{step}-{index}"},
+        )
+        for index, task in enumerate(tasks)
+    ]
+    context.progress.phase("evaluate", len(requests))
+    await context.store.enqueue_many_rollouts(requests)
+    finished: dict[str, Rollout] = {}
+    names = [request.rollout_id or "" for request in requests]
+    while len(finished) < len(names):
+        waiting = [name for name in names if name not in finished]
+        # A short wait only paces the display; finished rollouts wake it, and none is asked for twice.
+        for rollout in await context.unless_stopped(context.store.wait_for_rollouts(waiting, timeout=1.0)):
+            finished[rollout.rollout_id] = rollout
+        context.progress.advance(len(finished))
+    evaluated: list[EvaluatedTask] = []
+    for name in names:
+        spans = await context.store.query_spans(name, "latest")
+        evaluated.append(EvaluatedTask(trace_rollout(finished[name], spans), tuple(spans)))
+    return Evaluation(step, version, tuple(evaluated))
+
+
+async def why_unrewarded(store: LightningStore, rollouts: Sequence[TracedRollout]) -> TrainingError:
+    """An error that explains why not one of `rollouts` was rewarded, in the words of the first that failed."""
+    failed = next((traced.rollout for traced in rollouts if traced.rollout.status == "failed"), None)
+    if failed is None:
+        return TrainingError(
+            f"none of {len(rollouts)} rollouts was rewarded: the agent must return a number, or call agl.emit_reward"
+        )
+    reason = ""
+    for span in await store.query_spans(failed.rollout_id):
+        if span.name == semconv.EXCEPTION:
+            reason = f"{span.attributes.get(semconv.EXCEPTION_TYPE)}: {span.attributes.get(semconv.EXCEPTION_MESSAGE)}"
+    attempt = await store.get_latest_attempt(failed.rollout_id)
+    ended = attempt.status if attempt else "failed"
+    return TrainingError(
+        f"none of {len(rollouts)} rollouts was rewarded. The first to fail, {failed.rollout_id}, ended as {ended}"
+        f"{': ' + reason if reason else ''}. Mend the agent (agl dev runs it on a few tasks) and try again"
+    )

@@ -1,0 +1,1 @@
+"""The command line, `agl …`: turns arguments into calls of the rooms below and shows what they tell."""

@@ -1,0 +1,168 @@
+"""A run file (YAML) and the flags that mirror it → `TrainConfig`, complete and checked before anything starts.
+
+This module knows the keys and their types. It does not know what algorithms exist or how a trainer is built.
+Every refusal names the file, the key with its path, and the nearest right one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from agentlightning.data.references import is_reference
+from agentlightning.errors import ConfigError, nearest
+
+
+class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What `agl train` needs to know, with the defaults and meanings of `Trainer`. `algorithm` holds a `name` and that
+    algorithm's own fields (a run file may give the bare name), `optimizer` those of AdamW. Paths in a run file are
+    relative to it, paths in flags to the current directory."""
+
+    agent: str
+    model: str
+    train_dataset: Any
+    val_dataset: Any = None
+    algorithm: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "grpo"})
+    optimizer: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    n_runners: int = 64
+    seed: int = 0
+    time_limit: float | None = None
+    run_dir: str | None = None
+    resume: bool = False
+    store: str | None = None
+    server: str | None = None
+    api_key: str | None = None
+    port: int = 0
+    max_sequence_length: int | None = None
+    device: str | None = None
+    threads: int | None = None
+
+
+FIELDS = {field.name: field for field in msgspec.structs.fields(TrainConfig)}
+_PATHS = ("model", "train_dataset", "val_dataset", "run_dir", "store")
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice and reads `1e-3` as the number it is."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # pyright: ignore[reportUnknownMemberType]
+            if key in seen:
+                raise ConfigError(f"the key {key!r} is given twice (line {key_node.start_mark.line + 1})")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def load_config(
+    path: Path | None, assignments: Iterable[str] = (), flags: Mapping[str, Any] | None = None
+) -> TrainConfig:
+    """The run file at `path`, changed by `key=value` assignments (dotted keys), then by `flags` that are not None.
+
+    Raises ConfigError for a missing or malformed file, an unknown or repeated key, a missing one, or a wrong type.
+    """
+    values = {} if path is None else _read_run_file(path)
+    for assignment in assignments:
+        _assign(values, assignment)
+    if isinstance(values.get("algorithm"), str):
+        values["algorithm"] = {"name": values["algorithm"]}
+    for key, value in (flags or {}).items():
+        if value is not None and key == "algorithm":
+            values[key] = {**(values.get(key) or {}), "name": value}
+        elif value is not None:
+            values[key] = value
+    where = str(path) if path is not None else "the command line"
+    for key in values:
+        if key not in FIELDS:
+            raise ConfigError(f"{where}: unknown key {key!r}; {nearest(str(key), FIELDS)}")
+    missing = [name for name, field in FIELDS.items() if field.required and values.get(name) is None]
+    if missing:
+        flags_hint = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        raise ConfigError(f"{where} does not say: {', '.join(missing)}; add the keys or give {flags_hint}")
+    return _convert(values, TrainConfig, where)
+
+
+def build(maker: Callable[..., Any], fields: Mapping[str, Any], known: Mapping[str, Any], where: str) -> Any:
+    """`maker(**fields)` after each field was checked against its type in `known` (field name → annotation)."""
+    checked: dict[str, Any] = {}
+    for key, value in fields.items():
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {key!r}; {nearest(key, known)}")
+        checked[key] = _convert(value, known[key], f"{where}.{key}")
+    return maker(**checked)
+
+
+def _read_run_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"no run file {path} (looked in {Path.cwd()})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the run file {path}: {error}") from error
+    try:
+        values = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no keys; a run file has at least agent, model and train_dataset")
+    for key in _PATHS:
+        if key in values:
+            values[key] = _beside(path, values[key], must_exist=key == "model")
+    if isinstance(values.get("agent"), str):
+        values["agent"] = _beside(path, values["agent"])
+    return values
+
+
+def _beside(run_file: Path, value: Any, must_exist: bool = False) -> Any:
+    """`value` seen from the run file's folder, if it is a path; a model name on a hub or a module stays as it is."""
+    if not isinstance(value, str):
+        return value
+    location, _, attribute = value.rpartition(":") if is_reference(value) else (value, "", "")
+    if attribute and not location.endswith(".py"):
+        return value
+    path = run_file.parent / Path(location).expanduser()
+    if must_exist and not path.exists():
+        return value
+    return f"{path}:{attribute}" if attribute else str(path)
+
+
+def _assign(values: dict[str, Any], assignment: str) -> None:
+    key, equals, text = assignment.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {assignment!r} is no assignment; write --set key=value, such as algorithm.steps=20")
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {key}: {text!r} is no YAML value; quote it") from None
+    *parents, last = key.split(".")
+    inner: dict[str, Any] = values
+    for parent in parents:
+        outer: Any = inner.setdefault(parent, {})
+        if parent == "algorithm" and isinstance(outer, str):
+            outer = inner[parent] = {"name": outer}
+        if not isinstance(outer, dict):
+            raise ConfigError(f"--set {key}: {parent!r} is {outer!r}, which has no keys of its own")
+        inner = outer
+    inner[last] = value
+
+
+def _convert(value: Any, type_: Any, where: str) -> Any:
+    try:
+        return msgspec.convert(value, type_)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        key = path.rstrip("`").removeprefix(".")
+        raise ConfigError(f"{where}{': ' + key if key else ''}: {message[0].lower()}{message[1:]}") from None

@@ -1,0 +1,85 @@
+"""The entry point: finds the command, and turns every outcome into an exit code and a readable message.
+
+Exit codes: 0 done, 1 a job that could not be done, 2 a command line that is wrong, 130 interrupted by Ctrl-C.
+Commands import what they need when they run, so that `agl --help` is quick and `agl runner` needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from agentlightning.errors import AgentLightningError, nearest
+
+# Command → the module that defines it, under the same name as a click command.
+COMMANDS = {
+    "quickstart": "training",
+    "train": "training",
+    "dev": "training",
+    "serve": "serving",
+    "server": "serving",
+    "runner": "serving",
+    "runs": "inspecting",
+}
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command's module when it is asked for and suggests the nearest name for one unknown."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"agentlightning.cli.{COMMANDS[cmd_name]}")
+        return getattr(module, cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(f"no command {args[0]!r}; {nearest(args[0], COMMANDS)}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(package_name="agent-lightning-next", prog_name="agl")
+def agl() -> None:
+    """Train any AI agent with reinforcement learning, without changing the agent."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and exit the process with its code."""
+    # Torch then allocates in huge pages, which saves the engine about a tenth of its CPU time. Set before torch loads.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    try:
+        result = agl.main(args=None if arguments is None else list(arguments), prog_name="agl", standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return 130
+    except AgentLightningError as error:
+        click.echo(f"error: {error}", err=True)
+        return 1
+    except BrokenPipeError:
+        # The reader of our output has left (`agl runs | head`); stdout must not be flushed again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return result if isinstance(result, int) else 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""The commands that stay up: `agl serve` (a checkpoint), `agl server` (store and gateway), `agl runner` (an agent)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import signal
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+if TYPE_CHECKING:
+    from agentlightning.server.serve import HttpServer
+
+KEY_HELP = "Key that callers must present; needed to listen anywhere but on this machine."
+
+
+class RequireKey:
+    """ASGI middleware: a request without `Authorization: Bearer KEY` is answered 401, as the OpenAI API does."""
+
+    def __init__(self, app: Any, key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        headers = dict(scope.get("headers", ()))
+        if hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
+            await self._app(scope, receive, send)
+            return
+        error = {"message": "wrong or missing API key", "type": "invalid_request_error", "code": "invalid_api_key"}
+        body = msgspec.json.encode({"error": error})
+        reply = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 401, "headers": reply})
+        await send({"type": "http.response.body", "body": body})
+
+
+def address_options(port: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        command = click.option(
+            "--port", type=click.IntRange(0, 65535), default=port, show_default=True, help="0 takes any free port."
+        )(command)
+        return click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")(command)
+
+    return add
+
+
+@click.command()
+@click.argument("checkpoint", metavar="CHECKPOINT")
+@address_options(8000)
+@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help=KEY_HELP)
+@click.option("--model-name", default="policy", show_default=True, help="What clients ask for as `model`.")
+@click.option(
+    "--concurrency", type=click.IntRange(min=1), default=64, show_default=True, help="Calls answered at once."
+)
+@click.option("--max-sequence-length", type=click.IntRange(min=1), metavar="TOKENS", help="Prompt and answer together.")
+@click.option("--threads", type=click.IntRange(min=1), help="Torch threads.")
+def serve(
+    checkpoint: str,
+    host: str,
+    port: int,
+    key: str | None,
+    model_name: str,
+    concurrency: int,
+    max_sequence_length: int | None,
+    threads: int | None,
+) -> None:
+    """Serve CHECKPOINT (a directory or a Hugging Face id) at an OpenAI-compatible URL."""
+    asyncio.run(_serve(checkpoint, host, port, key, model_name, concurrency, max_sequence_length, threads))
+
+
+async def _serve(
+    checkpoint: str,
+    host: str,
+    port: int,
+    key: str | None,
+    model_name: str,
+    concurrency: int,
+    max_sequence_length: int | None,
+    threads: int | None,
+) -> None:
+    from agentlightning.cli.display import hide_library_progress
+    from agentlightning.gateway.app import Gateway
+    from agentlightning.gateway.models import ModelEntry, ModelTable
+    from agentlightning.learner.policy import load_policy
+    from agentlightning.learner.serving import serve_policy
+    from agentlightning.server.app import create_app
+    from agentlightning.server.serve import HttpServer
+
+    hide_library_progress()
+    policy = await asyncio.to_thread(load_policy, checkpoint)
+    served = serve_policy(policy, concurrency=concurrency, max_sequence_length=max_sequence_length, threads=threads)
+    try:
+        gateway = Gateway(ModelTable([ModelEntry(model_name, served.backend)]))
+        app = create_app(None, gateway=gateway)
+        if key is not None:
+            app.add_middleware(RequireKey, key=key)
+            app.state.protected = True
+        http = HttpServer(app, host=host, port=port)
+        await _serve_until_stopped(
+            http,
+            lambda: (
+                f"serving {checkpoint} as {model_name!r} at {http.url}/v1\n"
+                f"    OPENAI_BASE_URL={http.url}/v1 OPENAI_API_KEY=any python your_agent.py"
+            ),
+        )
+    finally:
+        served.service.close()
+
+
+@click.command()
+@address_options(8123)
+@click.option("--store", "path", type=click.Path(dir_okay=False, path_type=Path), default="agentlightning.sqlite",
+              show_default=True, help="SQLite file; created if there is none.")  # fmt: skip
+@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help=KEY_HELP)
+def server(host: str, port: int, path: Path, key: str | None) -> None:
+    """Run the store and the gateway as a process of their own.
+
+    Trainers join with `agl train --server URL`, runners with `agl runner AGENT --server URL`."""
+    asyncio.run(_server(host, port, path, key))
+
+
+async def _server(host: str, port: int, path: Path, key: str | None) -> None:
+    from agentlightning.gateway.app import Gateway
+    from agentlightning.gateway.http_backend import HttpBackend
+    from agentlightning.gateway.models import ModelTable
+    from agentlightning.server.app import create_app
+    from agentlightning.server.serve import HttpServer
+    from agentlightning.store.sql import SqlStore
+
+    store = await SqlStore.open(path)
+    models = ModelTable()  # they come and go: each trainer that joins brings its own
+    try:
+        gateway = Gateway(models, store, require_key=key is not None)
+        http = HttpServer(create_app(store, gateway=gateway, admin_key=key), host=host, port=port)
+        await _serve_until_stopped(http, lambda: f"store {path} at {http.url}")
+    finally:
+        for entry in models:
+            if isinstance(entry.backend, HttpBackend):
+                await entry.backend.close()
+        await store.close()
+
+
+@click.command()
+@click.argument("agent", metavar="FILE.py:NAME")
+@click.option("--server", metavar="URL", required=True, help="The `agl server` to lease rollouts from.")
+@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
+@click.option("--concurrency", type=click.IntRange(min=1), default=64, show_default=True, help="Rollouts at once.")
+def runner(agent: str, server: str, key: str | None, concurrency: int) -> None:
+    """Lease rollouts from a server and run AGENT on them, until stopped.
+
+    The first Ctrl-C (or SIGTERM) lets the rollouts at hand finish; the second hands them back to be retried."""
+    try:
+        asyncio.run(_runner(agent, server, key, concurrency))
+    except asyncio.CancelledError:
+        raise click.Abort from None
+
+
+async def _runner(agent: str, url: str, key: str | None, concurrency: int) -> None:
+    from agentlightning.data.references import load_reference
+    from agentlightning.runner.runner import Runner
+    from agentlightning.store.client import LightningStoreClient
+
+    loaded = load_reference(agent)
+    store = LightningStoreClient(url, api_key=key)
+    try:
+        working = Runner(store, loaded, concurrency=concurrency)
+        task = asyncio.current_task()
+        assert task is not None
+        click.echo(f"{working.worker_id} runs {agent} for {url}, up to {concurrency} at once", err=True)
+        with _on_signal(working.stop, then=task.cancel):
+            await working.run()
+    finally:
+        await store.close()
+
+
+async def _serve_until_stopped(http: HttpServer, greeting: Callable[[], str]) -> None:
+    """Serve until Ctrl-C or SIGTERM; calls in flight are answered first. `greeting` is told once the port is open."""
+    stopping = asyncio.Event()
+    await http.start()
+    try:
+        click.echo(greeting(), err=True)
+        with _on_signal(stopping.set):
+            await stopping.wait()
+        click.echo("stopping", err=True)
+    finally:
+        await http.stop()
+
+
+@contextlib.contextmanager
+def _on_signal(first: Callable[[], object], then: Callable[[], object] | None = None) -> Generator[None]:
+    """Call `first` at the first SIGINT or SIGTERM; afterwards call `then`, or let signals act as usual."""
+    loop = asyncio.get_running_loop()
+
+    def received(number: signal.Signals) -> None:
+        first()
+        for each in signals:
+            loop.remove_signal_handler(each)
+            if then is not None:
+                loop.add_signal_handler(each, then)
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for each in signals:
+        loop.add_signal_handler(each, received, each)
+    try:
+        yield
+    finally:
+        for each in signals:
+            loop.remove_signal_handler(each)

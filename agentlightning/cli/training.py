@@ -1,0 +1,210 @@
+"""The commands that run an agent to improve or measure it: `agl quickstart`, `agl train`, `agl dev`."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+from rich.console import Console
+
+from agentlightning.cli.config import TrainConfig, build, load_config
+from agentlightning.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from agentlightning.trainer import FitResult
+
+F = typing.TypeVar("F", bound=Callable[..., Any])
+
+# Algorithms by the name a run file gives them; any other is named by a reference, `file.py:Class`.
+ALGORITHMS = {"grpo": "agentlightning.algorithm:GRPO"}
+
+INTERRUPTED = 130
+
+DIRECTORY = click.Path(file_okay=False, path_type=Path)
+FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+def mirrored_flags(command: F) -> F:
+    """One flag per key of a run file."""
+    flags = [
+        click.option("--agent", metavar="FILE.py:NAME", help="The agent: file.py:name or module:name."),
+        click.option("--model", metavar="ID|DIR", help="Hugging Face id or directory of the model to train."),
+        click.option("--train-dataset", metavar="DATA", help="Tasks to learn from: a file, or file.py:name."),
+        click.option("--val-dataset", metavar="DATA", help="Held-out tasks, measured before and after."),
+        click.option("--algorithm", metavar="NAME", help=f"{', '.join(ALGORITHMS)} or file.py:Class."),
+        click.option("--steps", type=int, help="Training steps; short for --set algorithm.steps=…"),
+        click.option("--n-runners", type=int, help="Rollouts at once in this process; 0 leaves them to `agl runner`."),
+        click.option("--seed", type=int, help="The source of all randomness."),
+        click.option("--time-limit", type=float, metavar="SECONDS", help="Stop training then; measure and save."),
+        click.option("--run-dir", metavar="DIR", help="Directory of this run; default a new one below runs/."),
+        click.option("--resume", is_flag=True, default=None, help="Continue the run in --run-dir, or the newest."),
+        click.option("--store", metavar="PATH", help="SQLite file; default in the run's directory."),
+        click.option("--server", metavar="URL", help="Work with this `agl server`."),
+        click.option("--key", "api_key", metavar="KEY", help="The server's key.", envvar="AGL_KEY", show_envvar=True),
+        click.option("--port", type=int, help="Port of this process's own server; 0 for any free one."),
+        click.option("--max-sequence-length", type=int, metavar="TOKENS", help="Prompt and answer together."),
+        click.option("--device", metavar="NAME", help="cpu, cuda or mps; default cuda where there is one, else cpu."),
+        click.option("--threads", type=int, help="Torch threads."),
+    ]
+    for flag in reversed(flags):
+        command = flag(command)
+    return command
+
+
+@click.command()
+@click.argument("run_file", type=FILE, required=False, metavar="[RUN.yaml]")
+@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key: algorithm.group_size=4")
+@click.option("--json", "as_json", is_flag=True, help="End stdout with one JSON object; everything else to stderr.")
+@mirrored_flags
+def train(run_file: Path | None, assignments: tuple[str, ...], as_json: bool, steps: int | None, **flags: Any) -> int:
+    """Train an agent as RUN.yaml, or flags, or both say; a flag wins over --set, and --set over the file."""
+    if steps is not None:
+        assignments = (*assignments, f"algorithm.steps={steps}")
+    config = load_config(run_file, assignments, flags)
+    algorithm = make_algorithm(config.algorithm)
+    from agentlightning.cli.display import LiveProgress, hide_library_progress
+    from agentlightning.data.references import load_reference
+    from agentlightning.learner.base import AdamW
+    from agentlightning.trainer import Trainer
+
+    hide_library_progress()
+    optimizer = build(AdamW, config.optimizer, typing.get_type_hints(AdamW), "optimizer")
+    elsewhere = ("agent", "train_dataset", "val_dataset", "algorithm", "optimizer", "resume")  # not the Trainer's own
+    passed = {key: value for key, value in msgspec.structs.asdict(config).items() if key not in elsewhere}
+    console = Console(stderr=as_json)
+    with LiveProgress(console, steps=getattr(algorithm, "steps", None), time_limit=config.time_limit) as progress:
+        trainer = Trainer(algorithm=algorithm, optimizer=optimizer, progress=progress, **passed)
+        agent = load_reference(config.agent)
+        result = trainer.fit(agent, config.train_dataset, config.val_dataset, resume=config.resume)
+    _show_fit(console, result)
+    if as_json:
+        print(msgspec.json.encode(_fit_summary(result, config)).decode())
+    return _exit_code(result.stopped_because)
+
+
+def make_algorithm(spec: Mapping[str, Any]) -> Any:
+    """The algorithm that `{"name": …, field: value}` describes, with every field's name and type checked."""
+    from agentlightning.data.references import is_reference, load_reference
+
+    fields = dict(spec)
+    name = fields.pop("name", "grpo")
+    if not isinstance(name, str) or (name not in ALGORITHMS and not is_reference(name)):
+        raise ConfigError(f"algorithm.name: no algorithm {name!r}; {nearest(str(name), ALGORITHMS)} or file.py:Class")
+    maker = load_reference(ALGORITHMS.get(name, name))
+    if not isinstance(maker, type) or not dataclasses.is_dataclass(maker):
+        raise ConfigError(f"algorithm.name: {name} is no dataclass; an algorithm declares its fields as one")
+    hints = typing.get_type_hints(maker)
+    known = {
+        field.name: hints[field.name] for field in dataclasses.fields(maker) if field.init and field.name != "name"
+    }
+    return build(maker, fields, known, "algorithm")
+
+
+def _show_fit(console: Console, result: FitResult) -> None:
+    lines = [f"Stopped: {result.stopped_because}, after {result.seconds:.0f} s."]
+    if len(result.evaluations) > 1:
+        before, after = result.evaluations[0].reward, result.evaluations[-1].reward
+        lines.append(f"Held-out reward: {before:.3f} before, {after:.3f} after.")
+    lines.append(f"Run:        {result.directory}")
+    if result.checkpoint is not None:
+        lines += [f"Checkpoint: {result.checkpoint}", f"Serve it:   agl serve {result.checkpoint}"]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _fit_summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
+    rewards = [evaluation.reward for evaluation in result.evaluations]
+    return {
+        "run_id": result.run_id,
+        "directory": str(result.directory),
+        "checkpoint": None if result.checkpoint is None else str(result.checkpoint),
+        "stopped_because": result.stopped_because,
+        "reward": {"before": rewards[0], "after": rewards[-1]} if rewards else None,
+        "seconds": round(result.seconds, 3),
+        "seed": config.seed,
+    }
+
+
+@click.command()
+@click.argument("agent", metavar="FILE.py:NAME")
+@click.argument("dataset", metavar="DATA")
+@click.option("--model", metavar="ID|DIR", help="Hugging Face id or directory of the model that answers.")
+@click.option("--endpoint", metavar="URL", help="OpenAI-compatible URL that answers instead of --model.")
+@click.option("--endpoint-model", metavar="NAME", help="The model's name at --endpoint.")
+@click.option("--endpoint-key", metavar="KEY", envvar="OPENAI_API_KEY", show_envvar=True, help="Key for --endpoint.")
+@click.option("--limit", type=click.IntRange(min=1), default=5, show_default=True, help="How many tasks to run.")
+@click.option("--run-dir", metavar="DIR", help="Directory of this run; default a new one below runs/.")
+def dev(
+    agent: str,
+    dataset: str,
+    model: str | None,
+    endpoint: str | None,
+    endpoint_model: str | None,
+    endpoint_key: str | None,
+    limit: int,
+    run_dir: str | None,
+) -> None:
+    """Run an agent on a few tasks without training and print what it did, call by call."""
+    if (model is None) == (endpoint is None):
+        raise click.UsageError("give either --model, or --endpoint and --endpoint-model")
+    if endpoint is not None and endpoint_model is None:
+        raise click.UsageError("--endpoint needs --endpoint-model, the model's name there")
+    from agentlightning.cli.display import hide_library_progress
+    from agentlightning.data.datasets import load_dataset
+    from agentlightning.data.references import load_reference
+    from agentlightning.trainer import Trainer
+    from agentlightning.types import LLM
+
+    if model is not None:
+        hide_library_progress()
+    resources: dict[str, Any] = {}
+    if endpoint is not None and endpoint_model is not None:
+        resources["llm"] = LLM(endpoint=endpoint, model=endpoint_model, api_key=endpoint_key)
+    tasks = load_dataset(dataset)[:limit]
+    Trainer(model=model, initial_resources=resources, run_dir=run_dir).dev(load_reference(agent), tasks)
+
+
+@click.command()
+@click.option("--seed", type=int, help="The source of all randomness; default 1, or that of the run resumed.")
+@click.option("--steps", type=click.IntRange(min=1), help="Training steps, instead of the recipe's.")
+@click.option("--time-limit", type=float, metavar="SECONDS", help="Stop training then; measure and save.")
+@click.option("--resume", is_flag=True, help="Continue the newest quickstart, or the one in --out.")
+@click.option("--out", type=DIRECTORY, metavar="DIR", help="Directory of this run; default a new one below runs/.")
+@click.option("--model", metavar="ID|DIR", help="Train this Hugging Face model instead of one made on the spot.")
+@click.option("--json", "as_json", is_flag=True, help="End stdout with one JSON object; everything else to stderr.")
+def quickstart(
+    seed: int | None,
+    steps: int | None,
+    time_limit: float | None,
+    resume: bool,
+    out: Path | None,
+    model: str | None,
+    as_json: bool,
+) -> int:
+    """Train a small tool-using agent from nothing, here and now, and show what it learned."""
+    from agentlightning.cli.display import LiveProgress, hide_library_progress
+    from agentlightning.cli.report import show_report
+    from agentlightning.quickstart import QuickstartOptions, load_flight_example, run_quickstart
+
+    hide_library_progress()
+    options = QuickstartOptions(seed=seed, steps=steps, time_limit=time_limit, resume=resume, out=out, model=model)
+    total = load_flight_example().recipe.algorithm(steps).steps
+    console = Console(stderr=as_json)
+    with LiveProgress(console, steps=total, time_limit=time_limit) as progress:
+        report = run_quickstart(options, progress)
+    show_report(console, report)
+    if as_json:
+        print(msgspec.json.encode(report.summary()).decode())
+    return _exit_code(report.stopped_because)
+
+
+def _exit_code(stopped_because: str) -> int:
+    """What was saved is whole either way; a script must still be able to tell that the job was cut short."""
+    from agentlightning.algorithm.base import STOPPED_BY_USER
+
+    return INTERRUPTED if stopped_because == STOPPED_BY_USER else 0

@@ -1,0 +1,170 @@
+"""Transitions with advantages → training sequences → padded micro-batches.
+
+A training sequence is a row of token ids with a loss row per sampled token. At level `transition` each call is a
+sequence of its own; at level `trajectory` a call whose prompt extends an earlier sequence token for token is appended
+to it, so that the shared history is computed once. Which token belongs to which transition is kept: "sequence" in a
+loss means a transition, however it was packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from agentlightning.data.transitions import FloatArray, IntArray, Transition
+from agentlightning.errors import ConfigError
+
+Level: TypeAlias = Literal["transition", "trajectory"]
+Aggregation: TypeAlias = Literal["token-mean", "sequence-mean", "rollout-mean", "constant"]
+
+
+@dataclass(frozen=True)
+class CreditedTransition:
+    """A transition with the advantage of each of its sampled tokens, float32[T]."""
+
+    transition: Transition
+    advantages: FloatArray
+
+
+@dataclass(frozen=True)
+class TrainingSequence:
+    """One row to compute. `token_ids` int32[L]; the rest are per sampled token, float32[N] or int32[N].
+
+    `positions` are the indices of the sampled tokens in `token_ids`; `transitions` numbers the transition each token
+    belongs to (from 0 within this sequence)."""
+
+    rollout_id: str
+    token_ids: IntArray
+    positions: IntArray
+    transitions: IntArray
+    logprobs: FloatArray
+    advantages: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Right-padded rows. `token_ids` int32[B, L] (0 where padded); per sampled token of all rows, in row order:
+    `rows` and `positions` int64[N] say where it stands, `logprobs`, `advantages` and `weights` float32[N].
+
+    The loss is Σ weights · loss(token): weights already hold the aggregation's denominators over the whole batch, so
+    that the sum over micro-batches is the loss of the batch."""
+
+    token_ids: IntArray
+    rows: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    logprobs: FloatArray
+    advantages: FloatArray
+    weights: FloatArray
+
+
+def build_sequences(credited: Sequence[CreditedTransition], level: Level) -> list[TrainingSequence]:
+    """Lay the transitions of one rollout (in call order) into training sequences.
+
+    At level `trajectory`: (O1, A1), (O1+A1+O2, A2) → one sequence O1 A1 O2 A2 with loss on A1 and A2; a prompt that
+    extends no earlier sequence starts a new one, and interleaved conversations each keep their own."""
+    if level == "transition":
+        return [_sequence([item]) for item in credited]
+    if level != "trajectory":
+        raise ConfigError(f"unknown level {level!r}; known: transition, trajectory")
+    chains: list[list[CreditedTransition]] = []
+    tails: list[IntArray] = []  # all tokens of each chain so far
+    for item in credited:
+        prompt = item.transition.prompt_ids
+        candidates = [i for i, earlier in enumerate(tails) if _extends(prompt, earlier)]
+        extended = max(candidates, key=lambda i: len(tails[i]), default=None)
+        tail = np.concatenate([prompt, item.transition.response_ids])
+        if extended is None:
+            chains.append([item])
+            tails.append(tail)
+        else:
+            chains[extended].append(item)
+            tails[extended] = tail
+    return [_sequence(chain) for chain in chains]
+
+
+def _extends(prompt: IntArray, earlier: IntArray) -> bool:
+    return len(earlier) <= len(prompt) and np.array_equal(earlier, prompt[: len(earlier)])
+
+
+def _sequence(chain: list[CreditedTransition]) -> TrainingSequence:
+    last = chain[-1].transition
+    positions = [
+        np.arange(len(item.transition.prompt_ids), len(item.transition.prompt_ids) + len(item.transition.response_ids))
+        for item in chain
+    ]
+    lengths = [len(item.transition.response_ids) for item in chain]
+    return TrainingSequence(
+        rollout_id=last.rollout_id,
+        token_ids=np.concatenate([last.prompt_ids, last.response_ids]),
+        positions=np.concatenate(positions).astype(np.int32),
+        transitions=np.repeat(np.arange(len(chain), dtype=np.int32), lengths),
+        logprobs=np.concatenate([item.transition.logprobs for item in chain]),
+        advantages=np.concatenate([item.advantages for item in chain]),
+    )
+
+
+def aggregation_weights(
+    sequences: Sequence[TrainingSequence], aggregation: Aggregation, constant: int | None = None
+) -> list[FloatArray]:
+    """Weight of each sampled token in the loss of this batch, one float32[N] per sequence.
+
+    - `token-mean`: 1 / (tokens of the batch) (DAPO);
+    - `sequence-mean`: mean over a transition's tokens, then over transitions (GRPO);
+    - `rollout-mean`: mean over a rollout's tokens, then over rollouts;
+    - `constant`: 1 / (transitions · constant), a fixed length that favours no answer for being short (Dr. GRPO)."""
+    if aggregation == "token-mean":
+        total = sum(len(sequence.positions) for sequence in sequences)
+        return [np.full(len(s.positions), 1.0 / total, np.float32) for s in sequences]
+    if aggregation == "rollout-mean":
+        tokens: dict[str, int] = {}
+        for s in sequences:
+            tokens[s.rollout_id] = tokens.get(s.rollout_id, 0) + len(s.positions)
+        return [np.full(len(s.positions), 1.0 / (len(tokens) * tokens[s.rollout_id]), np.float32) for s in sequences]
+    counts = [np.bincount(s.transitions) for s in sequences]
+    total = sum(len(count) for count in counts)
+    if aggregation == "sequence-mean":
+        return [
+            (1.0 / (total * count[s.transitions])).astype(np.float32)
+            for s, count in zip(sequences, counts, strict=True)
+        ]
+    if aggregation != "constant":
+        raise ConfigError(
+            f"unknown aggregation {aggregation!r}; known: token-mean, sequence-mean, rollout-mean, constant"
+        )
+    if not constant or constant < 1:
+        raise ConfigError("aggregation 'constant' needs constant_length, the length to divide by (at least 1)")
+    return [np.full(len(s.positions), 1.0 / (total * constant), np.float32) for s in sequences]
+
+
+def micro_batches(
+    sequences: Sequence[TrainingSequence], weights: Sequence[FloatArray], max_tokens: int
+) -> Iterator[MicroBatch]:
+    """Rows of similar length together, at most `max_tokens` padded tokens each (a longer row goes alone)."""
+    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
+    start = 0
+    while start < len(order):
+        width = len(sequences[order[start]])
+        rows = order[start : start + max(1, max_tokens // width)]
+        yield _pad([sequences[i] for i in rows], [weights[i] for i in rows], width)
+        start += len(rows)
+
+
+def _pad(sequences: list[TrainingSequence], weights: Iterable[FloatArray], width: int) -> MicroBatch:
+    token_ids = np.zeros((len(sequences), width), np.int32)
+    for row, sequence in enumerate(sequences):
+        token_ids[row, : len(sequence)] = sequence.token_ids
+    return MicroBatch(
+        token_ids=token_ids,
+        rows=np.repeat(np.arange(len(sequences), dtype=np.int64), [len(s.positions) for s in sequences]),
+        positions=np.concatenate([s.positions for s in sequences]).astype(np.int64),
+        logprobs=np.concatenate([s.logprobs for s in sequences]),
+        advantages=np.concatenate([s.advantages for s in sequences]),
+        weights=np.concatenate(list(weights)),
+    )

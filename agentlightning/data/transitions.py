@@ -1,0 +1,151 @@
+"""Spans → transitions: what one rollout offers to learning, and what was left out and why.
+
+A transition is one choice of one LLM call of the policy: (prompt ids, response ids, behaviour logprobs). This module
+knows spans and rewards; it does not know groups, advantages or models.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from agentlightning import semconv
+from agentlightning.tracing.rewards import find_final_reward
+from agentlightning.types import Rollout, SampledChoice, Span
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One sampled answer of the policy.
+
+    `prompt_ids` int32[P], `response_ids` int32[T] (EOS included where it was sampled), `logprobs` float32[T] under the
+    distribution sampled from, `versions` int32[T] the policy version of each sampled token."""
+
+    rollout_id: str
+    attempt_id: str
+    span_id: str
+    call_index: int
+    choice: int
+    model: str
+    prompt_ids: IntArray
+    response_ids: IntArray
+    logprobs: FloatArray
+    versions: IntArray
+    finish_reason: str
+    agent: str | None = None
+
+
+@dataclass(frozen=True)
+class TracedRollout:
+    """A finished rollout as learning sees it.
+
+    `reward` is R, or None where the rollout has none (failed, cancelled, or never rewarded): an explicit state that
+    the algorithm chooses about. `excluded` counts calls that do not train, by reason."""
+
+    rollout: Rollout
+    transitions: tuple[Transition, ...]
+    reward: float | None
+    excluded: Counter[str] = field(default_factory=Counter[str])
+
+
+def trace_rollout(rollout: Rollout, spans: Sequence[Span], *, models: Iterable[str] | None = None) -> TracedRollout:
+    """All transitions of the rollout's final attempt, in call order, with its reward.
+
+    Args:
+        spans: spans of the rollout, of any of its attempts, in any order; only those of the last attempt count.
+        models: names of the models being trained; None takes every model marked trainable.
+
+    A rollout that did not succeed has reward None even where an earlier reward span exists: a crashed agent's partial
+    score is not the score of its task."""
+    final = _final_attempt(spans)
+    calls = sorted((span for span in final if span.tokens is not None), key=_call_order)
+    wanted = None if models is None else frozenset(models)
+    transitions: list[Transition] = []
+    excluded: Counter[str] = Counter()
+    for span in calls:
+        reason = _why_not(span, wanted)
+        if reason:
+            excluded[reason] += 1
+            continue
+        assert span.tokens is not None
+        # With n > 1 nobody can tell which choices the agent used; the first is what every SDK example reads.
+        transitions.append(_transition(span, 0, span.tokens.choices[0]))
+        if len(span.tokens.choices) > 1:
+            excluded["unused choice"] += len(span.tokens.choices) - 1
+    reward = find_final_reward(final) if rollout.status == "succeeded" else None
+    return TracedRollout(rollout, tuple(transitions), reward, excluded)
+
+
+def _final_attempt(spans: Sequence[Span]) -> list[Span]:
+    """Spans of the attempt that started last (a retry starts after the attempt it replaces)."""
+    if not spans:
+        return []
+    started: dict[str, float] = {}
+    for span in spans:
+        started[span.attempt_id] = min(span.start_time, started.get(span.attempt_id, np.inf))
+    last = max(started, key=lambda attempt_id: started[attempt_id])
+    return [span for span in spans if span.attempt_id == last]
+
+
+def _call_order(span: Span) -> tuple[int, float, int]:
+    return int(span.attributes.get(semconv.CALL_INDEX, 0)), span.start_time, span.sequence_id  # type: ignore[arg-type]
+
+
+def _why_not(span: Span, wanted: frozenset[str] | None) -> str | None:
+    """The reason this call must not train, or None."""
+    tokens = span.tokens
+    assert tokens is not None
+    if wanted is not None and _model(span) not in wanted:
+        return "other model"
+    if span.attributes.get(semconv.CALL_TRAINABLE) is False:
+        return "frozen model"
+    flag = span.attributes.get(semconv.CALL_FLAG)
+    if flag:
+        return str(flag)
+    if not tokens.prompt_token_ids:
+        return "no prompt ids"
+    if not tokens.choices or not tokens.choices[0].token_ids:
+        return "no response ids"
+    if len(tokens.choices[0].token_ids) != len(tokens.choices[0].logprobs):
+        return "ids and logprobs differ in length"
+    return None
+
+
+def _model(span: Span) -> str:
+    return str(span.attributes.get(semconv.GEN_AI_RESPONSE_MODEL) or span.attributes.get(semconv.GEN_AI_REQUEST_MODEL))
+
+
+def _transition(span: Span, index: int, choice: SampledChoice) -> Transition:
+    assert span.tokens is not None
+    agent = span.attributes.get(semconv.GEN_AI_AGENT_NAME)
+    return Transition(
+        rollout_id=span.rollout_id,
+        attempt_id=span.attempt_id,
+        span_id=span.span_id,
+        call_index=int(span.attributes.get(semconv.CALL_INDEX, 0)),  # type: ignore[arg-type]
+        choice=index,
+        model=_model(span),
+        prompt_ids=np.asarray(span.tokens.prompt_token_ids, np.int32),
+        response_ids=np.asarray(choice.token_ids, np.int32),
+        logprobs=np.asarray(choice.logprobs, np.float32),
+        versions=_expand(choice),
+        finish_reason=choice.finish_reason,
+        agent=None if agent is None else str(agent),
+    )
+
+
+def _expand(choice: SampledChoice) -> IntArray:
+    """Run-length versions → one per token; ((3, 2), (4, 1)) → [3, 3, 4]. Unknown versions are −1."""
+    if sum(count for _, count in choice.versions) != len(choice.token_ids):
+        return np.full(len(choice.token_ids), -1, np.int32)
+    return np.repeat(
+        np.array([version for version, _ in choice.versions], np.int32),
+        np.array([count for _, count in choice.versions], np.int64),
+    )

@@ -1,0 +1,226 @@
+"""The embedded engine as a gateway backend: chats become token ids, sampled ids become text and tool calls.
+
+Knows the engine's service and the chat component. Does not know HTTP, rollouts or spans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import string
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from itertools import groupby
+from typing import Any
+
+from agentlightning.engine.request import GenerationRequest, SampledToken
+from agentlightning.engine.service import EngineService
+from agentlightning.errors import BackendError
+from agentlightning.gateway.backend import STOPPED_BY_STRING, BackendEvent, ChatCall, Delta, Finished, Started
+from agentlightning.gateway.chat.recorded import EncodedPrompt, RecordedAnswers
+from agentlightning.gateway.chat.stop_strings import StopStrings
+from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.gateway.chat.tool_calls import NoTools, Part, ToolCall
+from agentlightning.gateway.seeds import choice_seed
+from agentlightning.types import FinishReason
+
+# Fields that change nothing about the answer, or state what holds here anyway.
+_NEUTRAL: dict[str, tuple[Any, ...] | None] = {
+    "user": None,
+    "metadata": None,
+    "store": None,
+    "service_tier": None,
+    "prompt_cache_key": None,
+    "safety_identifier": None,
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+}
+
+
+class EmbeddedBackend:
+    """Answers chats with an engine in this process; returns every sampled id with its logprob and policy version.
+
+    `service` is started and closed by its owner. The seed of a call decides its random numbers alone."""
+
+    captures_tokens = True
+
+    def __init__(self, service: EngineService, chat: ChatTemplate) -> None:
+        self._service = service
+        self._chat = chat
+        self._recorded = RecordedAnswers(chat)
+
+    async def chat(self, call: ChatCall) -> AsyncGenerator[BackendEvent, None]:
+        """See `Backend.chat`. BackendError 400 names what a free-running sampler cannot honour."""
+        variables = _check(call)
+        tools = [] if call.tool_choice == "none" else call.tools
+        if tools:
+            self._chat.tool_call_parser()  # refuses tools before anything is computed
+        text = self._chat.render(call.messages, tools, **variables)
+        prompt = self._recorded.encode(call.session, text)
+        requests = [self._request(call, index, prompt) for index in range(call.sampling.n)]
+        if call.stream:  # a request that cannot be served is refused before the stream begins
+            self._service.engine.check(requests[0])
+        choices = [
+            self._choice(call, index, prompt, request, parse_tools=bool(tools))
+            for index, request in enumerate(requests)
+        ]
+        yield Started(prompt.token_ids, prompt.spliced_tokens)
+        async with aclosing(choices[0] if len(choices) == 1 else _merged(choices)) as events:
+            async for event in events:
+                yield event
+
+    def _request(self, call: ChatCall, index: int, prompt: EncodedPrompt) -> GenerationRequest:
+        sampling = call.sampling
+        return GenerationRequest(
+            prompt_token_ids=prompt.token_ids,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=None if sampling.seed is None else choice_seed(sampling.seed, index),
+            stop_token_ids=self._chat.stop_token_ids,
+        )
+
+    async def _choice(
+        self, call: ChatCall, index: int, prompt: EncodedPrompt, request: GenerationRequest, *, parse_tools: bool
+    ) -> AsyncGenerator[BackendEvent, None]:
+        writer = _ChoiceWriter(call, index, self._chat, parse_tools=parse_tools)
+        if call.stream or call.sampling.stop:
+            async with aclosing(self._service.generate(request)) as tokens:
+                async for token in tokens:
+                    yield writer.delta([token])
+                    if writer.finish_reason is not None:
+                        break
+        else:
+            tokens = await self._service.complete(request)
+            for _, run in groupby(tokens, key=lambda token: token.version):
+                yield writer.delta(list(run))
+        self._recorded.record(call.session, prompt, writer.token_ids)
+        yield writer.finished()
+
+
+class _ChoiceWriter:
+    """Turns one choice's sampled tokens into deltas: characters whole, stop strings cut, tool calls parsed."""
+
+    def __init__(self, call: ChatCall, index: int, chat: ChatTemplate, *, parse_tools: bool) -> None:
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self._call = call
+        self._index = index
+        self._token_bytes = chat.token_bytes
+        self._detokenizer = chat.detokenizer(keep_markers=parse_tools)
+        self._stops = StopStrings(call.sampling.stop)
+        self._parser = chat.tool_call_parser() if parse_tools else NoTools()
+        self._tool_calls = 0
+
+    def delta(self, tokens: list[SampledToken]) -> Delta:
+        """What these tokens add, held-back text aside. Tokens are of one version."""
+        ids = tuple(token.token_id for token in tokens)
+        self.token_ids.extend(ids)
+        reason = tokens[-1].finish_reason
+        # The token that ends an answer is not part of its text.
+        text = "".join(map(self._detokenizer.add, ids[:-1] if reason == "stop" else ids))
+        if reason is not None:
+            text += self._detokenizer.flush()
+        certain = self._stops.feed(text)
+        if self._stops.matched is None and reason is not None:
+            certain += self._stops.finish()
+        parts = self._parser.feed(certain)
+        if self._stops.matched is not None or reason is not None:
+            parts += self._parser.finish()
+            self.finish_reason = "stop" if self._stops.matched is not None else reason
+        return Delta(
+            index=self._index,
+            delta=self._openai_delta(parts),
+            token_ids=ids,
+            logprobs=tuple(token.logprob for token in tokens),
+            version=tokens[-1].version,
+            tokens=tuple(map(self._token_bytes.__getitem__, ids)) if self._call.logprobs else (),
+        )
+
+    def finished(self) -> Finished:
+        assert self.finish_reason is not None, "the engine ended a generation without saying why"
+        reason = "tool_calls" if self._tool_calls and self.finish_reason == "stop" else self.finish_reason
+        return Finished(self._index, reason, STOPPED_BY_STRING if self._stops.matched is not None else None)
+
+    def _openai_delta(self, parts: list[Part]) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        content = "".join(part for part in parts if isinstance(part, str))
+        if content:
+            delta["content"] = content
+        calls = [self._tool_call(part) for part in parts if isinstance(part, ToolCall)]
+        if calls:
+            delta["tool_calls"] = calls
+        return delta
+
+    def _tool_call(self, call: ToolCall) -> dict[str, Any]:
+        position, self._tool_calls = self._tool_calls, self._tool_calls + 1
+        name = f"{self._call.request_id}/{self._index}/{position}"
+        return {
+            "index": position,
+            "id": _tool_call_id(name),
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+
+
+_LETTERS = string.ascii_letters + string.digits
+
+
+def _tool_call_id(name: str) -> str:
+    """Nine letters and digits, which is what the templates of Mistral's models demand and others accept."""
+    number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "big")
+    return "".join(_LETTERS[number // 62**place % 62] for place in range(9))
+
+
+def _check(call: ChatCall) -> dict[str, Any]:
+    """Template variables of the call; BackendError 400 for what would constrain the sampling or is unknown."""
+    if call.tool_choice not in (None, "none", "auto"):
+        raise _unsupported("tool_choice", "it forces a call; the embedded engine samples freely: use 'auto' or 'none'")
+    variables: dict[str, Any] = {}
+    for name, value in call.extra.items():
+        if name == "chat_template_kwargs" and isinstance(value, dict):
+            variables = value
+        elif name not in _NEUTRAL or (_NEUTRAL[name] is not None and value not in (_NEUTRAL[name] or ())):
+            raise _unsupported(name, f"the embedded engine cannot honour {name}={value!r}; leave it out")
+    return variables
+
+
+def _unsupported(name: str, why: str) -> BackendError:
+    return BackendError(f"{name} is not supported: {why}", status=400, code="unsupported_parameter")
+
+
+async def _merged(choices: list[AsyncGenerator[BackendEvent, None]]) -> AsyncGenerator[BackendEvent, None]:
+    """Events of several choices as they come. Closing it, or a failure of one, ends all."""
+    queue: asyncio.Queue[BackendEvent | Exception | None] = asyncio.Queue()
+
+    async def forward(choice: AsyncGenerator[BackendEvent, None]) -> None:
+        try:
+            async with aclosing(choice):
+                async for event in choice:
+                    queue.put_nowait(event)
+            queue.put_nowait(None)
+        except Exception as error:  # noqa: BLE001 - raised where the events are awaited
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(forward(choice)) for choice in choices]
+    try:
+        running = len(tasks)
+        while running:
+            event = await queue.get()
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
+                running -= 1
+            else:
+                yield event
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

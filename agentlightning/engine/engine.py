@@ -1,0 +1,332 @@
+"""Continuous batching: which sequences run, in which slot, and what each step computes.
+
+Synchronous and single-threaded: `step()` admits waiting requests, computes their prompts up to a budget, and samples
+one token for every running sequence. The engine knows token ids and weights; it knows nothing of threads, text or
+HTTP. Weights are read in place from the model: whoever changes them does so between steps, then calls
+`update_weights`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agentlightning.engine.fallback import ModelForward
+from agentlightning.engine.forward import DecoderForward, Piece, cache_bytes
+from agentlightning.engine.request import GenerationRequest, SampledToken, TokenArray, check_request
+from agentlightning.engine.sampler import Sampler
+from agentlightning.engine.slots import SlotTable
+from agentlightning.engine.weights import why_unsupported
+from agentlightning.errors import BackendError, ConfigError
+
+__all__ = ["Engine", "Generation", "GenerationRequest", "SampledToken", "Statistics"]
+
+logger = logging.getLogger(__name__)
+
+# Prompt tokens computed in one step at most: bounds how long running sequences wait for a newcomer's prompt.
+PREFILL_TOKENS = 2048
+
+# Exchanging two slots costs about as much as computing this many idle rows.
+EXCHANGE_ROWS = 4
+
+OnToken = Callable[[SampledToken], None]
+OnError = Callable[[BackendError], None]
+
+
+@dataclass
+class Statistics:
+    """Counts since the engine was made. `prompt_tokens` were computed, `reused_tokens` found in the cache."""
+
+    steps: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+    failed_steps: int = 0
+
+
+@dataclass(eq=False)
+class Generation:
+    """A request on its way. `tokens[:length]` are the prompt and what was sampled; the keys and values of
+    `tokens[:cached]` are in `slot`."""
+
+    request: GenerationRequest
+    on_token: OnToken
+    on_error: OnError | None
+    tokens: TokenArray = field(repr=False)
+    length: int
+    limit: int
+    stop_ids: frozenset[int]
+    slot: int = -1
+    cached: int = 0
+    sampled: int = 0
+    placed: bool = False
+
+
+class Engine:
+    """Samples from `model`, at most `slots` sequences at a time, each of at most `max_sequence_length` tokens.
+
+    `dtype` is that of the model unless given. The key-value cache is allocated once and takes `cache_bytes`;
+    ConfigError where that is above `memory_limit_bytes` or the lengths do not suit the model."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_token_ids: Iterable[int],
+        max_sequence_length: int,
+        slots: int = 128,
+        memory_limit_bytes: int | None = None,
+        dtype: torch.dtype | None = None,
+        prefix_cache: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self._model = model
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self.max_sequence_length = max_sequence_length
+        self.version = 0
+        self.statistics = Statistics()
+        self._vocabulary_size: int = model.get_output_embeddings().weight.shape[0]  # type: ignore[union-attr]
+        dtype = dtype or model.dtype
+        self.cache_bytes = cache_bytes(model, slots, max_sequence_length, dtype)
+        self._check_sizes(slots, memory_limit_bytes)
+        reason = why_unsupported(model)
+        if reason is None:
+            self._forward: DecoderForward | ModelForward = DecoderForward(model, slots, max_sequence_length, dtype)
+        else:
+            if dtype != model.dtype:
+                raise ConfigError(f"the engine runs this model through its own forward ({reason}), hence in "
+                                  f"{model.dtype}; leave dtype out or convert the model")  # fmt: skip
+            logger.warning("The engine runs this model through its own forward, sequence by sequence: %s.", reason)
+            self._forward = ModelForward(model, slots)
+        self._slots = SlotTable(
+            slots, max_sequence_length, reuse=prefix_cache, share=prefix_cache and self._forward.shares_prefixes
+        )
+        self._sampler = Sampler(slots, seed)
+        self._waiting: deque[Generation] = deque()
+        self._running: dict[int, Generation] = {}
+        self._idle_rows = 0
+
+    # --- the outside ---
+
+    def check(self, request: GenerationRequest) -> TokenArray:
+        """The prompt `[n]` of a request that can be served; BackendError(status=400) otherwise. Changes nothing."""
+        return check_request(
+            request, vocabulary_size=self._vocabulary_size, max_sequence_length=self.max_sequence_length
+        )
+
+    def submit(self, request: GenerationRequest, on_token: OnToken, on_error: OnError | None = None) -> Generation:
+        """Queue a request; `on_token` is called from `step` with each token. Where a step fails, `on_error` is called
+        for the requests in it; `step` raises if one of them has none. Raises BackendError(status=400)."""
+        prompt = self.check(request)
+        room = self.max_sequence_length - prompt.size
+        limit = prompt.size + (room if request.max_tokens is None else request.max_tokens)
+        tokens = np.zeros(limit, dtype=np.int64)
+        tokens[: prompt.size] = prompt
+        stop_ids = self._eos_token_ids | request.stop_token_ids
+        generation = Generation(request, on_token, on_error, tokens, prompt.size, limit, stop_ids)
+        self._waiting.append(generation)
+        self.statistics.requests += 1
+        return generation
+
+    def cancel(self, generation: Generation) -> None:
+        """Stop a request; no token of it is delivered any more. Nothing happens if it has ended."""
+        if generation in self._waiting:
+            self._waiting.remove(generation)
+        elif self._running.get(generation.slot) is generation:
+            self._end(generation)
+
+    @property
+    def waiting(self) -> int:
+        """Requests not started yet."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests in a slot."""
+        return len(self._running)
+
+    @torch.inference_mode()
+    def update_weights(self, version: int) -> None:
+        """Sample with the model's present weights from now on and call them `version`. All cached prefixes are
+        dropped; running sequences are computed anew with the new weights and go on where they were."""
+        self._forward.reload()
+        self._slots.flush()
+        for generation in self._running.values():
+            generation.cached = 0
+            generation.placed = False
+        self.version = version
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """Advance every running sequence by one token, newly admitted ones by up to two. True while work is left."""
+        try:
+            pieces = self._plan()
+            if pieces:
+                self._prefill(pieces)
+            self._decode()
+        except Exception as error:
+            logger.exception("An engine step failed; %d requests are given up.", len(self._running))
+            self._fail(error)
+        self.statistics.steps += 1
+        return bool(self._waiting or self._running)
+
+    # --- one step ---
+
+    def _plan(self) -> list[tuple[Generation, Piece]]:
+        """The pieces of prompts to compute now: unfinished sequences first, then newcomers in their order."""
+        pieces: list[tuple[Generation, Piece]] = []
+        budget = PREFILL_TOKENS
+        for generation in self._running.values():
+            if budget > 0 and not self._decodable(generation):
+                budget -= self._plan_piece(generation, budget, pieces)
+        newcomers: list[Generation] = []
+        while self._waiting and len(newcomers) < self._slots.free and budget > sum(g.length for g in newcomers):
+            newcomers.append(self._waiting.popleft())
+        # Neighbours of similar length are cheaper to compute together. All but the longest fit into the budget.
+        for generation in sorted(newcomers, key=lambda newcomer: newcomer.length):
+            budget -= self._plan_piece(generation, budget, pieces)
+        return pieces
+
+    def _plan_piece(self, generation: Generation, budget: int, pieces: list[tuple[Generation, Piece]]) -> int:
+        """Plan as much of a sequence as the budget allows; how many tokens that is."""
+        tokens = generation.tokens[: generation.length]
+        placement = None
+        if not generation.placed:
+            if generation.slot < 0:
+                placement = self._slots.acquire(tokens)
+                generation.slot = placement.slot
+                self._running[placement.slot] = generation
+                self._sampler.assign(placement.slot, generation.request)
+            else:
+                placement = self._slots.place_again(generation.slot, tokens)
+            generation.placed = True
+            generation.cached = placement.reused
+            self.statistics.reused_tokens += placement.reused
+        start = generation.cached
+        piece = Piece(generation.slot, start, tokens[start : start + budget], placement)
+        self._slots.extend(piece.slot, piece.token_ids, start)
+        generation.cached = piece.stop
+        pieces.append((generation, piece))
+        return len(piece.token_ids)
+
+    def _prefill(self, planned: list[tuple[Generation, Piece]]) -> None:
+        logits = self._forward.prefill([piece for _, piece in planned])
+        self.statistics.prompt_tokens += sum(len(piece.token_ids) for _, piece in planned)
+        finished = [row for row, (generation, _) in enumerate(planned) if generation.cached == generation.length]
+        if finished:
+            rows = logits if len(finished) == len(planned) else logits[torch.tensor(finished, device=logits.device)]
+            self._sample(rows, [planned[row][0] for row in finished])
+
+    def _decode(self) -> None:
+        ready = sorted(slot for slot, generation in self._running.items() if self._decodable(generation))
+        if not ready:
+            return
+        ready = self._compact(ready)
+        generations = [self._running[slot] for slot in ready]
+        positions = np.array([generation.cached for generation in generations], dtype=np.int64)
+        slots = np.array(ready, dtype=np.int64)
+        token_ids = np.array([generation.tokens[generation.cached] for generation in generations], dtype=np.int64)
+        self._slots.token_ids[slots, positions] = token_ids
+        self._slots.length[slots] = positions + 1
+        for generation in generations:
+            generation.cached += 1
+        self._sample(self._forward.decode(slots, token_ids, positions), generations)
+
+    def _compact(self, ready: list[int]) -> list[int]:
+        """Bring the sequences of ascending slots to the lowest slots, once the idle rows computed meanwhile have cost
+        as much as that does; the slots they are in then."""
+        count = len(ready)
+        self._idle_rows += ready[-1] + 1 - count
+        beyond = [slot for slot in ready if slot >= count]
+        if self._idle_rows < EXCHANGE_ROWS * max(len(beyond), 1):
+            return ready
+        self._idle_rows = 0
+        below = set(ready)
+        for slot, hole in zip(beyond, (slot for slot in range(count) if slot not in below), strict=True):
+            self._exchange(hole, slot)
+        return list(range(count))
+
+    def _exchange(self, first: int, second: int) -> None:
+        lengths = self._slots.length
+        self._forward.exchange(first, second, int(lengths[first]), int(lengths[second]))
+        self._slots.exchange(first, second)
+        self._sampler.exchange(first, second)
+        moved = [(slot, self._running.pop(slot, None)) for slot in (first, second)]
+        for (_, generation), slot in zip(moved, (second, first), strict=True):
+            if generation is not None:
+                generation.slot = slot
+                self._running[slot] = generation
+
+    def _sample(self, logits: Tensor, generations: list[Generation]) -> None:
+        """Draw and deliver the next token of each sequence from logits `[n, vocabulary]`."""
+        slots = np.array([generation.slot for generation in generations], dtype=np.int64)
+        indices = np.array([generation.sampled for generation in generations], dtype=np.int64)
+        token_ids, logprobs = self._sampler.sample(logits, slots, indices)
+        version = self.version
+        for generation, token_id, logprob in zip(generations, token_ids, logprobs, strict=True):
+            generation.tokens[generation.length] = token_id
+            generation.length += 1
+            generation.sampled += 1
+            if token_id in generation.stop_ids:
+                reason = "stop"
+            elif generation.length == generation.limit:
+                reason = "length"
+            else:
+                generation.on_token(SampledToken(token_id, logprob, version))
+                continue
+            self._end(generation)
+            generation.on_token(SampledToken(token_id, logprob, version, reason))
+        self.statistics.generated_tokens += len(generations)
+
+    def _end(self, generation: Generation) -> None:
+        del self._running[generation.slot]
+        self._slots.release(generation.slot)
+
+    def _fail(self, error: Exception) -> None:
+        """Give up every running request, since the step left their caches undefined, and be ready for new ones."""
+        self.statistics.failed_steps += 1
+        failed = list(self._running.values())
+        for generation in failed:
+            self._end(generation)
+        self._slots.flush()
+        reason = error if isinstance(error, BackendError) else BackendError(
+            f"the engine failed while computing this request: {type(error).__name__}: {error}; the request may be "
+            "repeated", status=500, code="engine_error",
+        )  # fmt: skip
+        unheard = not failed
+        for generation in failed:
+            if generation.on_error is None:
+                unheard = True
+            else:
+                generation.on_error(reason)
+        if unheard:
+            raise reason from error
+
+    @staticmethod
+    def _decodable(generation: Generation) -> bool:
+        """Whether just the last sampled token remains to be computed."""
+        return generation.placed and generation.sampled > 0 and generation.length - generation.cached == 1
+
+    def _check_sizes(self, slots: int, memory_limit_bytes: int | None) -> None:
+        if slots < 1:
+            raise ConfigError(f"slots is {slots}; the engine needs at least 1")
+        if self.max_sequence_length < 2:
+            raise ConfigError(f"max_sequence_length is {self.max_sequence_length}; a prompt and a token need 2")
+        known = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        if known is not None and self.max_sequence_length > known:
+            raise ConfigError(f"max_sequence_length is {self.max_sequence_length}, but the model was made for {known} "
+                              f"positions; use at most {known}")  # fmt: skip
+        if memory_limit_bytes is not None and self.cache_bytes > memory_limit_bytes:
+            raise ConfigError(
+                f"the key-value cache of {slots} slots of {self.max_sequence_length} tokens takes "
+                f"{self.cache_bytes / 2**20:.0f} MiB, above the limit of {memory_limit_bytes / 2**20:.0f} MiB; lower "
+                "slots or max_sequence_length, or raise memory_limit_bytes"
+            )

@@ -1,0 +1,105 @@
+"""What is asked of the engine and what it answers, one token at a time.
+
+This module knows no tensors and no model: it checks a request against the two numbers that bound every request, the
+size of the vocabulary and the longest sequence that fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from agentlightning.errors import BackendError
+
+TokenArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One completion to sample. `max_tokens=None` means as many as fit; `temperature=0` is greedy, with logprobs of
+    temperature 1; `top_p=1` and `top_k=0` mean no truncation. `seed` fixes the random numbers of the request whatever
+    else is in the batch. `stop_token_ids` end the generation like the model's own end-of-sequence ids do."""
+
+    prompt_token_ids: tuple[int, ...] | list[int]
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+class SampledToken(NamedTuple):
+    """One token as it was sampled: its id, its logprob under the distribution it was sampled from (after temperature,
+    top_k and top_p), and the version of the weights. `finish_reason` is set on the last token of a request; that one
+    is the end-of-sequence token itself where the reason is "stop"."""
+
+    token_id: int
+    logprob: float
+    version: int
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+def check_request(request: GenerationRequest, *, vocabulary_size: int, max_sequence_length: int) -> TokenArray:
+    """The prompt as an array `[n]`, once everything in the request is usable.
+
+    Raises BackendError(status=400) that names the field; its code is `context_length_exceeded` where the prompt or an
+    explicit `max_tokens` does not fit into `max_sequence_length` (prompt and sampled tokens together)."""
+    prompt = _token_ids("prompt_token_ids", request.prompt_token_ids, vocabulary_size)
+    if prompt.size == 0:
+        raise _invalid("prompt_token_ids is empty; give at least one token id")
+    _token_ids("stop_token_ids", request.stop_token_ids, vocabulary_size)
+    for name in ("max_tokens", "seed"):
+        value = getattr(request, name)
+        if value is not None and type(value) is not int:
+            raise _invalid(f"{name} is {value!r}; it must be an integer or None")
+    if not (_is_number(request.temperature) and 0 <= request.temperature < math.inf):
+        raise _invalid(f"temperature is {request.temperature!r}; it must be a finite number of at least 0")
+    if not (_is_number(request.top_p) and 0 < request.top_p <= 1):
+        raise _invalid(f"top_p is {request.top_p!r}; it must be above 0 and at most 1 (1 means no truncation)")
+    if type(request.top_k) is not int or request.top_k < 0:
+        raise _invalid(f"top_k is {request.top_k!r}; it must be an integer of at least 0 (0 means no truncation)")
+    if request.max_tokens is not None and request.max_tokens < 1:
+        raise _invalid(f"max_tokens is {request.max_tokens}; it must be at least 1, or None for as many as fit")
+    _check_room(prompt.size, request.max_tokens, max_sequence_length)
+    return prompt
+
+
+def _check_room(prompt_length: int, max_tokens: int | None, max_sequence_length: int) -> None:
+    if prompt_length + (max_tokens or 1) <= max_sequence_length:
+        return
+    raise BackendError(
+        f"the prompt has {prompt_length} tokens and {max_tokens or 'at least 1'} are to be sampled, but the engine "
+        f"holds sequences of {max_sequence_length} tokens: shorten the prompt, lower max_tokens, or start the engine "
+        "with a larger max_sequence_length",
+        status=400,
+        code="context_length_exceeded",
+    )
+
+
+def _token_ids(name: str, token_ids: Iterable[int], vocabulary_size: int) -> TokenArray:
+    try:
+        array = np.array(list(token_ids))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _invalid(f"{name} is not a sequence of token ids: {error}") from None
+    if array.size == 0:
+        return array.astype(np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise _invalid(f"{name} must be a flat sequence of integers; it holds {array.dtype} of shape {array.shape}")
+    if array.min() < 0 or array.max() >= vocabulary_size:
+        wrong = int(array.min()) if array.min() < 0 else int(array.max())
+        raise _invalid(f"{name} holds {wrong}; the model knows the token ids 0 to {vocabulary_size - 1}")
+    return array.astype(np.int64)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _invalid(message: str) -> BackendError:
+    return BackendError(message, status=400, code="invalid_request")

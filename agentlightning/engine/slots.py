@@ -1,0 +1,116 @@
+"""Which sequence lies in which slot of the cache, and which prefixes can be used again.
+
+A slot holds the keys and values of one sequence. A finished sequence stays in its slot until the slot is needed, so
+that its next turn continues in place; a prefix that lies in another slot is copied from there. This module does that
+bookkeeping on token ids alone: it knows no tensors and no model.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from agentlightning.engine.request import TokenArray
+
+# Copying fewer positions than this costs about as much as computing them again.
+SHORTEST_COPY = 8
+
+
+class Placement(NamedTuple):
+    """Where a sequence goes: positions below `start` lie in `slot` already; those in `start … copied` are to be copied
+    from slot `source`; the rest is to be computed."""
+
+    slot: int
+    start: int
+    source: int
+    copied: int
+
+    @property
+    def reused(self) -> int:
+        return max(self.start, self.copied)
+
+
+class SlotTable:
+    """The contents of `slots` slots of `capacity` positions each.
+
+    `length[slot]` counts the positions whose keys and values are valid, or will be once the pieces planned so far have
+    run in their order; `token_ids[slot, :length[slot]]` are the tokens at these positions."""
+
+    def __init__(self, slots: int, capacity: int, *, reuse: bool, share: bool) -> None:
+        self.token_ids = np.zeros((slots, capacity), dtype=np.int64)
+        self.length = np.zeros(slots, dtype=np.int64)
+        self.busy = np.zeros(slots, dtype=np.bool_)
+        self._released = np.zeros(slots, dtype=np.int64)
+        self._clock = 0
+        self._reuse = reuse
+        self._share = share
+
+    @property
+    def free(self) -> int:
+        return int((~self.busy).sum())
+
+    def acquire(self, tokens: TokenArray) -> Placement:
+        """A free slot for a sequence `[n]`, keeping as much of its prefix as is known somewhere.
+
+        The last token is never reused: its logits are what comes next. Call only while `free` is above 0."""
+        shared = self._shared_prefix(tokens[:-1])
+        continued = ~self.busy & (self.length > 0) & (shared == self.length)
+        if continued.any():
+            slot = int(np.where(continued, shared, -1).argmax())
+        else:
+            # Empty slots first, then the one that was left alone for longest: nothing better known is lost.
+            age = np.where(self.length > 0, self._released, -1)
+            slot = int(np.where(self.busy, self._clock + 1, age).argmin())
+        self.busy[slot] = True
+        return self._place(slot, shared)
+
+    def place_again(self, slot: int, tokens: TokenArray) -> Placement:
+        """A placement for a sequence `[n]` that keeps its busy `slot` but whose contents became stale."""
+        return self._place(slot, self._shared_prefix(tokens[:-1]))
+
+    def extend(self, slot: int, tokens: TokenArray, start: int) -> None:
+        """Record that `tokens` `[n]` stand at positions `start …` of a slot."""
+        stop = start + len(tokens)
+        self.token_ids[slot, start:stop] = tokens
+        self.length[slot] = stop
+
+    def release(self, slot: int) -> None:
+        """The sequence in a slot has ended; its prefix stays usable until the slot is needed."""
+        self._clock += 1
+        self._released[slot] = self._clock
+        self.busy[slot] = False
+        if not self._reuse:
+            self.length[slot] = 0
+
+    def exchange(self, first: int, second: int) -> None:
+        """Two slots change places, with contents and state."""
+        pair, swapped = [first, second], [second, first]
+        for state in (self.token_ids, self.length, self.busy, self._released):
+            state[pair] = state[swapped]
+
+    def flush(self) -> None:
+        """Forget all contents: they were computed with other weights. Busy slots stay busy."""
+        self.length[:] = 0
+
+    def _place(self, slot: int, shared: TokenArray) -> Placement:
+        start = int(shared[slot])
+        source = int(shared.argmax())
+        copied = int(shared[source])
+        if not self._share or copied - start < SHORTEST_COPY:
+            copied, source = start, slot
+        self.token_ids[slot, start:copied] = self.token_ids[source, start:copied]
+        self.length[slot] = copied
+        return Placement(slot, start, source, copied)
+
+    def _shared_prefix(self, tokens: TokenArray) -> TokenArray:
+        """How many leading tokens of a sequence `[n]` each slot holds, `[slots]`."""
+        if not self._reuse or len(tokens) == 0:
+            return np.zeros(len(self.length), dtype=np.int64)
+        differs = self.token_ids[:, : len(tokens)] != tokens
+        first = np.where(differs.any(axis=1), differs.argmax(axis=1), len(tokens))
+        shared = np.minimum(first, self.length)
+        if not self._share:
+            # Contents that cannot be cut back are usable only as a whole.
+            shared[shared < self.length] = 0
+        return shared

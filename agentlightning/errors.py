@@ -1,0 +1,62 @@
+"""Every error a user can meet, typed. Each message names what was wrong, what was expected and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class AgentLightningError(Exception):
+    """Base of all errors raised on purpose. The command line prints its message without a traceback."""
+
+
+class ConfigError(AgentLightningError):
+    """A setting, path, dataset or argument cannot be used as given."""
+
+
+class InUseError(ConfigError):
+    """Another process holds the store file or the run's directory."""
+
+
+class NotFoundError(AgentLightningError):
+    """An id names nothing in the store (HTTP 404)."""
+
+
+class ConflictError(AgentLightningError):
+    """The change is not allowed in the present state, such as moving a terminal rollout (HTTP 409)."""
+
+
+class InvalidError(AgentLightningError):
+    """The value itself is malformed, such as a reward of NaN (HTTP 422)."""
+
+
+class ForbiddenError(AgentLightningError):
+    """The key is missing, wrong, or does not cover what was asked (HTTP 401 or 403)."""
+
+
+class UnavailableError(AgentLightningError):
+    """The server, store or backend cannot be reached; trying again later may help (HTTP 503)."""
+
+
+class BackendError(AgentLightningError):
+    """A model backend refused or failed a call.
+
+    `status` is the HTTP status for the agent; `code` is the machine-readable OpenAI error code.
+    """
+
+    def __init__(self, message: str, *, status: int = 502, code: str = "backend_error") -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class TrainingError(AgentLightningError):
+    """Training cannot go on: a loss that is not finite, no rewarded rollout, an engine that fails."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A ready-made hint: `did you mean 'group_size'? Known: …`, for a name that is not in `known`."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Known: {', '.join(known)}"

@@ -1,0 +1,1 @@
+"""The gateway: protocol translation, routing and exact capture of every LLM call."""

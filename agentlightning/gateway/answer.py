@@ -1,0 +1,100 @@
+"""The answer to a call as it grows: backend events gathered per choice into messages, ids and logprobs.
+
+It knows backend events. It does not know HTTP, spans or the store.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from agentlightning.gateway.backend import BackendEvent, Delta, Finished, Started, Usage
+from agentlightning.types import FinishReason
+
+
+class Choice:
+    """One choice so far. `versions` is run-length: `[[3, 10], [4, 2]]` is ten tokens of version 3, two of 4."""
+
+    def __init__(self) -> None:
+        self.text: dict[str, list[str]] = {"content": []}
+        self.tool_calls: list[dict[str, Any]] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.tokens: list[bytes] = []
+        self.versions: list[list[int]] = []
+        self.finish_reason: FinishReason | None = None
+        self.untrainable: str | None = None
+
+    def add(self, event: Delta) -> None:
+        self.token_ids.extend(event.token_ids)
+        self.logprobs.extend(event.logprobs)
+        self.tokens.extend(event.tokens)
+        if event.token_ids:
+            if self.versions and self.versions[-1][0] == event.version:
+                self.versions[-1][1] += len(event.token_ids)
+            else:
+                self.versions.append([event.version, len(event.token_ids)])
+        for name, value in event.delta.items():
+            if name == "tool_calls":
+                for part in value or ():
+                    self._add_tool_call(part)
+            elif name != "role" and isinstance(value, str):
+                self.text.setdefault(name, []).append(value)
+
+    def _add_tool_call(self, part: dict[str, Any]) -> None:
+        """A tool-call delta: the first of an index brings id and name, later ones more of the arguments."""
+        index = part.get("index", len(self.tool_calls))
+        while len(self.tool_calls) <= index:
+            self.tool_calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
+        call, function = self.tool_calls[index], part.get("function") or {}
+        call["id"] = part.get("id") or call["id"]
+        call["function"]["name"] += function.get("name") or ""
+        call["function"]["arguments"] += function.get("arguments") or ""
+
+    def message(self) -> dict[str, Any]:
+        """The assistant message of the chat-completions protocol; content is None beside tool calls without text."""
+        message: dict[str, Any] = {"role": "assistant"}
+        message.update({name: "".join(parts) for name, parts in self.text.items()})
+        if self.tool_calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = self.tool_calls
+        return message
+
+
+class Answer:
+    """All choices of one call, the exact prompt, and when the first token came (seconds, monotonic clock)."""
+
+    def __init__(self, n: int) -> None:
+        self.prompt_token_ids: tuple[int, ...] = ()
+        self.spliced_tokens = 0
+        self.choices = [Choice() for _ in range(n)]
+        self.usage: Usage | None = None
+        self.first_token_time: float | None = None
+
+    def add(self, event: BackendEvent) -> None:
+        match event:
+            case Delta():
+                if self.first_token_time is None:
+                    self.first_token_time = time.monotonic()
+                self.choices[event.index].add(event)
+            case Finished():
+                self.choices[event.index].finish_reason = event.finish_reason
+                self.choices[event.index].untrainable = event.untrainable
+            case Started():
+                self.prompt_token_ids = event.prompt_token_ids
+                self.spliced_tokens = event.spliced_tokens
+            case Usage():
+                self.usage = event
+
+    def abort(self, reason: str) -> None:
+        """Close every choice that has not finished: aborted, and not to be trained because of `reason`."""
+        for choice in self.choices:
+            if choice.finish_reason is None:
+                choice.finish_reason = "abort"
+                choice.untrainable = reason
+
+    def token_counts(self) -> Usage:
+        """Prompt and completion tokens: as reported where the backend reports them, else counted."""
+        if self.usage is not None:
+            return self.usage
+        return Usage(len(self.prompt_token_ids), sum(len(choice.token_ids) for choice in self.choices))

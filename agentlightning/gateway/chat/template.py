@@ -1,0 +1,207 @@
+"""Messages and tools → the model's prompt text, by the chat template that came with its tokenizer, and → token ids.
+
+Knows jinja templates and tokenizers. Does not know models, sampling or HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn, cast
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from agentlightning.errors import BackendError, ConfigError
+from agentlightning.gateway.chat.detokenizer import Detokenizer, TokenBytes
+from agentlightning.gateway.chat.tool_calls import ToolCallParser, detect_tool_format, make_parser
+
+# The rollouts of a group begin with the same prompt, and turns repeat: short texts are tokenised once.
+_REMEMBERED_TEXTS = 2048
+_REMEMBERED_LENGTH = 8192  # characters
+
+
+class ChatTemplate:
+    """A tokenizer with its chat template.
+
+    `special_tokens` are the names a template may use (`bos_token` …). `tool_format` is one of
+    `tool_calls.TOOL_FORMATS`; left out, it is recognised from the template. `stop_token_ids` end an answer.
+
+    >>> ChatTemplate.from_pretrained(AutoTokenizer.from_pretrained(path)).render(messages, tools)
+    '<|im_start|>system\\n…'
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str,
+        *,
+        special_tokens: Mapping[str, Any],
+        stop_token_ids: frozenset[int] = frozenset(),
+        tool_format: str | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.stop_token_ids = stop_token_ids
+        self.tool_format = tool_format or detect_tool_format(template)
+        if tool_format is not None:
+            make_parser(tool_format)  # an unknown name fails here, not at the first call
+        self.token_bytes = TokenBytes(tokenizer)
+        self._encode_once = lru_cache(maxsize=_REMEMBERED_TEXTS)(self._encode)
+        self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in template
+        try:
+            self._template = _environment().from_string(template)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the tokenizer's chat template cannot be compiled: {error}") from None
+
+    @classmethod
+    def from_pretrained(cls, tokenizer: Any, *, tool_format: str | None = None) -> ChatTemplate:
+        """From a `PreTrainedTokenizerFast`. ConfigError without a chat template or with a slow tokenizer."""
+        template = getattr(tokenizer, "chat_template", None)
+        if isinstance(template, dict):
+            template = cast(dict[str, str], template).get("default")
+        if not isinstance(template, str):
+            raise ConfigError(
+                "the tokenizer has no chat template, so chats cannot become prompts; use an instruct model, or set "
+                "tokenizer.chat_template"
+            )
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            raise ConfigError(f"{type(tokenizer).__name__} is not a fast tokenizer; one with tokenizer.json is needed")
+        end = tokenizer.eos_token_id
+        return cls(
+            backend,
+            template,
+            special_tokens=tokenizer.special_tokens_map,
+            stop_token_ids=frozenset() if end is None else frozenset({end}),
+            tool_format=tool_format,
+        )
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        /,
+        **variables: Any,
+    ) -> str:
+        """The prompt up to where the assistant begins to speak. BackendError (400) says what the template refuses."""
+        try:
+            return self._template.render(
+                messages=[self._plain(message) for message in messages],
+                tools=list(tools) or None,
+                add_generation_prompt=True,
+                **self._special_tokens,
+                **variables,
+            )
+        except BackendError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a template is a program from elsewhere and may fail in any way
+            raise BackendError(
+                f"the model's chat template cannot render these messages: {error}", status=400, code="template_error"
+            ) from None
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of rendered text; special tokens are those spelled out in it, none are added."""
+        return self._encode_once(text) if len(text) <= _REMEMBERED_LENGTH else self._encode(text)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def detokenizer(self, *, keep_markers: bool) -> Detokenizer:
+        """Text of an answer as it is sampled; `keep_markers` keeps special tokens that mark tool calls."""
+        return Detokenizer(self.token_bytes, keep_markers=keep_markers)
+
+    def tool_call_parser(self) -> ToolCallParser:
+        """A parser for one answer. ConfigError if the format of the model's tool calls is not known."""
+        if self.tool_format is None:
+            raise ConfigError(
+                "the chat template's tool-call format is not one of hermes, llama3 or mistral, so tools cannot be used "
+                "with this model; name its format explicitly if it is one of them"
+            )
+        return make_parser(self.tool_format)
+
+    def _plain(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message as templates expect it: no nulls, text as one string, tool-call arguments as objects."""
+        plain = {name: value for name, value in message.items() if value is not None and value != []}
+        plain["content"] = _text(message.get("content"))
+        if plain["role"] == "developer" and not self._knows_developer:
+            plain["role"] = "system"
+        if "tool_calls" in plain:
+            plain["tool_calls"] = [_with_arguments(call) for call in plain["tool_calls"]]
+        return plain
+
+
+def _text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[str] = []
+    for part in content:
+        if part.get("type") not in ("text", "input_text", "refusal"):
+            raise BackendError(
+                f"a message holds a part of type {part.get('type')!r}; this model reads text only",
+                status=400,
+                code="unsupported_content",
+            )
+        parts.append(part.get("text") or part.get("refusal") or "")
+    return "".join(parts)
+
+
+def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            parsed = None
+        # Arguments that are no JSON object stay the text they are; whether that can be shown is the template's choice.
+        function["arguments"] = parsed if isinstance(parsed, dict) else arguments
+    return {**call, "function": function}
+
+
+# --- the environment chat templates are written for ---------------------------------------------------------------
+
+
+class _Generation(Extension):
+    """`{% generation %}…{% endgeneration %}` marks the assistant's words for other tools; here it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    names: dict[str, Any] = {"raise_exception": _raise, "strftime_now": _now}
+    environment.globals.update(names)
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without HTML escapes: what is written is read by a model, not a browser."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,238 @@
+"""Tool calls in sampled text, in a listed set of formats, found while the text streams.
+
+    hermes    text <tool_call>{"name": …, "arguments": {…}}</tool_call> …     (Qwen 2.5, Qwen 3, Hermes)
+    llama3    [<|python_tag|>]{"name": …, "parameters": {…}}[; {…}]           (Llama 3.1 and later)
+    mistral   text [TOOL_CALLS] [{"name": …, "arguments": {…}}, …]            (Mistral 7B v0.3, Nemo)
+
+What is not exactly of that shape stays text: a repaired call would hide from training that it was malformed. Knows
+text only, no tokens and no templates beyond telling which format one asks for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+
+from agentlightning.errors import ConfigError, nearest
+from agentlightning.gateway.chat.stop_strings import overlap
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call as sampled: `arguments` is the JSON object, character for character."""
+
+    name: str
+    arguments: str
+
+
+Part: TypeAlias = str | ToolCall
+
+
+class ToolCallParser(Protocol):
+    """Splits one answer into text and tool calls; text that may belong to a call is held back until that is known."""
+
+    def feed(self, text: str) -> list[Part]:
+        """What became certain with `text`."""
+        ...
+
+    def finish(self) -> list[Part]:
+        """What was still held back, at the answer's end."""
+        ...
+
+
+class NoTools:
+    """All text, for calls without tools."""
+
+    def feed(self, text: str) -> list[Part]:
+        return [text] if text else []
+
+    def finish(self) -> list[Part]:
+        return []
+
+
+class MarkedParser:
+    """Calls that begin with a marker: `start` … `end`, or `start` … to the answer's end where `end` is None.
+
+    White space around a call belongs to the format, not to the content."""
+
+    def __init__(self, start: str, end: str | None, parse: Callable[[str], list[ToolCall] | None]) -> None:
+        self._start, self._end, self._parse = start, end, parse
+        self._held = ""
+        self._space = ""
+        self._inside = False
+        self._found = False
+
+    def feed(self, text: str) -> list[Part]:
+        self._held += text
+        parts: list[Part] = []
+        while self._take(parts):
+            pass
+        return parts
+
+    def finish(self) -> list[Part]:
+        parts: list[Part] = []
+        if self._inside and self._end is None:
+            self._close(self._held, "", parts)
+        elif self._inside:
+            parts.append(self._space + self._start + self._held)
+        elif self._held.strip() or not self._found:
+            parts.append(self._held)
+        self._held = self._space = ""
+        return [part for part in parts if part]
+
+    def _take(self, parts: list[Part]) -> bool:
+        """Move past the next marker in the held text; False when more text is needed."""
+        if not self._inside:
+            before, marker, after = self._held.partition(self._start)
+            if not marker:
+                certain = before[: len(before) - overlap(before, self._start)].rstrip()
+                if certain:
+                    parts.append(certain)
+                    self._held = before[len(certain) :]
+                return False
+            text = before.rstrip()
+            self._space = before[len(text) :]
+            if text:
+                parts.append(text)
+            self._held, self._inside = after, True
+        if self._end is None:
+            return False
+        block, marker, after = self._held.partition(self._end)
+        if not marker:
+            return False
+        self._held, self._inside = after, False
+        self._close(block, marker, parts)
+        return True
+
+    def _close(self, block: str, marker: str, parts: list[Part]) -> None:
+        calls = self._parse(block)
+        if calls is None:
+            parts.append(self._space + self._start + block + marker)
+        else:
+            parts.extend(calls)
+            self._found = True
+        self._space = ""
+
+
+class WholeAnswerParser:
+    """Calls that are the whole answer: it begins with `{` or with `marker`, else it is text from the first word on."""
+
+    def __init__(self, marker: str, parse: Callable[[str], list[ToolCall] | None]) -> None:
+        self._marker, self._parse = marker, parse
+        self._held = ""
+        self._is_text = False
+
+    def feed(self, text: str) -> list[Part]:
+        self._held += text
+        begin = self._held.lstrip()
+        undecided = begin.startswith(("{", self._marker)) or self._marker.startswith(begin)
+        if undecided and not self._is_text:
+            return []
+        self._is_text = True
+        part, self._held = self._held, ""
+        return [part] if part else []
+
+    def finish(self) -> list[Part]:
+        held, self._held = self._held, ""
+        calls = self._parse(held.strip().removeprefix(self._marker)) if held else None
+        if calls is None:
+            return [held] if held else []
+        return list(calls)
+
+
+def make_parser(tool_format: str) -> ToolCallParser:
+    """A parser for one answer in the named format. ConfigError lists the formats."""
+    if tool_format not in TOOL_FORMATS:
+        raise ConfigError(f"there is no tool-call format {tool_format!r}; {nearest(tool_format, TOOL_FORMATS)}")
+    return TOOL_FORMATS[tool_format]()
+
+
+def detect_tool_format(template: str) -> str | None:
+    """The format a chat template writes tool calls in, or None where it writes none or one that is not listed."""
+    if any(foreign in template for foreign in _FOREIGN):
+        return None
+    if "<tool_call>" in template:
+        return "hermes"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<|python_tag|>" in template:
+        return "llama3"
+    return None
+
+
+# --- the shapes ---------------------------------------------------------------------------------------------------
+
+# Marks of formats that use the same markers around something else than JSON calls.
+_FOREIGN = ("<function=", "<arg_key>", "[ARGS]", "[CALL_ID]", "<|tool_calls_section_begin|>", "<｜tool▁calls▁begin｜>")
+
+
+class _Call(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: msgspec.Raw
+
+
+class _MistralCall(_Call, forbid_unknown_fields=True):
+    id: str | None = None
+
+
+class _LlamaCall(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    parameters: msgspec.Raw
+    type: str | None = None
+
+
+def _hermes(text: str) -> list[ToolCall] | None:
+    call = _decoded(text, _Call)
+    return None if call is None else _calls([(call.name, call.arguments)])
+
+
+def _mistral(text: str) -> list[ToolCall] | None:
+    calls = _decoded(text, list[_MistralCall])
+    return _calls([(call.name, call.arguments) for call in calls]) if calls else None
+
+
+def _llama3(text: str) -> list[ToolCall] | None:
+    decoder, position, found = json.JSONDecoder(), 0, list[tuple[str, msgspec.Raw]]()
+    text = text.strip()
+    while position < len(text):
+        try:
+            _, end = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError):
+            return None
+        call = _decoded(text[position:end], _LlamaCall)
+        rest = text[end:].lstrip()
+        if call is None or (rest and not rest.startswith(";")):
+            return None
+        found.append((call.name, call.parameters))
+        position = len(text) - len(rest.removeprefix(";").lstrip())
+    return _calls(found) if found else None
+
+
+def _calls(found: list[tuple[str, msgspec.Raw]]) -> list[ToolCall] | None:
+    """The calls, or None if the arguments of one are no JSON object."""
+    calls: list[ToolCall] = []
+    for name, raw in found:
+        arguments = bytes(raw).decode()
+        if not name or _decoded(arguments, dict[str, Any]) is None:
+            return None
+        calls.append(ToolCall(name, arguments))
+    return calls
+
+
+def _decoded(text: str, kind: Any) -> Any:
+    """`text` as JSON of the given type, or None."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+
+
+TOOL_FORMATS: dict[str, Callable[[], ToolCallParser]] = {
+    "hermes": lambda: MarkedParser("<tool_call>", "</tool_call>", _hermes),
+    "llama3": lambda: WholeAnswerParser("<|python_tag|>", _llama3),
+    "mistral": lambda: MarkedParser("[TOOL_CALLS]", None, _mistral),
+}

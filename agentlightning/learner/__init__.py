@@ -1,0 +1,5 @@
+"""What makes a gradient step, and where a policy comes from.
+
+Import the modules, not the package: `learner.tiny` makes a small policy on the spot, `learner.warm_start` teaches it
+the form of a conversation from demonstrations.
+"""

@@ -1,0 +1,81 @@
+"""A policy made callable: engine, its thread, and the backend that the gateway routes to."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from agentlightning.engine.backend import EmbeddedBackend
+from agentlightning.engine.engine import Engine
+from agentlightning.engine.forward import cache_bytes
+from agentlightning.engine.service import EngineService
+from agentlightning.errors import ConfigError
+from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.learner.policy import Policy
+
+CACHE_LIMIT_BYTES = 8 * 1024**3
+SMALL_MODEL = 10_000_000  # parameters; below, one torch thread is faster than several
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServedPolicy:
+    """A running engine over `policy`. Whoever made it calls `service.close()`."""
+
+    policy: Policy
+    service: EngineService
+    backend: EmbeddedBackend
+
+
+def serve_policy(
+    policy: Policy,
+    *,
+    concurrency: int = 64,
+    max_sequence_length: int | None = None,
+    threads: int | None = None,
+    seed: int = 0,
+) -> ServedPolicy:
+    """Start an engine for about `concurrency` calls at once.
+
+    Fewer slots are taken where the key-value cache would pass 8 GiB; calls beyond them wait. `max_sequence_length`
+    defaults to the model's own, at most 4096 tokens."""
+    model = policy.model
+    model.eval()  # no dropout in what is sampled
+    own = int(getattr(model.config.get_text_config(), "max_position_embeddings", 4096))
+    length = max_sequence_length or min(own, 4096)
+    if length > own:
+        raise ConfigError(f"max_sequence_length is {length}, but the model was made for at most {own} tokens")
+    if threads is not None or model.num_parameters() < SMALL_MODEL:
+        torch.set_num_threads(threads or 1)
+    # The engine's thread and the event loop take turns at the interpreter; its default turn, 5 ms, is long for both.
+    sys.setswitchinterval(0.0005)
+    slots = min(concurrency, CACHE_LIMIT_BYTES // cache_bytes(model, 1, length, model.dtype))
+    if slots < concurrency:
+        logger.warning("the key-value cache has room for %d calls at once, not %d", slots, concurrency)
+    engine = Engine(
+        model,
+        eos_token_ids=_end_ids(policy),
+        max_sequence_length=length,
+        slots=max(1, slots),
+        memory_limit_bytes=CACHE_LIMIT_BYTES,
+        seed=seed,
+    )
+    service = EngineService(engine)
+    service.start()
+    return ServedPolicy(policy, service, EmbeddedBackend(service, ChatTemplate.from_pretrained(policy.tokenizer)))
+
+
+def _end_ids(policy: Policy) -> list[int]:
+    """Ids that end an answer: those of the generation config (chat models may have several), else the tokenizer's."""
+    configured: Any = policy.model.generation_config.eos_token_id if policy.model.generation_config else None
+    own: Any = policy.tokenizer.eos_token_id
+    ids: list[Any] = [*(configured if isinstance(configured, list) else [configured]), own]
+    found = {int(token_id) for token_id in ids if token_id is not None}
+    if not found:
+        raise ConfigError("neither the model nor its tokenizer names an end-of-sequence token; set tokenizer.eos_token")
+    return sorted(found)

@@ -1,0 +1,218 @@
+"""What an agent is: a function with a decorator, or a subclass of `LitAgent`.
+
+An agent receives a task and resources and returns its reward. It knows nothing of stores, leases or tokens; this
+module knows how the two forms are called, not who calls them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, cast
+
+from agentlightning.errors import ConfigError, nearest
+from agentlightning.types import LLM, AttemptedRollout, Mode, NamedResources, PromptTemplate, Span
+
+TaskT = TypeVar("TaskT")
+P = ParamSpec("P")
+R = TypeVar("R")
+ResourceT = TypeVar("ResourceT", LLM, PromptTemplate)
+
+# A reward; nothing (the reward was emitted, or there is none); or spans made by hand.
+RolloutRawResult: TypeAlias = float | list[Span] | None
+EntryPoint: TypeAlias = Callable[[Any, NamedResources, AttemptedRollout], Any]
+
+INJECTED = ("llm", "prompt_template", "resources", "rollout")
+_METHODS = (
+    "rollout_async",
+    "rollout",
+    "training_rollout_async",
+    "training_rollout",
+    "validation_rollout_async",
+    "validation_rollout",
+)
+
+
+class LitAgent(Generic[TaskT]):
+    """Base class of agents. Override one of `rollout` or `rollout_async`, or the pair for training and validation.
+
+    In train mode the first of `training_rollout_async`, `training_rollout`, `rollout_async`, `rollout` that a subclass
+    defines is called; in val and test mode the `validation_` ones come first instead. Sync methods run in a thread of
+    their own, async ones in the runner's event loop."""
+
+    def rollout(self, task: TaskT, resources: NamedResources, rollout: AttemptedRollout) -> RolloutRawResult:
+        """Run the agent on one task. `resources` are bound to this attempt: give `resources["llm"].endpoint` and
+        `.api_key` to any OpenAI client."""
+        raise _undefined(self, "rollout")
+
+    async def rollout_async(
+        self, task: TaskT, resources: NamedResources, rollout: AttemptedRollout
+    ) -> RolloutRawResult:
+        """`rollout`, in the runner's event loop."""
+        raise _undefined(self, "rollout_async")
+
+    def training_rollout(self, task: TaskT, resources: NamedResources, rollout: AttemptedRollout) -> RolloutRawResult:
+        """`rollout`, in train mode only."""
+        return self.rollout(task, resources, rollout)
+
+    async def training_rollout_async(
+        self, task: TaskT, resources: NamedResources, rollout: AttemptedRollout
+    ) -> RolloutRawResult:
+        """`rollout_async`, in train mode only."""
+        return await self.rollout_async(task, resources, rollout)
+
+    def validation_rollout(self, task: TaskT, resources: NamedResources, rollout: AttemptedRollout) -> RolloutRawResult:
+        """`rollout`, in val and test mode."""
+        return self.rollout(task, resources, rollout)
+
+    async def validation_rollout_async(
+        self, task: TaskT, resources: NamedResources, rollout: AttemptedRollout
+    ) -> RolloutRawResult:
+        """`rollout_async`, in val and test mode."""
+        return await self.rollout_async(task, resources, rollout)
+
+    def check(self) -> None:
+        """ConfigError for an agent that defines no rollout method at all."""
+        if not any(getattr(type(self), name) is not getattr(LitAgent, name) for name in _METHODS):
+            raise _undefined(self, " or ".join(_METHODS))
+
+    def entry_point(self, mode: Mode) -> EntryPoint:
+        """The method that runs a rollout of `mode`. ConfigError when the subclass defines none."""
+        special = "training_rollout" if mode == "train" else "validation_rollout"
+        for name in (f"{special}_async", special, "rollout_async", "rollout"):
+            if getattr(type(self), name) is not getattr(LitAgent, name):
+                return cast(EntryPoint, getattr(self, name))
+        raise _undefined(self, f"rollout, rollout_async, {special} or {special}_async")
+
+
+class FunctionAgent(LitAgent[Any], Generic[P, R]):
+    """A decorated function: an agent for the runner, and for everybody else still the plain function."""
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        self.function = function
+        self._injected = _injected_parameters(function)
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.function(*args, **kwargs)
+
+    def rollout(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> Any:
+        """Call the function with what its parameters name; for an async function this is its awaitable."""
+        values: dict[str, Any] = {}
+        for name in self._injected:
+            if name == "llm":
+                values[name] = pick_resource(resources, name, LLM)
+            elif name == "prompt_template":
+                values[name] = pick_resource(resources, name, PromptTemplate)
+            else:
+                values[name] = resources if name == "resources" else rollout
+        return cast("Callable[..., Any]", self.function)(task, **values)
+
+    async def rollout_async(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> Any:
+        return await cast("Awaitable[Any]", self.rollout(task, resources, rollout))
+
+    def entry_point(self, mode: Mode) -> EntryPoint:
+        return self.rollout_async if is_async(self.function) else self.rollout
+
+
+def rollout(function: Callable[P, R]) -> FunctionAgent[P, R]:
+    """Make an agent of a function, sync or async.
+
+    Its first parameter receives the task; `llm`, `prompt_template`, `resources` and `rollout` are recognised by name,
+    in any order, and those that are there are filled in. It returns the reward as a float, None, or a list of spans.
+    ConfigError for any other signature."""
+    return FunctionAgent(function)
+
+
+def llm_rollout(function: Callable[P, R]) -> FunctionAgent[P, R]:
+    """`rollout` for a function that must take `llm`."""
+    return _requiring("llm", function)
+
+
+def prompt_rollout(function: Callable[P, R]) -> FunctionAgent[P, R]:
+    """`rollout` for a function that must take `prompt_template`."""
+    return _requiring("prompt_template", function)
+
+
+def as_agent(agent: LitAgent[Any] | Callable[..., Any]) -> LitAgent[Any]:
+    """`agent` itself, or a plain function made into one. ConfigError for anything else, and for an agent class whose
+    instance was meant."""
+    if isinstance(agent, LitAgent):
+        return cast("LitAgent[Any]", agent)
+    if inspect.isclass(agent):
+        raise ConfigError(f"{agent.__name__} is a class; pass an instance: {agent.__name__}()")
+    if callable(agent):
+        return FunctionAgent(agent)
+    raise ConfigError(f"the agent is a {type(agent).__name__}; expected a LitAgent or a function decorated by rollout")
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling `function` gives a coroutine; also for partials and objects with an async `__call__`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(type(function), "__call__", None)  # noqa: B004 - the attribute itself is wanted, not callability
+    )
+
+
+def pick_resource(resources: NamedResources, name: str, kind: type[ResourceT]) -> ResourceT:
+    """The resource of `kind` called `name`, or the only one of that kind. ConfigError where that is not one."""
+    named = resources.get(name)
+    if isinstance(named, kind):
+        return named
+    candidates = {key: value for key, value in resources.items() if isinstance(value, kind)}
+    if len(candidates) == 1:
+        return next(iter(candidates.values()))
+    have = ", ".join(sorted(candidates)) or f"none (resources: {', '.join(sorted(resources)) or 'empty'})"
+    raise ConfigError(
+        f"the agent takes {name!r}, which needs one {kind.__name__} among the rollout's resources; there are: {have}. "
+        f"Name one of them {name!r}, or take `resources` and choose"
+    )
+
+
+def _requiring(name: str, function: Callable[P, R]) -> FunctionAgent[P, R]:
+    if name not in _signature(function).parameters:
+        raise ConfigError(
+            f"{_described(function)} has no parameter {name!r}, which this decorator is for; "
+            f"add it, or use agentlightning.rollout"
+        )
+    return FunctionAgent(function)
+
+
+def _injected_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names among INJECTED that the function takes, after checking that the runner can call it."""
+    expected = f"expected (task[, {'][, '.join(INJECTED)}])"
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(f"{_described(function)} is a generator; an agent returns its reward instead of yielding")
+    parameters = list(_signature(function).parameters.values())
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if not parameters or parameters[0].kind not in positional or parameters[0].name in INJECTED:
+        raise ConfigError(f"{_described(function)} does not take the task as its first parameter; {expected}")
+    if parameters[0].name == "self":
+        raise ConfigError(f"{_described(function)} is a method; subclass LitAgent for an agent with state")
+    injected: list[str] = []
+    for parameter in parameters[1:]:
+        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            continue
+        if parameter.name in INJECTED and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
+            injected.append(parameter.name)
+        elif parameter.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"{_described(function)} has the parameter {parameter.name!r}, which nothing fills: "
+                f"{nearest(parameter.name, INJECTED)}; {expected}, or give it a default"
+            )
+    return tuple(injected)
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{function!r} cannot be an agent: {error}; decorate a function of your own") from None
+
+
+def _described(function: Callable[..., Any]) -> str:
+    return f"{getattr(function, '__qualname__', repr(function))}{_signature(function)}"
+
+
+def _undefined(agent: LitAgent[Any], what: str) -> ConfigError:
+    return ConfigError(f"{type(agent).__name__} does not define {what}; override one of the rollout methods")

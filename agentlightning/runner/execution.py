@@ -1,0 +1,228 @@
+"""Running one agent once: in the loop or in a thread, within its time, whatever it raises or returns.
+
+This module knows agents, hooks and the tracer of an attempt. It does not know the store: it is told when to stop and
+answers with an `Outcome`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import logging
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from agentlightning.errors import InvalidError
+from agentlightning.runner.agent import EntryPoint, LitAgent, is_async
+from agentlightning.runner.hooks import Hook
+from agentlightning.tracing.context import AttemptTracer, bind
+from agentlightning.tracing.emit import emit_exception, emit_reward, shown
+from agentlightning.tracing.rewards import checked_reward
+from agentlightning.types import AttemptedRollout, AttemptStatus, NamedResources, Span
+
+if TYPE_CHECKING:
+    from agentlightning.runner.runner import Runner
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 5.0  # how long a cancelled agent may clean up before it is left behind
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended: its status, and for anything but success the reason and the exception, if one was."""
+
+    status: AttemptStatus
+    reason: str | None = None
+    error: BaseException | None = None
+
+
+class Execution:
+    """One attempt of one agent, from on_rollout_start to on_rollout_end.
+
+    `stop` may be called at any time from the event loop: the agent is cancelled and `run` answers with that status."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        agent: LitAgent[Any],
+        hooks: tuple[Hook, ...],
+        rollout: AttemptedRollout,
+        tracer: AttemptTracer,
+    ) -> None:
+        self._runner = runner
+        self._agent = agent
+        self._hooks = hooks
+        self._rollout = rollout
+        self._tracer = tracer
+        self._stopped: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+
+    def stop(self, status: AttemptStatus, reason: str) -> None:
+        """Cancel the agent; the attempt's outcome will be `status`. Later calls change nothing."""
+        if not self._stopped.done():
+            self._stopped.set_result(Outcome(status, reason))
+
+    async def run(self, resources: NamedResources, timeout: float | None) -> Outcome:
+        """Run to the end, or for `timeout` seconds. Raises nothing of the agent's, except KeyboardInterrupt."""
+        with bind(self._tracer):
+            outcome = await self._supervised(resources, timeout)
+            if outcome.error is not None:
+                emit_exception(outcome.error)
+            ended = await guarded(self._call_hooks("on_rollout_end", spans=self._tracer.get_last_trace()))
+            if ended.error is not None:
+                emit_exception(ended.error)
+                if outcome.status == "succeeded":
+                    outcome = _failed(ended.error)
+        return outcome
+
+    async def _supervised(self, resources: NamedResources, timeout: float | None) -> Outcome:
+        """The agent in a task of its own, so that it can be cancelled alone, and left behind if it does not stop."""
+        task = asyncio.create_task(guarded(self._traced(resources)))
+        try:
+            await asyncio.wait({task, self._stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await self._cancel(task)
+            raise
+        if task.done() and not self._stopped.done():
+            return self._concluded(task.result())
+        self.stop("timeout", f"the agent did not finish within {self._rollout.config.timeout_seconds or 0:g} s")
+        await self._cancel(task)
+        return self._stopped.result()
+
+    async def _cancel(self, task: asyncio.Task[Answer]) -> None:
+        """Cancel the agent's task and give it time to clean up."""
+        task.cancel()
+        await asyncio.wait({task}, timeout=GRACE_SECONDS)
+        if not task.done():
+            logger.warning(
+                "the agent of attempt %s goes on %g s after it was cancelled; it is left behind",
+                self._tracer.attempt_id,
+                GRACE_SECONDS,
+            )
+        task.add_done_callback(self._notice_late_answer)
+
+    def _notice_late_answer(self, task: asyncio.Task[Answer]) -> None:
+        if not task.cancelled() and task.exception() is None and task.result().error is None:
+            logger.warning(
+                "the agent of attempt %s answered after it was stopped; the answer is ignored", self._tracer.attempt_id
+            )
+
+    def _concluded(self, answer: Answer) -> Outcome:
+        """The agent came to its end in time; a returned reward is the last span of the trace."""
+        if answer.error is not None:
+            return _failed(answer.error)
+        try:
+            record_result(self._tracer, answer.value)
+        except InvalidError as error:
+            return _failed(error)
+        return Outcome("succeeded")
+
+    async def _traced(self, resources: NamedResources) -> Any:
+        """What the agent returned, with the hooks around it."""
+        await self._call_hooks("on_rollout_start")
+        await self._call_hooks("on_trace_start", tracer=self._tracer)
+        entry_point = self._agent.entry_point(self._rollout.mode)
+        answer = await guarded(self._call_agent(entry_point, resources))
+        if self._stopped.done():  # it did not let itself be cancelled
+            return answer.value
+        hooks = await guarded(self._call_hooks("on_trace_end", tracer=self._tracer))
+        if answer.error is not None:
+            if hooks.error is not None:
+                emit_exception(hooks.error)
+            raise answer.error
+        if hooks.error is not None:
+            raise hooks.error
+        return answer.value
+
+    async def _call_agent(self, entry_point: EntryPoint, resources: NamedResources) -> Any:
+        arguments = (self._rollout.input, resources, self._rollout)
+        if is_async(entry_point):
+            return await entry_point(*arguments)
+        value = await in_own_thread(lambda: entry_point(*arguments))
+        if inspect.iscoroutine(value):
+            value.close()
+            raise InvalidError("the agent returned a coroutine from a plain function; declare it with `async def`")
+        return value
+
+    async def _call_hooks(self, name: str, **arguments: Any) -> None:
+        for hook in self._hooks:
+            method = cast("Callable[..., Awaitable[None]]", getattr(hook, name))
+            await method(agent=self._agent, runner=self._runner, rollout=self._rollout, **arguments)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What code that is not ours came to: a value or an exception."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+async def guarded(work: Awaitable[Any]) -> Answer:
+    """Await code that is not ours. Only KeyboardInterrupt and a cancellation of the awaiting task pass through;
+    SystemExit and the like are the agent's own end, not the runner's."""
+    try:
+        return Answer(value=await work)
+    except KeyboardInterrupt:
+        raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        return Answer(error=error)
+    except BaseException as error:  # noqa: BLE001 - anything an agent raises is the result of its attempt
+        return Answer(error=error)
+
+
+async def in_own_thread(function: Callable[[], Any]) -> Any:
+    """Call a blocking function in a daemon thread that carries the context.
+
+    A thread of its own for each call, not a pool: one that hangs can neither be stopped nor may it hold a place in a
+    pool or keep the process from ending. When the awaiting task is cancelled the thread is left behind."""
+    loop = asyncio.get_running_loop()
+    answered: asyncio.Future[Answer] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def deliver(answer: Answer) -> None:
+        if not answered.done():
+            answered.set_result(answer)
+        else:
+            logger.warning("a sync agent came to its end after its attempt was stopped; its result is ignored")
+
+    def work() -> None:
+        try:
+            answer = Answer(value=context.run(function))
+        except BaseException as error:  # noqa: BLE001 - carried over to the loop, where it is raised again
+            answer = Answer(error=error)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(deliver, answer)
+
+    threading.Thread(target=work, name="agentlightning-agent", daemon=True).start()
+    answer = await answered
+    if answer.error is not None:
+        if isinstance(answer.error, StopIteration):
+            raise RuntimeError("the agent raised StopIteration") from answer.error  # which no coroutine can raise
+        raise answer.error
+    return answer.value
+
+
+def record_result(tracer: AttemptTracer, result: Any) -> None:
+    """Turn what an agent returned into spans. InvalidError for all but None, a finite number and a list of spans."""
+    if result is None:
+        return
+    if isinstance(result, list):
+        spans = cast("list[Any]", result)
+        strangers = [type(span).__name__ for span in spans if not isinstance(span, Span)]
+        if strangers:
+            raise InvalidError(f"the agent returned a list with a {strangers[0]}; expected agentlightning.Span objects")
+        for span in spans:
+            tracer.adopt(span)
+        return
+    emit_reward(checked_reward(result, "the agent's result"))
+
+
+def _failed(error: BaseException) -> Outcome:
+    return Outcome("failed", f"{type(error).__name__}: {shown(error)}", error)

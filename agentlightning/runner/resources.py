@@ -1,0 +1,62 @@
+"""The agent's view of the resources: looked up once per version, bound to each attempt. Knows nothing of agents."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+
+import msgspec
+
+from agentlightning.errors import NotFoundError
+from agentlightning.store.base import LightningStore
+from agentlightning.types import LLM, AttemptedRollout, NamedResources
+
+VERSIONS_KEPT = 32
+
+
+class ResourceCache:
+    """Resources by id, immutable and therefore cached; and their view for one attempt.
+
+    An `LLM` without an `api_key` of its own is served by the gateway: its view names the attempt, in the URL and by the
+    attempt's key. An `LLM` that brings a key is an endpoint of its own (a judge, a hosted model) and stays as it is.
+    `endpoint_override` replaces the gateway's URL where this process reaches it by another one."""
+
+    def __init__(self, store: LightningStore, endpoint_override: str | None = None) -> None:
+        self._store = store
+        self._endpoint_override = endpoint_override
+        self._versions: OrderedDict[str, NamedResources] = OrderedDict()
+        self._lookup = asyncio.Lock()  # a burst of leases asks the store once, not once each
+
+    async def bound_to(self, rollout: AttemptedRollout) -> NamedResources:
+        """The resources of `rollout` (the latest where it names none) for its present attempt. NotFoundError for an
+        id that the store does not have."""
+        if rollout.resources_id is None:
+            latest = await self._store.get_latest_resources()
+            resources = latest.resources if latest else {}
+        else:
+            resources = await self._version(rollout.resources_id)
+        return {
+            name: self._bind(resource, rollout) if isinstance(resource, LLM) else resource
+            for name, resource in resources.items()
+        }
+
+    async def _version(self, resources_id: str) -> NamedResources:
+        async with self._lookup:
+            if resources_id in self._versions:
+                self._versions.move_to_end(resources_id)
+                return self._versions[resources_id]
+            update = await self._store.get_resources_by_id(resources_id)
+            if update is None:
+                raise NotFoundError(f"the rollout names the resources {resources_id!r}, which the store does not have")
+            self._versions[resources_id] = update.resources
+            if len(self._versions) > VERSIONS_KEPT:
+                self._versions.popitem(last=False)
+            return update.resources
+
+    def _bind(self, llm: LLM, rollout: AttemptedRollout) -> LLM:
+        if llm.api_key is not None:
+            return llm
+        if self._endpoint_override is not None:
+            llm = msgspec.structs.replace(llm, endpoint=self._endpoint_override)
+        endpoint = llm.get_base_url(rollout.rollout_id, rollout.attempt.attempt_id)
+        return msgspec.structs.replace(llm, endpoint=endpoint, api_key=rollout.api_key)

@@ -1,0 +1,374 @@
+"""The process that leases rollouts and runs agents: hundreds at once in one event loop.
+
+It knows the store's interface and how to execute an agent; it does not know where the store is, nor anything of
+models or training. One timer serves all attempts: it extends leases, sends the spans recorded so far, and learns which
+attempts were cancelled meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import socket
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from agentlightning.errors import (
+    AgentLightningError,
+    ConfigError,
+    ConflictError,
+    InvalidError,
+    NotFoundError,
+    UnavailableError,
+)
+from agentlightning.runner.agent import LitAgent, as_agent
+from agentlightning.runner.clients import ClientPool, current_pool
+from agentlightning.runner.execution import Execution, Outcome
+from agentlightning.runner.hooks import Hook
+from agentlightning.runner.resources import ResourceCache
+from agentlightning.store.base import LightningStore
+from agentlightning.store.lifecycle import TERMINAL
+from agentlightning.tracing.context import AttemptTracer
+from agentlightning.types import AttemptedRollout, Mode, NamedResources, Rollout, RolloutConfig, Span
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+POLL_SECONDS = 20.0  # one long poll for work
+HEARTBEAT_SECONDS = 10.0  # until a lease was seen; then a third of the shortest lease
+GIVE_BACK_SECONDS = 5.0  # how long a cancelled runner tries to hand its attempts back
+FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 5.0
+
+
+@dataclass
+class Flight:
+    """One attempt in this runner: what is executed and what the store has not got yet."""
+
+    rollout: AttemptedRollout
+    tracer: AttemptTracer
+    execution: Execution
+    started: float = field(default_factory=time.monotonic)
+    unsent: list[Span] = field(default_factory=list[Span])
+    sending: asyncio.Lock = field(default_factory=asyncio.Lock)
+    ended_by_store: bool = False
+
+    @property
+    def lease_token(self) -> int | None:
+        return self.rollout.lease.token if self.rollout.lease else None
+
+
+class Runner:
+    """Leases rollouts from a store and runs an agent on them, up to `concurrency` at once.
+
+    `worker_id` names this worker and must be unique; the default is. `endpoint_override` is the gateway's URL as seen
+    from here, where that differs from the one in the resources. While the store cannot be reached, calls are repeated
+    for `patience_seconds`; then `run` ends with UnavailableError. ConfigError for an agent that cannot be run."""
+
+    def __init__(
+        self,
+        store: LightningStore,
+        agent: LitAgent[Any] | Callable[..., Any],
+        *,
+        concurrency: int = 64,
+        worker_id: str | None = None,
+        hooks: Sequence[Hook] = (),
+        endpoint_override: str | None = None,
+        patience_seconds: float = 60.0,
+    ) -> None:
+        if concurrency < 1:
+            raise ConfigError(f"concurrency is {concurrency}; it must be at least 1")
+        self.store = store
+        self.agent = as_agent(agent)
+        self.agent.check()
+        self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._concurrency = concurrency
+        self._hooks = tuple(hooks)
+        self._patience = patience_seconds
+        self._resources = ResourceCache(store, endpoint_override)
+        self._flights: dict[str, Flight] = {}
+        self._finished = 0
+        self._unlucky: Counter[str] = Counter()
+        self._stopping = asyncio.Event()
+        self._landed = asyncio.Event()
+        self._heartbeat_seconds = HEARTBEAT_SECONDS
+        self._shorter_lease = asyncio.Event()
+
+    # --- the face ---
+
+    async def run(self) -> None:
+        """Lease and run until `stop` is called. Cancelling it cancels the agents and hands their attempts back."""
+        try:
+            async with self._session(), asyncio.TaskGroup() as attempts:
+                while leased := await self._lease():
+                    for rollout in leased:
+                        attempts.create_task(self._attempt(self._board(rollout)))
+        finally:
+            self._stopping.clear()
+
+    def stop(self) -> None:
+        """Lease nothing more; `run` returns when the attempts in flight have ended. For use in the event loop."""
+        self._stopping.set()
+
+    async def run_one(
+        self,
+        task: Any,
+        resources: NamedResources | None = None,
+        mode: Mode = "train",
+        config: RolloutConfig | None = None,
+    ) -> Rollout:
+        """Run the agent on one task, past the queue, and return the rollout as it ended. For debugging: what the agent
+        raises is recorded as always and then raised here. `resources` are stored as a new version if given."""
+        resources_id = (await self.store.add_resources(resources)).resources_id if resources is not None else None
+        async with self._session():
+            rollout = await self.store.start_rollout(task, mode, resources_id, config, worker_id=self.worker_id)
+            outcome = await self._attempt(self._board(rollout))
+        if outcome.error is not None:
+            raise outcome.error
+        ended = await self.store.get_rollout_by_id(rollout.rollout_id)
+        if ended is None:
+            raise NotFoundError(f"rollout {rollout.rollout_id} is gone from the store")
+        return ended
+
+    # --- leasing ---
+
+    async def _lease(self) -> list[AttemptedRollout]:
+        """The next rollouts to run, at least one; none only when the runner is to stop."""
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            while not self._stopping.is_set():
+                if len(self._flights) >= self._concurrency:
+                    self._landed.clear()
+                    landed = asyncio.create_task(self._landed.wait())
+                    await _first_of(landed, stopping)
+                    continue
+                poll = asyncio.create_task(self._patiently(self._dequeue))
+                if await _first_of(poll, stopping) and (leased := poll.result()):
+                    return leased
+        finally:
+            stopping.cancel()
+        return []
+
+    async def _dequeue(self) -> list[AttemptedRollout]:
+        free = self._concurrency - len(self._flights)
+        return await self.store.dequeue_many_rollouts(free, self.worker_id, POLL_SECONDS)
+
+    # --- one attempt ---
+
+    def _board(self, rollout: AttemptedRollout) -> Flight:
+        """Count a leased rollout as in flight, from before its task first runs."""
+        tracer = AttemptTracer(rollout.rollout_id, rollout.attempt.attempt_id)
+        flight = Flight(rollout, tracer, Execution(self, self.agent, self._hooks, rollout, tracer))
+        self._flights[rollout.attempt.attempt_id] = flight
+        self._adjust_heartbeat(rollout)
+        return flight
+
+    async def _attempt(self, flight: Flight) -> Outcome:
+        try:
+            outcome = await self._execute(flight)
+            outcome = await self._finish(flight, outcome)
+        except asyncio.CancelledError:
+            await self._give_back(flight)
+            raise
+        finally:
+            del self._flights[flight.rollout.attempt.attempt_id]
+            self._finished += 1
+            self._landed.set()
+        return outcome
+
+    async def _execute(self, flight: Flight) -> Outcome:
+        try:
+            resources = await self._patiently(lambda: self._resources.bound_to(flight.rollout))
+        except (ConfigError, NotFoundError) as error:
+            return Outcome("failed", str(error), error)
+        timeout = flight.rollout.config.timeout_seconds
+        if timeout is not None:
+            timeout = max(0.0, timeout - (time.monotonic() - flight.started))
+        try:
+            return await flight.execution.run(resources, timeout)
+        finally:
+            flight.tracer.close()  # before the last spans are sent, so that none is lost behind them unsaid
+
+    async def _finish(self, flight: Flight, outcome: Outcome) -> Outcome:
+        """Send what is left, then end the attempt: nothing of it can come after its end."""
+        try:
+            await self._patiently(lambda: self._send(flight))
+        except (InvalidError, ConflictError, NotFoundError) as error:
+            if outcome.status == "succeeded":
+                outcome = Outcome("failed", f"its spans were refused: {error}", error)
+        rollout_id, attempt_id = flight.rollout.rollout_id, flight.rollout.attempt.attempt_id
+        if outcome.status != "succeeded":
+            self._notice(flight, outcome)
+        if flight.ended_by_store:
+            return outcome
+        metadata = {"reason": outcome.reason} if outcome.reason else None
+        try:
+            await self._patiently(
+                lambda: self.store.update_attempt(
+                    rollout_id, attempt_id, status=outcome.status, metadata=metadata, lease=flight.lease_token
+                )
+            )
+        except (ConflictError, NotFoundError) as error:
+            logger.warning("attempt %s ended as %s too late, ignored: %s", attempt_id, outcome.status, error)
+        return outcome
+
+    def _notice(self, flight: Flight, outcome: Outcome) -> None:
+        """One line in the log for the 1st, 2nd, 4th, 8th … attempt that ends in the same way: an agent with a defect
+        fails thousands of times. Every attempt's own reason is in the store."""
+        kind = f"{outcome.status} {type(outcome.error).__name__}"
+        self._unlucky[kind] += 1
+        times = self._unlucky[kind]
+        if times & (times - 1) == 0:
+            logger.warning(
+                "attempt %s of rollout %s %s: %s%s",
+                flight.rollout.attempt.attempt_id,
+                flight.rollout.rollout_id,
+                "timed out" if outcome.status == "timeout" else outcome.status,
+                (outcome.reason or "").partition("\n")[0],
+                f" ({times} ended like this)" if times > 1 else "",
+            )
+
+    async def _send(self, flight: Flight) -> None:
+        """Store the spans recorded since the last time. A span that is refused is dropped with the batch it is in."""
+        async with flight.sending:
+            flight.unsent += flight.tracer.drain()
+            if not flight.unsent:
+                return
+            try:
+                await self.store.add_many_spans(flight.unsent)
+            except (InvalidError, ConflictError, NotFoundError):
+                flight.unsent = []
+                raise
+            flight.unsent = []
+
+    async def _give_back(self, flight: Flight) -> None:
+        """This runner is being cancelled: let the store decide about a retry now, not when the lease runs out."""
+        rollout_id, attempt_id = flight.rollout.rollout_id, flight.rollout.attempt.attempt_id
+        try:
+            async with asyncio.timeout(GIVE_BACK_SECONDS):
+                await self._send(flight)
+                await self.store.update_attempt(
+                    rollout_id,
+                    attempt_id,
+                    status="unresponsive",
+                    metadata={"reason": "its runner was stopped"},
+                    lease=flight.lease_token,
+                )
+        except (TimeoutError, AgentLightningError) as error:
+            logger.warning("attempt %s could not be handed back, its lease will run out: %s", attempt_id, error)
+
+    # --- the timer ---
+
+    def _adjust_heartbeat(self, rollout: AttemptedRollout) -> None:
+        """A third of the shortest lease seen. Both ends of a lease are the store's clock, so ours may differ."""
+        if rollout.lease is None:
+            return
+        interval = max(0.05, (rollout.lease.expires - rollout.attempt.start_time) / 3)
+        if interval < self._heartbeat_seconds:
+            self._heartbeat_seconds = interval
+            self._shorter_lease.set()
+
+    async def _heartbeats(self) -> None:
+        while True:
+            self._shorter_lease.clear()
+            try:
+                async with asyncio.timeout(self._heartbeat_seconds):
+                    await self._shorter_lease.wait()
+            except TimeoutError:
+                await asyncio.gather(self._report(), *(self._beat(flight) for flight in self._flights.values()))
+
+    async def _beat(self, flight: Flight) -> None:
+        rollout_id, attempt_id = flight.rollout.rollout_id, flight.rollout.attempt.attempt_id
+        try:
+            await self._send(flight)
+            if flight.lease_token is None:
+                return
+            beat = await self.store.heartbeat(rollout_id, attempt_id, flight.lease_token)
+            # An unresponsive attempt runs on as long as its next call or span can revive it.
+            lost = beat.status == "unresponsive" and not await self._is_revivable(flight)
+        except UnavailableError as error:
+            logger.warning("no heartbeat for attempt %s, tried again soon: %s", attempt_id, error)
+        except InvalidError as error:
+            flight.execution.stop("failed", f"its spans were refused: {error}")
+        except (ConflictError, NotFoundError) as error:
+            flight.ended_by_store = True
+            flight.execution.stop("cancelled", f"it is no longer this runner's: {error}")
+        else:
+            if lost or beat.status not in ("preparing", "running", "unresponsive"):
+                flight.ended_by_store = True
+                flight.execution.stop(beat.status, "the store had ended it")
+
+    async def _is_revivable(self, flight: Flight) -> bool:
+        """Whether an unresponsive attempt is still its rollout's last word."""
+        rollout = await self.store.get_rollout_by_id(flight.rollout.rollout_id)
+        latest = await self.store.get_latest_attempt(flight.rollout.rollout_id)
+        return (
+            rollout is not None
+            and rollout.status not in TERMINAL
+            and latest is not None
+            and latest.attempt_id == flight.rollout.attempt.attempt_id
+        )
+
+    async def _report(self) -> None:
+        stats = {"running": len(self._flights), "finished": self._finished, "concurrency": self._concurrency}
+        try:
+            await self.store.update_worker(self.worker_id, stats)
+        except UnavailableError as error:
+            logger.warning("worker %s could not report to the store, tried again soon: %s", self.worker_id, error)
+
+    # --- around it all ---
+
+    @asynccontextmanager
+    async def _session(self) -> AsyncGenerator[None]:
+        """The timer and the agents' connections. An error inside comes out alone, not as a group."""
+        pool = ClientPool()
+        token = current_pool.set(pool)
+        try:
+            async with asyncio.TaskGroup() as group:
+                timer = group.create_task(self._heartbeats())
+                yield
+                timer.cancel()
+        except BaseExceptionGroup as errors:
+            raise _first_leaf(errors) from None
+        finally:
+            current_pool.reset(token)
+            await pool.close()
+
+    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Repeat a harmless-to-repeat call while the store is unavailable; in the end UnavailableError."""
+        deadline = time.monotonic() + self._patience
+        pause = FIRST_RETRY_SECONDS
+        while True:
+            try:
+                return await call()
+            except UnavailableError as error:
+                if time.monotonic() + pause > deadline:
+                    raise UnavailableError(
+                        f"the store did not answer for {self._patience:g} s: {error}. "
+                        "Attempts in flight are retried by whoever finds them, once the store is back"
+                    ) from error
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, LAST_RETRY_SECONDS)
+
+
+async def _first_of(wanted: asyncio.Task[Any], stopping: asyncio.Task[Any]) -> bool:
+    """Wait for either; when it is not `wanted`, cancel that. True when `wanted` came to a result all the same."""
+    try:
+        await asyncio.wait({wanted, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not wanted.done():
+            wanted.cancel()
+    await asyncio.wait({wanted})
+    return not wanted.cancelled()
+
+
+def _first_leaf(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = errors.exceptions[0]
+    return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first

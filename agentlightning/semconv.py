@@ -1,0 +1,65 @@
+"""Attribute and span names: OpenTelemetry's `gen_ai.*` where it has one, `agentlightning.*` where it has none."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Spans of our own (names kept from Agent Lightning 0.3).
+ANNOTATION: Final = "agentlightning.annotation"
+MESSAGE: Final = "agentlightning.message"
+OBJECT: Final = "agentlightning.object"
+EXCEPTION: Final = "agentlightning.exception"
+OPERATION: Final = "agentlightning.operation"
+REWARD: Final = "agentlightning.reward"
+
+# Resource attributes that bind a span to its attempt.
+ROLLOUT_ID: Final = "agentlightning.rollout_id"
+ATTEMPT_ID: Final = "agentlightning.attempt_id"
+
+
+REWARD_FINAL: Final = "agentlightning.reward.final"  # False on an intermediate reward; absent: the rollout's reward
+
+
+def reward_name(index: int) -> str:
+    return f"{REWARD}.{index}.name"
+
+
+def reward_value(index: int) -> str:
+    return f"{REWARD}.{index}.value"
+
+
+# On a gateway call, beside its token ids (which are stored as binary, not as attributes).
+CALL_INDEX: Final = "agentlightning.call.index"  # 0, 1, 2 … within the attempt
+CALL_STREAM: Final = "agentlightning.call.stream"
+CALL_SAMPLING: Final = "agentlightning.call.sampling"  # JSON of the sampling that was in effect
+CALL_OVERRIDDEN: Final = "agentlightning.call.overridden"  # JSON of what the agent asked instead, if it differed
+CALL_FLAG: Final = "agentlightning.call.untrainable"  # why this call must not be trained, absent if it may
+CALL_BACKEND: Final = "agentlightning.call.backend"
+CALL_TRAINABLE: Final = "agentlightning.call.trainable"  # False for a frozen model
+CALL_TIME_TO_FIRST_TOKEN: Final = "agentlightning.call.time_to_first_token"  # seconds
+RECORDED_SPLICE: Final = "agentlightning.call.spliced_tokens"  # prompt tokens taken from recorded answers
+
+OPERATION_NAME: Final = "agentlightning.operation.name"
+OPERATION_INPUT: Final = "agentlightning.operation.input"  # JSON
+OPERATION_OUTPUT: Final = "agentlightning.operation.output"  # JSON
+OBJECT_JSON: Final = "agentlightning.object.json"
+MESSAGE_BODY: Final = "agentlightning.message.body"
+EXCEPTION_TYPE: Final = "exception.type"
+EXCEPTION_MESSAGE: Final = "exception.message"
+EXCEPTION_STACKTRACE: Final = "exception.stacktrace"
+
+# OpenTelemetry gen_ai (semantic conventions 1.44).
+GEN_AI_OPERATION: Final = "gen_ai.operation.name"
+GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
+GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
+GEN_AI_RESPONSE_ID: Final = "gen_ai.response.id"
+GEN_AI_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+GEN_AI_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+GEN_AI_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+GEN_AI_TEMPERATURE: Final = "gen_ai.request.temperature"
+GEN_AI_TOP_P: Final = "gen_ai.request.top_p"
+GEN_AI_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+GEN_AI_INPUT_MESSAGES: Final = "gen_ai.input.messages"  # JSON, as the agent sent them
+GEN_AI_OUTPUT_MESSAGES: Final = "gen_ai.output.messages"  # JSON, one message per choice
+GEN_AI_TOOL_DEFINITIONS: Final = "gen_ai.tool.definitions"  # JSON
+GEN_AI_AGENT_NAME: Final = "gen_ai.agent.name"

@@ -1,0 +1,118 @@
+"""An application on a port: uvicorn inside the caller's event loop, without signal handlers of its own.
+
+This module knows sockets and what to tell a user whose port is taken. It does not know routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Generator
+from types import TracebackType
+from typing import Final
+
+import uvicorn
+from starlette.applications import Starlette
+
+from agentlightning.errors import ConfigError
+from agentlightning.server.access import is_loopback
+
+_GRACE_SECONDS: Final = 5
+
+
+class HttpServer:
+    """Serves `app` at `host` and `port` (0: any free port) between `start` and `stop`; also `async with`.
+
+    A host that other machines can reach needs an app with an admin key: ConfigError otherwise."""
+
+    def __init__(self, app: Starlette, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        if not is_loopback(host) and not getattr(app.state, "protected", False):
+            raise ConfigError(
+                f"without an admin key the server is only for this machine; set one to serve on {host}, or serve on "
+                "127.0.0.1"
+            )
+        self._app = app
+        self._host = host
+        self._port = port
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the server can be reached, such as `http://127.0.0.1:8000`; the real port once it has started."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}"
+
+    async def start(self) -> None:
+        """Listen. ConfigError if the port is taken or the host is not one of this machine's."""
+        listening = _listen(self._host, self._port)
+        self._port = listening.getsockname()[1]
+        config = uvicorn.Config(
+            self._app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=_GRACE_SECONDS,
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve([listening]), name=f"http server on {self.url}")
+        ready = asyncio.create_task(self._server.ready.wait())
+        await asyncio.wait([self._serving, ready], return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if self._serving.done():
+            await self._serving
+
+    async def stop(self) -> None:
+        """Take no more requests, answer long polls at once, give running requests a few seconds, then close."""
+        if self._server is None or self._serving is None:
+            return
+        stop_waiting = getattr(self._app.state, "stop_waiting", None)
+        if stop_waiting is not None:
+            stop_waiting()
+        self._server.should_exit = True
+        await self._serving
+        self._server, self._serving = None, None
+
+    async def __aenter__(self) -> HttpServer:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield  # signals belong to the program that embeds the server
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        # Families in the order the resolver gives; create_server sets SO_REUSEADDR, so that a restart need not wait.
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} of {host} is taken by another program; stop that program, or pass --port 0 for any free "
+                "port"
+            ) from None
+        raise ConfigError(f"cannot serve on {host} port {port}: {error.strerror or error}") from None
+    except OverflowError:
+        raise ConfigError(f"port {port} does not exist; it must be between 0 and 65535") from None

@@ -1,0 +1,1 @@
+"""The store: the only meeting point of runners, gateway and algorithm."""

@@ -1,0 +1,246 @@
+"""How nouns are written into columns: JSON for what is open, typed binary for tokens.
+
+This module knows the encodings and refuses what they would not give back (NaN, infinities, ids that cannot stand in
+a URL). It does not know SQL or HTTP. Token ids are little-endian int32, logprobs little-endian float32: a logprob
+comes back as the float32 nearest to it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from agentlightning.errors import InvalidError
+from agentlightning.types import (
+    Attributes,
+    FinishReason,
+    SampledChoice,
+    Span,
+    SpanEvent,
+    SpanLink,
+    SpanStatus,
+    TokenCapture,
+)
+
+_ID: Final = re.compile(r"[A-Za-z0-9_.:\-]{1,200}")
+_LARGEST_SEQUENCE_ID: Final = 2**53
+_INT32: Final = "i"
+_FLOAT32: Final = "f"
+
+
+class Tokens(NamedTuple):
+    """A `TokenCapture` as columns: all choices one after another, and a JSON table of where each ends."""
+
+    prompt_token_ids: bytes
+    token_ids: bytes
+    logprobs: bytes
+    choices: str
+
+
+class _Choice(msgspec.Struct, frozen=True, array_like=True):
+    tokens: int
+    logprobs: int
+    finish_reason: FinishReason
+    versions: tuple[tuple[int, int], ...]
+
+
+class SpanColumns(NamedTuple):
+    """One span as the columns of its row, in the order of the table."""
+
+    span_id: str
+    sequence_id: int
+    trace_id: str
+    parent_id: str | None
+    name: str
+    start_time: float
+    end_time: float
+    status_code: str
+    status_description: str | None
+    attributes: str
+    events: str | None
+    links: str | None
+    resource: str | None
+    prompt_token_ids: bytes | None
+    token_ids: bytes | None
+    logprobs: bytes | None
+    choices: str | None
+
+
+_encoder: Final = msgspec.json.Encoder()
+_attributes: Final = msgspec.json.Decoder(Attributes)
+_events: Final = msgspec.json.Decoder(tuple[SpanEvent, ...])
+_links: Final = msgspec.json.Decoder(tuple[SpanLink, ...])
+_choices: Final = msgspec.json.Decoder(tuple[_Choice, ...])
+
+
+def new_id(kind: str) -> str:
+    """A fresh id such as `ro-5f0c…`: unique without asking anybody."""
+    return f"{kind}-{secrets.token_hex(8)}"
+
+
+def check_id(value: str, what: str) -> str:
+    """`value` itself, if it can stand in a URL and a key; else InvalidError."""
+    if not _ID.fullmatch(value):
+        raise InvalidError(f"{what} is {value!r}; use 1 to 200 letters, digits, or any of . _ : -")
+    return value
+
+
+def to_json(value: Any, what: str) -> str:
+    """JSON text of a value. InvalidError names the place of what JSON cannot hold, such as NaN."""
+    try:
+        _check_finite(value, what)
+        return _encoder.encode(value).decode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidError(f"{what} cannot be stored as JSON: {error}") from None
+
+
+def from_json(text: str) -> Any:
+    return msgspec.json.decode(text)
+
+
+def same_json(stored: str, value: str) -> bool:
+    """Whether two JSON texts say the same, whatever the order of their keys."""
+    return stored == value or from_json(stored) == from_json(value)
+
+
+def _check_finite(value: Any, where: str) -> None:
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise InvalidError(f"{where} is {value}; only finite numbers can be stored")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(item, (str, int)):
+                _check_finite(item, f"{where}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            if not isinstance(item, (str, int)):
+                _check_finite(item, f"{where}[{index}]")
+
+
+# --- spans -------------------------------------------------------------------------------------------------------
+
+
+def span_columns(span: Span) -> SpanColumns:
+    """The columns of a span. InvalidError names an attribute that is not finite or an id that is not usable."""
+    check_id(span.span_id, "span_id")
+    if not 0 <= span.sequence_id <= _LARGEST_SEQUENCE_ID:
+        raise InvalidError(
+            f"the sequence_id of span {span.span_id} is {span.sequence_id}; give 1, 2 …, or 0 for the next"
+        )
+    if not (math.isfinite(span.start_time) and math.isfinite(span.end_time)):
+        raise InvalidError(f"span {span.span_id} runs from {span.start_time} to {span.end_time}; both must be finite")
+    tokens = (None, None, None, None) if span.tokens is None else token_columns(span.tokens)
+    place = f"of span {span.name!r} ({span.span_id})"
+    return SpanColumns(
+        span.span_id,
+        span.sequence_id,
+        span.trace_id,
+        span.parent_id,
+        span.name,
+        span.start_time,
+        span.end_time,
+        span.status.status_code,
+        span.status.description,
+        _attributes_json(span.attributes, place),
+        to_json(span.events, f"events {place}") if span.events else None,
+        to_json(span.links, f"links {place}") if span.links else None,
+        _attributes_json(span.resource, f"{place}, resource") if span.resource else None,
+        *tokens,
+    )
+
+
+def span_from_columns(rollout_id: str, attempt_id: str, columns: Sequence[Any]) -> Span:
+    """The span of a row."""
+    row = SpanColumns(*columns)
+    tokens = None
+    if row.prompt_token_ids is not None and row.token_ids is not None and row.logprobs is not None and row.choices:
+        tokens = tokens_from_columns(Tokens(row.prompt_token_ids, row.token_ids, row.logprobs, row.choices))
+    return Span(
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        sequence_id=row.sequence_id,
+        trace_id=row.trace_id,
+        span_id=row.span_id,
+        name=row.name,
+        start_time=row.start_time,
+        end_time=row.end_time,
+        parent_id=row.parent_id,
+        status=msgspec.convert(
+            {"status_code": row.status_code, "description": row.status_description}, type=SpanStatus
+        ),
+        attributes=_attributes.decode(row.attributes),
+        events=_events.decode(row.events) if row.events else (),
+        links=_links.decode(row.links) if row.links else (),
+        resource=_attributes.decode(row.resource) if row.resource else {},
+        tokens=tokens,
+    )
+
+
+def _attributes_json(attributes: Attributes, place: str) -> str:
+    for name, value in attributes.items():
+        if isinstance(value, (float, list, tuple)):
+            _check_finite(value, f"attribute {name!r} {place}")
+    try:
+        return _encoder.encode(attributes).decode()
+    except (TypeError, ValueError) as error:
+        raise InvalidError(f"the attributes {place} cannot be stored as JSON: {error}") from None
+
+
+# --- tokens ------------------------------------------------------------------------------------------------------
+
+
+def token_columns(tokens: TokenCapture) -> Tokens:
+    """Binary columns of a capture. InvalidError if an id is not an int32."""
+    choices = tuple(
+        _Choice(len(choice.token_ids), len(choice.logprobs), choice.finish_reason, choice.versions)
+        for choice in tokens.choices
+    )
+    return Tokens(
+        _pack(_INT32, tokens.prompt_token_ids),
+        b"".join(_pack(_INT32, choice.token_ids) for choice in tokens.choices),
+        b"".join(_pack(_FLOAT32, choice.logprobs) for choice in tokens.choices),
+        _encoder.encode(choices).decode(),
+    )
+
+
+def tokens_from_columns(columns: Tokens) -> TokenCapture:
+    """The capture that `token_columns` wrote."""
+    token_ids, logprobs = _unpack(_INT32, columns.token_ids), _unpack(_FLOAT32, columns.logprobs)
+    choices: list[SampledChoice] = []
+    token, logprob = 0, 0
+    for choice in _choices.decode(columns.choices):
+        choices.append(
+            SampledChoice(
+                token_ids=tuple(token_ids[token : token + choice.tokens]),
+                logprobs=tuple(logprobs[logprob : logprob + choice.logprobs]),
+                finish_reason=choice.finish_reason,
+                versions=choice.versions,
+            )
+        )
+        token, logprob = token + choice.tokens, logprob + choice.logprobs
+    return TokenCapture(prompt_token_ids=tuple(_unpack(_INT32, columns.prompt_token_ids)), choices=tuple(choices))
+
+
+def _pack(kind: str, values: Iterable[float]) -> bytes:
+    try:
+        numbers = array(kind, values)
+    except (OverflowError, TypeError) as error:
+        raise InvalidError(f"token ids must fit 32 bits and logprobs must be numbers: {error}") from None
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def _unpack(kind: str, data: bytes) -> list[Any]:
+    numbers = array(kind)
+    numbers.frombytes(data)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tolist()

@@ -1,0 +1,206 @@
+"""The lifecycle of rollouts and attempts: tables of allowed moves, and pure functions from standing to standing.
+
+This module knows what may follow what, which of the three clocks runs out first, and when a retry happens. It does
+not know SQL, HTTP or what time it is: `now` is always an argument, in seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from agentlightning.errors import ConflictError
+from agentlightning.types import AttemptStatus, RolloutConfig, RolloutStatus
+
+TERMINAL: Final[frozenset[RolloutStatus]] = frozenset({"succeeded", "failed", "cancelled"})
+QUEUED: Final[frozenset[RolloutStatus]] = frozenset({"queuing", "requeuing"})
+ACTIVE: Final[frozenset[AttemptStatus]] = frozenset({"preparing", "running"})
+
+ROLLOUT_MOVES: Final[Mapping[RolloutStatus, frozenset[RolloutStatus]]] = {
+    "queuing": frozenset({"preparing", "cancelled"}),
+    "preparing": frozenset({"preparing", "running", "requeuing", *TERMINAL}),
+    "running": frozenset({"preparing", "requeuing", *TERMINAL}),
+    "requeuing": frozenset({"preparing", "running", "cancelled"}),
+    "succeeded": frozenset(),
+    "failed": frozenset(),
+    "cancelled": frozenset(),
+}
+"""Where a rollout may go. `preparing` again is a further attempt; requeuing → running is a revival."""
+
+ENDS: Final[frozenset[AttemptStatus]] = frozenset({"succeeded", "failed", "timeout", "unresponsive", "cancelled"})
+
+ATTEMPT_MOVES: Final[Mapping[AttemptStatus, frozenset[AttemptStatus]]] = {
+    "preparing": frozenset({"running", *ENDS}),
+    "running": ENDS,
+    "unresponsive": frozenset({"running"}),
+    "succeeded": frozenset(),
+    "failed": frozenset(),
+    "timeout": frozenset(),
+    "cancelled": frozenset(),
+}
+"""Where an attempt may go. unresponsive → running is a revival, possible until the retry has started."""
+
+FOLLOWS: Final[Mapping[AttemptStatus, RolloutStatus]] = {
+    "preparing": "preparing",
+    "running": "running",
+    "succeeded": "succeeded",
+    "failed": "failed",
+    "timeout": "failed",
+    "unresponsive": "failed",
+    "cancelled": "cancelled",
+}
+"""What a rollout becomes when its latest attempt moves and no retry is due."""
+
+SETTABLE: Final[frozenset[RolloutStatus]] = frozenset({"requeuing", *TERMINAL})
+"""What a caller may set a rollout to; `preparing` and `running` are only ever reached by an attempt."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """All that decides what happens next to one attempt and its rollout. Times are seconds since the epoch.
+
+    `attempts` counts the attempts made on the rollout so far: the attempt is the latest iff it equals `sequence_id`.
+    `last_activity` is the time of the last call or span; `lease_expires` is when the worker counts as gone."""
+
+    rollout_id: str
+    attempt_id: str
+    rollout_status: RolloutStatus
+    attempt_status: AttemptStatus
+    sequence_id: int
+    attempts: int
+    config: RolloutConfig
+    start_time: float
+    last_activity: float
+    lease_expires: float
+    end_time: float | None = None
+    rollout_end_time: float | None = None
+    last_heartbeat_time: float | None = None
+
+    @property
+    def is_latest(self) -> bool:
+        return self.sequence_id == self.attempts
+
+    @property
+    def is_revivable(self) -> bool:
+        """An unresponsive attempt comes back as long as its retry is queued but not started."""
+        return self.attempt_status == "unresponsive" and self.is_latest and self.rollout_status == "requeuing"
+
+
+def check_rollout_move(rollout_id: str, current: RolloutStatus, wanted: RolloutStatus) -> None:
+    """Raise ConflictError unless a rollout may go from `current` to `wanted`."""
+    if wanted in ROLLOUT_MOVES[current]:
+        return
+    if current in TERMINAL:
+        raise ConflictError(f"rollout {rollout_id} is {current}, which is final; it cannot become {wanted}")
+    allowed = ", ".join(sorted(ROLLOUT_MOVES[current]))
+    raise ConflictError(f"rollout {rollout_id} is {current}; it cannot become {wanted}, only one of: {allowed}")
+
+
+def check_settable(rollout_id: str, current: RolloutStatus, wanted: RolloutStatus) -> None:
+    """Raise ConflictError unless a caller may set the status of a rollout from `current` to `wanted` by hand."""
+    if wanted not in SETTABLE:
+        raise ConflictError(
+            f"rollout {rollout_id} cannot be set to {wanted} by hand; it gets there by its attempts. "
+            f"Settable are: {', '.join(sorted(SETTABLE))}"
+        )
+    check_rollout_move(rollout_id, current, wanted)
+
+
+def move(standing: Standing, status: AttemptStatus, now: float) -> Standing:
+    """The attempt becomes `status`, and its rollout follows if the attempt is its latest and it is not terminal.
+
+    ConflictError when the table of attempts does not allow it."""
+    current = standing.attempt_status
+    if status not in ATTEMPT_MOVES[current]:
+        raise ConflictError(
+            f"attempt {standing.attempt_id} of rollout {standing.rollout_id} has ended as {current}; "
+            f"it cannot become {status}"
+        )
+    moved = replace(standing, attempt_status=status, end_time=now if status in ENDS else None)
+    if not standing.is_latest or standing.rollout_status in TERMINAL:
+        return moved
+    follows = _rollout_status_after(standing, status)
+    if follows == standing.rollout_status:
+        return moved
+    check_rollout_move(standing.rollout_id, standing.rollout_status, follows)
+    return replace(moved, rollout_status=follows, rollout_end_time=now if follows in TERMINAL else None)
+
+
+def overrule(standing: Standing, now: float) -> Standing:
+    """The rollout was set by hand: an active attempt ends as the rollout did, or cancelled where it is requeued."""
+    status = standing.rollout_status
+    ended = "cancelled" if status == "requeuing" else status
+    assert ended in ENDS, f"a rollout cannot be set to {status}"
+    return replace(standing, attempt_status=ended, end_time=now)
+
+
+def _rollout_status_after(standing: Standing, status: AttemptStatus) -> RolloutStatus:
+    """Requeuing iff the end is in the retry conditions and attempts remain; else what `FOLLOWS` says."""
+    config = standing.config
+    if status in ENDS and status in config.retry_condition and standing.sequence_id < config.max_attempts:
+        return "requeuing"
+    return FOLLOWS[status]
+
+
+def update(standing: Standing, status: AttemptStatus, now: float, lease_seconds: float) -> Standing:
+    """The attempt's owner says what it is now. Saying the same twice changes nothing; a word from an unresponsive
+    attempt whose retry has not started revives it first."""
+    if status == standing.attempt_status:
+        return standing
+    if standing.is_revivable:
+        standing = hear(standing, now, lease_seconds)
+        return standing if status == "running" else move(standing, status, now)
+    if standing.attempt_status == "unresponsive":
+        raise ConflictError(
+            f"attempt {standing.attempt_id} of rollout {standing.rollout_id} was given up as unresponsive and the "
+            f"rollout is {standing.rollout_status} now; it cannot become {status}"
+        )
+    return move(standing, status, now)
+
+
+def hear(standing: Standing, now: float, lease_seconds: float) -> Standing:
+    """A call or a span of the attempt arrived: it runs, or is revived. An attempt that has ended, or is no longer the
+    latest of an unfinished rollout, is not brought back."""
+    if standing.attempt_status == "running":
+        return replace(standing, last_activity=now)
+    if standing.attempt_status == "preparing":
+        return replace(move(standing, "running", now), last_activity=now)
+    if standing.is_revivable:
+        lease_expires = max(standing.lease_expires, now + lease_seconds)
+        return replace(move(standing, "running", now), last_activity=now, lease_expires=lease_expires)
+    return standing
+
+
+def beat(standing: Standing, now: float, lease_seconds: float) -> Standing:
+    """The owner's heartbeat: extends the lease of an active attempt and revives one that was given up because its
+    lease ran out. It does not revive one that fell silent: a heart may beat in a hung agent."""
+    lost_lease = standing.end_time is not None and standing.end_time >= standing.lease_expires
+    if standing.is_revivable and lost_lease:
+        standing = move(standing, "running", now)
+    if standing.attempt_status not in ACTIVE:
+        return standing
+    return replace(standing, lease_expires=now + lease_seconds, last_heartbeat_time=now)
+
+
+def deadline(standing: Standing) -> float:
+    """When the first of the three clocks of an active attempt runs out."""
+    return min(when for when, _ in _clocks(standing))
+
+
+def expire(standing: Standing, now: float) -> Standing:
+    """End an active attempt whose clock has run out, by the clock that ran out first; else change nothing."""
+    if standing.attempt_status not in ACTIVE:
+        return standing
+    when, status = min(_clocks(standing), key=lambda clock: clock[0])
+    return move(standing, status, now) if when <= now else standing
+
+
+def _clocks(standing: Standing) -> list[tuple[float, AttemptStatus]]:
+    config = standing.config
+    clocks: list[tuple[float, AttemptStatus]] = [(standing.lease_expires, "unresponsive")]
+    if config.timeout_seconds is not None:
+        clocks.append((standing.start_time + config.timeout_seconds, "timeout"))
+    if config.unresponsive_seconds is not None:
+        clocks.append((standing.last_activity + config.unresponsive_seconds, "unresponsive"))
+    return clocks

@@ -1,0 +1,83 @@
+"""Python values to span attributes: flat, typed and finite. Knows nothing of attempts or of what a span means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from agentlightning.errors import InvalidError
+from agentlightning.types import Attributes, AttributeValue
+
+
+def flatten(values: Mapping[str, Any]) -> Attributes:
+    """Nested mappings become dotted names; lists of one scalar type stay, other lists are numbered; None is left out.
+
+    `{"a": {"b": 1}, "c": ["x", 2]}` → `{"a.b": 1, "c.0": "x", "c.1": 2}`. Other objects and numbers that are not
+    finite are an InvalidError."""
+    flat: Attributes = {}
+    for name, value in values.items():
+        _put(flat, checked_text("the name of an attribute", str(name)), value)
+    return flat
+
+
+def checked_text(what: str, text: str) -> str:
+    """`text` itself, or InvalidError where UTF-8 cannot hold it: half a surrogate pair, as in odd file names."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidError(f"{what} is {text[:200]!r}, which is not Unicode text: {error}") from None
+    return text
+
+
+def finite(what: str, value: float) -> float:
+    """`value` as a float, or InvalidError where it is NaN or infinite."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise InvalidError(f"{what} is {number}; it must be a finite number, since anything else poisons the training")
+    return number
+
+
+def to_json(what: str, value: Any) -> str:
+    """`value` as JSON text, or InvalidError where it has no JSON form."""
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InvalidError(f"{what} cannot be written as JSON: {error}. Pass plain dicts, lists and scalars") from None
+
+
+def _put(flat: Attributes, name: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, str):
+        flat[name] = checked_text(f"attribute {name!r}", value)
+    elif isinstance(value, (bool, int)):
+        flat[name] = value
+    elif isinstance(value, float):
+        flat[name] = finite(f"attribute {name!r}", value)
+    elif isinstance(value, Mapping):
+        for key, item in cast(Mapping[Any, Any], value).items():
+            _put(flat, checked_text("the name of an attribute", f"{name}.{key}"), item)
+    elif isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+        _put_sequence(flat, name, cast(Sequence[Any], value))
+    else:
+        raise InvalidError(
+            f"attribute {name!r} is a {type(value).__name__}; attributes are str, bool, int, float, and lists or "
+            "mappings of these. Use emit_object for anything that has a JSON form"
+        )
+
+
+def _put_sequence(flat: Attributes, name: str, values: Sequence[Any]) -> None:
+    kinds = {type(value) for value in values}
+    if len(kinds) <= 1 and kinds <= {str, bool, int, float}:
+        for value in values:
+            if isinstance(value, float):
+                finite(f"attribute {name!r}", value)
+            elif isinstance(value, str):
+                checked_text(f"attribute {name!r}", value)
+        flat[name] = cast(AttributeValue, list(values))
+    else:
+        for index, value in enumerate(values):
+            _put(flat, f"{name}.{index}", value)

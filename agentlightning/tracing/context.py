@@ -1,0 +1,172 @@
+"""Which attempt the running code belongs to, and where its spans go.
+
+The binding is a contextvar: every asyncio task and every `asyncio.to_thread` call started by an agent inherits it, so
+hundreds of attempts share one process without mixing. A bare `threading.Thread` does not inherit it; run its target
+by `contextvars.copy_context().run`. Nothing here knows the store: spans wait in memory until they are drained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import msgspec
+
+from agentlightning.errors import ConfigError
+from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID
+from agentlightning.types import Attributes, Span, SpanStatus
+
+logger = logging.getLogger(__name__)
+
+
+class AttemptTracer:
+    """Collects the spans of one attempt. Safe to record from any thread.
+
+    `rollout_id` and `attempt_id` name the attempt; `trace_id` is derived from the attempt, so that every process that
+    takes part in it writes one trace."""
+
+    def __init__(self, rollout_id: str, attempt_id: str) -> None:
+        self.rollout_id = rollout_id
+        self.attempt_id = attempt_id
+        self.trace_id = hashlib.sha256(f"{rollout_id}/{attempt_id}".encode()).hexdigest()[:32]
+        self._resource: Attributes = {ROLLOUT_ID: rollout_id, ATTEMPT_ID: attempt_id}
+        self._spans: list[Span] = []
+        self._pending: deque[Span] = deque()  # appended by agents' threads, popped by the runner's: both are atomic
+        self._closed = False
+
+    def record(
+        self,
+        name: str,
+        attributes: Attributes,
+        *,
+        start_time: float,
+        end_time: float,
+        status: SpanStatus | None = None,
+        span_id: str | None = None,
+        parent_id: str | None = None,
+    ) -> Span:
+        """Make a span of this attempt (times in seconds since the epoch) and keep it until it is drained."""
+        span = Span(
+            rollout_id=self.rollout_id,
+            attempt_id=self.attempt_id,
+            sequence_id=0,  # the store numbers it, among those of the gateway
+            trace_id=self.trace_id,
+            span_id=span_id or new_span_id(),
+            parent_id=parent_id,
+            name=name,
+            start_time=start_time,
+            end_time=end_time,
+            status=status or SpanStatus(),
+            attributes=attributes,
+            resource=self._resource,
+        )
+        self._keep(span)
+        return span
+
+    def adopt(self, span: Span) -> Span:
+        """Take a finished span made elsewhere (returned by an agent) as one of this attempt's, whatever ids it has."""
+        adopted = msgspec.structs.replace(
+            span,
+            rollout_id=self.rollout_id,
+            attempt_id=self.attempt_id,
+            sequence_id=0,
+            resource={**span.resource, **self._resource},
+        )
+        self._keep(adopted)
+        return adopted
+
+    def get_last_trace(self) -> list[Span]:
+        """Every span recorded in this process for this attempt so far, in order of recording."""
+        return list(self._spans)
+
+    def drain(self) -> list[Span]:
+        """Take the spans recorded since the last drain."""
+        taken: list[Span] = []
+        while self._pending:
+            taken.append(self._pending.popleft())
+        return taken
+
+    def close(self) -> None:
+        """The attempt is over: what is recorded from now on is dropped with a warning."""
+        self._closed = True
+
+    def _keep(self, span: Span) -> None:
+        if self._closed:
+            logger.warning(
+                "span %r of attempt %s came after the attempt had ended; it is dropped", span.name, self.attempt_id
+            )
+            return
+        self._spans.append(span)
+        self._pending.append(span)
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What the contextvar holds: the attempt's tracer and the operation that encloses the running code."""
+
+    tracer: AttemptTracer
+    parent_id: str | None = None
+
+
+_current: ContextVar[Binding | None] = ContextVar("agentlightning_attempt", default=None)
+
+
+def current_binding() -> Binding | None:
+    """The binding of the running code, or None outside a rollout."""
+    return _current.get()
+
+
+def require_binding(what: str) -> Binding:
+    """The binding of the running code; ConfigError that names `what` outside a rollout."""
+    binding = _current.get()
+    if binding is None:
+        raise ConfigError(
+            f"{what} was called outside a rollout, so its span would belong to nothing. Call it from code that a "
+            "runner runs; in a thread of your own, start the target by contextvars.copy_context().run; in a test, "
+            "use `with agentlightning.tracing.context.recording() as tracer:`"
+        )
+    return binding
+
+
+@contextmanager
+def bind(tracer: AttemptTracer, parent_id: str | None = None) -> Generator[AttemptTracer]:
+    """Within the block, and in tasks and `to_thread` calls started there, spans go to `tracer`."""
+    token = _current.set(Binding(tracer, parent_id))
+    try:
+        yield tracer
+    finally:
+        _current.reset(token)
+
+
+@contextmanager
+def recording(rollout_id: str = "recording", attempt_id: str = "recording-1") -> Generator[AttemptTracer]:
+    """Run agent code without a runner and look at its spans: `tracer.get_last_trace()`."""
+    with bind(AttemptTracer(rollout_id, attempt_id)) as tracer:
+        yield tracer
+
+
+@dataclass
+class Stopwatch:
+    """Start time since the epoch, and an end time that cannot precede it when the wall clock is set back."""
+
+    start_time: float = field(default_factory=time.time)
+    _started: float = field(default_factory=time.perf_counter)
+
+    def end_time(self) -> float:
+        return self.start_time + (time.perf_counter() - self._started)
+
+
+def new_span_id() -> str:
+    """16 hexadecimal digits, never all zero, as OpenTelemetry wants them."""
+    return f"{_span_ids.randrange(1, 1 << 64):016x}"
+
+
+# Not the global generator: agents seed that one, and equal seeds would give equal span ids within an attempt.
+_span_ids = random.Random()

@@ -1,0 +1,401 @@
+"""The trainer wires the rooms together: store, engine, gateway, HTTP server, runner and algorithm, in one process.
+
+Given a `server`, it is one of three processes instead: store and gateway live there, runners elsewhere, and this
+process brings the engine, the learner and the algorithm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from agentlightning.algorithm import GRPO, Algorithm, Baseline, NoProgress, Progress, Reinforcement, RunContext
+from agentlightning.algorithm.checkpoints import Checkpoints
+from agentlightning.algorithm.directory import RunDirectory
+from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
+from agentlightning.algorithm.manifest import make_manifest
+from agentlightning.algorithm.traces import render_trace
+from agentlightning.data.datasets import load_dataset
+from agentlightning.errors import ConfigError, UnavailableError
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.backend import Backend, Sampling
+from agentlightning.gateway.http_backend import HttpBackend
+from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.learner.base import AdamW
+from agentlightning.runner.agent import LitAgent, as_agent
+from agentlightning.runner.hooks import Hook
+from agentlightning.runner.runner import Runner
+from agentlightning.server.app import create_app
+from agentlightning.server.models import register_model, unregister_model
+from agentlightning.server.serve import HttpServer
+from agentlightning.store.base import LightningStore
+from agentlightning.store.client import LightningStoreClient
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import LLM, Metrics, NamedResources
+
+if TYPE_CHECKING:
+    from agentlightning.learner.policy import Policy
+    from agentlightning.learner.serving import ServedPolicy
+    from agentlightning.learner.torch import TorchLearner
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What `Trainer.fit` reached. `checkpoint` loads with `AutoModelForCausalLM.from_pretrained`."""
+
+    run_id: str
+    directory: Path
+    checkpoint: Path | None
+    stopped_because: str
+    evaluations: tuple[Evaluation, ...]
+    metrics: tuple[Metrics, ...]
+    seconds: float
+
+
+class Trainer:
+    """Trains or evaluates an agent.
+
+    Args:
+        model: what is trained: a directory, a Hugging Face id, or a loaded `Policy`. None evaluates an endpoint given
+            in `initial_resources`.
+        algorithm: `GRPO(…)` by default; `Baseline()` only evaluates.
+        optimizer: learning rate and the like.
+        n_runners: how many rollouts run at once in this process; 0 leaves them to `agl runner` processes.
+        run_dir: the directory of this run; by default a new one below `runs/`.
+        store: path of the SQLite file (default: in the run's directory), or an open store.
+        server: URL of an `agl server` to work with; `api_key` is its key.
+        port: port of this process's server, 0 for any free one.
+        seed: the source of all randomness.
+        time_limit: seconds after which training ends, closing evaluation included.
+        initial_resources: more resources for the agent; a policy being trained is added as `llm`.
+        max_sequence_length: prompt and answer together, in tokens; default the model's own, at most 4096.
+        device: where the model is loaded to: `cuda` where there is one, else `cpu`, unless it says `mps` or another.
+        threads: torch threads; default 1 for models below 10M parameters, where more only slow it down."""
+
+    def __init__(
+        self,
+        *,
+        model: str | Path | Policy | None = None,
+        algorithm: Algorithm | None = None,
+        optimizer: AdamW | None = None,
+        n_runners: int = 64,
+        run_dir: str | Path | None = None,
+        store: str | Path | LightningStore | None = None,
+        server: str | None = None,
+        api_key: str | None = None,
+        port: int = 0,
+        seed: int = 0,
+        time_limit: float | None = None,
+        initial_resources: Mapping[str, Any] | None = None,
+        hooks: Sequence[Hook] = (),
+        progress: Progress | None = None,
+        max_sequence_length: int | None = None,
+        device: str | None = None,
+        threads: int | None = None,
+    ) -> None:
+        if n_runners < 0:
+            raise ConfigError(f"n_runners is {n_runners}; give 0 (runners elsewhere) or more")
+        if n_runners == 0 and server is None:
+            raise ConfigError("n_runners=0 leaves rollouts to `agl runner` processes, which need a server to meet at")
+        if time_limit is not None and not time_limit > 0:
+            raise ConfigError(f"time_limit is {time_limit}; give seconds above 0, or None")
+        if server is not None and store is not None:
+            raise ConfigError("server and store exclude each other: with a server, the store is the server's")
+        self.model = model
+        self.algorithm = algorithm
+        self.optimizer = optimizer or AdamW()
+        self.n_runners = n_runners
+        self.run_dir = run_dir
+        self.store = store
+        self.server = server
+        self.api_key = api_key
+        self.port = port
+        self.seed = seed
+        self.time_limit = time_limit
+        self.initial_resources: NamedResources = dict(initial_resources or {})
+        self.hooks = tuple(hooks)
+        self.progress = progress or NoProgress()
+        self.max_sequence_length = max_sequence_length
+        self.device = device
+        self.threads = threads
+
+    # --- the verbs ---
+
+    def fit(
+        self,
+        agent: LitAgent[Any] | Callable[..., Any],
+        train_dataset: Any,
+        val_dataset: Any = None,
+        *,
+        resume: bool = False,
+    ) -> FitResult:
+        """Train the agent on `train_dataset`, evaluating on `val_dataset` before and after; blocks until done.
+
+        Datasets are lists, paths (JSONL, JSON, CSV, Parquet), DataFrames or Hugging Face datasets. Ctrl-C ends
+        cleanly with what was learned saved; `resume=True` continues the run in `run_dir` (or the newest)."""
+        return _run_loop(self.fit_async(agent, train_dataset, val_dataset, resume=resume))
+
+    async def fit_async(
+        self,
+        agent: LitAgent[Any] | Callable[..., Any],
+        train_dataset: Any,
+        val_dataset: Any = None,
+        *,
+        resume: bool = False,
+    ) -> FitResult:
+        """`fit` for code that runs in an event loop already."""
+        algorithm = self._default_algorithm()
+        train_tasks = load_dataset(train_dataset)
+        val_tasks = load_dataset(val_dataset) if val_dataset is not None else []
+        return await self._run(agent, algorithm, train_tasks, val_tasks, resume)
+
+    def dev(self, agent: LitAgent[Any] | Callable[..., Any], dataset: Any) -> list[EvaluatedTask]:
+        """Run the agent once on every task without training, print each trace, and return them."""
+        return _run_loop(self.dev_async(agent, dataset))
+
+    async def dev_async(self, agent: LitAgent[Any] | Callable[..., Any], dataset: Any) -> list[EvaluatedTask]:
+        """`dev` for code that runs in an event loop already."""
+        baseline = Baseline(mode="test")
+        await self._run(agent, baseline, [], load_dataset(dataset), resume=False)
+        tasks = [task for evaluation in baseline.evaluations for task in evaluation.tasks]
+        for task in tasks:
+            print(render_trace(task))  # noqa: T201 - this is what dev is for
+        return tasks
+
+    def _default_algorithm(self) -> Algorithm:
+        return self.algorithm if self.algorithm is not None else GRPO()
+
+    # --- wiring ---
+
+    async def _run(
+        self,
+        agent: LitAgent[Any] | Callable[..., Any],
+        algorithm: Algorithm,
+        train_tasks: list[Any],
+        val_tasks: list[Any],
+        resume: bool,
+    ) -> FitResult:
+        started = time.monotonic()
+        agent = as_agent(agent)
+        directory = RunDirectory(
+            self.run_dir or "runs", algorithm.name, named=self.run_dir is not None, resume=resume, seed=self.seed
+        )
+        async with AsyncExitStack() as stack:
+            stack.enter_context(directory)
+            try:
+                context = await self._open(stack, directory, algorithm, train_tasks, val_tasks)
+            except BaseException:
+                directory.forget()
+                raise
+            if self.time_limit is not None:
+                context.deadline = asyncio.get_running_loop().time() + self.time_limit
+            stack.enter_context(_stopping_at_interrupt(context.stop))
+            await self._run_beside_runner(agent, algorithm, context)
+            return FitResult(
+                run_id=context.run.run_id,
+                directory=directory.path,
+                checkpoint=Checkpoints(directory.path / "checkpoints").latest(),
+                stopped_because=getattr(algorithm, "stopped_because", "done"),
+                evaluations=tuple(getattr(algorithm, "evaluations", ())),
+                metrics=tuple(await context.store.query_metrics(context.run.run_id)),
+                seconds=time.monotonic() - started,
+            )
+
+    async def _open(
+        self,
+        stack: AsyncExitStack,
+        directory: RunDirectory,
+        algorithm: Algorithm,
+        train_tasks: list[Any],
+        val_tasks: list[Any],
+    ) -> RunContext:
+        """Start everything the job needs; `stack` stops it again, last started first."""
+        store = await self._open_store(stack, directory.path)
+        served = await self._open_policy(stack)
+        entry = self._model_entry(algorithm, served.backend if served else None)
+        if self.server is None:
+            gateway = Gateway(ModelTable([entry]), store) if entry else None
+            http = HttpServer(create_app(store, gateway=gateway), port=self.port)
+            await http.start()
+            stack.push_async_callback(http.stop)
+            url = http.url
+        else:
+            url = self.server.rstrip("/")
+            if entry is not None:
+                await self._lend_to_server(stack, entry)
+        resources = self.initial_resources
+        if entry is not None:
+            resources = {**resources, "llm": LLM(endpoint=f"{url}/v1", model=entry.name)}
+        await store.add_resources(resources, metadata={"run_id": directory.mark.run_id})
+        manifest = make_manifest(
+            config=self._config(algorithm), seed=self.seed, train_tasks=train_tasks, val_tasks=val_tasks
+        )
+        if directory.resumed:
+            await _check_data(store, directory.mark.run_id, manifest)
+        return RunContext(
+            run=await store.start_run(algorithm.name, manifest, run_id=directory.mark.run_id),
+            store=store,
+            directory=directory.path,
+            train_tasks=train_tasks,
+            val_tasks=val_tasks,
+            seed=self.seed,
+            learner=self._make_learner(algorithm, served.policy) if served else None,
+            serving=served.service if served else None,
+            progress=self.progress,
+            resume=directory.resumed,
+            owns_runner=self.server is None,
+        )
+
+    async def _open_store(self, stack: AsyncExitStack, directory: Path) -> LightningStore:
+        if isinstance(self.store, LightningStore):
+            return self.store  # opened by the caller, closed by the caller
+        if self.server is not None:
+            store: LightningStore = LightningStoreClient(self.server, api_key=self.api_key)
+        else:
+            store = await SqlStore.open(self.store or directory / "store.sqlite")
+        stack.push_async_callback(store.close)
+        return store
+
+    async def _open_policy(self, stack: AsyncExitStack) -> ServedPolicy | None:
+        if self.model is None:
+            return None
+        from agentlightning.learner.policy import Policy, load_policy
+        from agentlightning.learner.serving import serve_policy
+
+        policy = self.model if isinstance(self.model, Policy) else load_policy(self.model, device=self.device)
+        served = serve_policy(
+            policy,
+            concurrency=max(1, self.n_runners or 64),
+            max_sequence_length=self.max_sequence_length,
+            threads=self.threads,
+            seed=self.seed,
+        )
+        stack.callback(served.service.close)
+        return served
+
+    def _make_learner(self, algorithm: Algorithm, policy: Policy) -> TorchLearner:
+        from agentlightning.learner.torch import TorchLearner
+
+        return TorchLearner(policy, self.optimizer, reference=getattr(algorithm, "reference", False))
+
+    def _model_entry(self, algorithm: Algorithm, backend: Backend | None) -> ModelEntry | None:
+        """The model behind the gateway: the policy being trained, or the endpoint the caller gave."""
+        upstream = self.initial_resources.get("llm")
+        if backend is not None:
+            train = val = Sampling()
+            if isinstance(algorithm, Reinforcement):
+                train = Sampling(temperature=algorithm.temperature, max_tokens=algorithm.max_tokens)
+                val = Sampling(temperature=algorithm.val_temperature, max_tokens=algorithm.max_tokens)
+            return ModelEntry("policy", backend, trainable=True, train=train, val=val)
+        if isinstance(upstream, LLM):
+            key = upstream.api_key or os.environ.get("OPENAI_API_KEY")
+            # Hosted APIs refuse to be asked for token ids, and nothing here trains on their answers.
+            hosted = HttpBackend(upstream.endpoint, api_key=key, captures_tokens=False)
+            return ModelEntry(upstream.model, hosted, trainable=False)
+        return None
+
+    async def _lend_to_server(self, stack: AsyncExitStack, entry: ModelEntry) -> None:
+        """Serve this process's policy on loopback and let the server's gateway route to it."""
+        assert self.server is not None
+        http = HttpServer(create_app(None, gateway=Gateway(ModelTable([entry]))), port=self.port)
+        await http.start()
+        stack.push_async_callback(http.stop)
+        await register_model(self.server, entry, base_url=f"{http.url}/v1", api_key=self.api_key)
+        stack.push_async_callback(self._take_back, entry.name)
+
+    async def _take_back(self, name: str) -> None:
+        assert self.server is not None
+        with contextlib.suppress(UnavailableError):  # a server that is gone routes nowhere any more
+            await unregister_model(self.server, name, api_key=self.api_key)
+
+    async def _run_beside_runner(self, agent: LitAgent[Any], algorithm: Algorithm, context: RunContext) -> None:
+        """Run the algorithm with this process's runner beside it; whichever fails first ends both."""
+        job = asyncio.ensure_future(algorithm.run(context))
+        tasks: set[asyncio.Task[None]] = {job}
+        if self.n_runners:
+            runner = Runner(context.store, agent, concurrency=self.n_runners, hooks=self.hooks)
+            tasks.add(asyncio.ensure_future(runner.run()))
+        status = "failed"
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            status = "cancelled" if context.stop.is_set() else "succeeded"
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            with contextlib.suppress(UnavailableError):  # the error that ended the run says more
+                await context.store.update_run(context.run.run_id, status)
+
+    def _config(self, algorithm: Algorithm) -> dict[str, Any]:
+        """The resolved settings, for the run's manifest."""
+        settings = dataclasses.asdict(algorithm) if dataclasses.is_dataclass(algorithm) else {}
+        return {
+            "model": str(self.model) if isinstance(self.model, str | Path) else type(self.model).__name__,
+            "algorithm": {**settings, "name": algorithm.name},
+            "optimizer": dataclasses.asdict(self.optimizer),
+            "n_runners": self.n_runners,
+            "max_sequence_length": self.max_sequence_length,
+            "time_limit": self.time_limit,
+        }
+
+
+async def _check_data(store: LightningStore, run_id: str, manifest: Mapping[str, Any]) -> None:
+    """ConfigError where a run is resumed with other tasks than it began with."""
+    for run in await store.query_runs():
+        for name, began_with in run.manifest.get("data", {}).items():
+            if run.run_id == run_id and began_with != manifest["data"][name]:
+                raise ConfigError(
+                    f"the {name} dataset is not the one this run began with; resume with that one, or start a new run"
+                )
+
+
+@contextlib.contextmanager
+def _stopping_at_interrupt(stop: asyncio.Event) -> Generator[None]:
+    """The first Ctrl-C (or SIGTERM) sets `stop`, so that what was learned is saved; the second acts as usual."""
+    loop = asyncio.get_running_loop()
+
+    def interrupted(number: signal.Signals) -> None:
+        stop.set()
+        loop.remove_signal_handler(number)
+
+    installed: list[signal.Signals] = []
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupted, number)
+            installed.append(number)
+    try:
+        yield
+    finally:
+        for number in installed:
+            loop.remove_signal_handler(number)
+
+
+def _run_loop(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, on uvloop where it is installed (a tenth less CPU per call)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:
+        work.close()
+        raise ConfigError("an event loop is running here already; use `await trainer.fit_async(…)` or `dev_async`")
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(work)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)

@@ -1,0 +1,291 @@
+"""The nouns of the vocabulary: small, immutable, the same in every process.
+
+This module knows no store, no HTTP and no tensors. Every noun is a `msgspec.Struct`: `msgspec.json.encode` writes
+it and `msgspec.json.decode(..., type=...)` checks it at the edge. Times are seconds since the epoch (float).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from agentlightning.errors import ConfigError
+
+Mode: TypeAlias = Literal["train", "val", "test"]
+RolloutStatus: TypeAlias = Literal["queuing", "preparing", "running", "requeuing", "succeeded", "failed", "cancelled"]
+AttemptStatus: TypeAlias = Literal[
+    "preparing", "running", "succeeded", "failed", "timeout", "unresponsive", "cancelled"
+]
+RunStatus: TypeAlias = Literal["running", "succeeded", "failed", "cancelled"]
+StatusCode: TypeAlias = Literal["UNSET", "OK", "ERROR"]
+FinishReason: TypeAlias = Literal["stop", "length", "tool_calls", "content_filter", "abort"]
+AttributeValue: TypeAlias = str | bool | int | float | Sequence[str | bool | int | float]
+Attributes: TypeAlias = dict[str, AttributeValue]
+
+
+class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all nouns: strict about unknown fields. Each noun repeats `frozen` and `kw_only`: type checkers do not
+    inherit the first, msgspec does not inherit the second."""
+
+
+# --- rollouts and attempts ---------------------------------------------------------------------------------------
+
+
+class RolloutConfig(Noun, frozen=True, kw_only=True):
+    """How a rollout is supervised. `timeout_seconds` counts from an attempt's start, `unresponsive_seconds` from its
+    last call or span; None switches a clock off. An attempt that ends in one of `retry_condition` is tried again
+    while fewer than `max_attempts` were made."""
+
+    timeout_seconds: float | None = None
+    unresponsive_seconds: float | None = None
+    max_attempts: int = 1
+    retry_condition: tuple[AttemptStatus, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_attempts < 1:
+            raise ConfigError(f"max_attempts is {self.max_attempts}; it must be at least 1")
+        for name in ("timeout_seconds", "unresponsive_seconds"):
+            seconds = getattr(self, name)
+            if seconds is not None and not seconds > 0:
+                raise ConfigError(f"{name} is {seconds}; it must be positive, or None for no limit")
+
+
+class EnqueueRolloutRequest(Noun, frozen=True, kw_only=True):
+    """One rollout to be queued. `rollout_id` may be given by the caller to make a repeated request harmless."""
+
+    input: Any
+    rollout_id: str | None = None
+    mode: Mode = "train"
+    resources_id: str | None = None
+    run_id: str | None = None
+    group_id: str | None = None
+    group_index: int | None = None
+    config: RolloutConfig = RolloutConfig()
+    metadata: dict[str, Any] = {}
+
+
+class Rollout(Noun, frozen=True, kw_only=True):
+    """One execution request of the agent on one task."""
+
+    rollout_id: str
+    input: Any
+    start_time: float
+    end_time: float | None = None
+    status: RolloutStatus = "queuing"
+    mode: Mode = "train"
+    resources_id: str | None = None
+    run_id: str | None = None
+    group_id: str | None = None
+    group_index: int | None = None
+    config: RolloutConfig = RolloutConfig()
+    metadata: dict[str, Any] = {}
+
+
+class Attempt(Noun, frozen=True, kw_only=True):
+    """One try at a rollout by one worker. `sequence_id` counts from 1 within the rollout."""
+
+    rollout_id: str
+    attempt_id: str
+    sequence_id: int
+    start_time: float
+    end_time: float | None = None
+    status: AttemptStatus = "preparing"
+    worker_id: str | None = None
+    last_heartbeat_time: float | None = None
+    metadata: dict[str, Any] = {}
+
+
+class Lease(Noun, frozen=True, kw_only=True):
+    """The right to move an attempt. `token` is a fencing token: a larger one was issued later and wins."""
+
+    token: int
+    expires: float
+
+
+class AttemptedRollout(Rollout, frozen=True, kw_only=True):
+    """A rollout together with the attempt just started on it.
+
+    `lease` and `api_key` are present where the attempt was handed to a worker; the key lets its holder call the
+    gateway and write spans of this attempt, and nothing else."""
+
+    attempt: Attempt
+    lease: Lease | None = None
+    api_key: str | None = None
+
+
+class Heartbeat(Noun, frozen=True, kw_only=True):
+    """The store's answer to a heartbeat: what the attempt is now, and until when the lease holds."""
+
+    status: AttemptStatus
+    lease_expires: float | None = None
+
+
+class Group(Noun, frozen=True, kw_only=True):
+    """The G rollouts of one task. `finished_index` numbers groups of a run in the order they became complete."""
+
+    group_id: str
+    run_id: str | None
+    size: int
+    rollout_ids: tuple[str, ...] = ()
+    finished_index: int | None = None
+
+
+# --- spans -------------------------------------------------------------------------------------------------------
+
+
+class SpanStatus(Noun, frozen=True, kw_only=True):
+    status_code: StatusCode = "UNSET"
+    description: str | None = None
+
+
+class SpanEvent(Noun, frozen=True, kw_only=True):
+    name: str
+    attributes: Attributes = {}
+    timestamp: float | None = None
+
+
+class SpanLink(Noun, frozen=True, kw_only=True):
+    trace_id: str
+    span_id: str
+    attributes: Attributes = {}
+
+
+class SampledChoice(Noun, frozen=True, kw_only=True):
+    """What the policy sampled for one choice: ids and the logprob of each under the distribution sampled from.
+
+    `versions` is run-length: `((3, 10), (4, 2))` is ten tokens of policy version 3, then two of version 4."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    versions: tuple[tuple[int, int], ...] = ()
+
+
+class TokenCapture(Noun, frozen=True, kw_only=True):
+    """Exact token ids of one LLM call, stored as binary beside its span."""
+
+    prompt_token_ids: tuple[int, ...]
+    choices: tuple[SampledChoice, ...]
+
+
+class Span(Noun, frozen=True, kw_only=True):
+    """One OpenTelemetry span of an attempt. `tokens` is set on the gateway's spans of token-capturing backends."""
+
+    rollout_id: str
+    attempt_id: str
+    sequence_id: int
+    trace_id: str
+    span_id: str
+    name: str
+    start_time: float
+    end_time: float
+    parent_id: str | None = None
+    status: SpanStatus = SpanStatus()
+    attributes: Attributes = {}
+    events: tuple[SpanEvent, ...] = ()
+    links: tuple[SpanLink, ...] = ()
+    resource: Attributes = {}
+    tokens: TokenCapture | None = None
+
+
+# --- resources ---------------------------------------------------------------------------------------------------
+
+
+class LLM(Noun, frozen=True, kw_only=True, tag="llm", tag_field="resource_type"):
+    """A model endpoint for the agent. Inside a rollout `endpoint` and `api_key` already name the attempt."""
+
+    endpoint: str
+    model: str
+    api_key: str | None = None
+    sampling_parameters: dict[str, Any] = {}
+
+    def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
+        """The URL to give an OpenAI client; with both ids, the one that attributes its calls to that attempt.
+
+        `http://host/v1` → `http://host/rollout/R/attempt/A/v1`."""
+        if (rollout_id is None) != (attempt_id is None):
+            raise ConfigError("get_base_url takes both rollout_id and attempt_id, or neither")
+        if rollout_id is None or "/rollout/" in self.endpoint:
+            return self.endpoint
+        root = self.endpoint.rstrip("/").removesuffix("/v1")
+        return f"{root}/rollout/{rollout_id}/attempt/{attempt_id}/v1"
+
+
+class PromptTemplate(Noun, frozen=True, kw_only=True, tag="prompt_template", tag_field="resource_type"):
+    """A prompt with placeholders: `{name}` for `f-string`, `{{ name }}` for `jinja`."""
+
+    template: str
+    engine: Literal["f-string", "jinja"] = "f-string"
+
+    def format(self, **values: Any) -> str:
+        """The filled-in prompt. ConfigError names a placeholder that got no value."""
+        import jinja2.sandbox  # here, so that agents without jinja templates do not pay for its import
+
+        try:
+            if self.engine == "jinja":
+                environment = jinja2.sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined)
+                return environment.from_string(self.template).render(**values)
+            return self.template.format(**values)
+        except (KeyError, IndexError, ValueError, AttributeError, jinja2.TemplateError) as error:
+            raise ConfigError(f"cannot fill the prompt template: {error}; values given: {sorted(values)}") from None
+
+
+Resource: TypeAlias = LLM | PromptTemplate
+NamedResources: TypeAlias = dict[str, Resource]
+
+
+class ResourcesUpdate(Noun, frozen=True, kw_only=True):
+    """One immutable version of the named resources."""
+
+    resources_id: str
+    resources: NamedResources
+    version: int
+    create_time: float
+    metadata: dict[str, Any] = {}
+
+
+# --- runs and workers --------------------------------------------------------------------------------------------
+
+
+class Run(Noun, frozen=True, kw_only=True):
+    """One training, evaluation or optimisation job. `manifest` is its resolved config, versions, data hash, seeds."""
+
+    run_id: str
+    kind: str
+    start_time: float
+    status: RunStatus = "running"
+    end_time: float | None = None
+    policy_version: int = 0
+    manifest: dict[str, Any] = {}
+
+
+class Metrics(Noun, frozen=True, kw_only=True):
+    """What a run measured at one step."""
+
+    run_id: str
+    step: int
+    time: float
+    values: dict[str, float]
+
+
+class Worker(Noun, frozen=True, kw_only=True):
+    worker_id: str
+    status: Literal["idle", "busy", "gone"] = "idle"
+    last_heartbeat_time: float | None = None
+    current_rollout_id: str | None = None
+    current_attempt_id: str | None = None
+    heartbeat_stats: dict[str, Any] = {}
+
+
+# --- learning ----------------------------------------------------------------------------------------------------
+
+
+class Triplet(Noun, frozen=True, kw_only=True):
+    """Agent Lightning 0.3's view of a transition: prompt, response and reward of one LLM call."""
+
+    prompt: Any
+    response: Any
+    reward: float | None = None
+    metadata: dict[str, Any] = {}

@@ -1,0 +1,124 @@
+"""What the loop decides by itself: which tasks, which checkpoints, which directory."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from agentlightning.algorithm import GRPO
+from agentlightning.algorithm.checkpoints import Checkpoints, LoopState
+from agentlightning.algorithm.directory import RunDirectory
+from agentlightning.algorithm.rl import tasks_of_step
+from agentlightning.errors import ConfigError
+
+
+def test_an_epoch_shows_every_task_once_and_the_next_in_another_order() -> None:
+    tasks = list(range(10))
+    steps = [tasks_of_step(tasks, step, 5, seed=1) for step in range(1, 5)]
+    first, second = steps[0] + steps[1], steps[2] + steps[3]
+    assert sorted(first) == sorted(second) == tasks
+    assert first != second
+    assert tasks_of_step(tasks, 3, 5, seed=1) == steps[2]
+    assert tasks_of_step(tasks, 3, 5, seed=2) != steps[2]
+
+
+def test_a_step_larger_than_the_dataset_goes_through_it_more_than_once() -> None:
+    assert Counter(tasks_of_step(["a", "b"], 1, 6, seed=0)) == {"a": 3, "b": 3}
+
+
+class Weights:
+    """A learner whose weights are one line of text."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def save(self, directory: Path) -> None:
+        (directory / "weights").write_text(self.text)
+
+    def load(self, directory: Path) -> None:
+        self.text = (directory / "weights").read_text()
+
+
+def saved(tmp_path: Path, *steps: int) -> Checkpoints:
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    learner = Weights()
+    for step in steps:
+        learner.text = f"weights of step {step}"
+        checkpoints.save(learner, LoopState(step=step, policy_version=step, cursor=3 * step))  # type: ignore[arg-type]
+    return checkpoints
+
+
+def test_the_newest_checkpoint_is_restored_and_the_last_two_are_kept(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 2, 4, 10)
+    learner = Weights()
+    assert checkpoints.restore(learner) == LoopState(step=10, policy_version=10, cursor=30)  # type: ignore[arg-type]
+    assert learner.text == "weights of step 10"
+    assert sorted(path.name for path in checkpoints.directory.iterdir()) == ["step-000004", "step-000010"]
+
+
+def test_a_checkpoint_that_was_being_written_when_the_process_died_does_not_count(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 2)
+    half = checkpoints.directory / ".step-000004.partial"
+    half.mkdir()
+    (half / "weights").write_text("half")
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.name == "step-000002"
+    saved(tmp_path, 4)
+    assert not half.exists()
+
+
+def test_the_best_checkpoint_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    learner = Weights()
+    for reward in (0.1, 0.7):
+        learner.text = f"reward {reward}"
+        checkpoints.save_best(learner, LoopState(step=1, best_reward=reward))  # type: ignore[arg-type]
+    assert (tmp_path / "best" / "weights").read_text() == "reward 0.7"
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+def test_a_checkpoint_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write checkpoint"):
+        Checkpoints(tmp_path / "file").save(Weights(), LoopState(step=1))  # type: ignore[arg-type]
+
+
+def test_a_directory_serves_one_process_at_a_time(tmp_path: Path) -> None:
+    with (
+        RunDirectory(tmp_path / "run", "grpo", named=True, resume=False),
+        pytest.raises(ConfigError, match="another process"),
+        RunDirectory(tmp_path / "run", "grpo", named=True, resume=True),
+    ):
+        pass
+
+
+def test_resuming_finds_the_newest_run_of_the_kind(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path, "grpo", named=False, resume=False) as first:
+        pass
+    with RunDirectory(tmp_path / "other", "baseline", named=True, resume=False):
+        pass
+    with RunDirectory(tmp_path, "grpo", named=False, resume=True) as found:
+        assert found.path == first.path
+        assert found.mark == first.mark
+    with pytest.raises(ConfigError, match="no apo run"):
+        RunDirectory(tmp_path, "apo", named=False, resume=True)
+
+
+def test_settings_out_of_range_are_refused_by_name() -> None:
+    for wrong in ({"steps": 0}, {"tasks_per_step": 0}, {"temperature": 2.5}, {"evaluate_every": -1}, {"clip_low": 0.0}):
+        with pytest.raises(ConfigError, match=next(iter(wrong)).split("_")[0]):
+            GRPO(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="unrewarded"):
+        GRPO(unrewarded=math.nan)
+
+
+def test_a_kl_term_needs_a_reference_and_has_a_weight_where_there_is_one() -> None:
+    with pytest.raises(ConfigError, match="reference=True"):
+        GRPO(kl_coefficient=0.1)
+    assert GRPO().loss().kl_coefficient == 0.0
+    assert GRPO(reference=True).loss().kl_coefficient == 0.04
+    assert GRPO(reference=True, kl_coefficient=0.0).loss().kl_coefficient == 0.0

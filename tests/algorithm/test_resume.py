@@ -1,0 +1,189 @@
+"""A run that was cut short, wherever it was, goes on as if it had not been; nothing it measured is made worse by it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.algorithm.checkpoints import Checkpoints
+from agentlightning.algorithm.rl import Loop
+from agentlightning.errors import TrainingError
+from agentlightning.learner.torch import TorchLearner
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import AttemptedRollout, Rollout
+from tests import agents
+from tests.test_trainer import TASKS, algorithm, trainer
+
+
+class Interrupting:
+    """An agent during whose n-th rollout of a mode the user presses Ctrl-C."""
+
+    def __init__(self, mode: str, n: int) -> None:
+        self.mode, self.left = mode, n
+
+    async def __call__(self, task: dict, llm: agl.LLM, rollout: AttemptedRollout) -> float:
+        if rollout.mode == self.mode:
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+                await asyncio.Event().wait()
+        return await agents.vowels(task, llm)
+
+
+def rollouts_of(run: Path, wanted: Callable[[Rollout], bool]) -> list[Rollout]:
+    async def read() -> list[Rollout]:
+        store = await SqlStore.open(run / "store.sqlite")
+        try:
+            return [rollout for rollout in await store.query_rollouts() if wanted(rollout)]
+        finally:
+            await store.close()
+
+    return asyncio.run(read())
+
+
+@pytest.mark.parametrize(("interrupted_at", "step"), [(2, 0), (6, 1)], ids=["first", "closing"])
+def test_an_interrupted_evaluation_is_finished_by_the_resumed_run(
+    tmp_path: Path, interrupted_at: int, step: int
+) -> None:
+    short: dict[str, Any] = {"algorithm": algorithm(steps=1), "n_runners": 1}
+    stopped = trainer(tmp_path, **short).fit(Interrupting("val", interrupted_at), TASKS, TASKS[:4])
+    assert stopped.stopped_because == "stopped by the user"
+    result = trainer(tmp_path, **short).fit(agents.vowels, TASKS, TASKS[:4], resume=True)
+    assert [(one.step, one.unrewarded) for one in result.evaluations] == [(0, 0), (1, 0)]
+    assert not rollouts_of(tmp_path / "run", lambda rollout: rollout.status != "succeeded")
+
+
+def test_an_interrupted_step_keeps_its_finished_rollouts(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"algorithm": algorithm(steps=2), "n_runners": 1}
+    stopped = trainer(tmp_path, **settings).fit(Interrupting("train", 18), TASKS)
+    assert stopped.metrics[-1].step == 1
+    result = trainer(tmp_path, **settings).fit(agents.vowels, TASKS, resume=True)
+    assert [one.values["rollouts"] for one in result.metrics] == [12, 12]
+    assert len(rollouts_of(tmp_path / "run", lambda rollout: rollout.status == "succeeded")) == 24
+
+
+def test_what_the_new_runner_has_begun_is_not_taken_for_a_leftover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The resumed run's own runner may lease rollouts before the loop has tidied up after the old one."""
+    slow: dict[str, Any] = {"algorithm": algorithm(steps=1, tasks_per_step=8), "n_runners": 4}
+    trainer(tmp_path, **slow).fit(Interrupting("train", 5), TASKS)
+    tidy = Loop._withdraw_leftovers
+
+    requeued: list[Rollout] = []
+
+    async def begun_by_the_new_runner(self: Loop) -> list[str]:
+        store = self.context.store
+        running = await store.query_rollouts(status_in=["preparing", "running"])
+        attempts = [await store.get_latest_attempt(rollout.rollout_id) for rollout in running]
+        return [one.rollout_id for one in attempts if one and one.start_time >= self.context.run_time]
+
+    async def tidy_late(self: Loop) -> None:
+        while not (begun := await begun_by_the_new_runner(self)):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await tidy(self)
+        requeued.extend(await self.context.store.query_rollouts(rollout_id_in=begun, status_in=["requeuing"]))
+
+    monkeypatch.setattr(Loop, "_withdraw_leftovers", tidy_late)
+    result = trainer(tmp_path, **slow).fit(agents.slow_vowels, TASKS, resume=True)
+    assert result.metrics[-1].values["unrewarded"] == 0
+    assert requeued == []
+
+
+@pytest.mark.parametrize("val_tasks", [TASKS[:2], None], ids=["in the first evaluation", "in the first step"])
+@pytest.mark.parametrize("agent", [agents.raises, agents.not_a_number, agents.unrewarded])
+def test_a_run_that_its_agent_ended_goes_on_with_the_agent_mended(tmp_path: Path, agent: Any, val_tasks: Any) -> None:
+    with pytest.raises(TrainingError, match="rewarded"):
+        trainer(tmp_path).fit(agent, TASKS, val_tasks)
+    for steps in (2, 3):  # resumed twice: the first evaluation is found again
+        result = trainer(tmp_path, algorithm=algorithm(steps=steps)).fit(agents.vowels, TASKS, val_tasks, resume=True)
+        assert result.metrics[-1].step == steps
+        assert all(evaluation.unrewarded == 0 for evaluation in result.evaluations)
+
+
+def test_an_error_between_two_steps_loses_no_step(tmp_path: Path) -> None:
+    class Failing(Interrupting):
+        async def __call__(self, task: dict, llm: agl.LLM, rollout: AttemptedRollout) -> float:
+            if "-3-v" in rollout.rollout_id:
+                raise RuntimeError("the tool server is gone")
+            return await agents.vowels(task, llm)
+
+    settings: dict[str, Any] = {"algorithm": algorithm(steps=3)}
+    with pytest.raises(TrainingError, match="tool server"):
+        trainer(tmp_path, **settings).fit(Failing("train", 0), TASKS)
+    latest = Checkpoints(tmp_path / "run" / "checkpoints").latest()
+    assert latest is not None
+    assert latest.name == "step-000002"
+    result = trainer(tmp_path, **settings).fit(agents.vowels, TASKS, resume=True)
+    assert result.metrics[-1].step == 3
+
+
+def test_an_error_in_the_middle_of_a_step_saves_no_half_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, taken = TorchLearner.step, 0
+
+    def failing_step(self: Any, batch: Any, loss: Any) -> Any:
+        nonlocal taken
+        taken += 1
+        if taken == 4:
+            raise TrainingError("the step was not taken")
+        return step(self, batch, loss)
+
+    monkeypatch.setattr(TorchLearner, "step", failing_step)
+    with pytest.raises(TrainingError, match="not taken"):
+        trainer(tmp_path, algorithm=algorithm(minibatches=2, checkpoint_every=1)).fit(agents.vowels, TASKS)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_every_step_makes_as_many_optimiser_steps_as_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = TorchLearner.step
+    sizes: list[int] = []
+
+    def counting_step(self: Any, batch: Any, loss: Any) -> Any:
+        sizes.append(len(batch))
+        return step(self, batch, loss)
+
+    monkeypatch.setattr(TorchLearner, "step", counting_step)
+    trainer(tmp_path, algorithm=algorithm(steps=1, minibatches=7)).fit(agents.vowels, TASKS)
+    assert len(sizes) == 7
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_run_that_reached_its_target_trains_no_further_when_resumed(tmp_path: Path) -> None:
+    easy = algorithm(steps=9, target_reward=0.0)
+    first = trainer(tmp_path, algorithm=easy).fit(agents.vowels, TASKS)
+    again = trainer(tmp_path, algorithm=easy).fit(agents.vowels, TASKS, resume=True)
+    assert first.stopped_because == again.stopped_because == "mean training reward reached 0.0"
+    assert again.metrics[-1].step == 3
+
+
+def test_the_best_policy_is_not_forgotten_and_not_replaced_by_a_worse_one(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"algorithm": algorithm(steps=1)}
+
+    async def score(task: dict, llm: agl.LLM, rollout: AttemptedRollout) -> float:
+        reward = await agents.vowels(task, llm)
+        return reward if rollout.mode == "train" else scores[int("val-0-" not in rollout.rollout_id)]
+
+    scores = [-0.5, 0.0]
+    trainer(tmp_path, **settings).fit(score, TASKS, TASKS[:2])
+    scores = [-0.5, -0.25]
+    trainer(tmp_path, algorithm=algorithm(steps=2)).fit(score, TASKS, TASKS[:2], resume=True)
+    best = (tmp_path / "run" / "checkpoints" / "best" / "loop.json").read_text()
+    assert '"step":1' in best
+    assert '"best_reward":0.0' in best
+
+
+def test_a_stated_reward_for_the_unrewarded_counts_everywhere(tmp_path: Path) -> None:
+    stated = algorithm(steps=1, tasks_per_step=8, unrewarded=-1.0)
+    result = trainer(tmp_path, algorithm=stated).fit(agents.raises_on_odd, TASKS, TASKS[1:2])
+    assert result.metrics[-1].values["groups_too_few_rewarded"] == 0
+    assert result.metrics[-1].values["reward"] < 0.0
+    assert result.metrics[-1].values["unrewarded"] == 16

@@ -1,0 +1,113 @@
+"""A run file and its flags become one checked configuration; whatever is wrong is named with its path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentlightning.cli.config import build, load_config
+from agentlightning.errors import ConfigError
+
+COMPLETE = """
+agent: agent.py:flight
+model: Qwen/Qwen3-0.6B
+train_dataset: data/train.jsonl
+algorithm: {name: grpo, learning_rate: 5e-4}
+n_runners: 8
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(COMPLETE, encoding="utf-8")
+    return path
+
+
+def test_paths_in_a_run_file_are_relative_to_it_and_names_stay_as_they_are(run_file: Path) -> None:
+    config = load_config(run_file)
+    assert config.agent == f"{run_file.parent}/agent.py:flight"
+    assert config.train_dataset == f"{run_file.parent}/data/train.jsonl"
+    assert config.model == "Qwen/Qwen3-0.6B"
+    assert load_config(run_file, ["agent=package.module:flight"]).agent == "package.module:flight"
+
+
+def test_a_model_folder_beside_the_run_file_is_found(run_file: Path) -> None:
+    (run_file.parent / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
+    assert load_config(run_file).model == str(run_file.parent / "Qwen" / "Qwen3-0.6B")
+
+
+def test_numbers_in_scientific_notation_are_numbers(run_file: Path) -> None:
+    assert load_config(run_file).algorithm == {"name": "grpo", "learning_rate": 5e-4}
+
+
+def test_assignments_change_the_file_and_flags_change_both(run_file: Path) -> None:
+    config = load_config(
+        run_file, ["seed=3", "n_runners=16", "algorithm.group_size=4"], {"seed": 7, "port": None, "algorithm": "grpo"}
+    )
+    assert (config.seed, config.n_runners, config.port) == (7, 16, 0)
+    assert config.algorithm == {"name": "grpo", "learning_rate": 5e-4, "group_size": 4}
+
+
+def test_the_name_of_an_algorithm_is_enough(run_file: Path) -> None:
+    run_file.write_text(COMPLETE.replace("{name: grpo, learning_rate: 5e-4}", "grpo"), encoding="utf-8")
+    assert load_config(run_file, ["algorithm.steps=2"]).algorithm == {"name": "grpo", "steps": 2}
+
+
+def test_flags_alone_make_a_configuration() -> None:
+    config = load_config(None, (), {"agent": "a.py:f", "model": "m", "train_dataset": "t.csv"})
+    assert (config.agent, config.algorithm, config.n_runners) == ("a.py:f", {"name": "grpo"}, 64)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("n_runnerz: 8", r"run\.yaml: unknown key 'n_runnerz'; did you mean 'n_runners'"),
+        ("seed: many", r"run\.yaml: seed: expected `int`, got `str`"),
+        ("seed: 1\nseed: 2", r"the key 'seed' is given twice \(line 8\)"),
+        ("seed: [", r"run\.yaml is not YAML"),
+        ("time_limit: 4 minutes", r"time_limit: expected `float \| null`, got `str`"),
+        ("5: x", r"unknown key 5"),
+    ],
+)
+def test_a_key_that_is_wrong_is_named(run_file: Path, extra: str, message: str) -> None:
+    run_file.write_text(COMPLETE + extra, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        load_config(run_file)
+
+
+def test_what_is_missing_is_listed_with_its_flags(run_file: Path) -> None:
+    run_file.write_text("model: m", encoding="utf-8")
+    with pytest.raises(ConfigError, match="does not say: agent, train_dataset; add the keys or give --agent, --train"):
+        load_config(run_file)
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "7"])
+def test_a_file_without_keys_is_refused(run_file: Path, text: str) -> None:
+    run_file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match="holds no keys"):
+        load_config(run_file)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no run file .*absent\.yaml"):
+        load_config(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [("seed", "is no assignment"), ("seed.x=1", "has no keys of its own"), ("seed=[", "is no YAML value")],
+)
+def test_an_assignment_that_makes_no_sense_is_refused(run_file: Path, assignment: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(run_file, ["seed=1", assignment])
+
+
+def test_fields_are_built_with_their_types_checked() -> None:
+    known = {"steps": int, "learning_rate": float}
+    assert build(dict, {"steps": 2, "learning_rate": 1}, known, "algorithm") == {"steps": 2, "learning_rate": 1.0}
+    with pytest.raises(ConfigError, match="algorithm: unknown key 'step'; did you mean 'steps'"):
+        build(dict, {"step": 2}, known, "algorithm")
+    with pytest.raises(ConfigError, match=r"algorithm\.steps: expected `int`, got `float`"):
+        build(dict, {"steps": 2.5}, known, "algorithm")

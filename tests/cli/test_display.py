@@ -1,0 +1,103 @@
+"""A person watching a job sees how far it is, how well it does and how long it still takes."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from agentlightning.algorithm.base import Progress
+from agentlightning.cli.display import BLOCKS, JobState, LiveProgress, duration, sparkline
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_a_sparkline_spans_zero_to_one_where_values_do() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▄█"
+    assert sparkline([0.2]) == "▂"
+    assert sparkline([]) == ""
+
+
+@given(values=st.lists(st.floats(-1e6, 1e6), max_size=100), width=st.integers(1, 50))
+def test_a_sparkline_has_one_block_per_recent_value(values: list[float], width: int) -> None:
+    line = sparkline(values, width)
+    assert len(line) == min(len(values), width)
+    assert set(line) <= set(BLOCKS)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (75.2, "1:15"), (3700, "1:01:40")])
+def test_durations_read_like_a_clock(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_the_time_left_follows_the_pace_of_recent_steps(clock: Clock) -> None:
+    state = JobState(steps=10, time_limit=None, clock=clock)
+    assert state.time_left() is None
+    for step in (1, 2, 3):
+        clock.now += 60 if step == 1 else 2  # the first is slow, for it includes the start
+        state.finish_step(step, {"reward": 0.5})
+    assert state.time_left() == pytest.approx(14)
+    clock.now += 1
+    assert state.time_left() == pytest.approx(13)
+
+
+def test_the_time_limit_ends_a_job_that_would_take_longer(clock: Clock) -> None:
+    state = JobState(steps=1000, time_limit=120, clock=clock)
+    for step in (1, 2):
+        clock.now += 10
+        state.finish_step(step, {})
+    assert state.time_left() == pytest.approx(100)
+    clock.now += 200
+    assert state.time_left() == 0
+
+
+def test_without_a_terminal_there_is_a_line_now_and_then(clock: Clock) -> None:
+    out = io.StringIO()
+    progress: Progress
+    with LiveProgress(Console(file=out, width=200), steps=40, clock=clock) as progress:
+        for step in range(1, 21):
+            progress.phase("rollouts", 128)
+            clock.now += 1
+            progress.phase("learn")
+            progress.step(step, {"reward": step / 20, "tokens_per_second": 12345.6})
+        progress.note("saved [bold]as it is[/bold]")
+    lines = out.getvalue().splitlines()
+    assert lines[:2] == ["[0:00] rollouts …", "[0:01] learn …"]
+    assert lines[2] == "[0:01] step 1/40 · reward 0.050 · 12,346 tokens/s"
+    assert [line.split(" · ")[0] for line in lines[3:6]] == [
+        "[0:06] step 6/40",
+        "[0:11] step 11/40",
+        "[0:16] step 16/40",
+    ]
+    assert lines[3].endswith("about 0:34 left")
+    assert lines[6] == "[0:20] saved [bold]as it is[/bold]"
+    assert lines[7].startswith("[0:20] step 20/40")  # the last step is told even when it comes soon
+    assert len(lines) == 8
+
+
+def test_on_a_terminal_one_panel_shows_everything(clock: Clock) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120, _environ={"TERM": "xterm"})
+    with LiveProgress(console, steps=4, time_limit=240, clock=clock) as progress:
+        progress.step(1, {"reward": 0.25, "loss": -0.5})
+        progress.phase("rollouts", 128)
+        progress.advance(64)
+        progress.note("a line")
+        clock.now += 5
+    shown = out.getvalue()
+    for part in ("rollouts", "64/128", "step 1/4", "▂", "reward 0.250", "loss -0.5000", "about 3:55 left", "a line"):
+        assert part in shown

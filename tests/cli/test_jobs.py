@@ -1,0 +1,246 @@
+"""The commands doing their jobs, as processes, with a real model, a real server and a real agent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AuthenticationError, OpenAI
+
+from agentlightning.learner.policy import Policy
+from agentlightning.learner.tiny import chat_text, make_model, make_tokenizer
+from agentlightning.store.client import LightningStoreClient
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import LLM, Metrics, Rollout
+
+AGENT = """
+import asyncio
+import agentlightning as agl
+
+@agl.rollout
+async def agent(task, llm: agl.LLM) -> float:
+    client = agl.openai_client(llm)
+    answer = await client.chat.completions.create(model=llm.model, messages=[{"role": "user", "content": task["say"]}])
+    return (len(answer.choices[0].message.content or "") % 5) / 4
+
+@agl.rollout
+async def hanging(task, llm: agl.LLM) -> float:
+    print("begun", flush=True)
+    await asyncio.Event().wait()
+
+@agl.rollout
+async def broken(task, llm: agl.LLM) -> float:
+    raise LookupError("no such city")
+"""
+
+RUN_FILE = """
+agent: agent.py:agent
+model: model
+train_dataset: tasks.jsonl
+val_dataset: tasks.jsonl
+algorithm: {name: grpo, steps: 2, tasks_per_step: 2, group_size: 4, max_tokens: 8}
+optimizer: {learning_rate: 1e-4}
+max_sequence_length: 128
+n_runners: 8
+run_dir: run
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as a user has it: an agent, tasks, a run file and a model."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "agent.py").write_text(AGENT)
+    (folder / "tasks.jsonl").write_text("".join(json.dumps({"say": word}) + "\n" for word in ("one", "two", "three")))
+    (folder / "run.yaml").write_text(RUN_FILE)
+    messages = [{"role": "user", "content": "one two three"}, {"role": "assistant", "content": "four five"}]
+    tokenizer = make_tokenizer([chat_text(messages, [])], 300)
+    Policy(make_model(tokenizer, seed=0), tokenizer).save(folder / "model")
+    return folder
+
+
+def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "agentlightning.cli.main", *arguments]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen(
+        command, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    return out, err
+
+
+@contextmanager
+def staying_up(folder: Path, *arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A command that serves: the process and the URL it announces. Ends by SIGTERM, and must end well."""
+    process = start(folder, *arguments, **environment)
+    try:
+        assert process.stderr is not None
+        greeting = process.stderr.readline()
+        found = re.search(r"http://[\d.]+:\d+", greeting)
+        assert found, greeting + process.stderr.read()
+        yield process, found[0]
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert "Traceback" not in err and "Unclosed" not in err
+    finally:
+        process.kill()
+        process.wait()
+
+
+def last_json(out: str) -> dict[str, Any]:
+    return json.loads(out.rstrip("\n").rpartition("\n")[2])
+
+
+def test_train_by_a_run_file_then_resume_then_list(project: Path) -> None:
+    out, err = finish(start(project, "train", "run.yaml", "--json"))
+    report = last_json(out)
+    assert len(out.splitlines()) == 1
+    assert "step 1/2" in err
+    assert report["stopped_because"] == "all steps done"
+    assert set(report["reward"]) == {"before", "after"}
+    assert (project / report["checkpoint"] / "model.safetensors").is_file()
+
+    _, err = finish(start(project, "train", "run.yaml"), code=1)
+    assert err.splitlines()[-1].startswith("error: run holds a run already")
+
+    out, _ = finish(start(project, "train", "run.yaml", "--resume", "--steps", "3", "--json"))
+    assert last_json(out)["run_id"] == report["run_id"]
+    out, _ = finish(start(project, "runs", ".", "--json"))
+    listed = last_json(out)
+    assert (listed["run"]["run_id"], listed["steps"], listed["run"]["status"]) == (report["run_id"], 3, "succeeded")
+
+
+@pytest.mark.slow
+def test_dev_prints_each_trace_and_why_an_agent_failed(project: Path) -> None:
+    common = ("tasks.jsonl", "--model", "model", "--limit", "2")
+    out, _ = finish(start(project, "dev", "agent.py:agent", *common))
+    assert out.count("user: ") == 2
+    out, _ = finish(start(project, "dev", "agent.py:broken", *common))
+    assert "no such city" in out
+
+
+@pytest.mark.slow
+def test_serve_answers_openai_clients_that_have_the_key(project: Path) -> None:
+    with staying_up(project, "serve", "model", "--port", "0", "--model-name", "mine", AGL_KEY="secret-key") as (_, url):
+        with OpenAI(base_url=f"{url}/v1", api_key="secret-key", max_retries=0) as client:
+            assert [model.id for model in client.models.list()] == ["mine"]
+            answer = client.chat.completions.create(
+                model="mine", messages=[{"role": "user", "content": "one"}], max_tokens=4
+            )
+            assert answer.usage is not None
+            assert 0 < answer.usage.completion_tokens <= 4
+        with OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0) as client, pytest.raises(AuthenticationError):
+            client.models.list()
+
+
+@pytest.mark.slow
+def test_serve_refuses_the_network_without_a_key_a_taken_port_and_a_path_without_a_model(project: Path) -> None:
+    _, err = finish(start(project, "serve", "model", "--host", "0.0.0.0", AGL_KEY=""), code=1)
+    assert "key" in err
+    with staying_up(project, "server", "--port", "0") as (_, url):
+        _, err = finish(start(project, "serve", "model", "--port", url.rpartition(":")[2]), code=1)
+        assert "taken" in err
+    _, err = finish(start(project, "serve", "./absent"), code=1)
+    assert err.startswith("error: ")
+    assert "does not exist" in err
+
+
+@pytest.mark.slow
+def test_server_runner_and_trainer_as_three_processes(project: Path) -> None:
+    key = {"AGL_KEY": "the-admin-key"}
+    with staying_up(project, "server", "--port", "0", "--store", "shared.sqlite", **key) as (_, url):
+        runner = start(project, "runner", "agent.py:agent", "--server", url, "--concurrency", "8", **key)
+        arguments = ("--server", url, "--n-runners", "0", "--run-dir", "three", "--json")
+        report = last_json(finish(start(project, "train", "run.yaml", *arguments, **key))[0])
+        assert report["stopped_because"] == "all steps done"
+        listed = last_json(finish(start(project, "runs", "--server", url, "--json", **key))[0])
+        assert (listed["run"]["run_id"], listed["steps"]) == (report["run_id"], 2)
+        _, err = finish(start(project, "runs", "--server", url, AGL_KEY="another-key"), code=1)
+        assert "key" in err
+        runner.send_signal(signal.SIGTERM)
+        finish(runner)
+
+
+@pytest.mark.slow
+def test_a_runner_told_twice_to_stop_hands_its_rollouts_back(project: Path) -> None:
+    with staying_up(project, "server", "--port", "0", "--store", "twice.sqlite") as (_, url):
+        runner = start(project, "runner", "agent.py:hanging", "--server", url)
+        assert runner.stdout is not None
+        asyncio.run(enqueue_one(url))
+        assert runner.stdout.readline() == "begun\n"
+        runner.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            runner.wait(1)
+        runner.send_signal(signal.SIGTERM)
+        finish(runner, code=130)
+        assert asyncio.run(enqueue_one(url))["rollouts_failed"] == 1
+
+
+async def enqueue_one(url: str) -> dict[str, int]:
+    """Enqueue a rollout; the server's statistics then."""
+    store = LightningStoreClient(url)
+    try:
+        await store.add_resources({"llm": LLM(endpoint=f"{url}/v1", model="policy")})
+        await store.enqueue_rollout("task")
+        return await store.statistics()
+    finally:
+        await store.close()
+
+
+@pytest.mark.soak
+def test_a_training_killed_again_and_again_still_trains_every_step_once(project: Path) -> None:
+    steps, kills = 40, 0
+    randomness = random.Random(1)
+    arguments = [
+        "train",
+        "run.yaml",
+        "--run-dir",
+        "storm",
+        "--steps",
+        str(steps),
+        "--set",
+        "algorithm.checkpoint_every=1",
+    ]
+    while True:
+        resume = ["--resume"] if (project / "storm" / "run.json").is_file() else []
+        process = start(project, *arguments, *resume)
+        try:
+            _, err = process.communicate(timeout=randomness.uniform(2, 25))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            kills += 1
+            continue
+        assert process.returncode == 0, err
+        break
+    assert kills > 0
+    history, rollouts = asyncio.run(read_store(project / "storm" / "store.sqlite"))
+    assert sorted({metrics.step for metrics in history if "reward" in metrics.values}) == list(range(1, steps + 1))
+    assert all(rollout.status in ("succeeded", "cancelled") for rollout in rollouts)
+    assert sum(rollout.status == "succeeded" and rollout.mode == "train" for rollout in rollouts) >= steps * 8
+
+
+async def read_store(path: Path) -> tuple[list[Metrics], list[Rollout]]:
+    store = await SqlStore.open(path)
+    try:
+        (run,) = await store.query_runs()
+        return await store.query_metrics(run.run_id), await store.query_rollouts(run_id=run.run_id)
+    finally:
+        await store.close()

@@ -1,0 +1,98 @@
+"""Every outcome of a command line is an exit code and a readable message, never a traceback."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from agentlightning.cli.main import COMMANDS, run
+from agentlightning.cli.training import make_algorithm
+from agentlightning.errors import ConfigError
+from agentlightning.types import RolloutConfig
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself_and_each_of_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([name, "--help"]) == 0
+    assert f"Usage: agl {name}" in capsys.readouterr().out
+    command = getattr(importlib.import_module(f"agentlightning.cli.{COMMANDS[name]}"), name)
+    assert all(option.help for option in command.params if isinstance(option, click.Option))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [(["quikstart"], "did you mean 'quickstart'"), (["train", "--sede", "3"], "--seed"), (["dev"], "Missing argument")],
+)
+def test_a_wrong_command_line_ends_with_2_and_the_nearest_right_one(
+    arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_a_job_that_cannot_be_done_ends_with_1_and_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", str(tmp_path / "run.yaml")]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: no run file")
+    assert captured.out == ""
+
+
+def test_help_needs_no_torch_web_framework_or_database() -> None:
+    script = (
+        "import sys; from agentlightning.cli.main import run; run(['--help']); "
+        "print(sorted({'torch', 'transformers', 'numpy', 'starlette', 'sqlite3', 'pandas'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_ctrl_c_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
+    """The agent's module is being imported when the interrupt comes."""
+    os.mkfifo(tmp_path / "importing")
+    (tmp_path / "agent.py").write_text("import threading\nopen('importing', 'w').close()\nthreading.Event().wait(60)\n")
+    (tmp_path / "tasks.json").write_text("[1]")
+    command = [sys.executable, "-m", "agentlightning.cli.main", "dev", "agent.py:agent", "tasks.json", "--model", "m"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    (tmp_path / "importing").read_text()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err.strip() == "interrupted"
+
+
+def test_an_algorithm_is_made_of_its_name_and_checked_fields() -> None:
+    grpo = make_algorithm({"name": "grpo", "steps": 3, "unrewarded": 0.0, "rollout": {"timeout_seconds": 5}})
+    assert (grpo.name, grpo.steps, grpo.unrewarded) == ("grpo", 3, 0.0)
+    assert grpo.rollout == RolloutConfig(timeout_seconds=5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"name": "grop"}, r"no algorithm 'grop'; did you mean 'grpo'"),
+        ({"name": "grpo", "group_sise": 4}, r"algorithm: unknown key 'group_sise'; did you mean 'group_size'"),
+        ({"name": "grpo", "steps": "ten"}, r"algorithm\.steps: expected `int`, got `str`"),
+        ({"name": "grpo", "unrewarded": "zero"}, r"algorithm\.unrewarded"),
+        ({"name": "grpo", "level": "turns"}, r"algorithm\.level: invalid enum value 'turns'"),
+        ({"name": "grpo", "rollout": {"timeout": 5}}, r"algorithm\.rollout: object contains unknown field `timeout`"),
+        ({"name": "json:dumps"}, r"json:dumps is no dataclass"),
+    ],
+)
+def test_a_wrong_algorithm_is_refused_with_the_key(spec: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_algorithm(spec)

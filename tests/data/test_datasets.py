@@ -1,0 +1,158 @@
+"""Whatever a user has becomes a list of tasks, or a message that says what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentlightning.data.datasets import load_dataset
+from agentlightning.data.references import is_reference, load_reference
+from agentlightning.errors import ConfigError
+
+TASKS = [{"question": "1+1", "answer": 2}, {"question": "Où ?", "answer": 3}]
+
+
+class HuggingFaceLike:
+    """The part of `datasets.Dataset` that is looked at."""
+
+    column_names = ("question", "answer")
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        return TASKS[index]
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("source", [TASKS, tuple(TASKS), (task for task in TASKS), pandas.DataFrame(TASKS)], ids=str)
+def test_objects_in_memory_become_tasks(source: object) -> None:
+    assert load_dataset(source) == TASKS
+
+
+def test_rows_of_a_hugging_face_dataset_become_tasks() -> None:
+    assert load_dataset(HuggingFaceLike()) == TASKS
+
+
+def test_a_dataset_of_several_splits_asks_for_one_of_them() -> None:
+    with pytest.raises(ConfigError, match=r"several splits \('train', 'test'\)"):
+        load_dataset({"train": HuggingFaceLike(), "test": HuggingFaceLike()})
+
+
+def test_jsonl_skips_blank_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "tasks.jsonl", "\n\n".join(json.dumps(task) for task in TASKS) + "\n")
+    assert load_dataset(str(path)) == load_dataset(path) == TASKS
+
+
+def test_json_is_an_array_of_tasks(tmp_path: Path) -> None:
+    assert load_dataset(write(tmp_path / "tasks.json", json.dumps(TASKS))) == TASKS
+
+
+def test_csv_rows_become_dicts_of_strings(tmp_path: Path) -> None:
+    path = write(tmp_path / "tasks.csv", '\ufeffquestion,answer\n"1,1",2\n')
+    assert load_dataset(path) == [{"question": "1,1", "answer": "2"}]
+
+
+def test_parquet_keeps_types(tmp_path: Path) -> None:
+    pandas.DataFrame(TASKS).to_parquet(tmp_path / "tasks.parquet")
+    assert load_dataset(tmp_path / "tasks.parquet") == TASKS
+
+
+@given(tasks=st.lists(st.dictionaries(st.text(), st.integers() | st.text() | st.none()), min_size=1))
+def test_what_is_written_as_jsonl_is_read_back(tasks: list[object], tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("round") / "tasks.jsonl"
+    write(path, "".join(json.dumps(task) + "\n" for task in tasks))
+    assert load_dataset(path) == tasks
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tasks.jsonl", '{"a": 1}\n{"a": \n', r"tasks\.jsonl, line 2 is not JSON"),
+        ("tasks.json", '{"a": 1}', "holds a JSON dict; expected an array"),
+        ("tasks.json", "[1,", r"tasks\.json is not JSON"),
+        ("tasks.csv", "a,b\n1\n", r"line 2: the row does not have the header's 2 columns"),
+        ("tasks.csv", "a,b\n", "has no tasks"),
+        ("tasks.jsonl", "", "has no tasks"),
+        ("tasks.parquet", "PAR", "not a readable Parquet file"),
+        ("tasks.jsonlines", "", "extension '.jsonlines'; did you mean '.jsonl'"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_with_the_reason(
+    tmp_path: Path, name: str, text: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_dataset(write(tmp_path / name, text))
+
+
+def test_a_missing_file_and_a_file_of_another_encoding_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no dataset file .*absent\.json"):
+        load_dataset(tmp_path / "absent.json")
+    (tmp_path / "latin.jsonl").write_bytes('"é"\n'.encode("latin-1"))
+    with pytest.raises(ConfigError, match="not UTF-8 text"):
+        load_dataset(tmp_path / "latin.jsonl")
+
+
+@pytest.mark.parametrize("source", [7, None, b"tasks", {"a": 1}, []], ids=repr)
+def test_what_is_no_dataset_is_refused(source: object) -> None:
+    with pytest.raises(ConfigError, match=r"is no dataset|has no tasks"):
+        load_dataset(source)
+
+
+def test_a_reference_names_a_value_or_a_function_of_a_file_or_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "my_tasks.py", "VALUE = [1, 2]\ndef make():\n    return (n for n in VALUE)\n")
+    assert load_dataset("my_tasks.py:VALUE") == [1, 2]
+    assert load_dataset("my_tasks:make") == [1, 2]
+    assert load_reference("my_tasks.py:make") is load_reference("my_tasks:make")
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("absent.py:tasks", "no file absent.py"),
+        ("absent_module:tasks", "no module 'absent_module'"),
+        ("broken.py:tasks", "importing broken.py failed: ZeroDivisionError|importing .*broken.py failed"),
+        ("needy:tasks", "importing needy failed: No module named 'absent_dependency'; install what it needs"),
+        ("json:dumpss", "json has no attribute 'dumpss'; did you mean 'dumps'"),
+    ],
+)
+def test_a_reference_that_leads_nowhere_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "broken.py", "1 / 0\n")
+    write(tmp_path / "needy.py", "import absent_dependency\n")
+    with pytest.raises(ConfigError, match=message):
+        load_reference(reference)
+
+
+@pytest.mark.parametrize("text", ["http://host/v1", "C:\\tasks.jsonl", "tasks.jsonl", "a:", ":b", "a:1b"])
+def test_urls_and_paths_are_no_references(text: str) -> None:
+    assert not is_reference(text)
+
+
+def test_a_file_named_like_a_standard_module_does_not_replace_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "statistics.py", "TASKS = [1]\n")
+    assert load_dataset(f"{path}:TASKS") == [1]
+    assert "mean" in vars(__import__("statistics"))
+
+
+def test_reading_json_imports_neither_pandas_nor_pyarrow(tmp_path: Path) -> None:
+    path = write(tmp_path / "tasks.json", "[1]")
+    script = (
+        "import sys; from agentlightning.data.datasets import load_dataset; "
+        f"load_dataset({str(path)!r}); print(sorted({{'pandas', 'pyarrow', 'numpy'}} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

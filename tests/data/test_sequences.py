@@ -1,0 +1,127 @@
+"""Packing keeps every sampled token exactly once, with its own loss row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentlightning.data.sequences import (
+    Aggregation,
+    CreditedTransition,
+    TrainingSequence,
+    aggregation_weights,
+    build_sequences,
+    micro_batches,
+)
+from agentlightning.data.transitions import Transition
+from agentlightning.errors import ConfigError
+
+
+def credited(prompt: list[int], response: list[int], advantage: float = 1.0, rollout: str = "r") -> CreditedTransition:
+    size = len(response)
+    transition = Transition(
+        rollout_id=rollout,
+        attempt_id="a",
+        span_id="s",
+        call_index=0,
+        choice=0,
+        model="policy",
+        prompt_ids=np.array(prompt, np.int32),
+        response_ids=np.array(response, np.int32),
+        logprobs=-np.arange(1, size + 1, dtype=np.float32),
+        versions=np.zeros(size, np.int32),
+        finish_reason="stop",
+    )
+    return CreditedTransition(transition, np.full(size, advantage, np.float32))
+
+
+def test_a_prompt_that_extends_the_last_call_exactly_is_appended_to_it() -> None:
+    first = credited([1, 2], [3, 4], advantage=0.5)
+    second = credited([1, 2, 3, 4, 5], [6], advantage=-0.5)
+    (sequence,) = build_sequences([first, second], "trajectory")
+    assert sequence.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert sequence.positions.tolist() == [2, 3, 5]
+    assert sequence.transitions.tolist() == [0, 0, 1]
+    assert sequence.advantages.tolist() == [0.5, 0.5, -0.5]
+
+
+def test_interleaved_conversations_each_keep_their_own_row() -> None:
+    a1, a2, a3 = credited([1], [2]), credited([1, 2, 3], [4]), credited([1, 2, 3, 4, 5], [6])
+    s1, s2 = credited([9], [8]), credited([9, 8, 7], [6])
+    sequences = build_sequences([a1, s1, a2, s2, a3], "trajectory")
+    assert [sequence.token_ids.tolist() for sequence in sequences] == [[1, 2, 3, 4, 5, 6], [9, 8, 7, 6]]
+
+
+def test_a_changed_history_starts_a_new_row_and_level_transition_never_merges() -> None:
+    calls = [credited([1, 2], [3]), credited([1, 9, 3, 4], [5])]
+    assert len(build_sequences(calls, "trajectory")) == 2
+    assert len(build_sequences([calls[0], credited([1, 2, 3, 4], [5])], "transition")) == 2
+
+
+def test_two_answers_to_the_same_prompt_are_two_rows() -> None:
+    assert len(build_sequences([credited([1], [2]), credited([1], [2])], "trajectory")) == 2
+
+
+tokens = st.lists(st.integers(0, 3), min_size=1, max_size=4)
+
+
+@given(st.lists(st.tuples(tokens, tokens, st.booleans()), min_size=1, max_size=6), st.integers(1, 40))
+def test_every_sampled_token_is_trained_exactly_once_however_it_is_packed(
+    turns: list[tuple[list[int], list[int], bool]], budget: int
+) -> None:
+    """Random agents that sometimes extend their history and sometimes start afresh."""
+    calls: list[CreditedTransition] = []
+    history: list[int] = []
+    for observation, answer, extends in turns:
+        prompt = (history if extends else []) + observation
+        calls.append(credited(prompt, answer))
+        history = prompt + answer
+    expected = sorted(
+        (tuple(c.transition.prompt_ids) + tuple(c.transition.response_ids[: i + 1]), float(c.transition.logprobs[i]))
+        for c in calls
+        for i in range(len(c.transition.response_ids))
+    )
+    for level in ("transition", "trajectory"):
+        sequences = build_sequences(calls, level)
+        weights = aggregation_weights(sequences, "token-mean")
+        seen = []
+        for micro in micro_batches(sequences, weights, budget):
+            for row, position, logprob in zip(micro.rows, micro.positions, micro.logprobs, strict=True):
+                seen.append((tuple(micro.token_ids[row, : position + 1]), float(logprob)))
+        assert sorted(seen) == expected
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "rollout-mean"])
+def test_weights_of_a_mean_sum_to_one(aggregation: Aggregation) -> None:
+    assert sum(float(w.sum()) for w in aggregation_weights(two_rollouts(), aggregation)) == pytest.approx(1.0)
+
+
+def test_sequence_mean_counts_transitions_however_they_are_packed() -> None:
+    merged, alone = aggregation_weights(two_rollouts(), "sequence-mean")
+    assert merged.tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 3])
+    assert alone.tolist() == pytest.approx([1 / 9] * 3)
+
+
+def test_rollout_mean_and_constant() -> None:
+    merged, alone = aggregation_weights(two_rollouts(), "rollout-mean")
+    assert [*merged, *alone] == pytest.approx([1 / 6] * 6)
+    merged, alone = aggregation_weights(two_rollouts(), "constant", constant=10)
+    assert [*merged, *alone] == pytest.approx([1 / 30] * 6)
+    with pytest.raises(ConfigError, match="constant_length"):
+        aggregation_weights(two_rollouts(), "constant")
+
+
+def two_rollouts() -> list[TrainingSequence]:
+    """Rollout x: transitions of 2 and 1 tokens in one row; rollout y: one transition of 3 tokens."""
+    first = build_sequences(
+        [credited([1], [2, 3], rollout="x"), credited([1, 2, 3, 4], [5], rollout="x")], "trajectory"
+    )
+    return first + build_sequences([credited([1], [2, 3, 4], rollout="y")], "trajectory")
+
+
+def test_micro_batches_respect_the_token_budget_and_keep_a_long_row_alone() -> None:
+    sequences = build_sequences([credited([1] * size, [2]) for size in (1, 3, 3, 50)], "transition")
+    shapes = [m.token_ids.shape for m in micro_batches(sequences, aggregation_weights(sequences, "token-mean"), 8)]
+    assert shapes == [(1, 51), (2, 4), (1, 2)]

@@ -1,0 +1,476 @@
+"""The engine samples what it says, with the logprobs it says, whatever else it is doing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from agentlightning.engine.engine import Engine, Generation, GenerationRequest, SampledToken
+from agentlightning.errors import BackendError, ConfigError
+from tests.models import tiny_model
+
+FAMILIES = ["llama", "qwen2", "qwen3"]
+EOS = 1
+VOCABULARY = 96
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def make_engine(model: PreTrainedModel, **changes: object) -> Engine:
+    return Engine(model, **{"eos_token_ids": [EOS], "max_sequence_length": 128, "slots": 6, **changes})
+
+
+def prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(2, VOCABULARY) for _ in range(length)]
+
+
+def run(engine: Engine, *requests: GenerationRequest) -> list[list[SampledToken]]:
+    outputs: list[list[SampledToken]] = [[] for _ in requests]
+    for request, output in zip(requests, outputs, strict=True):
+        engine.submit(request, output.append)
+    while engine.step():
+        pass
+    return outputs
+
+
+def ids(output: list[SampledToken]) -> list[int]:
+    return [token.token_id for token in output]
+
+
+@torch.no_grad()
+def reference(model: PreTrainedModel, request: GenerationRequest, output: list[SampledToken]) -> list[float]:
+    """Logprobs of the sampled tokens by the model's own forward at the request's temperature."""
+    sequence = [*request.prompt_token_ids, *ids(output)]
+    logits = model(torch.tensor([sequence])).logits[0].float() / (request.temperature or 1.0)
+    logprobs = logits.log_softmax(-1)
+    start = len(request.prompt_token_ids) - 1
+    return [logprobs[start + index, token.token_id].item() for index, token in enumerate(output)]
+
+
+def worst_error(model: PreTrainedModel, request: GenerationRequest, output: list[SampledToken]) -> float:
+    expected = reference(model, request, output)
+    return max(abs(token.logprob - other) for token, other in zip(output, expected, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_logprobs_are_those_of_the_models_own_forward_in_any_batch(family: str, seed: int) -> None:
+    rng = random.Random(seed)
+    model = tiny_model(family, seed)
+    engine = make_engine(model)
+    shared = prompt(rng, 40)
+    requests = [
+        GenerationRequest(
+            shared[: rng.randint(0, 40)] + prompt(rng, rng.randint(1, 30)),
+            max_tokens=rng.randint(1, 50),
+            temperature=rng.choice([0.0, 0.7, 1.0, 1.3]),
+        )
+        for _ in range(25)
+    ]
+    outputs: dict[int, list[SampledToken]] = {index: [] for index in range(len(requests))}
+    for index, request in enumerate(requests):  # arriving while others run
+        engine.submit(request, outputs[index].append)
+        for _ in range(rng.randint(0, 6)):
+            engine.step()
+    while engine.step():
+        pass
+    for index, request in enumerate(requests):
+        assert worst_error(model, request, outputs[index]) < 1e-4
+        assert outputs[index][-1].finish_reason == ("stop" if outputs[index][-1].token_id == EOS else "length")
+        assert all(token.finish_reason is None for token in outputs[index][:-1])
+    assert engine.statistics.reused_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tie_word_embeddings": False},
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": 1},
+        {"attention_bias": True, "mlp_bias": True},
+        {"rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+        }},
+        {"rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+        }},
+    ],
+    ids=["untied", "no grouping", "one key head", "biases", "llama3 rope", "yarn rope"],
+)  # fmt: skip
+def test_variants_of_the_architecture_are_exact(changes: dict[str, object]) -> None:
+    model = tiny_model("llama", **changes)
+    rng = random.Random(0)
+    requests = [GenerationRequest(prompt(rng, rng.randint(1, 60)), max_tokens=30) for _ in range(8)]
+    for request, output in zip(requests, run(make_engine(model), *requests), strict=True):
+        assert worst_error(model, request, output) < 1e-4
+
+
+def test_projections_of_large_models_are_read_in_place_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen2")
+    request = GenerationRequest([5, 6, 7], max_tokens=20, seed=3)
+    [joined] = run(make_engine(model), request)
+    monkeypatch.setattr("agentlightning.engine.weights.LARGEST_JOINED", 0)
+    [separate] = run(make_engine(model), request)
+    assert ids(joined) == ids(separate)
+    assert worst_error(model, request, separate) < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_next_turn_continues_in_its_slot(family: str) -> None:
+    model = tiny_model(family)
+    engine = make_engine(model)
+    rng = random.Random(1)
+    history = prompt(rng, 20)
+    for _ in range(4):
+        computed = engine.statistics.prompt_tokens
+        request = GenerationRequest(history, max_tokens=8)
+        [output] = run(engine, request)
+        assert worst_error(model, request, output) < 1e-4
+        if len(history) > 20:
+            # All but the last sampled token of the previous turn lies in the cache.
+            assert engine.statistics.prompt_tokens - computed == 5 + 1
+        history = history + ids(output) + prompt(rng, 5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_group_computes_its_prompt_once(family: str) -> None:
+    model = tiny_model(family)
+    engine = make_engine(model, slots=8)
+    request = GenerationRequest(prompt(random.Random(2), 50), max_tokens=12)
+    outputs = run(engine, *[request] * 8)
+    assert engine.statistics.prompt_tokens == 50 + 7
+    assert len({tuple(ids(output)) for output in outputs}) > 1
+    for output in outputs:
+        assert worst_error(model, request, output) < 1e-4
+
+
+def test_prompts_longer_than_a_step_computes_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentlightning.engine.engine.PREFILL_TOKENS", 7)
+    model = tiny_model()
+    rng = random.Random(3)
+    shared = prompt(rng, 40)
+    requests = [GenerationRequest(shared[: rng.randint(5, 40)] + prompt(rng, 20), max_tokens=20) for _ in range(12)]
+    for request, output in zip(requests, run(make_engine(model), *requests), strict=True):
+        assert worst_error(model, request, output) < 1e-4
+
+
+def test_without_prefix_cache_every_prompt_is_computed() -> None:
+    engine = make_engine(tiny_model(), prefix_cache=False)
+    request = GenerationRequest(prompt(random.Random(2), 30), max_tokens=2)
+    run(engine, *[request] * 4)
+    assert engine.statistics.prompt_tokens == 4 * 30
+    assert engine.statistics.reused_tokens == 0
+
+
+@torch.no_grad()
+def disturb(model: PreTrainedModel, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_after_a_weight_update_running_sequences_go_on_with_the_new_weights(family: str) -> None:
+    model = tiny_model(family)
+    old = tiny_model(family)
+    engine = make_engine(model, eos_token_ids=[])
+    rng = random.Random(4)
+    shared = prompt(rng, 20)
+    requests = [GenerationRequest(shared + prompt(rng, rng.randint(1, 20)), max_tokens=30) for _ in range(8)]
+    outputs: list[list[SampledToken]] = [[] for _ in requests]
+    for request, output in zip(requests, outputs, strict=True):
+        engine.submit(request, output.append)
+    for _ in range(10):
+        engine.step()
+    disturb(model, 0)
+    engine.update_weights(7)
+    while engine.step():
+        pass
+    for request, output in zip(requests, outputs, strict=True):
+        before, after = reference(old, request, output), reference(model, request, output)
+        for token, first, second in zip(output, before, after, strict=True):
+            assert abs(token.logprob - (second if token.version == 7 else first)) < 1e-4
+        assert [token.version for token in output] == sorted(token.version for token in output)
+    assert {token.version for output in outputs for token in output} == {0, 7}
+    assert all(token.version == 7 for output in outputs[6:] for token in output)
+
+
+def test_a_prefix_computed_with_old_weights_is_never_used() -> None:
+    model = tiny_model()
+    engine = make_engine(model)
+    request = GenerationRequest(prompt(random.Random(5), 30), max_tokens=5)
+    run(engine, request)
+    disturb(model, 1)
+    engine.update_weights(1)
+    [output] = run(engine, request)
+    assert engine.statistics.reused_tokens == 0
+    assert worst_error(model, request, output) < 1e-4
+
+
+def test_bfloat16_stays_within_its_measured_tolerance() -> None:
+    # Both sides round to 8 bits in every layer: the engine may be no further from the truth than the model itself.
+    ours: list[float] = []
+    theirs: list[float] = []
+    apart: list[float] = []
+    for family in FAMILIES:
+        model, exact = tiny_model(family).to(torch.bfloat16), tiny_model(family).to(torch.bfloat16).float()
+        rng = random.Random(6)
+        requests = [GenerationRequest(prompt(rng, rng.randint(1, 60)), max_tokens=30) for _ in range(8)]
+        for request, output in zip(requests, run(make_engine(model), *requests), strict=True):
+            rounded, truth = reference(model, request, output), reference(exact, request, output)
+            ours += [abs(token.logprob - other) for token, other in zip(output, truth, strict=True)]
+            theirs += [abs(one - other) for one, other in zip(rounded, truth, strict=True)]
+            apart += [abs(token.logprob - other) for token, other in zip(output, rounded, strict=True)]
+    assert sum(ours) < 1.25 * sum(theirs)
+    assert sum(apart) / len(apart) < 0.05
+    assert max(apart) < 0.5
+
+
+def test_weights_can_be_sampled_in_another_dtype_than_they_are_trained_in() -> None:
+    model = tiny_model().to(torch.bfloat16)
+    exact = tiny_model().to(torch.bfloat16).float()
+    request = GenerationRequest([5, 6, 7], max_tokens=20)
+    [output] = run(make_engine(model, dtype=torch.float32), request)
+    assert worst_error(exact, request, output) < 1e-4
+
+
+def windowed_model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=256, use_sliding_window=True, sliding_window=8,
+            max_window_layers=1, bos_token_id=None, eos_token_id=EOS, initializer_range=0.2,
+        )
+    ).eval()  # fmt: skip
+
+
+def other_model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return GemmaForCausalLM(
+        GemmaConfig(
+            vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=1, head_dim=16, max_position_embeddings=256, bos_token_id=None, eos_token_id=EOS,
+            initializer_range=0.2,
+        )
+    ).eval()  # fmt: skip
+
+
+def learned_positions_model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=256, n_embd=64, n_layer=2, n_head=4, bos_token_id=None,
+                        eos_token_id=EOS, initializer_range=0.2)  # fmt: skip
+    return GPT2LMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize("make_model", [windowed_model, other_model, learned_positions_model])
+def test_other_architectures_run_through_their_own_forward(
+    make_model: Callable[[], PreTrainedModel], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model()
+    engine = make_engine(model, slots=3)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    rng = random.Random(7)
+    requests = [GenerationRequest(prompt(rng, rng.randint(1, 30)), max_tokens=12) for _ in range(6)]
+    outputs = run(engine, *requests)
+    following = GenerationRequest([*requests[0].prompt_token_ids, *ids(outputs[0]), 5, 6], max_tokens=12)
+    requests.append(following)
+    outputs += run(engine, following)
+    for request, output in zip(requests, outputs, strict=True):
+        assert worst_error(model, request, output) < 1e-4
+    disturb(model, 2)
+    engine.update_weights(1)
+    [output] = run(engine, following)
+    assert worst_error(model, following, output) < 1e-4
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no attention heads"):
+        make_engine(MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1)))
+
+
+def test_an_adapter_on_a_projection_sends_the_model_to_its_own_forward() -> None:
+    class Adapted(torch.nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return super().forward(inputs) * 1.5
+
+    model = tiny_model()
+    attention = model.get_submodule("model.layers.0.self_attn")
+    plain = attention.q_proj
+    attention.q_proj = Adapted(plain.in_features, plain.out_features, bias=False)
+    request = GenerationRequest([5, 6, 7], max_tokens=10)
+    [output] = run(make_engine(model), request)
+    assert worst_error(model, request, output) < 1e-4
+
+
+def test_tokens_end_with_the_end_of_sequence_or_a_stop_id() -> None:
+    engine = make_engine(tiny_model())
+    request = GenerationRequest([5, 6, 7], max_tokens=100, seed=1)
+    [free] = run(engine, request)
+    stop = ids(free)[2]
+    assert stop not in ids(free)[:2]
+    [stopped] = run(engine, GenerationRequest([5, 6, 7], max_tokens=100, seed=1, stop_token_ids=frozenset({stop})))
+    assert ids(stopped) == ids(free)[:3]
+    assert stopped[-1].finish_reason == "stop"
+
+
+def test_no_max_tokens_means_as_many_as_fit() -> None:
+    engine = make_engine(tiny_model(), eos_token_ids=[])
+    [output] = run(engine, GenerationRequest(prompt(random.Random(0), 100)))
+    assert len(output) == 28
+    assert output[-1].finish_reason == "length"
+
+
+def test_a_seed_fixes_the_tokens_whatever_else_is_in_the_batch() -> None:
+    model = tiny_model()
+    request = GenerationRequest([5, 6, 7], max_tokens=40, seed=11)
+    rng = random.Random(8)
+    [alone] = run(make_engine(model), request)
+    others = [GenerationRequest(prompt(rng, rng.randint(1, 30)), max_tokens=40) for _ in range(9)]
+    engine = make_engine(model, seed=5)
+    together = run(engine, *others[:4], request, *others[4:])[4]
+    assert ids(together) == ids(alone)
+    [again] = run(engine, request)
+    assert ids(again) == ids(alone)
+
+
+def test_requests_without_a_seed_differ_and_repeat_with_the_engines_seed() -> None:
+    model = tiny_model()
+    request = GenerationRequest([5, 6, 7], max_tokens=20)
+    first = run(make_engine(model, seed=3), request, request)
+    second = run(make_engine(model, seed=3), request, request)
+    assert ids(first[0]) != ids(first[1])
+    assert [ids(output) for output in first] == [ids(output) for output in second]
+
+
+def test_a_cancelled_request_says_no_more_and_gives_its_slot_back() -> None:
+    engine = make_engine(tiny_model(), eos_token_ids=[], slots=2)
+    outputs: list[list[SampledToken]] = [[], [], []]
+    generations: list[Generation] = [
+        engine.submit(GenerationRequest([5, 6, index + 2], max_tokens=50), output.append)
+        for index, output in enumerate(outputs)
+    ]
+    engine.step()
+    lengths = [len(output) for output in outputs]
+    engine.cancel(generations[0])
+    engine.cancel(generations[2])
+    assert (engine.running, engine.waiting) == (1, 0)
+    while engine.step():
+        pass
+    assert [len(outputs[0]), len(outputs[2])] == [lengths[0], 0]
+    assert len(outputs[1]) == 50
+    engine.cancel(generations[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"prompt_token_ids": []}, "prompt_token_ids"),
+        ({"prompt_token_ids": [3, VOCABULARY]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [-1]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [3.5]}, "prompt_token_ids"),
+        ({"prompt_token_ids": ["a"]}, "prompt_token_ids"),
+        ({"prompt_token_ids": None}, "prompt_token_ids"),
+        ({"prompt_token_ids": [2**80]}, "prompt_token_ids"),
+        ({"stop_token_ids": frozenset({VOCABULARY})}, "stop_token_ids"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_p": float("nan")}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"seed": 1.5}, "seed"),
+    ],
+)
+def test_a_malformed_request_is_refused_by_the_name_of_the_field(changes: dict[str, object], name: str) -> None:
+    engine = make_engine(tiny_model())
+    fields: dict[str, object] = {"prompt_token_ids": [3], **changes}
+    with pytest.raises(BackendError, match=name) as raised:
+        engine.submit(GenerationRequest(**fields), lambda token: None)
+    assert raised.value.status == 400
+    assert (engine.running, engine.waiting) == (0, 0)
+
+
+@pytest.mark.parametrize(("length", "max_tokens"), [(128, None), (200, None), (100, 29), (128, 1)])
+def test_a_request_that_cannot_fit_is_refused(length: int, max_tokens: int | None) -> None:
+    engine = make_engine(tiny_model())
+    with pytest.raises(BackendError, match="128") as raised:
+        engine.submit(GenerationRequest([3] * length, max_tokens=max_tokens), lambda token: None)
+    assert (raised.value.status, raised.value.code) == (400, "context_length_exceeded")
+
+
+def test_the_cache_is_bounded_by_configuration() -> None:
+    model = tiny_model()
+    engine = make_engine(model)
+    # keys and values · layers · slots · positions · key heads · head size · bytes
+    assert engine.cache_bytes == 2 * 2 * 6 * 129 * 2 * 32 * 4
+    with pytest.raises(ConfigError, match="lower slots or max_sequence_length"):
+        make_engine(model, memory_limit_bytes=engine.cache_bytes - 1)
+    make_engine(model, memory_limit_bytes=engine.cache_bytes)
+
+
+@pytest.mark.parametrize("changes", [{"slots": 0}, {"max_sequence_length": 1}, {"max_sequence_length": 257}])
+def test_impossible_sizes_are_refused(changes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        make_engine(tiny_model(), **changes)
+
+
+def test_a_failing_step_fails_the_requests_in_it_and_leaves_the_engine_usable() -> None:
+    model = tiny_model()
+    engine = make_engine(model)
+    errors: list[BackendError] = []
+    request = GenerationRequest([5, 6, 7], max_tokens=20, seed=1)
+    tokens: list[SampledToken] = []
+    engine.submit(request, tokens.append, errors.append)
+    engine.step()
+    weight = model.get_submodule("model.norm").weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(float("nan"))
+    assert engine.step() is False
+    assert [(error.status, error.code) for error in errors] == [(500, "engine_error")]
+    assert "not finite" in str(errors[0])
+    with torch.no_grad():
+        weight.copy_(kept)
+    [output] = run(engine, request)
+    assert worst_error(model, request, output) < 1e-4
+
+
+def test_a_failing_step_raises_where_nobody_else_would_hear_of_it() -> None:
+    model = tiny_model()
+    engine = make_engine(model)
+    engine.submit(GenerationRequest([5, 6, 7]), lambda token: None)
+    with torch.no_grad():
+        model.get_submodule("model.norm").weight.fill_(float("nan"))
+    with pytest.raises(BackendError, match="not finite"):
+        engine.step()
+    assert engine.running == 0
+
+
+def test_engine_steps_leave_no_trace_in_the_models_autograd() -> None:
+    model = tiny_model()
+    run(make_engine(model), GenerationRequest([5, 6, 7], max_tokens=3))
+    loss = model(torch.tensor([[5, 6, 7]])).logits.sum()
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

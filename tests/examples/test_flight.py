@@ -1,0 +1,178 @@
+"""The travel desk: its tasks, its tools, its grading, and an episode over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import agent
+import pytest
+from demonstrations import demonstrations
+from openai import AsyncOpenAI
+from tasks import KINDS, RIGHT_FIRST_TOOL, heldout_tasks, train_tasks
+
+from agentlightning.learner.tiny import chat_text, make_tokenizer
+
+FLIGHT = Path(agent.__file__).parent
+CANCELLED = next(task for task in train_tasks(30, seed=1) if task["kind"] == "cancelled")
+SUM = next(task for task in train_tasks(30, seed=1) if task["kind"] == "sum")
+
+
+def parsed(messages: list[dict]) -> list[dict]:
+    """Messages as a chat template expects them: tool-call arguments as objects."""
+    copied = json.loads(json.dumps(messages))
+    for message in copied:
+        for call in message.get("tool_calls", []):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return copied
+
+
+class ScriptedEndpoint:
+    """A chat-completions server on loopback that answers with the given messages, one after another."""
+
+    def __init__(self, answers: list[dict]) -> None:
+        self.answers = list(answers)
+        self.requests: list[dict] = []
+
+    async def __aenter__(self) -> AsyncOpenAI:
+        self.server = await asyncio.start_server(self.answer, "127.0.0.1", 0)
+        port = self.server.sockets[0].getsockname()[1]
+        self.client = AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0)
+        return self.client
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.client.close()
+        self.server.close()
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(head.split("content-length: ")[1].split("\r\n")[0])
+        self.requests.append(json.loads(await reader.readexactly(length)))
+        message = {"role": "assistant", "content": None, **self.answers.pop(0)}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        body = {"id": "c", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
+        payload = json.dumps(body).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n")
+        writer.write(f"Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
+        await writer.drain()
+        writer.close()
+
+
+def calling(name: str, arguments: str) -> dict:
+    return {"tool_calls": [{"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}]}
+
+
+@pytest.mark.anyio
+async def test_an_episode_of_memory_search_and_answer_earns_the_full_reward() -> None:
+    destination = CANCELLED["question"].split(" to ")[1].split(" ")[0]
+    search = json.dumps({"from": CANCELLED["home"], "to": destination, "max": CANCELLED["budget"]})
+    endpoint = ScriptedEndpoint(
+        [
+            calling("memory", '{"query": "home"}'),
+            calling("search", search),
+            {"content": f"You fly {CANCELLED['answer']}."},
+        ]
+    )
+    async with endpoint as client:
+        episode = await agent.run(CANCELLED, client=client)
+    assert episode.reward == 1.0
+    assert episode.calls == ["memory", "search"]
+    assert [message["role"] for message in episode.messages[2:]] == [
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert endpoint.requests[1]["messages"][-1]["tool_call_id"] == "call_1"
+    assert {tool["function"]["name"] for tool in endpoint.requests[0]["tools"]} == {"memory", "search", "calculator"}
+
+
+@pytest.mark.anyio
+async def test_nonsense_from_the_model_becomes_error_results_and_ends_after_five_turns() -> None:
+    nonsense = [
+        calling("teleport", "{}"),
+        calling("search", "not json"),
+        calling("search", '{"from": "Oslo"}'),
+        calling("calculator", '{"expression": "__import__(\'os\')"}'),
+        calling("memory", '{"query": "1+1"}'),
+    ]
+    async with ScriptedEndpoint(nonsense) as client:
+        episode = await agent.run(SUM, client=client)
+    assert episode.reward == 0.0
+    assert [message["content"] for message in episode.messages if message["role"] == "tool"] == ["error"] * 5
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [("23+17", "result: 40"), ("2*(3-1)", "result: 4"), ("1/0", "error"), ("9**9", "error"), ("(" * 90, "error")],
+)
+def test_the_calculator_knows_arithmetic_and_nothing_else(expression: str, result: str) -> None:
+    assert agent.use_tool(SUM, "calculator", json.dumps({"expression": expression})) == result
+
+
+def test_a_right_answer_loses_a_little_for_each_needless_call() -> None:
+    answer = f"result: {SUM['answer']}"
+    assert agent.grade(SUM, answer, ["calculator"]) == 1.0
+    assert agent.grade(SUM, answer, ["memory", "calculator"]) == pytest.approx(0.85)
+    assert agent.grade(SUM, "result: 1", ["calculator"]) == 0.0
+    assert agent.grade(SUM, "", []) == 0.0
+
+
+def test_the_three_kinds_are_in_balance_and_no_heldout_task_is_trained_on() -> None:
+    heldout = heldout_tasks(300)
+    trained = {task["id"] for task in train_tasks(6000, seed=1)}
+    assert set(Counter(task["kind"] for task in heldout).values()) == {100}
+    assert not trained & {task["id"] for task in heldout}
+    assert heldout == heldout_tasks(300)
+    assert train_tasks(9, seed=1) == train_tasks(9, seed=1) != train_tasks(9, seed=2)
+
+
+def test_tasks_do_not_depend_on_the_process() -> None:
+    script = "from tasks import *; import json; print(json.dumps(train_tasks(6, seed=3) + heldout_tasks(6)))"
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=FLIGHT,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("0", "1")
+    }
+    assert len(outputs) == 1
+
+
+def test_demonstrations_are_mediocre_but_solve_every_kind_now_and_then() -> None:
+    made = demonstrations(1500, seed=1)
+    assert 0.2 < sum(one["reward"] for one in made) / len(made) < 0.32
+    for kind in KINDS:
+        of_kind = [one for one in made if one["kind"] == kind]
+        assert sum(one["reward"] > 0 for one in of_kind) > 0.1 * len(of_kind)
+        right = sum(bool(one["calls"]) and one["calls"][0] == RIGHT_FIRST_TOOL[kind] for one in of_kind) / len(of_kind)
+        assert 0.3 < right < 0.65
+
+
+def test_every_prompt_of_a_demonstration_begins_with_the_one_before_and_its_answer() -> None:
+    made = demonstrations(300, seed=1)
+    tokenizer = make_tokenizer(chat_text(one["messages"], agent.TOOLS) for one in made)
+    for one in made:
+        messages = parsed(one["messages"])
+        before: list[int] = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = tokenizer.apply_chat_template(
+                messages[:index], tools=agent.TOOLS, add_generation_prompt=True, return_dict=False
+            )
+            text = tokenizer.apply_chat_template(messages[: index + 1], tools=agent.TOOLS, tokenize=False)
+            response = text.removeprefix(tokenizer.decode(prompt))
+            sampled = tokenizer(response, add_special_tokens=False)["input_ids"]
+            assert prompt[: len(before)] == before
+            assert prompt + sampled == tokenizer(text, add_special_tokens=False)["input_ids"]
+            before = prompt + sampled

@@ -1,0 +1,200 @@
+"""Rendering as transformers does it, tokenising, detokenising, and recorded answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from agentlightning.errors import BackendError, ConfigError
+from agentlightning.gateway.chat.detokenizer import Detokenizer, TokenBytes, splits_at_special_tokens
+from agentlightning.gateway.chat.recorded import RecordedAnswers
+from agentlightning.gateway.chat.stop_strings import StopStrings
+from agentlightning.gateway.chat.template import ChatTemplate
+from tests.gateway.talker import SEARCH_TOOL, make_talker, user
+
+CHATML = """{%- if tools %}{{- '<|im_start|>system\\n' }}{%- for tool in tools %}{{- tool | tojson }}
+{%- endfor %}{{- '<tool_call><|im_end|>\\n' }}{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{%- generation %}{{- '<tool_call>' + (call.function.arguments | tojson) + '</tool_call>' }}{% endgeneration -%}
+{%- endfor %}{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+def tool_turn(arguments: str) -> list[dict[str, Any]]:
+    call = {"id": "c", "type": "function", "function": {"name": "search", "arguments": arguments}}
+    return [
+        *user("hé <b>"),
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "sun"}]},
+    ]
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatTemplate:
+    return ChatTemplate.from_pretrained(make_talker().tokenizer)
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+@pytest.mark.parametrize("tools", [[], [SEARCH_TOOL]])
+def test_prompts_are_those_of_transformers(template: str | None, tools: list[dict[str, Any]]) -> None:
+    tokenizer = make_talker().tokenizer
+    ours = ChatTemplate(
+        tokenizer.backend_tokenizer,
+        template or str(tokenizer.chat_template),
+        special_tokens=tokenizer.special_tokens_map,
+    )
+    plain = tool_turn("{}")
+    plain[1]["content"] = ""
+    plain[1]["tool_calls"][0]["function"]["arguments"] = {"q": "ü", "n": 1}
+    plain[2]["content"] = "sun"
+    theirs = tokenizer.apply_chat_template(
+        plain, tools=tools or None, chat_template=template, tokenize=False, add_generation_prompt=True
+    )
+    text = ours.render(tool_turn('{"q":"ü","n":1}'), tools)
+    assert text == theirs
+    assert list(ours.encode(text)) == tokenizer(text, add_special_tokens=False).input_ids
+
+
+def test_arguments_that_are_no_object_stay_text(chat: ChatTemplate) -> None:
+    assert '"arguments": oops}' in chat.render(tool_turn("oops"), [SEARCH_TOOL])
+    assert f'"arguments": {"[" * 5000}}}' in chat.render(tool_turn("[" * 5000), [SEARCH_TOOL])
+
+
+def test_developer_messages_are_system_messages_where_a_template_does_not_know_them() -> None:
+    tokenizer = make_talker().tokenizer
+    ours = ChatTemplate(tokenizer.backend_tokenizer, CHATML, special_tokens={})
+    assert ours.render([{"role": "developer", "content": "x"}]).startswith("<|im_start|>system\nx")
+
+
+def test_what_a_template_refuses_is_told(chat: ChatTemplate) -> None:
+    with pytest.raises(BackendError, match="role") as caught:
+        chat.render([{"role": "king", "content": "x"}])
+    assert caught.value.status == 400
+    with pytest.raises(BackendError, match="multiple values"):
+        chat.render(user("x"), [], messages=[])
+
+
+def test_a_template_cannot_leave_its_sandbox() -> None:
+    evil = ChatTemplate(make_talker().tokenizer.backend_tokenizer, "{{ ''.__class__.__mro__ }}", special_tokens={})
+    with pytest.raises(BackendError):
+        evil.render(user("x"))
+
+
+def test_a_tokenizer_without_a_template_is_refused() -> None:
+    class Bare:
+        chat_template = None
+
+    with pytest.raises(ConfigError, match="no chat template"):
+        ChatTemplate.from_pretrained(Bare())
+
+
+def test_tools_with_an_unknown_format_are_refused() -> None:
+    tokenizer = make_talker().tokenizer
+    plain = ChatTemplate(tokenizer.backend_tokenizer, "{{ messages[0].content }}", special_tokens={})
+    with pytest.raises(ConfigError, match="tool-call format"):
+        plain.tool_call_parser()
+
+
+def spoken(detokenizer: Detokenizer, token_ids: list[int]) -> list[str]:
+    return [*(detokenizer.add(token_id) for token_id in token_ids), detokenizer.flush()]
+
+
+@given(st.text(max_size=30))
+def test_text_comes_out_as_it_went_in_and_never_in_halves(text: str) -> None:
+    chat = ChatTemplate.from_pretrained(make_talker().tokenizer)
+    pieces = spoken(chat.detokenizer(keep_markers=False), list(chat.encode(text)))
+    expected = make_talker().tokenizer.decode(chat.encode(text), skip_special_tokens=True)
+    assert "".join(pieces) == expected
+    if "\ufffd" not in text:
+        assert all("\ufffd" not in piece for piece in pieces)
+
+
+@given(st.lists(st.integers(0, 400), max_size=30))
+def test_any_ids_stream_to_the_text_they_decode_to(ids: list[int]) -> None:
+    talker = make_talker()
+    chat = ChatTemplate.from_pretrained(talker.tokenizer)
+    ids = [token_id % len(talker.tokenizer) for token_id in ids]
+    pieces = spoken(chat.detokenizer(keep_markers=False), ids)
+    visible = [token_id for token_id in ids if token_id not in chat.token_bytes.special_ids]
+    assert "".join(pieces) == talker.tokenizer.decode(visible)
+
+
+def sentencepiece_like() -> Tokenizer:
+    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghijklmnopqrstuvwxyz"]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def test_vocabularies_that_are_not_byte_level_stream_whole_characters_too() -> None:
+    tokenizer = sentencepiece_like()
+    ids = tokenizer.encode("some 漢 words", add_special_tokens=False).ids
+    token_bytes = TokenBytes(tokenizer)
+    pieces = spoken(Detokenizer(token_bytes, keep_markers=False), ids)
+    assert not token_bytes.exact
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=False)
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_only_tokenizers_that_split_at_special_tokens_are_spliced() -> None:
+    assert splits_at_special_tokens(make_talker().tokenizer.backend_tokenizer)
+    assert not splits_at_special_tokens(sentencepiece_like())
+
+
+def test_a_recorded_answer_is_repeated_in_its_own_ids(chat: ChatTemplate) -> None:
+    recorded = RecordedAnswers(chat)
+    end = make_talker().tokenizer.eos_token_id
+    prompt = recorded.encode("s", "<|user|>hello<|end|><|assistant|>")
+    unusual = [chat.encode(letter)[0] for letter in "there"]  # not how the tokenizer splits it
+    assert tuple(unusual) != chat.encode("there")
+    recorded.record("s", prompt, [*unusual, end])
+    longer = "<|user|>hello<|end|><|assistant|>there<|end|><|user|>more<|end|>"
+    again = recorded.encode("s", longer)
+    assert again.token_ids == (*prompt.token_ids, *unusual, end, *chat.encode("<|user|>more<|end|>"))
+    assert again.spliced_tokens == 6
+    assert recorded.encode("other", longer).token_ids == chat.encode(longer)
+
+
+def test_an_answer_without_an_end_is_not_recorded(chat: ChatTemplate) -> None:
+    recorded = RecordedAnswers(chat)
+    prompt = recorded.encode("s", "<|user|>hello<|end|><|assistant|>")
+    recorded.record("s", prompt, [chat.encode("t")[0]])
+    assert recorded.encode("s", f"{prompt.text}the").spliced_tokens == 0
+
+
+def test_the_least_recently_used_session_is_forgotten(chat: ChatTemplate) -> None:
+    recorded = RecordedAnswers(chat, sessions=2)
+    end = make_talker().tokenizer.eos_token_id
+    prompt = recorded.encode(None, "<|user|>hello<|end|><|assistant|>")
+    for session in ("a", "b", "c"):
+        recorded.record(session, prompt, [end])
+    spliced = [recorded.encode(session, prompt.text + "<|end|>").spliced_tokens for session in ("a", "b", "c")]
+    assert spliced == [0, 1, 1]
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=3))
+def test_a_text_is_cut_at_its_first_stop_string_however_it_arrives(text: str, stops: list[str]) -> None:
+    whole = StopStrings(tuple(stops))
+    pieces: list[str] = []
+    for letter in text:
+        pieces.append(whole.feed(letter))
+        if whole.matched is not None:
+            break
+    else:
+        pieces.append(whole.finish())
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    if not ends:
+        assert "".join(pieces) == text and whole.matched is None
+    else:
+        said = "".join(pieces)
+        assert text.startswith(said + (whole.matched or ""))
+        assert len(said) + len(whole.matched or "") == min(ends)

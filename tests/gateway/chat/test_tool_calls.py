@@ -1,0 +1,124 @@
+"""Tool calls in sampled text: what is one, what stays text, and that streaming changes neither."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentlightning.errors import ConfigError
+from agentlightning.gateway.chat.tool_calls import ToolCall, detect_tool_format, make_parser
+
+A = '<tool_call>{"name": "a", "arguments": {"x": 1}}</tool_call>'
+B = '<tool_call>\n{"name": "b", "arguments": {}}\n</tool_call>'
+
+
+def parsed(tool_format: str, text: str, cuts: list[int] | None = None) -> tuple[str, list[ToolCall]]:
+    """(content, calls) of a text fed in pieces cut at the given places, by default character by character."""
+    parser = make_parser(tool_format)
+    places = sorted({0, len(text), *(cuts if cuts is not None else range(len(text)))})
+    parts = [part for a, b in pairwise(places) for part in parser.feed(text[a:b])]
+    parts += parser.finish()
+    content = "".join(part for part in parts if isinstance(part, str))
+    return content, [part for part in parts if isinstance(part, ToolCall)]
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "content", "calls"),
+    [
+        ("hermes", "just text < more", "just text < more", []),
+        ("hermes", A, "", [("a", '{"x": 1}')]),
+        ("hermes", f"Look.\n{A}\n{B}\n", "Look.", [("a", '{"x": 1}'), ("b", "{}")]),
+        ("hermes", f"{A} and then", " and then", [("a", '{"x": 1}')]),
+        ("hermes", "trailing space ", "trailing space ", []),
+        ("llama3", '{"name": "a", "parameters": {"x": [1, {}]}}', "", [("a", '{"x": [1, {}]}')]),
+        ("llama3", '<|python_tag|>{"name": "a", "parameters": {}}', "", [("a", "{}")]),
+        (
+            "llama3",
+            '{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}',
+            "",
+            [("a", "{}"), ("b", "{}")],
+        ),
+        ("llama3", "words first {}", "words first {}", []),
+        ("mistral", 'Hm. [TOOL_CALLS] [{"name": "a", "arguments": {"x": 1}}]', "Hm.", [("a", '{"x": 1}')]),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}, "id": "abcdefghi"}]',
+            "",
+            [("a", "{}"), ("b", "{}")],
+        ),
+    ],
+)
+def test_well_formed_calls_are_found(tool_format: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    assert parsed(tool_format, text) == (content, [ToolCall(*call) for call in calls])
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "a", "arguments": {"x": }}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "a"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "a", "arguments": "{}"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "a", "arguments": [1]}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "a", "arguments": {}, "thought": 1}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "a", "arguments": {}}'),
+        ("hermes", "<tool_call>" + '{"name": "a", "arguments": ' + '{"x":' * 5000 + "</tool_call>"),
+        ("llama3", '{"name": "a", "parameters": ' + '{"x":' * 5000),
+        ("hermes", "text <tool_call>"),
+        ("hermes", "text </tool_call>"),
+        ("llama3", '{"name": "a", "parameters": {}'),
+        ("llama3", '{"name": "a", "parameters": {}} trailing'),
+        ("llama3", "{}"),
+        ("mistral", "[TOOL_CALLS] []"),
+        ("mistral", '[TOOL_CALLS] [{"name": "a", "arguments": {}}, {}]'),
+    ],
+)
+def test_anything_else_stays_the_text_it_is(tool_format: str, text: str) -> None:
+    assert parsed(tool_format, text) == (text, [])
+
+
+def test_one_malformed_call_does_not_take_the_others_along() -> None:
+    content, calls = parsed("hermes", f"{A}<tool_call>{{</tool_call>{B}")
+    assert content == "<tool_call>{</tool_call>"
+    assert [call.name for call in calls] == ["a", "b"]
+
+
+PIECES = st.sampled_from([A, B, "<tool_call>", "</tool_call>", "{", " ", "\n", "word", "<", "[TOOL_CALLS]", "é🙂"])
+
+
+@given(st.lists(PIECES, max_size=8).map("".join), st.lists(st.integers(0, 400), max_size=12))
+def test_how_a_text_is_cut_into_pieces_changes_nothing(text: str, cuts: list[int]) -> None:
+    cuts = [cut for cut in cuts if cut < len(text)]
+    for tool_format in ("hermes", "llama3", "mistral"):
+        assert parsed(tool_format, text, cuts) == parsed(tool_format, text, [])
+
+
+def test_content_streams_while_a_call_is_held_back() -> None:
+    parser = make_parser("hermes")
+    assert parser.feed("Let me") == ["Let me"]
+    assert parser.feed(" see <tool") == [" see"]
+    assert parser.feed("box>") == [" <toolbox>"]
+    assert parser.feed("<tool_call>{") == []
+
+
+@pytest.mark.parametrize(
+    ("template", "tool_format"),
+    [
+        ("… <tool_call> …", "hermes"),
+        ("… [TOOL_CALLS] …", "mistral"),
+        ("… <|python_tag|> …", "llama3"),
+        ("… <tool_call>\n<function=f> …", None),
+        ("… [TOOL_CALLS]name[ARGS]{} …", None),
+        ("no tools at all", None),
+    ],
+)
+def test_the_format_is_recognised_from_the_template(template: str, tool_format: str | None) -> None:
+    assert detect_tool_format(template) == tool_format
+
+
+def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="hermes"):
+        make_parser("hermess")

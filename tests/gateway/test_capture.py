@@ -1,0 +1,200 @@
+"""What is recorded of a call: exact ids, effective sampling, flags, and when it becomes durable."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+import torch
+
+from agentlightning import semconv
+from agentlightning.gateway.seeds import call_seed
+from agentlightning.types import AttemptedRollout, Span
+from tests.gateway.talker import PLAIN, SEARCH_TOOL, make_talker, user
+from tests.gateway.world import World
+
+pytestmark = pytest.mark.anyio
+
+
+async def call(world: World, attempted: AttemptedRollout, **parameters: Any) -> tuple[Any, Span]:
+    """One call and its span."""
+    asked = {"model": "policy", "messages": user("hello"), **parameters}
+    answer = await world.client(attempted).chat.completions.create(**asked)
+    return answer, (await world.spans(attempted))[-1]
+
+
+async def test_a_span_holds_the_exact_ids_and_the_models_own_logprobs(gateway_world: World) -> None:
+    await gateway_world.service.update_weights(7)
+    _, span = await call(gateway_world, await gateway_world.attempt())
+    talker = make_talker()
+    assert span.tokens is not None
+    (choice,) = span.tokens.choices
+    assert talker.tokenizer.decode(span.tokens.prompt_token_ids) == "<|user|>hello<|end|><|assistant|>"
+    assert talker.tokenizer.decode(choice.token_ids) == PLAIN["hello"] + "<|end|>"
+    assert choice.versions == ((7, len(choice.token_ids)),)
+    ids = torch.tensor([[*span.tokens.prompt_token_ids, *choice.token_ids]])
+    with torch.no_grad():
+        logits = talker.model(ids).logits[0, len(span.tokens.prompt_token_ids) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, ids[0, -len(choice.token_ids) :, None])[:, 0]
+    assert choice.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+async def test_a_span_describes_the_call_in_gen_ai_attributes(gateway_world: World) -> None:
+    attempted = await gateway_world.attempt()
+    answer, span = await call(gateway_world, attempted, model="gpt-4o", messages=user("weather"), tools=[SEARCH_TOOL])
+    attributes = span.attributes
+    assert span.name == "chat policy"
+    assert attributes[semconv.GEN_AI_OPERATION] == "chat"
+    assert (attributes[semconv.GEN_AI_REQUEST_MODEL], attributes[semconv.GEN_AI_RESPONSE_MODEL]) == ("gpt-4o", "policy")
+    assert attributes[semconv.GEN_AI_RESPONSE_ID] == answer.id
+    assert attributes[semconv.GEN_AI_FINISH_REASONS] == ["tool_calls"]
+    assert attributes[semconv.GEN_AI_INPUT_TOKENS] == len(span.tokens.prompt_token_ids)
+    assert attributes[semconv.GEN_AI_OUTPUT_TOKENS] == len(span.tokens.choices[0].token_ids)
+    assert json.loads(attributes[semconv.GEN_AI_INPUT_MESSAGES]) == user("weather")
+    assert json.loads(attributes[semconv.GEN_AI_TOOL_DEFINITIONS]) == [SEARCH_TOOL]
+    (message,) = json.loads(attributes[semconv.GEN_AI_OUTPUT_MESSAGES])
+    assert message["tool_calls"][0]["id"] == answer.choices[0].message.tool_calls[0].id
+    assert attributes[semconv.CALL_TRAINABLE] is True
+    assert semconv.CALL_FLAG not in attributes
+    assert span.end_time > span.start_time
+
+
+async def test_no_key_reaches_a_span(gateway_world: World) -> None:
+    attempted = await gateway_world.attempt()
+    _, span = await call(gateway_world, attempted)
+    assert attempted.api_key is not None and attempted.api_key not in repr(span)
+
+
+async def test_the_run_decides_sampling_in_train_mode_and_both_are_recorded(gateway_world: World) -> None:
+    attempted = await gateway_world.attempt()
+    asked = {"temperature": 1.7, "top_p": 0.3, "presence_penalty": 1.0, "max_tokens": 30}
+    answer, span = await call(gateway_world, attempted, **asked)
+    assert answer.choices[0].message.content == PLAIN["hello"]
+    effective = json.loads(span.attributes[semconv.CALL_SAMPLING])
+    assert (effective["temperature"], effective["top_p"], effective["max_tokens"]) == (0.0, 1.0, 30)
+    overridden = json.loads(span.attributes[semconv.CALL_OVERRIDDEN])
+    assert overridden == {"temperature": 1.7, "top_p": 0.3, "presence_penalty": 1.0}
+
+
+async def test_val_mode_has_its_own_sampling_and_ceiling(gateway_world: World) -> None:
+    _, span = await call(gateway_world, await gateway_world.attempt(mode="val"), max_tokens=30)
+    assert json.loads(span.attributes[semconv.CALL_SAMPLING])["max_tokens"] == 4
+    assert json.loads(span.attributes[semconv.CALL_OVERRIDDEN]) == {"max_tokens": 30}
+    assert span.attributes[semconv.GEN_AI_FINISH_REASONS] == ["length"]
+    assert len(span.tokens.choices[0].token_ids) == 4
+
+
+async def test_the_agent_decides_sampling_in_test_mode(gateway_world: World) -> None:
+    _, span = await call(gateway_world, await gateway_world.attempt(mode="test"), temperature=0.5)
+    assert json.loads(span.attributes[semconv.CALL_SAMPLING])["temperature"] == 0.5
+    assert semconv.CALL_OVERRIDDEN not in span.attributes
+
+
+async def test_sampling_noise_depends_on_names_and_not_on_timing(gateway_world: World) -> None:
+    named = [await gateway_world.attempt(metadata={"seed": 3, "sample": sample}) for sample in ("a", "b")]
+    await asyncio.gather(*(call(gateway_world, attempted) for attempted in named))
+    await call(gateway_world, named[0])
+    spans = [span for attempted in named for span in await gateway_world.spans(attempted)]
+    seeds = [json.loads(span.attributes[semconv.CALL_SAMPLING])["seed"] for span in spans]
+    assert seeds == [call_seed(3, "a", 0), call_seed(3, "a", 1), call_seed(3, "b", 0)]
+    assert len(set(seeds)) == 3
+
+
+async def test_a_seed_of_the_agents_own_is_respected(gateway_world: World) -> None:
+    _, span = await call(gateway_world, await gateway_world.attempt(), seed=11)
+    assert json.loads(span.attributes[semconv.CALL_SAMPLING])["seed"] == 11
+
+
+async def test_every_choice_is_captured(gateway_world: World) -> None:
+    _, span = await call(gateway_world, await gateway_world.attempt(mode="test"), n=3, temperature=2.0)
+    assert len(span.tokens.choices) == 3
+    assert len({choice.token_ids for choice in span.tokens.choices}) > 1
+
+
+async def test_a_text_cut_by_a_stop_string_keeps_its_ids_and_is_flagged(gateway_world: World) -> None:
+    answer, span = await call(gateway_world, await gateway_world.attempt(), messages=user("count"), stop="4")
+    assert answer.choices[0].message.content == "1 2 3 "
+    assert make_talker().tokenizer.decode(span.tokens.choices[0].token_ids).startswith("1 2 3 4")
+    assert span.attributes[semconv.CALL_FLAG] == "ended by a stop string"
+
+
+async def test_the_agents_trace_is_continued(gateway_world: World) -> None:
+    trace_id, parent_id = "a" * 32, "b" * 16
+    attempted = await gateway_world.attempt()
+    headers = {"traceparent": f"00-{trace_id}-{parent_id}-01"}
+    _, span = await call(gateway_world, attempted, extra_headers=headers)
+    assert (span.trace_id, span.parent_id) == (trace_id, parent_id)
+    _, span = await call(gateway_world, attempted)
+    assert span.trace_id != trace_id and span.parent_id is None
+
+
+async def test_a_call_is_durable_before_its_end_is_sent(gateway_world: World) -> None:
+    attempted = await gateway_world.attempt()
+    stream = await gateway_world.client(attempted).chat.completions.create(
+        model="policy", messages=user("hello"), stream=True
+    )
+    async for chunk in stream:
+        if chunk.choices[0].finish_reason:
+            assert len(await gateway_world.spans(attempted)) == 1
+
+
+async def test_the_next_prompt_repeats_an_answer_in_its_own_ids(gateway_world: World) -> None:
+    attempted = await gateway_world.attempt()
+    answer, first = await call(gateway_world, attempted, messages=user("weather"), tools=[SEARCH_TOOL])
+    message = answer.choices[0].message
+    turns = [
+        *user("weather"),
+        message.model_dump(),
+        {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"},
+    ]
+    _, second = await call(gateway_world, attempted, messages=turns, tools=[SEARCH_TOOL])
+    before = (*first.tokens.prompt_token_ids, *first.tokens.choices[0].token_ids)
+    assert second.tokens.prompt_token_ids[: len(before)] == before
+    assert second.attributes[semconv.RECORDED_SPLICE] == len(first.tokens.choices[0].token_ids)
+
+
+async def test_a_refusal_by_the_backend_is_recorded_and_not_trained(gateway_world: World) -> None:
+    attempted = await gateway_world.attempt()
+    with pytest.raises(openai.BadRequestError):
+        await call(gateway_world, attempted, tools=[SEARCH_TOOL], tool_choice="required")
+    (span,) = await gateway_world.spans(attempted)
+    assert span.status.status_code == "ERROR" and "tool_choice" in (span.status.description or "")
+    assert span.attributes[semconv.CALL_FLAG] == "call failed"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_cancels_its_call_and_the_part_is_not_trained(
+    gateway_world: World, stream: bool
+) -> None:
+    attempted = await gateway_world.attempt(mode="test")
+    url = f"{gateway_world.client(attempted).base_url}chat/completions"
+    body = {"model": "policy", "messages": user("count"), "stream": stream}
+    # Nothing is sampled while the engine is held, so the call is surely cut off.
+    async with aiohttp.ClientSession() as session, gateway_world.service.exclusive():
+        if stream:
+            async with session.post(url, json=body) as response:
+                assert b"assistant" in await response.content.readany()
+        else:
+            with pytest.raises(TimeoutError):
+                await session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=0.3))
+    await asyncio.wait_for(gateway_world.gateway.idle(), 10)
+    (span,) = await gateway_world.spans(attempted)
+    assert span.attributes[semconv.GEN_AI_FINISH_REASONS] == ["abort"]
+    assert span.attributes[semconv.CALL_FLAG] == "client disconnected"
+    assert span.status.status_code == "ERROR"
+
+
+async def test_held_calls_wait_and_are_not_refused(gateway_world: World) -> None:
+    attempted = await gateway_world.attempt()
+    gateway_world.gateway.hold()
+    waiting = asyncio.create_task(call(gateway_world, attempted))
+    await asyncio.wait_for(gateway_world.gateway.idle(), 10)
+    done, _ = await asyncio.wait({waiting}, timeout=0.3)
+    assert not done and await gateway_world.spans(attempted) == []
+    gateway_world.gateway.release()
+    answer, _ = await asyncio.wait_for(waiting, 10)
+    assert answer.choices[0].message.content == PLAIN["hello"]

@@ -1,0 +1,250 @@
+"""The endpoint as OpenAI's own client sees it, over HTTP, from a real engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import aiohttp
+import openai
+import pytest
+
+from tests.gateway.talker import PLAIN, SEARCH_TOOL, user
+from tests.gateway.world import World, world
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_an_answer_comes_whole(gateway_world: World) -> None:
+    client = gateway_world.client(await gateway_world.attempt())
+    answer = await client.chat.completions.create(model="policy", messages=user("hello"))
+    assert answer.choices[0].message.content == PLAIN["hello"]
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.model == "policy"
+    assert answer.usage is not None and answer.usage.total_tokens == (
+        answer.usage.prompt_tokens + answer.usage.completion_tokens
+    )
+
+
+async def test_an_answer_streams_with_characters_whole_and_ends_once(gateway_world: World) -> None:
+    client = gateway_world.client(await gateway_world.attempt())
+    stream = await client.chat.completions.create(
+        model="policy", messages=user("signs"), stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    texts = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
+    assert "".join(texts) == PLAIN["signs"]
+    assert len([text for text in texts if text]) > 3
+    assert "\ufffd" not in "".join(texts)
+    reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+    assert reasons == ["stop"]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens > 10
+
+
+async def test_usage_is_not_sent_to_a_stream_that_did_not_ask(gateway_world: World) -> None:
+    client = gateway_world.client(await gateway_world.attempt())
+    stream = await client.chat.completions.create(model="policy", messages=user("hello"), stream=True)
+    assert all([chunk.usage is None and chunk.choices async for chunk in stream])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tool_calls_are_parsed_and_content_before_them_kept(gateway_world: World, stream: bool) -> None:
+    client = gateway_world.client(await gateway_world.attempt())
+    async with (
+        client.chat.completions.stream(model="policy", messages=user("weather"), tools=[SEARCH_TOOL])
+        if stream
+        else _Whole(client, "weather") as answer
+    ):
+        completion = await answer.get_final_completion()
+    choice = completion.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me look."
+    assert [call.function.name for call in choice.message.tool_calls] == ["search"]
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"q": "sun"}
+
+
+class _Whole:
+    """The face of a stream's manager over a call that is not streamed."""
+
+    def __init__(self, client: openai.AsyncOpenAI, text: str) -> None:
+        self._client, self._text = client, text
+
+    async def __aenter__(self) -> _Whole:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def get_final_completion(self):
+        return await self._client.chat.completions.create(
+            model="policy", messages=user(self._text), tools=[SEARCH_TOOL]
+        )
+
+
+async def test_parallel_tool_calls_have_ids_of_their_own(gateway_world: World) -> None:
+    client = gateway_world.client(await gateway_world.attempt())
+    ids: list[str] = []
+    for _ in range(2):
+        answer = await client.chat.completions.create(model="policy", messages=user("both"), tools=[SEARCH_TOOL])
+        message = answer.choices[0].message
+        assert message.content is None
+        assert [json.loads(call.function.arguments)["q"] for call in message.tool_calls] == ["sun", "rain"]
+        ids += [call.id for call in message.tool_calls]
+    assert len(set(ids)) == 4
+
+
+async def test_a_malformed_tool_call_is_plain_text(gateway_world: World) -> None:
+    client = gateway_world.client(await gateway_world.attempt())
+    answer = await client.chat.completions.create(model="policy", messages=user("broken"), tools=[SEARCH_TOOL])
+    assert answer.choices[0].message.tool_calls is None
+    assert answer.choices[0].message.content == '<tool_call>{"name": "search", "arguments": {"q": }}</tool_call>'
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_tool_choice_none_shows_the_model_no_tools(gateway_world: World) -> None:
+    client = gateway_world.client(await gateway_world.attempt())
+    extra = {"return_token_ids": True}
+    without = await client.chat.completions.create(model="policy", messages=user("hello"), extra_body=extra)
+    refused = await client.chat.completions.create(
+        model="policy", messages=user("hello"), tools=[SEARCH_TOOL], tool_choice="none", extra_body=extra
+    )
+    assert refused.prompt_token_ids == without.prompt_token_ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_cuts_the_text(gateway_world: World, stream: bool) -> None:
+    client = gateway_world.client(await gateway_world.attempt())
+    answer = await client.chat.completions.create(
+        model="policy", messages=user("count"), stop=["4 5", "9"], stream=stream
+    )
+    if stream:
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in answer])
+    else:
+        text = answer.choices[0].message.content
+    assert text == "1 2 3 "
+
+
+async def test_max_tokens_cuts_the_answer_and_says_so(gateway_world: World) -> None:
+    client = gateway_world.client(await gateway_world.attempt())
+    answer = await client.chat.completions.create(model="policy", messages=user("count"), max_completion_tokens=3)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None and answer.usage.completion_tokens == 3
+
+
+async def test_every_choice_is_answered(gateway_world: World) -> None:
+    client = gateway_world.client(await gateway_world.attempt(mode="test"))
+    answer = await client.chat.completions.create(model="policy", messages=user("hello"), n=3, temperature=2.0)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    stream = await client.chat.completions.create(model="policy", messages=user("hello"), n=3, stream=True)
+    ended = {choice.index async for chunk in stream for choice in chunk.choices if choice.finish_reason}
+    assert ended == {0, 1, 2}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_and_token_ids_are_given_on_request(gateway_world: World, stream: bool) -> None:
+    attempted = await gateway_world.attempt()
+    answer = await gateway_world.client(attempted).chat.completions.create(
+        model="policy", messages=user("hello"), logprobs=True, stream=stream, extra_body={"return_token_ids": True}
+    )
+    chunks = [chunk async for chunk in answer] if stream else [answer]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.content or []]
+    ids = [token_id for choice in choices for token_id in (choice.model_extra or {}).get("token_ids") or []]
+    assert bytes(byte for token in tokens for byte in token.bytes or []).decode() == PLAIN["hello"] + "<|end|>"
+    (span,) = await gateway_world.spans(attempted)
+    assert span.tokens is not None
+    assert tuple(ids) == span.tokens.choices[0].token_ids
+    assert tuple(chunks[0].prompt_token_ids) == span.tokens.prompt_token_ids
+    assert [token.logprob for token in tokens] == pytest.approx(span.tokens.choices[0].logprobs)
+
+
+async def test_models_are_listed(gateway_world: World) -> None:
+    client = gateway_world.client()
+    assert [model.id async for model in client.models.list()] == ["policy"]
+    assert (await client.models.retrieve("policy")).id == "policy"
+    with pytest.raises(openai.NotFoundError, match="no model is called"):
+        await client.models.retrieve("other")
+
+
+async def test_an_unknown_model_name_reaches_the_one_trainable_model(gateway_world: World) -> None:
+    client = gateway_world.client(await gateway_world.attempt())
+    answer = await client.chat.completions.create(model="gpt-4o", messages=user("hello"))
+    assert (answer.model, answer.choices[0].message.content) == ("policy", PLAIN["hello"])
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b"{not json", 400, "not a JSON object"),
+        (b"[]", 400, "not a JSON object"),
+        (b'{"messages": []}', 400, "'model'"),
+        (b'{"model": "m"}', 400, "'messages'"),
+        (b'{"model": "m", "messages": []}', 400, "messages is empty"),
+        (b'{"model": "m", "messages": "hi"}', 400, "messages"),
+        (b'{"model": "m", "messages": [{"role": "king"}]}', 400, "messages[0].role"),
+        (b'{"model": "m", "messages": [{"role": {"a": 1}}]}', 400, "messages[0].role"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": 3}]}', 400, "messages[0].content"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "n": "2"}', 400, "n cannot be used"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "temperature": -1}', 400, "temperature"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [{}]}', 400, "tools[0]"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": [3]}]}', 400, "messages[0].content"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": "\xff"}]}', 400, "utf-8"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "stop": 1}', 400, "stop cannot be used"),
+    ],
+)
+async def test_a_bad_request_is_refused_by_name(gateway_world: World, body: bytes, status: int, says: str) -> None:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{gateway_world.url}/v1/chat/completions", data=body) as response,
+    ):
+        error = (await response.json())["error"]
+    assert response.status == status
+    assert says in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+async def test_a_body_above_the_limit_is_refused(tmp_path: Path) -> None:
+    async with world(tmp_path, body_limit=1000) as small:
+        with pytest.raises(openai.APIStatusError) as caught:
+            await small.client().chat.completions.create(model="policy", messages=user("x" * 2000))
+        assert caught.value.status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 2, "logprobs": True}, "top_logprobs"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"extra_body": {"guided_regex": "a+"}}, "guided_regex"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+            "image_url",
+        ),
+    ],
+)
+async def test_what_the_engine_cannot_honour_is_refused(gateway_world: World, parameters: dict, says: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=says):
+        await gateway_world.client().chat.completions.create(
+            **{"model": "policy", "messages": user("hello"), "tools": [SEARCH_TOOL], **parameters}
+        )
+
+
+async def test_a_prompt_that_does_not_fit_is_refused_before_a_stream_begins(gateway_world: World) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await gateway_world.client().chat.completions.create(model="policy", messages=user("x y " * 600), stream=True)
+    assert caught.value.code == "context_length_exceeded"
+
+
+async def test_other_endpoints_of_the_protocol_say_that_they_are_not_served(gateway_world: World) -> None:
+    with pytest.raises(openai.NotFoundError, match="chat/completions"):
+        await gateway_world.client().responses.create(model="policy", input="hello")
+
+
+async def test_a_gateway_without_a_store_serves_and_attributes_nothing(tmp_path: Path) -> None:
+    async with world(tmp_path, store=False) as bare:
+        answer = await bare.client().chat.completions.create(model="policy", messages=user("hello"), temperature=0)
+        assert answer.choices[0].message.content == PLAIN["hello"]

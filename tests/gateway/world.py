@@ -1,0 +1,102 @@
+"""A real server on loopback: gateway, embedded engine, SQLite store, and OpenAI's own client to call it with."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from openai import AsyncOpenAI
+from starlette.applications import Starlette
+
+from agentlightning.engine.backend import EmbeddedBackend
+from agentlightning.engine.engine import Engine
+from agentlightning.engine.service import EngineService
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.backend import Sampling
+from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Mode, Span
+from tests.gateway.talker import make_talker
+
+# Temperature 0 everywhere: the talker then says what it has learned.
+GREEDY = Sampling(temperature=0.0)
+
+
+@asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[str]:
+    """Serve an ASGI application on a free port; gives its root URL."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, log_level="error", lifespan="off")
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+@asynccontextmanager
+async def talking() -> AsyncIterator[tuple[EmbeddedBackend, EngineService]]:
+    """The talker behind a running engine."""
+    talker = make_talker()
+    end = talker.tokenizer.eos_token_id
+    service = EngineService(Engine(talker.model, eos_token_ids=[end], max_sequence_length=512, slots=16))
+    service.start()
+    try:
+        yield EmbeddedBackend(service, ChatTemplate.from_pretrained(talker.tokenizer)), service
+    finally:
+        service.close()
+
+
+@dataclass
+class World:
+    url: str
+    store: SqlStore
+    gateway: Gateway
+    service: EngineService
+    clients: list[AsyncOpenAI] = field(default_factory=list)
+
+    async def attempt(self, mode: Mode = "train", **request: Any) -> AttemptedRollout:
+        """A new rollout with its first attempt, leased."""
+        await self.store.enqueue_many_rollouts([EnqueueRolloutRequest(input="task", mode=mode, **request)])
+        leased = await self.store.dequeue_rollout()
+        assert leased is not None
+        return leased
+
+    def client(self, attempted: AttemptedRollout | None = None, **options: Any) -> AsyncOpenAI:
+        """OpenAI's client, at the attempt's own URL and with its key, or at the bare URL."""
+        url, key = f"{self.url}/v1", "EMPTY"
+        if attempted is not None:
+            url = f"{self.url}/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}/v1"
+            key = attempted.api_key or key
+        self.clients.append(AsyncOpenAI(**{"base_url": url, "api_key": key, "max_retries": 0, **options}))
+        return self.clients[-1]
+
+    async def spans(self, attempted: AttemptedRollout) -> list[Span]:
+        return await self.store.query_spans(attempted.rollout_id, attempted.attempt.attempt_id)
+
+
+@asynccontextmanager
+async def world(directory: Path, *, store: bool = True, **gateway_options: Any) -> AsyncIterator[World]:
+    sql = await SqlStore.open(directory / "store.sqlite", synchronous="NORMAL")
+    try:
+        async with talking() as (backend, service):
+            entry = ModelEntry("policy", backend, train=GREEDY, val=Sampling(temperature=0.0, max_tokens=4))
+            gateway = Gateway(ModelTable([entry]), sql if store else None, **gateway_options)
+            async with serving(Starlette(routes=gateway.routes())) as url:
+                built = World(url, sql, gateway, service)
+                try:
+                    yield built
+                finally:
+                    for client in built.clients:
+                        await client.close()
+    finally:
+        await sql.close()

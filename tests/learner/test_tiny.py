@@ -1,0 +1,169 @@
+"""The tiny policy: what its tokenizer, its chat template and its first weights promise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from jinja2 import TemplateError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from agentlightning.errors import ConfigError
+from agentlightning.learner.tiny import chat_text, make_model, make_tokenizer, token_id
+
+torch.set_num_threads(1)
+TOOL = {
+    "type": "function",
+    "function": {"name": "search", "parameters": {"type": "object", "properties": {"from": {}, "max": {}}}},
+}
+CALL = {"id": "c1", "type": "function", "function": {"name": "search", "arguments": {"from": "Oslo", "max": 400}}}
+CONVERSATION = [
+    {"role": "system", "content": "Travel desk."},
+    {"role": "user", "content": "Find a flight from Oslo, max 400 euro."},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "flight: KL23"},
+    {"role": "assistant", "content": "flight: KL23"},
+]
+RENDERED = (
+    "<|system|>Travel desk.\nsearch(from, max)<|end|>"
+    "<|user|>Find a flight from Oslo, max 400 euro.<|end|>"
+    '<|assistant|><tool_call>{"name": "search", "arguments": {"from": "Oslo", "max": 400}}</tool_call><|end|>'
+    "<|tool|>flight: KL23<|end|>"
+    "<|assistant|>flight: KL23<|end|>"
+)
+TOKENIZER = make_tokenizer([chat_text(CONVERSATION, [TOOL])] * 3, 600)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return TOKENIZER
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    return make_model(tokenizer, seed=1).eval()
+
+
+@given(st.text())
+def test_any_text_survives_encoding(text: str) -> None:
+    assert TOKENIZER.decode(TOKENIZER(text, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_what_is_copied_is_the_same_token_wherever_it_stands(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokens = tokenizer.tokenize(RENDERED)
+    assert tokens.count("Oslo") == tokens.count("400") == tokens.count("KL") == tokens.count("23") == 2
+
+
+def test_the_fixed_parts_of_a_tool_call_are_single_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    call = RENDERED[RENDERED.index("<tool_call>") : RENDERED.index("</tool_call>")]
+    pieces = [tokenizer.decode([token]) for token in tokenizer(call, add_special_tokens=False)["input_ids"]]
+    assert pieces[:5] == ["<tool_call>", '{"name": "', "search", '", "arguments": {"', "from"]
+
+
+def test_a_turn_ends_with_the_end_of_sequence_and_decoding_keeps_tool_calls(tokenizer: PreTrainedTokenizerFast) -> None:
+    token_ids = tokenizer(RENDERED, add_special_tokens=False)["input_ids"]
+    assert token_ids[-1] == tokenizer.eos_token_id
+    assert "<tool_call>" in tokenizer.decode(token_ids, skip_special_tokens=True)
+    assert "<|end|>" not in tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def test_the_template_writes_tools_calls_and_results(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert chat_text(CONVERSATION, [TOOL]) == RENDERED
+    assert tokenizer.apply_chat_template(CONVERSATION, tools=[TOOL], tokenize=False) == RENDERED
+
+
+def test_a_prompt_begins_with_the_prompt_and_the_answer_before_it(tokenizer: PreTrainedTokenizerFast) -> None:
+    first, second = (
+        tokenizer.apply_chat_template(CONVERSATION[:turns], tools=[TOOL], add_generation_prompt=True, return_dict=False)
+        for turns in (2, 4)
+    )
+    answer = RENDERED.split("<|assistant|>")[1].split("<|tool|>")[0]
+    sampled = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    assert second[: len(first) + len(sampled)] == first + sampled
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([{"role": "user", "content": "Hi"}], "<|system|>\nsearch(from, max)<|end|><|user|>Hi<|end|>"),
+        ([{"role": "developer", "content": "Be kind."}], "<|system|>Be kind.\nsearch(from, max)<|end|>"),
+        (
+            [{"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]}],
+            "<|system|>Be kind.\nsearch(from, max)<|end|>",
+        ),
+    ],
+)
+def test_tools_are_listed_once_in_the_system_turn(messages: list[dict], text: str) -> None:
+    assert chat_text(messages, [TOOL]) == text
+
+
+def test_a_tool_without_parameters_and_a_conversation_without_tools_can_be_written() -> None:
+    assert chat_text([], [{"type": "function", "function": {"name": "now"}}]) == "<|system|>\nnow()<|end|>"
+    assert chat_text([{"role": "user", "content": "Hi"}]) == "<|user|>Hi<|end|>"
+
+
+def test_arguments_that_are_still_text_are_written_as_they_are() -> None:
+    function = {"name": "search", "arguments": '{"from":"Oslo"}'}
+    text = chat_text([{"role": "assistant", "content": "So:", "tool_calls": [{"function": function}]}])
+    assert text == '<|assistant|>So:<tool_call>{"name": "search", "arguments": {"from":"Oslo"}}</tool_call><|end|>'
+
+
+def test_an_unknown_role_is_refused() -> None:
+    with pytest.raises(TemplateError, match="narrator"):
+        chat_text([{"role": "narrator", "content": "Meanwhile"}])
+
+
+def test_a_saved_policy_loads_with_transformers_and_answers_the_same(
+    tokenizer: PreTrainedTokenizerFast, model: Qwen3ForCausalLM, tmp_path: Path
+) -> None:
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    reloaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert reloaded.apply_chat_template(CONVERSATION, tools=[TOOL], tokenize=False) == RENDERED
+    token_ids = reloaded(RENDERED, add_special_tokens=False)["input_ids"]
+    assert token_ids == tokenizer(RENDERED, add_special_tokens=False)["input_ids"]
+    assert reloaded.eos_token_id == loaded.config.eos_token_id == tokenizer.eos_token_id
+    assert loaded.config.tie_word_embeddings
+    batch = torch.tensor([token_ids])
+    with torch.no_grad():
+        assert torch.equal(loaded(batch).logits, model(batch).logits)
+
+
+def test_the_seed_alone_decides_the_weights(tokenizer: PreTrainedTokenizerFast) -> None:
+    before = torch.random.get_rng_state()
+    one, same, other = (make_model(tokenizer, seed=seed).state_dict() for seed in (1, 1, 2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+
+
+@torch.no_grad()
+def test_a_new_model_copies_before_any_training(model: Qwen3ForCausalLM) -> None:
+    generator = torch.Generator().manual_seed(0)
+    said, between = (torch.randint(6, model.config.vocab_size, (8, 20), generator=generator) for _ in range(2))
+    logits = model(torch.cat([said, between, said], dim=1)).logits
+    hits = logits[:, 42:-1].argmax(-1) == said[:, 3:]
+    assert hits.float().mean() > 0.9
+
+
+@torch.no_grad()
+def test_a_new_model_always_looks_at_how_the_request_begins(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = make_model(tokenizer, seed=1).eval()
+    model.set_attn_implementation("eager")
+    token_ids = tokenizer(RENDERED, add_special_tokens=False)["input_ids"]
+    attention = model(torch.tensor([token_ids]), output_attentions=True).attentions[1][0, 1]
+    after_user = token_ids.index(token_id(tokenizer, "<|user|>")) + 1
+    assert attention[after_user:, after_user].min() > 0.9
+
+
+def test_impossible_sizes_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ConfigError, match="at least 264"):
+        make_tokenizer(["text"], 200)
+    with pytest.raises(ConfigError, match="at least 2"):
+        make_model(tokenizer, seed=1, layers=1)
+    with pytest.raises(ConfigError, match="has no token"):
+        token_id(tokenizer, "<|nobody|>")

@@ -1,0 +1,150 @@
+"""The REST interface as any HTTP client sees it: JSON, keys, and errors that explain themselves."""
+
+from __future__ import annotations
+
+import aiohttp
+import msgspec
+import pytest
+
+from agentlightning.server.app import create_app
+from agentlightning.server.serve import HttpServer
+from agentlightning.store.client import LightningStoreClient
+from agentlightning.types import Span
+
+pytestmark = pytest.mark.anyio
+
+ADMIN_KEY = "an admin's key"  # of the `server` fixture
+
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+
+
+def span_json(rollout_id: str, attempt_id: str, **fields) -> bytes:
+    span = {
+        "rollout_id": rollout_id,
+        "attempt_id": attempt_id,
+        "sequence_id": 0,
+        "trace_id": "t",
+        "span_id": "s",
+        "name": "n",
+        "start_time": 0,
+        "end_time": 1,
+        **fields,
+    }
+    return msgspec.json.encode([span])
+
+
+async def error_of(answer) -> str:
+    body = await answer.json()
+    assert set(body) == {"error"}
+    assert "Traceback" not in body["error"]["message"]
+    return body["error"]["message"]
+
+
+async def test_health_needs_no_key(http):
+    answer = await http.get("/health")
+    assert (answer.status, await answer.json()) == (200, {"status": "ok"})
+
+
+async def test_a_rollout_can_be_driven_with_plain_json(http):
+    answer = await http.post("/api/v1/rollouts", json=[{"input": {"question": "2+2"}}], headers=ADMIN)
+    assert (answer.status, answer.content_type) == (200, "application/json")
+    (queued,) = await answer.json()
+    (leased,) = await (await http.post("/api/v1/rollouts/lease", headers=ADMIN)).json()
+    assert leased["rollout_id"] == queued["rollout_id"]
+    attempt = f"/api/v1/rollouts/{leased['rollout_id']}/attempts/{leased['attempt']['attempt_id']}"
+    await http.patch(attempt, json={"status": "succeeded", "lease": leased["lease"]["token"]}, headers=ADMIN)
+    answer = await http.get(f"/api/v1/rollouts/{leased['rollout_id']}", headers=ADMIN)
+    assert (await answer.json())["status"] == "succeeded"
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"x-api-key": "ключ"}])
+async def test_without_a_valid_key_the_store_stays_shut(http, headers):
+    answer = await http.get("/api/v1/statistics", headers=headers)
+    assert answer.status == 401
+    assert "admin key" in await error_of(answer)
+
+
+async def test_an_attempts_key_adds_spans_to_its_own_attempt_and_nothing_else(http, store):
+    own, other = await store.start_rollout(1), await store.start_rollout(2)
+    headers = {"Authorization": f"Bearer {own.api_key}"}
+    answer = await http.post("/api/v1/spans", data=span_json(own.rollout_id, own.attempt.attempt_id), headers=headers)
+    assert answer.status == 200
+    for rollout_id, attempt_id in (
+        (other.rollout_id, other.attempt.attempt_id),
+        (own.rollout_id, other.attempt.attempt_id),
+    ):
+        answer = await http.post("/api/v1/spans", data=span_json(rollout_id, attempt_id), headers=headers)
+        assert answer.status == 403
+        assert own.attempt.attempt_id in await error_of(answer)
+    for path in ("/statistics", f"/rollouts/{own.rollout_id}", f"/rollouts/{own.rollout_id}/spans"):
+        assert (await http.get(f"/api/v1{path}", headers=headers)).status == 403
+    assert (await http.post("/api/v1/rollouts/lease", headers=headers)).status == 403
+    assert (await store.statistics())["spans"] == 1
+
+
+async def test_an_attempts_key_is_narrow_where_there_is_no_admin_key_too(store):
+    own = await store.start_rollout(1)
+    async with HttpServer(create_app(store)) as server, aiohttp.ClientSession(server.url) as http:
+        assert (await http.get("/api/v1/statistics")).status == 200
+        answer = await http.get("/api/v1/statistics", headers={"x-api-key": own.api_key})
+        assert answer.status == 403
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"origin": "http://localhost:3000"}, 200),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"host": "evil.example:8000"}, 403),
+        ({"host": "[half"}, 403),
+    ],
+)
+async def test_without_an_admin_key_no_web_page_of_elsewhere_is_served(store, headers, status):
+    async with HttpServer(create_app(store)) as server, aiohttp.ClientSession(server.url) as http:
+        answer = await http.post("/api/v1/rollouts", data=b"[]", headers={"content-type": "text/plain", **headers})
+        assert answer.status == status, await answer.text()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "message"),
+    [
+        ("GET", "/rollouts/ro-nowhere", None, 404, "ro-nowhere"),
+        ("GET", "/nowhere", None, 404, "/api/v1/nowhere"),
+        ("DELETE", "/rollouts", None, 405, "DELETE"),
+        ("POST", "/rollouts", b"[{", 422, "/api/v1/rollouts"),
+        ("POST", "/rollouts", b'[{"inputs": 1}]', 422, "inputs"),
+        ("POST", "/rollouts", b'[{"input": 1, "mode": "practice"}]', 422, "practice"),
+        ("POST", "/rollouts", b'[{"input": 1, "config": {"max_attempts": 0}}]', 422, "max_attempts"),
+        ("POST", "/rollouts/lease", b'{"limit": 0}', 422, "limit"),
+        ("POST", "/rollouts", b'[{"input": "\xff"}]', 422, "utf-8"),
+        ("POST", "/rollouts", b'[{"input": ' + b"[" * 20_000, 422, "recursion"),
+        ("GET", "/runs/run-1/complete-groups?cursor=x", None, 422, "cursor"),
+        ("GET", "/runs/run-1/complete-groups?timeout=nan", None, 422, "timeout"),
+        ("POST", "/spans", b" " * 100_001, 413, "100000"),
+        ("POST", "/spans", span_json("ro-1", "at-1", sequence_id=2**65), 422, "sequence_id"),
+    ],
+)
+async def test_what_is_wrong_with_a_request_is_said(http, method, path, body, status, message):
+    answer = await http.request(method, f"/api/v1{path}", data=body, headers=ADMIN)
+    assert answer.status == status
+    assert message in await error_of(answer)
+
+
+async def test_ids_in_urls_are_decoded_once(server, store):
+    client = LightningStoreClient(server.url, ADMIN_KEY)
+    worker = await client.update_worker("host/1 ü%2F", {"load": 1})
+    assert [w.worker_id for w in await client.query_workers()] == [worker.worker_id] == ["host/1 ü%2F"]
+    await client.close()
+
+
+async def test_two_spans_of_one_batch_keep_their_order(server, store):
+    client = LightningStoreClient(server.url, ADMIN_KEY)
+    leased = await store.start_rollout(1)
+    ids = {"rollout_id": leased.rollout_id, "attempt_id": leased.attempt.attempt_id}
+    spans = [
+        Span(**ids, sequence_id=0, trace_id="t", span_id=str(i), name="n", start_time=1.0, end_time=1.0)
+        for i in range(2)
+    ]
+    assert [span.sequence_id for span in await client.add_many_spans(spans)] == [1, 2]
+    await client.close()

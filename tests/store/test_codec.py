@@ -1,0 +1,58 @@
+"""What is written into columns comes back as it was."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentlightning.errors import InvalidError
+from agentlightning.store import codec
+from agentlightning.types import SampledChoice, TokenCapture
+
+token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(tuple)
+choices = st.builds(
+    SampledChoice,
+    token_ids=token_ids,
+    logprobs=st.lists(st.floats(width=32), max_size=20).map(tuple),
+    finish_reason=st.sampled_from(["stop", "length", "tool_calls", "content_filter", "abort"]),
+    versions=st.lists(st.tuples(st.integers(0), st.integers(0)).map(tuple), max_size=3).map(tuple),
+)
+
+
+@given(st.builds(TokenCapture, prompt_token_ids=token_ids, choices=st.lists(choices, max_size=4).map(tuple)))
+def test_tokens_come_back_bit_by_bit(tokens):
+    read = codec.tokens_from_columns(codec.token_columns(tokens))
+    assert read.prompt_token_ids == tokens.prompt_token_ids
+    for one, other in zip(read.choices, tokens.choices, strict=True):
+        assert (one.token_ids, one.finish_reason, one.versions) == (
+            other.token_ids,
+            other.finish_reason,
+            other.versions,
+        )
+        assert [_bits(value) for value in one.logprobs] == [_bits(value) for value in other.logprobs]
+
+
+def _bits(value: float) -> bytes:
+    return b"nan" if math.isnan(value) else struct.pack("f", value)
+
+
+def test_tokens_are_written_as_little_endian_int32_and_float32():
+    choice = SampledChoice(token_ids=(258,), logprobs=(-0.5,), finish_reason="stop", versions=((1, 1),))
+    columns = codec.token_columns(TokenCapture(prompt_token_ids=(1, 2), choices=(choice,)))
+    assert columns.prompt_token_ids == b"\x01\0\0\0\x02\0\0\0"
+    assert (columns.token_ids, columns.logprobs) == (b"\x02\x01\0\0", b"\0\0\0\xbf")
+
+
+@pytest.mark.parametrize("value", ["\ud800", {1j}, {"x": object()}, math.inf, [{"y": math.nan}]])
+def test_what_json_cannot_hold_is_refused(value):
+    with pytest.raises(InvalidError, match="the input"):
+        codec.to_json(value, "the input")
+
+
+@given(st.recursive(st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False) | st.text(), st.lists))
+def test_json_comes_back_as_it_was(value):
+    assert codec.from_json(codec.to_json(value, "it")) == value

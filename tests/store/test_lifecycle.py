@@ -1,0 +1,181 @@
+"""The lifecycle as tables: what may follow what, which clock ends an attempt, and when a retry happens."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import replace
+
+import pytest
+
+from agentlightning.errors import ConflictError
+from agentlightning.store import lifecycle
+from agentlightning.store.lifecycle import Standing
+from agentlightning.types import AttemptStatus, RolloutConfig, RolloutStatus
+
+LEASE = 30.0
+
+
+def standing(rollout="running", attempt="running", *, config=None, sequence_id=1, attempts=1, **fields) -> Standing:
+    defaults = {"start_time": 100.0, "last_activity": 100.0, "lease_expires": 130.0}
+    return Standing(
+        rollout_id="ro-1",
+        attempt_id="at-1",
+        rollout_status=rollout,
+        attempt_status=attempt,
+        sequence_id=sequence_id,
+        attempts=attempts,
+        config=config or RolloutConfig(),
+        **{**defaults, **fields},
+    )
+
+
+def retrying(*ends: AttemptStatus, max_attempts: int = 2, **clocks: float) -> RolloutConfig:
+    return RolloutConfig(max_attempts=max_attempts, retry_condition=ends, **clocks)
+
+
+def test_the_tables_speak_of_every_status():
+    assert set(lifecycle.ROLLOUT_MOVES) == set(typing.get_args(RolloutStatus))
+    assert set(lifecycle.ATTEMPT_MOVES) == set(lifecycle.FOLLOWS) == set(typing.get_args(AttemptStatus))
+    assert all(not lifecycle.ROLLOUT_MOVES[status] for status in lifecycle.TERMINAL)
+
+
+@pytest.mark.parametrize(
+    ("end", "rollout"),
+    [
+        ("succeeded", "succeeded"),
+        ("failed", "failed"),
+        ("timeout", "failed"),
+        ("unresponsive", "failed"),
+        ("cancelled", "cancelled"),
+    ],
+)
+def test_without_a_retry_the_end_of_an_attempt_ends_its_rollout(end, rollout):
+    after = lifecycle.move(standing(), end, 120.0)
+    assert (after.attempt_status, after.rollout_status) == (end, rollout)
+    assert (after.end_time, after.rollout_end_time) == (120.0, 120.0)
+
+
+@pytest.mark.parametrize("end", ["failed", "timeout", "unresponsive", "cancelled"])
+def test_a_retry_happens_iff_the_end_is_a_retry_condition_and_attempts_remain(end):
+    assert lifecycle.move(standing(config=retrying(end)), end, 1.0).rollout_status == "requeuing"
+    last = standing(config=retrying(end), sequence_id=2, attempts=2)
+    assert lifecycle.move(last, end, 1.0).rollout_status in lifecycle.TERMINAL
+    others = {"failed", "timeout", "unresponsive", "cancelled"} - {end}
+    assert lifecycle.move(standing(config=retrying(*others)), end, 1.0).rollout_status in lifecycle.TERMINAL
+
+
+@pytest.mark.parametrize("end", ["succeeded", "failed", "timeout", "cancelled"])
+@pytest.mark.parametrize("wanted", ["running", "succeeded", "failed", "timeout", "unresponsive", "cancelled"])
+def test_an_ended_attempt_stays_as_it_ended(end, wanted):
+    ended = standing("failed", end, end_time=110.0)
+    if wanted == end:
+        assert lifecycle.update(ended, wanted, 120.0, LEASE) == ended
+    else:
+        with pytest.raises(ConflictError, match=end):
+            lifecycle.update(ended, wanted, 120.0, LEASE)
+
+
+@pytest.mark.parametrize("terminal", sorted(lifecycle.TERMINAL))
+def test_a_terminal_rollout_is_not_moved_by_its_attempt(terminal):
+    after = lifecycle.move(standing(terminal), "failed", 120.0)
+    assert (after.attempt_status, after.rollout_status) == ("failed", terminal)
+
+
+def test_a_superseded_attempt_moves_itself_and_not_its_rollout():
+    after = lifecycle.move(standing("preparing", sequence_id=1, attempts=2), "failed", 120.0)
+    assert (after.attempt_status, after.rollout_status, after.rollout_end_time) == ("failed", "preparing", None)
+
+
+def test_the_first_call_or_span_sets_an_attempt_running():
+    after = lifecycle.hear(standing("preparing", "preparing"), 107.0, LEASE)
+    assert (after.attempt_status, after.rollout_status, after.last_activity) == ("running", "running", 107.0)
+    assert after.lease_expires == 130.0, "only the owner's heartbeat extends the lease"
+
+
+# --- the three clocks --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "now", "status"),
+    [
+        (RolloutConfig(), 129.9, "running"),
+        (RolloutConfig(), 130.0, "unresponsive"),
+        (RolloutConfig(timeout_seconds=20), 119.9, "running"),
+        (RolloutConfig(timeout_seconds=20), 120.0, "timeout"),
+        (RolloutConfig(unresponsive_seconds=5), 105.0, "unresponsive"),
+        (RolloutConfig(timeout_seconds=20, unresponsive_seconds=25), 200.0, "timeout"),
+        (RolloutConfig(timeout_seconds=25, unresponsive_seconds=20), 200.0, "unresponsive"),
+    ],
+)
+def test_the_clock_that_runs_out_first_ends_the_attempt(config, now, status):
+    after = lifecycle.expire(standing(config=config), now)
+    assert after.attempt_status == status
+    assert after.end_time == (None if status == "running" else now)
+
+
+def test_a_heartbeat_extends_the_lease_and_neither_of_the_other_clocks():
+    config = RolloutConfig(timeout_seconds=20, unresponsive_seconds=25)
+    after = lifecycle.beat(standing(config=config), 110.0, LEASE)
+    assert (after.lease_expires, after.last_heartbeat_time, after.last_activity) == (140.0, 110.0, 100.0)
+    assert lifecycle.deadline(after) == 120.0
+
+
+def test_a_call_or_span_restarts_silence_and_neither_of_the_other_clocks():
+    config = RolloutConfig(timeout_seconds=20, unresponsive_seconds=5)
+    after = lifecycle.hear(standing(config=config), 104.0, LEASE)
+    assert lifecycle.deadline(after) == 109.0
+    assert (after.lease_expires, after.start_time) == (130.0, 100.0)
+
+
+# --- revival -----------------------------------------------------------------------------------------------------
+
+
+def unresponsive(at: float = 130.0, **fields) -> Standing:
+    defaults = {"config": retrying("unresponsive"), "end_time": at}
+    return standing("requeuing", "unresponsive", **{**defaults, **fields})
+
+
+def test_an_unresponsive_attempt_that_speaks_before_its_retry_is_revived():
+    after = lifecycle.hear(unresponsive(), 135.0, LEASE)
+    assert (after.attempt_status, after.rollout_status, after.end_time) == ("running", "running", None)
+    assert lifecycle.expire(after, 135.0) == after, "it gets a new lease, or it would be given up again at once"
+
+
+def test_its_last_word_counts_too():
+    after = lifecycle.update(unresponsive(), "succeeded", 135.0, LEASE)
+    assert (after.attempt_status, after.rollout_status) == ("succeeded", "succeeded")
+
+
+def test_after_its_retry_has_started_it_is_not_revived():
+    late = unresponsive(attempts=2)
+    late = replace(late, rollout_status="preparing")
+    assert lifecycle.hear(late, 135.0, LEASE) == late
+    assert lifecycle.beat(late, 135.0, LEASE) == late
+    with pytest.raises(ConflictError, match="given up"):
+        lifecycle.update(late, "succeeded", 135.0, LEASE)
+
+
+def test_a_heartbeat_revives_whoever_lost_the_lease_but_not_whoever_fell_silent():
+    lost = lifecycle.beat(unresponsive(at=130.0), 135.0, LEASE)
+    assert (lost.attempt_status, lost.rollout_status, lost.lease_expires) == ("running", "running", 165.0)
+    silent = unresponsive(at=105.0, lease_expires=130.0)
+    assert lifecycle.beat(silent, 106.0, LEASE) == silent
+
+
+# --- by hand -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("current", typing.get_args(RolloutStatus))
+@pytest.mark.parametrize("wanted", typing.get_args(RolloutStatus))
+def test_what_a_caller_may_set_a_rollout_to(current, wanted):
+    allowed = {
+        "queuing": {"cancelled"},
+        "preparing": {"succeeded", "failed", "cancelled", "requeuing"},
+        "running": {"succeeded", "failed", "cancelled", "requeuing"},
+        "requeuing": {"cancelled"},
+    }
+    if wanted in allowed.get(current, set()):
+        lifecycle.check_settable("ro-1", current, wanted)
+    else:
+        with pytest.raises(ConflictError, match="ro-1"):
+            lifecycle.check_settable("ro-1", current, wanted)

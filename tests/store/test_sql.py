@@ -1,0 +1,281 @@
+"""What a store in a file promises: it lasts, it is one process's, and it never touches what is not its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentlightning.errors import ConfigError, InvalidError, UnavailableError
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import EnqueueRolloutRequest, RolloutConfig, Span
+
+pytestmark = pytest.mark.anyio
+
+
+def span_of(leased, number: int) -> Span:
+    return Span(
+        rollout_id=leased.rollout_id,
+        attempt_id=leased.attempt.attempt_id,
+        sequence_id=0,
+        trace_id="t",
+        span_id=str(number),
+        name="n",
+        start_time=float(number),
+        end_time=float(number),
+    )
+
+
+async def test_everything_is_there_after_closing_and_opening_again(tmp_path):
+    path = tmp_path / "deep" / "er" / "store.db"
+    store = await SqlStore.open(path)
+    run = await store.start_run("train", {"seed": 1})
+    await store.next_policy_version(run.run_id)
+    leased = await store.start_rollout({"question": "2+2"})
+    span = await store.add_span(span_of(leased, 1))
+    before = await store.statistics()
+    await store.close()
+    await store.close()
+
+    store = await SqlStore.open(path, synchronous="NORMAL")
+    assert await store.statistics() == before
+    assert await store.query_spans(leased.rollout_id) == [span]
+    assert await store.verify_api_key(leased.api_key) == (leased.rollout_id, leased.attempt.attempt_id)
+    assert await store.next_policy_version(run.run_id) == 2
+    assert await store.get_next_span_sequence_id(leased.rollout_id, leased.attempt.attempt_id) == 2
+    await store.close()
+
+
+async def test_keys_of_another_store_are_not_recognised(tmp_path):
+    one, other = await SqlStore.open(tmp_path / "one.db"), await SqlStore.open(tmp_path / "other.db")
+    leased = await one.start_rollout(1)
+    assert await other.verify_api_key(leased.api_key) is None
+    await one.close()
+    await other.close()
+
+
+WRITER = """
+import asyncio, sys
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import Span
+
+async def main():
+    store = await SqlStore.open(sys.argv[1])
+
+    async def agent(name):
+        rollout = await store.start_rollout(name)
+        number = 0
+        while True:
+            await store.add_many_spans([
+                Span(rollout_id=rollout.rollout_id, attempt_id=rollout.attempt.attempt_id, sequence_id=0, trace_id="t",
+                     span_id=f"{number}-{part}", name="x" * 500, start_time=0.0, end_time=1.0) for part in range(3)])
+            print(rollout.rollout_id, number, flush=True)
+            number += 1
+
+    await asyncio.gather(*(agent(i) for i in range(8)))
+
+asyncio.run(main())
+"""
+
+
+async def test_what_was_acknowledged_survives_kill_9_and_nothing_is_half_there(tmp_path):
+    path = tmp_path / "store.db"
+    for _ in range(2):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", WRITER, str(path), stdout=asyncio.subprocess.PIPE
+        )
+        output = b"".join([await process.stdout.readline() for _ in range(200)])
+        process.kill()
+        output += await process.stdout.read()
+        await process.wait()
+
+        acknowledged: dict[str, set[int]] = {}
+        for line in output.decode().splitlines(keepends=True):
+            if line.endswith("\n"):
+                rollout_id, number = line.split()
+                acknowledged.setdefault(rollout_id, set()).add(int(number))
+        assert len(acknowledged) == 8
+        store = await SqlStore.open(path)
+        for rollout_id, numbers in acknowledged.items():
+            spans = await store.query_spans(rollout_id)
+            stored: dict[int, int] = {}
+            for span in spans:
+                number = int(span.span_id.split("-")[0])
+                stored[number] = stored.get(number, 0) + 1
+            assert numbers <= set(stored), "every acknowledged batch is there"
+            assert set(stored.values()) == {3}, "no batch is half there"
+            assert sorted(span.sequence_id for span in spans) == list(range(1, len(spans) + 1))
+            assert (await store.get_rollout_by_id(rollout_id)).status == "running"
+        await store.close()
+
+
+async def test_operations_that_share_a_commit_fail_alone():
+    store = await SqlStore.open(":memory:")
+    leased = await store.start_rollout(1)
+    good = [store.add_span(span_of(leased, number)) for number in range(5)]
+    bad = [
+        store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1), EnqueueRolloutRequest(input=2, rollout_id="a b")])
+        for _ in range(3)
+    ]
+    results = await asyncio.gather(*good, *bad, return_exceptions=True)
+    assert [type(result) for result in results] == [Span] * 5 + [InvalidError] * 3
+    counts = await store.statistics()
+    assert (counts["spans"], counts["rollouts"]) == (5, 1)
+    await store.close()
+
+
+async def test_the_leases_of_a_cancelled_call_are_put_back():
+    store = await SqlStore.open(":memory:")
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i) for i in range(3)])
+    waiting = asyncio.create_task(store.dequeue_many_rollouts(2))
+    await asyncio.sleep(0)  # handed over to the writer, not answered yet
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert waiting.cancelled()
+    async with asyncio.timeout(5):
+        leased = await store.dequeue_many_rollouts(3, timeout=5)
+        while len(leased) < 3:
+            leased += await store.dequeue_many_rollouts(3, timeout=5)
+    assert sorted((rollout.input, rollout.attempt.sequence_id) for rollout in leased) == [(0, 1), (1, 1), (2, 1)]
+    await store.close()
+
+
+async def test_leases_get_a_grace_period_after_reopening(tmp_path):
+    now = 1000.0
+    path = tmp_path / "store.db"
+    store = await SqlStore.open(path, clock=lambda: now)
+    config = RolloutConfig(unresponsive_seconds=50)
+    leased = await store.start_rollout(1, config=config)
+    timed = await store.start_rollout(2, config=RolloutConfig(timeout_seconds=60))
+    await store.close()
+
+    now = 2000.0
+    store = await SqlStore.open(path, clock=lambda: now)
+    assert (await store.get_rollout_by_id(leased.rollout_id)).status == "preparing"
+    assert (await store.get_latest_attempt(timed.rollout_id)).status == "timeout", "time goes on while it is closed"
+    beat = await store.heartbeat(leased.rollout_id, leased.attempt.attempt_id, leased.lease.token)
+    assert beat.lease_expires == 2030.0
+    now = 2031.0
+    assert await store.expire_overdue() == 1
+    await store.close()
+
+
+async def test_a_store_is_used_by_one_process_at_a_time(tmp_path):
+    store = await SqlStore.open(tmp_path / "store.db")
+    with pytest.raises(ConfigError, match="in use by another process"):
+        await SqlStore.open(tmp_path / "store.db")
+    await store.close()
+    await (await SqlStore.open(tmp_path / "store.db")).close()
+
+
+async def test_a_closed_store_says_so():
+    store = await SqlStore.open(":memory:")
+    await store.close()
+    with pytest.raises(UnavailableError, match="closed"):
+        await store.enqueue_rollout(1)
+
+
+async def test_closing_a_store_tells_everybody_who_waits():
+    store = await SqlStore.open(":memory:")
+    run = await store.start_run("train", {})
+    queued = await store.start_rollout(1)
+    waiting = [
+        asyncio.create_task(store.dequeue_rollout(timeout=60)),
+        asyncio.create_task(store.wait_for_rollouts([queued.rollout_id])),
+        asyncio.create_task(store.complete_groups_after(run.run_id, 0, timeout=60)),
+    ]
+    await store.statistics()  # answered behind what the three have asked for
+    await store.close()
+    results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
+    assert [type(result) for result in results] == [UnavailableError] * 3
+
+
+def _foreign_database(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE theirs (x)")
+    connection.commit()
+    connection.close()
+
+
+def _text_file(path: Path) -> None:
+    path.write_text("dear diary\n" * 100)
+
+
+def _later_layout(path: Path) -> None:
+    asyncio.run(_make_store(path))
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+
+
+async def _make_store(path: Path) -> None:
+    await (await SqlStore.open(path)).close()
+    path.with_name(f"{path.name}-owner").unlink()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_foreign_database, "not an Agent Lightning store"),
+        (_text_file, "not an Agent Lightning store"),
+        (_later_layout, "layout 99"),
+    ],
+)
+async def test_a_file_that_is_not_ours_is_refused_untouched(tmp_path, make, message):
+    path = tmp_path / "file.db"
+    await asyncio.to_thread(make, path)
+    before, names = path.read_bytes(), os.listdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        await SqlStore.open(path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == names
+
+
+async def test_a_damaged_store_is_refused_untouched(tmp_path):
+    path = tmp_path / "store.db"
+    await _make_store(path)
+    content = bytearray(path.read_bytes())
+    content[100:4096] = b"\xff" * 3996
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="damaged"):
+        await SqlStore.open(path)
+    assert path.read_bytes() == content
+    path.write_bytes(content[:5000])
+    with pytest.raises(ConfigError, match="damaged"):
+        await SqlStore.open(path)
+
+
+@pytest.mark.parametrize("place", ["/proc/nowhere/store.db", "{tmp}/a-file/store.db", "{tmp}"])
+async def test_a_place_that_cannot_be_written_is_refused(tmp_path, place):
+    (tmp_path / "a-file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        await SqlStore.open(place.format(tmp=tmp_path))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+async def test_a_directory_without_permission_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        await SqlStore.open(tmp_path / "store.db")
+
+
+async def test_unknown_durability_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="OFF"):
+        await SqlStore.open(tmp_path / "store.db", synchronous="OFF")
+
+
+async def test_the_queue_and_the_clocks_are_found_by_an_index(tmp_path):
+    await _make_store(tmp_path / "store.db")
+    connection = sqlite3.connect(tmp_path / "store.db")
+    for query, index in (
+        ("SELECT * FROM rollouts WHERE status IN ('queuing', 'requeuing') ORDER BY number", "rollouts_queued"),
+        ("SELECT * FROM attempts WHERE status IN ('preparing', 'running') AND check_time <= 1", "attempts_watched"),
+        ("SELECT MIN(check_time) FROM attempts WHERE status IN ('preparing', 'running')", "attempts_watched"),
+    ):
+        plan = " ".join(row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {query}"))
+        assert index in plan
+    connection.close()

@@ -1,0 +1,647 @@
+"""What every store promises, whichever way it is reached."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+from agentlightning.errors import ConflictError, InvalidError, NotFoundError
+from agentlightning.store.base import LightningStore
+from agentlightning.types import (
+    LLM,
+    AttemptedRollout,
+    EnqueueRolloutRequest,
+    Metrics,
+    PromptTemplate,
+    RolloutConfig,
+    SampledChoice,
+    Span,
+    SpanEvent,
+    SpanLink,
+    SpanStatus,
+    TokenCapture,
+)
+
+pytestmark = pytest.mark.anyio
+
+_span_numbers = itertools.count()
+
+
+def span_of(rollout: AttemptedRollout, **fields) -> Span:
+    defaults = {
+        "rollout_id": rollout.rollout_id,
+        "attempt_id": rollout.attempt.attempt_id,
+        "sequence_id": 0,
+        "trace_id": "0af7651916cd43dd8448eb211c80319c",
+        "span_id": f"{next(_span_numbers):016x}",
+        "name": "chat m",
+        "start_time": 1.0,
+        "end_time": 2.0,
+    }
+    return Span(**{**defaults, **fields})
+
+
+async def status_of(store: LightningStore, rollout_id: str) -> str:
+    rollout = await store.get_rollout_by_id(rollout_id)
+    assert rollout is not None
+    return rollout.status
+
+
+async def lease_new(store: LightningStore, config: RolloutConfig | None = None) -> AttemptedRollout:
+    await store.enqueue_rollout({"question": "2+2"}, config=config)
+    leased = await store.dequeue_rollout(worker_id="worker-1")
+    assert leased is not None
+    return leased
+
+
+async def end(store: LightningStore, rollout: AttemptedRollout, status: str = "succeeded") -> None:
+    await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status=status)
+
+
+# --- the life of a rollout ---------------------------------------------------------------------------------------
+
+
+async def test_a_rollout_lives_from_queue_to_success(store):
+    queued = await store.enqueue_rollout({"question": "2+2"}, mode="val", metadata={"tag": "a"})
+    assert (queued.status, queued.mode, queued.metadata, queued.end_time) == ("queuing", "val", {"tag": "a"}, None)
+
+    leased = await store.dequeue_rollout(worker_id="worker-1")
+    assert leased.rollout_id == queued.rollout_id
+    assert leased.input == {"question": "2+2"}
+    assert (leased.status, leased.attempt.status, leased.attempt.sequence_id) == ("preparing", "preparing", 1)
+    assert leased.attempt.worker_id == "worker-1"
+    assert await store.verify_api_key(leased.api_key) == (leased.rollout_id, leased.attempt.attempt_id)
+
+    await store.add_span(span_of(leased))
+    assert await status_of(store, queued.rollout_id) == "running"
+    assert (await store.get_latest_attempt(queued.rollout_id)).status == "running"
+
+    ended = await store.update_attempt(
+        leased.rollout_id, leased.attempt.attempt_id, status="succeeded", lease=leased.lease.token
+    )
+    assert ended.status == "succeeded"
+    assert ended.end_time is not None
+    rollout = await store.get_rollout_by_id(queued.rollout_id)
+    assert (rollout.status, rollout.end_time) == ("succeeded", ended.end_time)
+
+
+async def test_rollouts_are_leased_in_the_order_they_were_enqueued(store):
+    queued = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i) for i in range(5)])
+    first = await store.dequeue_many_rollouts(3)
+    rest = await store.dequeue_many_rollouts(3)
+    assert [rollout.input for rollout in first + rest] == [0, 1, 2, 3, 4]
+    assert [rollout.rollout_id for rollout in await store.query_rollouts()] == [r.rollout_id for r in queued]
+    tokens = [rollout.lease.token for rollout in first + rest]
+    assert tokens == sorted(set(tokens)), "each lease has a larger fencing token than the one before"
+
+
+async def test_a_rollout_is_leased_to_one_worker_only(store):
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i) for i in range(20)])
+    leased = await asyncio.gather(*(store.dequeue_rollout(f"worker-{i}") for i in range(30)))
+    ids = [rollout.rollout_id for rollout in leased if rollout is not None]
+    assert len(ids) == len(set(ids)) == 20
+
+
+async def test_start_rollout_passes_the_queue(store):
+    await store.enqueue_rollout("first in the queue")
+    started = await store.start_rollout("at once", worker_id="worker-1")
+    assert (started.status, started.input, started.attempt.worker_id) == ("preparing", "at once", "worker-1")
+    assert started.lease is not None
+    assert (await store.dequeue_rollout()).input == "first in the queue"
+
+
+@pytest.mark.parametrize("ending", ["succeeded", "failed", "cancelled"])
+async def test_a_terminal_rollout_stays_terminal(store, ending):
+    leased = await lease_new(store)
+    await end(store, leased, ending)
+    for status in {"succeeded", "failed", "cancelled", "requeuing"} - {ending}:
+        with pytest.raises(ConflictError):
+            await store.update_rollout(leased.rollout_id, status=status)
+    with pytest.raises(ConflictError):
+        await store.start_attempt(leased.rollout_id)
+    assert await status_of(store, leased.rollout_id) == ending
+    assert await store.dequeue_rollout() is None
+
+
+async def test_ending_an_attempt_twice_alike_changes_nothing_and_otherwise_is_a_conflict(store):
+    leased = await lease_new(store)
+    await end(store, leased, "succeeded")
+    before = await store.get_rollout_by_id(leased.rollout_id)
+    await end(store, leased, "succeeded")
+    assert await store.get_rollout_by_id(leased.rollout_id) == before
+    with pytest.raises(ConflictError, match="succeeded"):
+        await end(store, leased, "failed")
+
+
+async def test_a_failed_attempt_is_retried_while_attempts_remain(store):
+    leased = await lease_new(store, RolloutConfig(max_attempts=2, retry_condition=("failed",)))
+    await end(store, leased, "failed")
+    assert await status_of(store, leased.rollout_id) == "requeuing"
+    retry = await store.dequeue_rollout()
+    assert (retry.rollout_id, retry.attempt.sequence_id) == (leased.rollout_id, 2)
+    await end(store, retry, "failed")
+    assert await status_of(store, leased.rollout_id) == "failed"
+    assert [a.status for a in await store.query_attempts(leased.rollout_id)] == ["failed", "failed"]
+
+
+async def test_an_end_outside_the_retry_conditions_is_final(store):
+    leased = await lease_new(store, RolloutConfig(max_attempts=3, retry_condition=("timeout",)))
+    await end(store, leased, "failed")
+    assert await status_of(store, leased.rollout_id) == "failed"
+
+
+async def test_only_the_latest_attempt_moves_its_rollout(store):
+    first = await lease_new(store)
+    second = await store.start_attempt(first.rollout_id, worker_id="worker-2")
+    assert second.attempt.sequence_id == 2
+    await end(store, first, "failed")
+    assert await status_of(store, first.rollout_id) == "preparing"
+    await end(store, second, "succeeded")
+    assert await status_of(store, first.rollout_id) == "succeeded"
+
+
+async def test_late_spans_are_kept_and_change_nothing(store):
+    leased = await lease_new(store)
+    await end(store, leased, "failed")
+    before = await store.get_rollout_by_id(leased.rollout_id)
+    late = await store.add_span(span_of(leased, name="late"))
+    assert await store.query_spans(leased.rollout_id) == [late]
+    assert await store.get_rollout_by_id(leased.rollout_id) == before
+    assert (await store.get_latest_attempt(leased.rollout_id)).status == "failed"
+
+
+async def test_cancelling_reaches_the_running_attempt(store):
+    leased = await lease_new(store)
+    cancelled = await store.cancel_rollout(leased.rollout_id)
+    assert cancelled.status == "cancelled"
+    beat = await store.heartbeat(leased.rollout_id, leased.attempt.attempt_id, leased.lease.token)
+    assert (beat.status, beat.lease_expires) == ("cancelled", None)
+    with pytest.raises(ConflictError):
+        await end(store, leased, "succeeded")
+    assert await store.cancel_rollout(leased.rollout_id) == cancelled
+    queued = await store.enqueue_rollout("never to be run")
+    await store.cancel_rollout(queued.rollout_id)
+    assert await store.dequeue_rollout() is None
+
+
+async def test_a_rollout_can_be_requeued_by_hand_but_not_declared_running(store):
+    leased = await lease_new(store)
+    with pytest.raises(ConflictError, match="by its attempts"):
+        await store.update_rollout(leased.rollout_id, status="running")
+    requeued = await store.update_rollout(leased.rollout_id, status="requeuing", metadata={"why": "again"})
+    assert (requeued.status, requeued.metadata) == ("requeuing", {"why": "again"})
+    assert (await store.get_latest_attempt(leased.rollout_id)).status == "cancelled"
+    assert (await store.dequeue_rollout()).attempt.sequence_id == 2
+
+
+@pytest.mark.parametrize("ending", ["succeeded", "failed", "cancelled"])
+async def test_a_rollout_ended_by_hand_ends_its_attempt(store, ending):
+    leased = await lease_new(store)
+    await store.update_rollout(leased.rollout_id, status=ending)
+    beat = await store.heartbeat(leased.rollout_id, leased.attempt.attempt_id, leased.lease.token)
+    assert (beat.status, beat.lease_expires) == (ending, None)
+
+
+async def test_a_heartbeat_extends_the_lease_of_its_owner_only(store):
+    leased = await lease_new(store)
+    beat = await store.heartbeat(leased.rollout_id, leased.attempt.attempt_id, leased.lease.token)
+    assert beat.lease_expires >= leased.lease.expires
+    with pytest.raises(ConflictError, match="lease"):
+        await store.heartbeat(leased.rollout_id, leased.attempt.attempt_id, leased.lease.token + 1)
+    with pytest.raises(ConflictError, match="lease"):
+        await store.update_attempt(leased.rollout_id, leased.attempt.attempt_id, status="failed", lease=10**6)
+    assert await status_of(store, leased.rollout_id) == "preparing"
+
+
+async def test_metadata_of_an_attempt_is_replaced(store):
+    leased = await lease_new(store)
+    attempt = await store.update_attempt(leased.rollout_id, leased.attempt.attempt_id, metadata={"error": "boom"})
+    assert (attempt.status, attempt.metadata) == ("preparing", {"error": "boom"})
+    assert await store.get_latest_attempt(leased.rollout_id) == attempt
+
+
+# --- the clocks --------------------------------------------------------------------------------------------------
+
+
+async def test_a_worker_that_dies_loses_its_lease_and_the_rollout_fails(hasty_store):
+    leased = await lease_new(hasty_store)
+    (rollout,) = await hasty_store.wait_for_rollouts([leased.rollout_id], timeout=10)
+    assert rollout.status == "failed"
+    assert rollout.end_time is not None
+    attempt = await hasty_store.get_latest_attempt(leased.rollout_id)
+    assert (attempt.status, attempt.end_time) == ("unresponsive", rollout.end_time)
+
+
+async def test_a_dead_workers_rollout_is_tried_again_where_that_is_wanted(hasty_store):
+    config = RolloutConfig(max_attempts=2, retry_condition=("unresponsive",))
+    leased = await lease_new(hasty_store, config)
+    retry = await hasty_store.dequeue_rollout(worker_id="worker-2", timeout=10)
+    assert (retry.rollout_id, retry.attempt.sequence_id) == (leased.rollout_id, 2)
+
+
+async def test_an_attempt_that_takes_too_long_times_out(store):
+    leased = await lease_new(store, RolloutConfig(timeout_seconds=0.1))
+    (rollout,) = await store.wait_for_rollouts([leased.rollout_id], timeout=10)
+    assert rollout.status == "failed"
+    beat = await store.heartbeat(leased.rollout_id, leased.attempt.attempt_id, leased.lease.token)
+    assert beat.status == "timeout"
+
+
+async def test_a_silent_attempt_becomes_unresponsive(store):
+    leased = await lease_new(store, RolloutConfig(unresponsive_seconds=0.1))
+    (rollout,) = await store.wait_for_rollouts([leased.rollout_id], timeout=10)
+    assert rollout.status == "failed"
+    assert (await store.get_latest_attempt(leased.rollout_id)).status == "unresponsive"
+
+
+async def test_an_unresponsive_attempt_that_speaks_before_its_retry_is_revived(hasty_store):
+    leased = await lease_new(hasty_store, RolloutConfig(max_attempts=2, retry_condition=("unresponsive",)))
+    await _until_requeued(hasty_store, leased.rollout_id)
+    await hasty_store.add_span(span_of(leased))
+    assert await status_of(hasty_store, leased.rollout_id) == "running"
+    attempt = await hasty_store.get_latest_attempt(leased.rollout_id)
+    assert (attempt.sequence_id, attempt.status, attempt.end_time) == (1, "running", None)
+    assert await hasty_store.dequeue_rollout() is None, "the queued retry was withdrawn"
+    await end(hasty_store, leased, "succeeded")
+    assert await status_of(hasty_store, leased.rollout_id) == "succeeded"
+
+
+async def test_an_unresponsive_attempt_whose_retry_has_started_is_not_revived(hasty_store):
+    leased = await lease_new(hasty_store, RolloutConfig(max_attempts=2, retry_condition=("unresponsive",)))
+    retry = await hasty_store.dequeue_rollout(timeout=10)
+    await hasty_store.add_span(span_of(leased))
+    with pytest.raises(ConflictError, match="unresponsive"):
+        await end(hasty_store, leased, "succeeded")
+    await end(hasty_store, retry, "succeeded")
+    assert [a.status for a in await hasty_store.query_attempts(leased.rollout_id)] == ["unresponsive", "succeeded"]
+    assert len(await hasty_store.query_spans(leased.rollout_id)) == 1
+
+
+async def _until_requeued(store: LightningStore, rollout_id: str) -> None:
+    companion = await lease_new(store)  # leased later, so that its lease runs out later
+    await store.wait_for_rollouts([companion.rollout_id], timeout=10)
+    assert await status_of(store, rollout_id) == "requeuing"
+
+
+# --- waiting -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_waiting_worker_gets_work_when_it_is_enqueued(store):
+    waiting = asyncio.create_task(store.dequeue_rollout(timeout=20))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    queued = await store.enqueue_rollout("work")
+    leased = await asyncio.wait_for(waiting, 5)
+    assert leased.rollout_id == queued.rollout_id
+
+
+async def test_a_worker_that_waits_in_vain_gets_nothing(store):
+    assert await store.dequeue_rollout(timeout=0.05) is None
+
+
+async def test_a_worker_that_stops_waiting_takes_nothing_with_it(store):
+    waiting = asyncio.create_task(store.dequeue_rollout(timeout=20))
+    await asyncio.sleep(0.1)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    await asyncio.sleep(0.1)  # for the server to notice that its client has gone
+    queued = await store.enqueue_rollout("work")
+    leased = await store.dequeue_rollout(timeout=5)
+    assert (leased.rollout_id, leased.attempt.sequence_id) == (queued.rollout_id, 1)
+
+
+async def test_waiting_for_rollouts_returns_all_of_them_once_the_last_has_finished(store):
+    first, second = await lease_new(store), await lease_new(store)
+    waiting = asyncio.create_task(store.wait_for_rollouts([first.rollout_id, second.rollout_id]))
+    await end(store, second, "failed")
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await end(store, first)
+    finished = await asyncio.wait_for(waiting, 5)
+    assert [(r.rollout_id, r.status) for r in finished] == [
+        (first.rollout_id, "succeeded"),
+        (second.rollout_id, "failed"),
+    ]
+
+
+async def test_waiting_for_rollouts_returns_the_finished_ones_after_the_timeout(store):
+    done, open_ = await lease_new(store), await lease_new(store)
+    await end(store, done)
+    finished = await store.wait_for_rollouts([open_.rollout_id, done.rollout_id], timeout=0.05)
+    assert [rollout.rollout_id for rollout in finished] == [done.rollout_id]
+    assert await store.wait_for_rollouts([]) == []
+    with pytest.raises(NotFoundError, match="ro-nowhere"):
+        await store.wait_for_rollouts(["ro-nowhere"], timeout=0.01)
+
+
+# --- groups and runs ---------------------------------------------------------------------------------------------
+
+
+async def enqueue_group(store: LightningStore, run_id: str, size: int) -> list[AttemptedRollout]:
+    group = await store.create_group(size, run_id)
+    await store.enqueue_many_rollouts(
+        [EnqueueRolloutRequest(input=i, group_id=group.group_id, group_index=i) for i in range(size)]
+    )
+    return await store.dequeue_many_rollouts(size)
+
+
+async def test_groups_are_numbered_in_the_order_they_become_complete(store):
+    run = await store.start_run("train", {"seed": 1})
+    first = await enqueue_group(store, run.run_id, 2)
+    second = await enqueue_group(store, run.run_id, 1)
+    assert {rollout.run_id for rollout in first + second} == {run.run_id}
+
+    waiting = asyncio.create_task(store.complete_groups_after(run.run_id, 0, timeout=20))
+    await end(store, first[0])
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await end(store, second[0], "failed")
+    (group,) = await asyncio.wait_for(waiting, 5)
+    assert (group.group_id, group.finished_index, group.size) == (second[0].group_id, 1, 1)
+
+    await end(store, first[1])
+    (group,) = await store.complete_groups_after(run.run_id, 1)
+    assert (group.group_id, group.finished_index) == (first[0].group_id, 2)
+    assert group.rollout_ids == (first[0].rollout_id, first[1].rollout_id)
+    assert [g.finished_index for g in await store.complete_groups_after(run.run_id, 0)] == [1, 2]
+    assert [g.finished_index for g in await store.complete_groups_after(run.run_id, 0, limit=1)] == [1]
+    assert await store.complete_groups_after(run.run_id, 2, timeout=0.02) == []
+    assert await store.get_group(group.group_id) == group
+
+
+async def test_a_group_takes_each_index_once_and_only_its_own(store):
+    run = await store.start_run("train", {})
+    group = await store.create_group(2, run.run_id, "group-1")
+    assert await store.create_group(2, run.run_id, "group-1") == group
+    with pytest.raises(ConflictError):
+        await store.create_group(3, run.run_id, "group-1")
+    with pytest.raises(InvalidError, match="0 to 1"):
+        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=0, group_id="group-1", group_index=2)])
+    with pytest.raises(InvalidError, match="group_id"):
+        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=0, group_index=0)])
+    with pytest.raises(NotFoundError, match="group-2"):
+        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=0, group_id="group-2", group_index=0)])
+    request = EnqueueRolloutRequest(input=0, group_id="group-1", group_index=0)
+    with pytest.raises(ConflictError, match="taken"):
+        await store.enqueue_many_rollouts([request, request])
+    assert await store.query_rollouts(group_id="group-1") == [], "all or none"
+
+
+async def test_policy_versions_are_never_given_twice(store):
+    run = await store.start_run("train", {})
+    versions = await asyncio.gather(*(store.next_policy_version(run.run_id) for _ in range(10)))
+    assert sorted(versions) == list(range(1, 11))
+    assert (await store.query_runs())[0].policy_version == 10
+    with pytest.raises(NotFoundError):
+        await store.next_policy_version("run-nowhere")
+
+
+async def test_a_run_is_resumed_under_its_id(store):
+    run = await store.start_run("train", {"seed": 1}, "run-a")
+    ended = await store.update_run("run-a", "cancelled")
+    assert ended.end_time is not None
+    resumed = await store.start_run("train", {"seed": 2}, "run-a")
+    assert resumed == run
+    with pytest.raises(ConflictError, match="kind"):
+        await store.start_run("evaluate", {}, "run-a")
+    with pytest.raises(NotFoundError):
+        await store.update_run("run-b", "failed")
+
+
+async def test_metrics_of_a_step_are_recorded_and_replaced(store):
+    await store.start_run("train", {}, "run-a")
+    await store.add_metrics(Metrics(run_id="run-a", step=2, time=1.0, values={"reward": 0.1}))
+    await store.add_metrics(Metrics(run_id="run-a", step=1, time=0.0, values={"reward": 0.3}))
+    await store.add_metrics(Metrics(run_id="run-a", step=2, time=2.0, values={"reward": 0.2}))
+    assert [(m.step, m.values["reward"]) for m in await store.query_metrics("run-a")] == [(1, 0.3), (2, 0.2)]
+    with pytest.raises(NotFoundError):
+        await store.query_metrics("run-b")
+
+
+# --- spans -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_span_comes_back_as_it_was_written(store):
+    leased = await lease_new(store)
+    tokens = TokenCapture(
+        prompt_token_ids=(1, 2**31 - 1, 0),
+        choices=(
+            SampledChoice(token_ids=(5, 6), logprobs=(-0.5, -1.25), finish_reason="stop", versions=((3, 1), (4, 1))),
+            SampledChoice(token_ids=(), logprobs=(), finish_reason="abort"),
+        ),
+    )
+    span = span_of(
+        leased,
+        sequence_id=7,
+        name="Grüße 🛩️ 東京",
+        parent_id="ab",
+        status=SpanStatus(status_code="ERROR", description="it \u0000 broke"),
+        attributes={"text": "naïve 🤖", "count": 3, "cost": 0.1, "ok": True, "tags": ["a", "b"], "scores": [0.1, 2.5]},
+        events=(SpanEvent(name="exception", attributes={"exception.type": "ValueError"}, timestamp=1.5),),
+        links=(SpanLink(trace_id="t", span_id="s", attributes={"n": 1}),),
+        resource={"service.name": "agent"},
+        tokens=tokens,
+    )
+    assert await store.add_span(span) == span
+    assert await store.query_spans(leased.rollout_id) == [span]
+
+
+async def test_a_reward_keeps_its_exact_value(store):
+    leased = await lease_new(store)
+    await store.add_span(span_of(leased, attributes={"agentlightning.reward.0.value": 0.3}))
+    (span,) = await store.query_spans(leased.rollout_id)
+    assert span.attributes["agentlightning.reward.0.value"] == 0.3
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), [1.0, float("-inf")]])
+async def test_a_reward_that_is_no_number_is_refused_by_name(store, value):
+    leased = await lease_new(store)
+    good, bad = span_of(leased), span_of(leased, attributes={"agentlightning.reward.0.value": value})
+    with pytest.raises(InvalidError, match=r"agentlightning\.reward\.0\.value"):
+        await store.add_many_spans([good, bad])
+    assert await store.query_spans(leased.rollout_id) == []
+    assert await status_of(store, leased.rollout_id) == "preparing"
+
+
+async def test_token_ids_must_be_32_bit(store):
+    leased = await lease_new(store)
+    with pytest.raises(InvalidError, match="32 bits"):
+        await store.add_span(span_of(leased, tokens=TokenCapture(prompt_token_ids=(2**31,), choices=())))
+
+
+async def test_a_span_sent_twice_is_stored_once(store):
+    leased = await lease_new(store)
+    span = await store.add_span(span_of(leased))
+    again = await store.add_many_spans([span, span_of(leased)])
+    assert again[0] == span
+    assert len(await store.query_spans(leased.rollout_id)) == 2
+
+
+async def test_spans_are_numbered_within_their_attempt_and_ordered_by_time(store):
+    leased = await lease_new(store)
+    ids = leased.rollout_id, leased.attempt.attempt_id
+    assert await store.get_next_span_sequence_id(*ids) == 1
+    first = await store.add_span(span_of(leased, start_time=5.0))
+    assert first.sequence_id == 2
+    await store.add_span(span_of(leased, sequence_id=10, start_time=5.0))
+    assert await store.get_next_span_sequence_id(*ids) == 11
+    await store.add_span(span_of(leased, start_time=4.0))
+    assert [span.sequence_id for span in await store.query_spans(leased.rollout_id)] == [12, 2, 10]
+
+
+async def test_spans_are_asked_for_by_attempt(store):
+    first = await lease_new(store)
+    await store.add_span(span_of(first, name="one"))
+    second = await store.start_attempt(first.rollout_id)
+    await store.add_span(span_of(second, name="two"))
+    assert [s.name for s in await store.query_spans(first.rollout_id)] == ["one", "two"]
+    assert [s.name for s in await store.query_spans(first.rollout_id, "latest")] == ["two"]
+    assert [s.name for s in await store.query_spans(first.rollout_id, first.attempt.attempt_id)] == ["one"]
+
+
+async def test_spans_of_an_unknown_attempt_are_refused_all_together(store):
+    leased, other = await lease_new(store), await lease_new(store)
+    stray = span_of(leased, rollout_id=other.rollout_id)
+    with pytest.raises(NotFoundError, match="attempt"):
+        await store.add_many_spans([span_of(leased), stray])
+    assert await store.query_spans(leased.rollout_id) == []
+
+
+# --- resources, workers and the whole ----------------------------------------------------------------------------
+
+
+async def test_resources_are_immutable_versions(store):
+    assert await store.get_latest_resources() is None
+    llm = LLM(endpoint="http://h/v1", model="m", sampling_parameters={"temperature": 0.7})
+    first = await store.add_resources({"llm": llm}, {"from": "test"})
+    second = await store.update_resources("prompts-2", {"prompt": PromptTemplate(template="{x}")})
+    assert (first.version, second.version, first.metadata) == (1, 2, {"from": "test"})
+    assert await store.get_latest_resources() == second
+    assert await store.get_resources_by_id(first.resources_id) == first
+    assert first.resources == {"llm": llm}
+    assert await store.update_resources("prompts-2", {"prompt": PromptTemplate(template="{x}")}) == second
+    with pytest.raises(ConflictError, match="immutable"):
+        await store.update_resources("prompts-2", {"prompt": PromptTemplate(template="{y}")})
+    assert await store.query_resources() == [first, second]
+    assert (await store.enqueue_rollout(1, resources_id="prompts-2")).resources_id == "prompts-2"
+    with pytest.raises(NotFoundError, match="prompts-3"):
+        await store.enqueue_rollout(1, resources_id="prompts-3")
+
+
+async def test_a_worker_is_busy_while_it_holds_an_attempt(store):
+    leased = await lease_new(store)
+    worker = await store.get_worker_by_id("worker-1")
+    assert (worker.status, worker.current_attempt_id) == ("busy", leased.attempt.attempt_id)
+    await end(store, leased)
+    worker = await store.update_worker("worker-1", {"memory": 12})
+    assert (worker.status, worker.current_attempt_id, worker.heartbeat_stats) == ("idle", None, {"memory": 12})
+    assert await store.query_workers() == [worker]
+    assert await store.get_worker_by_id("worker-2") is None
+
+
+async def test_statistics_count_everything(store):
+    leased = await lease_new(store)
+    await store.enqueue_rollout(1)
+    await store.add_span(span_of(leased))
+    counts = await store.statistics()
+    assert (counts["rollouts"], counts["rollouts_running"], counts["rollouts_queuing"]) == (2, 1, 1)
+    assert (counts["attempts"], counts["spans"], counts["workers"]) == (1, 1, 1)
+
+
+async def test_rollouts_are_found_by_what_they_are(store):
+    run = await store.start_run("train", {})
+    requests = [EnqueueRolloutRequest(input=i, run_id=run.run_id, mode="val" if i % 2 else "train") for i in range(4)]
+    ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
+    await store.enqueue_rollout("of no run")
+    await store.cancel_rollout(ids[3])
+
+    async def found(**filters) -> list[str]:
+        return [rollout.rollout_id for rollout in await store.query_rollouts(**filters)]
+
+    assert await found(run_id=run.run_id) == ids
+    assert await found(run_id=run.run_id, mode_in=["val"]) == [ids[1], ids[3]]
+    assert await found(mode_in=["val"], status_in=["queuing"]) == [ids[1]]
+    assert await found(rollout_id_in=[ids[2], ids[0], "ro-nowhere"]) == [ids[0], ids[2]]
+    assert await found(rollout_id_in=[]) == []
+    assert await found(run_id=run.run_id, limit=2, offset=1) == ids[1:3]
+    with pytest.raises(InvalidError):
+        await found(limit=-1)
+
+
+# --- ids and values ----------------------------------------------------------------------------------------------
+
+
+async def test_a_rollout_enqueued_twice_under_its_id_is_stored_once(store):
+    request = EnqueueRolloutRequest(input={"a": 1, "b": [1, 2]}, rollout_id="mine")
+    (first,) = await store.enqueue_many_rollouts([request])
+    (again,) = await store.enqueue_many_rollouts(
+        [EnqueueRolloutRequest(input={"b": [1, 2], "a": 1}, rollout_id="mine")]
+    )
+    assert again == first
+    assert len(await store.query_rollouts()) == 1
+    with pytest.raises(ConflictError, match="mine"):
+        await store.enqueue_many_rollouts(
+            [EnqueueRolloutRequest(input=1), EnqueueRolloutRequest(input="other", rollout_id="mine")]
+        )
+    assert len(await store.query_rollouts()) == 1
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a b", "é", "x" * 201])
+async def test_an_id_that_cannot_stand_in_a_url_is_refused(store, name):
+    with pytest.raises(InvalidError, match="rollout_id"):
+        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, rollout_id=name)])
+
+
+@pytest.mark.parametrize("value", [None, 0.1, -(2**53), "Ω≈ç√ 🚀", [], {"deep": {"er": [None, {"x": "\u0000"}]}}])
+async def test_an_input_comes_back_as_it_was_given(store, value):
+    queued = await store.enqueue_rollout(value)
+    assert (await store.get_rollout_by_id(queued.rollout_id)).input == value
+    assert (await store.dequeue_rollout()).input == value
+
+
+async def test_an_input_that_json_cannot_hold_is_refused(store):
+    with pytest.raises(InvalidError, match=r"\['x'\]\[1\]"):
+        await store.enqueue_rollout({"x": [1.0, float("nan")]})
+
+
+async def test_what_is_returned_is_a_copy(store):
+    task = {"question": "2+2"}
+    queued = await store.enqueue_rollout(task)
+    task["question"] = "3+3"
+    queued.input["question"] = "4+4"
+    stored = await store.get_rollout_by_id(queued.rollout_id)
+    stored.input["question"] = "5+5"
+    assert (await store.get_rollout_by_id(queued.rollout_id)).input == {"question": "2+2"}
+
+
+async def test_unknown_ids_are_not_found(store):
+    assert await store.get_rollout_by_id("ro-nowhere") is None
+    assert await store.get_latest_attempt("ro-nowhere") is None
+    assert await store.get_group("gr-nowhere") is None
+    assert await store.get_resources_by_id("rs-nowhere") is None
+    leased = await lease_new(store)
+    for call in (
+        store.query_attempts("ro-nowhere"),
+        store.query_spans("ro-nowhere"),
+        store.query_spans(leased.rollout_id, "at-nowhere"),
+        store.cancel_rollout("ro-nowhere"),
+        store.update_rollout("ro-nowhere", metadata={}),
+        store.start_attempt("ro-nowhere"),
+        store.update_attempt(leased.rollout_id, "at-nowhere", status="failed"),
+        store.update_attempt("ro-nowhere", leased.attempt.attempt_id, status="failed"),
+        store.heartbeat(leased.rollout_id, "at-nowhere", 1),
+        store.get_next_span_sequence_id(leased.rollout_id, "at-nowhere"),
+        store.complete_groups_after("run-nowhere", 0),
+    ):
+        with pytest.raises(NotFoundError, match="nowhere"):
+            await call
+
+
+async def test_a_key_that_was_tampered_with_is_not_recognised(store):
+    key = (await lease_new(store)).api_key
+    assert await store.verify_api_key("agl-") is None
+    assert await store.verify_api_key("sk-something-else") is None
+    assert await store.verify_api_key(key[:-2] + ("A" if key[-2] != "A" else "B") + key[-1]) is None
+    assert await store.verify_api_key(key[:6] + ("x" if key[6] != "x" else "y") + key[7:]) is None

@@ -1,0 +1,217 @@
+"""Runs as a user starts them, in processes of their own: killed, interrupted, or spread over three."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentlightning.store.client import LightningStoreClient
+from agentlightning.trainer import Trainer
+from tests import agents
+from tests.algorithm.test_resume import Interrupting
+from tests.test_trainer import TASKS, algorithm, policy, trainer
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and a dataset."""
+    folder = tmp_path_factory.mktemp("world")
+    policy().save(folder / "model")
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    return folder
+
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def agl(tmp_path: Path) -> Iterator[Start]:
+    """Starts `agl …` and kills it at the end if it still runs."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str | Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", "from agentlightning.cli.main import main; main()", *map(str, arguments)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def train_arguments(world: Path, run: Path, steps: int) -> list[str | Path]:
+    settings = {"tasks_per_step": 3, "group_size": 4, "max_tokens": 6, "temperature": 2.0, "checkpoint_every": 2}
+    assignments = [part for key, value in settings.items() for part in ("--set", f"algorithm.{key}={value}")]
+    return [
+        *("train", "--agent", f"{ROOT / 'tests' / 'agents.py'}:vowels", "--model", world / "model"),
+        *("--train-dataset", world / "tasks.jsonl", "--steps", str(steps), "--run-dir", run),
+        *("--max-sequence-length", "128", *assignments),
+    ]
+
+
+def steps_done(run: Path) -> int:
+    """How many steps the run's store has recorded so far."""
+    if not (run / "store.sqlite").is_file():
+        return 0
+    connection = sqlite3.connect(f"file:{run / 'store.sqlite'}?mode=ro", uri=True)
+    try:
+        return int(connection.execute("SELECT coalesce(max(step), 0) FROM metrics").fetchone()[0])
+    except sqlite3.OperationalError:  # the schema is just being made
+        return 0
+    finally:
+        connection.close()
+
+
+def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> None:
+    deadline = time.monotonic() + 60
+    while steps_done(run) < steps:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "no progress"
+        time.sleep(0.02)
+
+
+def test_a_killed_run_goes_on_where_its_checkpoint_left_it(world: Path, agl: Start, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = agl(*train_arguments(world, run, steps=5000))
+    wait_for_steps(process, run, 7)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    newest = max(path.name for path in (run / "checkpoints").glob("step-*"))
+    checkpoint = int(newest.removeprefix("step-"))
+
+    resumed = agl(*train_arguments(world, run, steps=checkpoint + 4), "--resume", "--json")
+    out, err = resumed.communicate(timeout=100)
+    assert resumed.returncode == 0, err
+    assert f"resumed after step {checkpoint} " in err
+    summary = json.loads(out.splitlines()[-1])
+    assert summary["checkpoint"].endswith(f"step-{checkpoint + 4:06d}")
+
+    connection = sqlite3.connect(run / "store.sqlite")
+    assert [row[0] for row in connection.execute("SELECT step FROM metrics ORDER BY step")] == list(
+        range(1, steps_done(run) + 1)
+    )
+    unfinished = "SELECT count(*) FROM rollouts WHERE status NOT IN ('succeeded', 'failed', 'cancelled')"
+    assert connection.execute(unfinished).fetchone()[0] == 0
+    connection.close()
+
+
+def test_an_interrupted_run_saves_what_was_learned(world: Path, agl: Start, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = agl(*train_arguments(world, run, steps=5000))
+    wait_for_steps(process, run, 3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "stopped by the user" in out
+    newest = max(path.name for path in (run / "checkpoints").glob("step-*"))
+    assert int(newest.removeprefix("step-")) == steps_done(run)
+
+
+def test_bad_commands_say_what_is_wrong_without_a_traceback(world: Path, agl: Start, tmp_path: Path) -> None:
+    arguments = train_arguments(world, tmp_path / "run", steps=1)
+    cases: list[tuple[list[Any], str]] = [
+        (["train", *arguments[1:], "--set", "algorithm.grup_size=4"], "did you mean 'group_size'"),
+        ([*arguments, "--set", "algorithm.group_size=two"], "group_size"),
+        (["trian"], "did you mean 'train'"),
+        (["serve", tmp_path / "nowhere"], "does not exist"),
+        (["runner", f"{ROOT / 'tests' / 'agents.py'}:vowel", "--server", "http://127.0.0.1:1"], "vowels"),
+    ]
+    for command, said in cases:
+        process = agl(*command)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode != 0
+        assert said in err, err
+        assert "Traceback" not in err
+
+
+def start_server(agl: Start, store: Path) -> str:
+    server = agl("server", "--port", "0", "--store", store)
+    assert server.stderr is not None
+    greeting = server.stderr.readline()
+    found = re.search(r"http://127\.0\.0\.1:\d+", greeting)
+    assert found, greeting
+    return found[0]
+
+
+def test_what_failed_while_the_trainer_was_away_does_not_count(world: Path, agl: Start, tmp_path: Path) -> None:
+    url = start_server(agl, tmp_path / "store.sqlite")
+    settings: dict[str, Any] = {
+        "model": world / "model",
+        "server": url,
+        "n_runners": 1,
+        "algorithm": algorithm(steps=1),
+    }
+    trainer(tmp_path, **settings).fit(Interrupting("train", 6), TASKS, TASKS[:2])
+
+    async def fail_one() -> None:
+        store = LightningStoreClient(url)
+        try:
+            leased = await store.dequeue_rollout()
+            assert leased is not None
+            await store.update_attempt(leased.rollout_id, leased.attempt.attempt_id, status="failed")
+        finally:
+            await store.close()
+
+    asyncio.run(fail_one())
+    result = trainer(tmp_path, **settings).fit(agents.vowels, TASKS, TASKS[:2], resume=True)
+    assert [one.values["val_unrewarded"] for one in result.metrics] == [0, 0]
+    assert result.metrics[-1].values["unrewarded"] == 0
+
+
+def test_server_runner_and_trainer_as_three_processes_learn_the_same(world: Path, agl: Start, tmp_path: Path) -> None:
+    url = start_server(agl, tmp_path / "store.sqlite")
+    agl("runner", f"{ROOT / 'tests' / 'agents.py'}:vowels", "--server", url)
+    apart = Trainer(
+        model=world / "model",
+        algorithm=algorithm(),
+        optimizer=trainer(tmp_path).optimizer,
+        n_runners=0,
+        server=url,
+        run_dir=tmp_path / "apart",
+        max_sequence_length=128,
+        seed=3,
+    ).fit(agents.vowels, TASKS, TASKS[:2])
+    together = trainer(tmp_path, model=world / "model", run_dir=tmp_path / "together", seed=3).fit(
+        agents.vowels, TASKS, TASKS[:2]
+    )
+    for one, other in zip(apart.metrics, together.metrics, strict=True):
+        for name in ("reward", "val_reward", "calls", "sampled_tokens"):
+            assert one.values.get(name) == pytest.approx(other.values.get(name)), (one.step, name)
+
+
+def test_a_served_checkpoint_answers_the_plain_sdk(world: Path, agl: Start) -> None:
+    from openai import OpenAI
+
+    process = agl("serve", world / "model", "--port", "0", "--max-sequence-length", "128")
+    assert process.stderr is not None
+    found = None
+    while found is None:
+        line = process.stderr.readline()
+        assert line, "the server ended"
+        found = re.search(r"http://127\.0\.0\.1:\d+/v1", line)
+    with OpenAI(base_url=found[0], api_key="any", max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": "apple"}], max_tokens=4, temperature=0
+        )
+    assert answer.usage is not None
+    assert 1 <= answer.usage.completion_tokens <= 4

@@ -1,0 +1,253 @@
+"""The whole house: an agent over real HTTP, a real store, a real tiny transformer, trained for a few steps."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import agentlightning as agl
+from agentlightning.data.transitions import trace_rollout
+from agentlightning.engine.service import EngineService
+from agentlightning.errors import ConfigError, TrainingError
+from agentlightning.learner.base import AdamW
+from agentlightning.learner.policy import Policy
+from agentlightning.learner.tiny import make_model, make_tokenizer
+from agentlightning.learner.torch import TorchLearner
+from agentlightning.store.sql import SqlStore
+from agentlightning.trainer import Trainer
+from agentlightning.types import RolloutConfig
+from tests import agents
+
+WORDS = ["apple", "ocean", "quiet", "umber", "stone", "river", "cloud", "eagle"]
+TASKS = [{"word": word, "index": index} for index, word in enumerate(WORDS)]
+
+
+def policy(seed: int = 0) -> Policy:
+    tokenizer = make_tokenizer([" ".join(WORDS)] * 3, 300)
+    return Policy(make_model(tokenizer, seed=seed), tokenizer)
+
+
+def algorithm(**changes: Any) -> agl.GRPO:
+    return agl.GRPO(
+        **({"steps": 2, "tasks_per_step": 3, "group_size": 4, "max_tokens": 6, "temperature": 2.0} | changes)
+    )
+
+
+def trainer(tmp_path: Path, **changes: Any) -> Trainer:
+    settings: dict[str, Any] = {"model": policy(), "algorithm": algorithm(), "run_dir": tmp_path / "run"}
+    return Trainer(**(settings | {"optimizer": AdamW(learning_rate=1e-3), "max_sequence_length": 128} | changes))
+
+
+def test_training_goes_through_the_whole_house(tmp_path: Path) -> None:
+    result = trainer(tmp_path).fit(agents.vowels, TASKS, TASKS[:2])
+    assert result.stopped_because == "all steps done"
+    assert [evaluation.step for evaluation in result.evaluations] == [0, 2]
+    assert [metrics.step for metrics in result.metrics] == [0, 1, 2]
+    trained = result.metrics[1].values
+    assert trained["rollouts"] == 12
+    assert trained["calls"] == 24
+    assert trained["unrewarded"] == 0
+    assert trained["policy_version"] == 1
+    assert trained["inference_mismatch"] < 1e-4
+    assert result.checkpoint is not None
+    model = AutoModelForCausalLM.from_pretrained(result.checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(result.checkpoint)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    assert not torch.equal(model.get_input_embeddings().weight, policy().model.get_input_embeddings().weight)
+
+
+def test_every_token_trained_is_one_the_engine_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids and logprobs at the engine's mouth, and again in the batch of each gradient step."""
+    sampled: set[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]] = set()
+    trained: list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]] = []
+    complete, step = EngineService.complete, TorchLearner.step
+
+    async def listening_complete(self: Any, request: Any) -> Any:
+        tokens = await complete(self, request)
+        ids, logprobs = tuple(t.token_id for t in tokens), tuple(float(np.float32(t.logprob)) for t in tokens)
+        sampled.add((tuple(request.prompt_token_ids), ids, logprobs))
+        return tokens
+
+    def listening_step(self: Any, batch: Any, loss: Any) -> Any:
+        for sequence in batch:
+            for number in np.unique(sequence.transitions):
+                own = sequence.transitions == number
+                positions = sequence.positions[own]
+                trained.append(
+                    (
+                        tuple(sequence.token_ids[: positions[0]].tolist()),
+                        tuple(sequence.token_ids[positions].tolist()),
+                        tuple(sequence.logprobs[own].tolist()),
+                    )
+                )
+        return step(self, batch, loss)
+
+    monkeypatch.setattr(EngineService, "complete", listening_complete)
+    monkeypatch.setattr(TorchLearner, "step", listening_step)
+    trainer(tmp_path).fit(agents.vowels, TASKS)
+    assert len(trained) >= 24
+    assert set(trained) <= sampled
+
+
+def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
+    runs = [trainer(tmp_path, run_dir=tmp_path / name, seed=5).fit(agents.vowels, TASKS) for name in ("a", "b")]
+    first, second = ([m.values["reward"] for m in run.metrics] for run in runs)
+    assert first == pytest.approx(second, abs=0.05)
+
+
+def test_a_run_records_what_is_needed_to_repeat_it(tmp_path: Path) -> None:
+    import asyncio
+
+    result = trainer(tmp_path, seed=7).fit(agents.vowels, TASKS)
+
+    async def read() -> Any:
+        store = await SqlStore.open(result.directory / "store.sqlite")
+        try:
+            (run,) = await store.query_runs()
+            rollouts = await store.query_rollouts(run_id=run.run_id)
+            group = await store.get_group(rollouts[0].group_id or "")
+            spans = await store.query_spans(rollouts[0].rollout_id)
+            return run, rollouts, group, trace_rollout(rollouts[0], spans)
+        finally:
+            await store.close()
+
+    run, rollouts, group, traced = asyncio.run(read())
+    assert run.status == "succeeded"
+    assert run.manifest["seed"] == 7
+    assert run.manifest["config"]["algorithm"]["group_size"] == 4
+    assert run.manifest["data"]["train"]["tasks"] == len(TASKS)
+    assert run.manifest["packages"]["torch"]
+    assert {rollout.group_index for rollout in rollouts} == {0, 1, 2, 3}
+    assert group.size == 4
+    assert len(group.rollout_ids) == 4
+    assert len(traced.transitions) == 2
+    assert traced.reward is not None
+
+
+def test_an_agent_that_always_raises_ends_the_run_in_its_own_words(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="RuntimeError: the tool server is gone"):
+        trainer(tmp_path).fit(agents.raises, TASKS)
+
+
+@pytest.mark.parametrize(("agent", "said"), [(agents.not_a_number, "nan"), (agents.nonsense, "str")])
+def test_an_agent_that_returns_nonsense_ends_the_run_in_clear_words(tmp_path: Path, agent: Any, said: str) -> None:
+    with pytest.raises(TrainingError, match=f"(?i){said}"):
+        trainer(tmp_path).fit(agent, TASKS)
+
+
+def test_an_agent_that_hangs_is_timed_out(tmp_path: Path) -> None:
+    impatient = algorithm(steps=1, rollout=RolloutConfig(timeout_seconds=0.3))
+    with pytest.raises(TrainingError, match="timeout"):
+        trainer(tmp_path, algorithm=impatient).fit(agents.hangs, TASKS)
+
+
+def test_rollouts_that_fail_are_left_out_and_counted(tmp_path: Path) -> None:
+    result = trainer(tmp_path, algorithm=algorithm(steps=1, tasks_per_step=8)).fit(agents.raises_on_odd, TASKS)
+    values = result.metrics[-1].values
+    assert values["unrewarded"] == 16
+    assert values["groups_too_few_rewarded"] == 4
+
+
+def test_an_agent_that_never_calls_the_policy_teaches_nothing_and_says_so(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="no call"):
+        trainer(tmp_path).fit(agents.never_calls, TASKS)
+
+
+def test_dev_runs_a_few_tasks_and_prints_each_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tasks = trainer(tmp_path).dev(agents.vowels, TASKS[:2])
+    assert [task.rollout.mode for task in tasks] == ["test", "test"]
+    printed = capsys.readouterr().out
+    assert "user: apple" in printed
+    assert "reward" in printed
+
+
+def test_the_baseline_measures_and_changes_nothing(tmp_path: Path) -> None:
+    result = trainer(tmp_path, algorithm=agl.Baseline()).fit(agents.vowels, TASKS[:1], TASKS[:3])
+    assert [len(evaluation.tasks) for evaluation in result.evaluations] == [3]
+    assert result.checkpoint is None
+    with pytest.raises(ConfigError, match="nothing to evaluate"):
+        trainer(tmp_path, run_dir=tmp_path / "b", algorithm=agl.Baseline()).fit(agents.vowels, TASKS)
+
+
+def test_training_ends_at_its_time_limit_with_what_was_learned_saved(tmp_path: Path) -> None:
+    result = trainer(tmp_path, algorithm=algorithm(steps=10_000), time_limit=3.0).fit(agents.vowels, TASKS, TASKS[:1])
+    assert result.stopped_because == "time limit reached"
+    assert result.evaluations[-1].step == result.metrics[-1].step > 0
+    assert result.checkpoint is not None
+    assert result.checkpoint.name == f"step-{result.metrics[-1].step:06d}"
+
+
+def test_a_finished_run_resumes_with_more_steps(tmp_path: Path) -> None:
+    first = trainer(tmp_path).fit(agents.vowels, TASKS, TASKS[:2])
+    again = trainer(tmp_path, algorithm=algorithm(steps=3)).fit(agents.vowels, TASKS, TASKS[:2], resume=True)
+    assert again.run_id == first.run_id
+    assert [metrics.step for metrics in again.metrics] == [0, 1, 2, 3]
+    assert again.metrics[3].values["policy_version"] == 3
+    assert again.evaluations[0].reward == first.evaluations[0].reward
+
+
+def test_a_run_is_resumed_with_its_own_seed_and_tasks(tmp_path: Path) -> None:
+    trainer(tmp_path, algorithm=algorithm(steps=1)).fit(agents.vowels, TASKS, TASKS[:2])
+    with pytest.raises(ConfigError, match="started with seed 0, not 9"):
+        trainer(tmp_path, seed=9).fit(agents.vowels, TASKS, TASKS[:2], resume=True)
+    with pytest.raises(ConfigError, match="val dataset is not the one"):
+        trainer(tmp_path).fit(agents.vowels, TASKS, TASKS[:3], resume=True)
+    assert trainer(tmp_path).fit(agents.vowels, TASKS, TASKS[:2], resume=True).metrics[-1].step == 2
+
+
+def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="need a server"):
+        Trainer(n_runners=0)
+    with pytest.raises(ConfigError, match="time_limit"):
+        Trainer(time_limit=0)
+    with pytest.raises(ConfigError, match="holds no run to resume"):
+        trainer(tmp_path).fit(agents.vowels, TASKS, resume=True)
+    with pytest.raises(ConfigError, match="give the Trainer a model"):
+        trainer(tmp_path, model=None).fit(agents.vowels, TASKS)
+    with pytest.raises(ConfigError, match="made for at most"):
+        trainer(tmp_path, run_dir=tmp_path / "b", max_sequence_length=10**6).fit(agents.vowels, TASKS)
+    with pytest.raises(ConfigError, match="does not exist"):
+        trainer(tmp_path, run_dir=tmp_path / "c", model=tmp_path / "nowhere").fit(agents.vowels, TASKS)
+    with pytest.raises(ConfigError, match="group_size"):
+        agl.GRPO(group_size=1)
+
+
+def test_a_run_that_could_not_begin_leaves_its_directory_free(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        trainer(tmp_path, model=tmp_path / "nowhere").fit(agents.vowels, TASKS)
+    assert trainer(tmp_path, algorithm=algorithm(steps=1)).fit(agents.vowels, TASKS).stopped_because == "all steps done"
+
+
+def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    trainer(tmp_path, algorithm=algorithm(steps=1)).fit(agents.vowels, TASKS)
+    with pytest.raises(ConfigError, match="holds a run already"):
+        trainer(tmp_path).fit(agents.vowels, TASKS)
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=str(port)):
+            trainer(tmp_path, port=port).fit(agents.vowels, TASKS)
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file"):
+        trainer(tmp_path, run_dir=tmp_path / "file" / "run").fit(agents.vowels, TASKS)
+
+
+@pytest.mark.anyio
+async def test_inside_an_event_loop_the_async_form_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="fit_async"):
+        trainer(tmp_path).fit(agents.vowels, TASKS)
+    result = await trainer(tmp_path, algorithm=algorithm(steps=1)).fit_async(agents.vowels, TASKS)
+    assert result.metrics[-1].step == 1

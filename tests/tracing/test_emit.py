@@ -1,0 +1,146 @@
+"""Emitters write one span each, to the attempt that the running code belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import json
+import math
+import threading
+
+import pytest
+
+from agentlightning import semconv
+from agentlightning.errors import ConfigError, InvalidError
+from agentlightning.tracing.context import AttemptTracer, bind, recording
+from agentlightning.tracing.emit import emit_annotation, emit_exception, emit_message, emit_object, emit_reward
+from agentlightning.types import Span
+
+
+def test_a_reward_is_an_annotation_with_the_names_of_0_3() -> None:
+    with recording("R", "A") as tracer:
+        span = emit_reward(0.3)
+    assert span.name == "agentlightning.annotation"
+    assert span.attributes == {"agentlightning.reward.0.name": "primary", "agentlightning.reward.0.value": 0.3}
+    assert (span.rollout_id, span.attempt_id) == ("R", "A")
+    assert span.resource == {"agentlightning.rollout_id": "R", "agentlightning.attempt_id": "A"}
+    assert tracer.get_last_trace() == [span]
+
+
+def test_named_rewards_put_the_primary_one_first() -> None:
+    with recording():
+        span = emit_reward({"short": 0.2, "correct": 1.0}, primary_key="correct", attributes={"judge": {"model": "m"}})
+    assert span.attributes == {
+        "agentlightning.reward.0.name": "correct",
+        "agentlightning.reward.0.value": 1.0,
+        "agentlightning.reward.1.name": "short",
+        "agentlightning.reward.1.value": 0.2,
+        "judge.model": "m",
+    }
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, True, "1.0", 1j, None, {}, {"a": math.nan}])
+def test_a_reward_that_is_not_a_finite_number_is_refused_at_the_call(value: object) -> None:
+    with recording() as tracer, pytest.raises(InvalidError, match=r"expected|finite"):
+        emit_reward(value)  # type: ignore[arg-type]
+    assert tracer.get_last_trace() == []
+
+
+def test_several_dimensions_need_a_primary_key_that_names_one() -> None:
+    with recording():
+        with pytest.raises(InvalidError, match="primary_key"):
+            emit_reward({"a": 1.0, "b": 2.0})
+        with pytest.raises(InvalidError, match="one of \\['a', 'b'\\]"):
+            emit_reward({"a": 1.0, "b": 2.0}, primary_key="c")
+        with pytest.raises(InvalidError, match="single reward"):
+            emit_reward(1.0, primary_key="a")
+
+
+def test_messages_objects_annotations_and_exceptions_have_spans_of_their_own() -> None:
+    with recording():
+        message = emit_message("hello")
+        thing = emit_object({"rows": [1, None]})
+        annotation = emit_annotation({"a": {"b": 1}, "tags": ["x", "y"], "mixed": ["x", 2], "none": None})
+        try:
+            raise ValueError("bad")
+        except ValueError as error:
+            exception = emit_exception(error)
+    assert (message.name, message.attributes[semconv.MESSAGE_BODY]) == (semconv.MESSAGE, "hello")
+    assert (thing.name, json.loads(str(thing.attributes[semconv.OBJECT_JSON]))) == (semconv.OBJECT, {"rows": [1, None]})
+    assert annotation.attributes == {"a.b": 1, "tags": ["x", "y"], "mixed.0": "x", "mixed.1": 2}
+    assert exception.status.status_code == "ERROR"
+    assert exception.attributes["exception.type"] == "ValueError"
+    assert "test_emit.py" in str(exception.attributes["exception.stacktrace"])
+
+
+def test_what_cannot_be_stored_is_refused_at_the_call() -> None:
+    with recording():
+        with pytest.raises(InvalidError, match="JSON"):
+            emit_object(object())
+        with pytest.raises(InvalidError, match="finite"):
+            emit_annotation({"loss": [0.1, math.nan]})
+        with pytest.raises(InvalidError, match="attributes are"):
+            emit_annotation({"when": {1, 2}})
+        with pytest.raises(InvalidError, match="emit_object"):
+            emit_message(5)  # type: ignore[arg-type]
+
+
+def test_outside_a_rollout_an_emitter_says_so() -> None:
+    with pytest.raises(ConfigError, match="outside a rollout"):
+        emit_reward(1.0)
+
+
+def test_an_exception_whose_text_fails_is_recorded_all_the_same() -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    with recording():
+        assert "cannot be shown" in str(emit_exception(Odd()).attributes["exception.message"])
+        assert emit_exception(ValueError("file \udcff")).attributes["exception.message"] == "file ?"
+
+
+def test_text_that_is_not_unicode_is_refused_at_the_call() -> None:
+    with recording() as tracer:
+        for emit in (
+            emit_message,
+            lambda text: emit_annotation({"file": text}),
+            lambda text: emit_annotation({text: 1}),
+        ):
+            with pytest.raises(InvalidError, match="not Unicode"):
+                emit("file \udcff")
+    assert tracer.get_last_trace() == []
+
+
+@pytest.mark.anyio
+async def test_hundreds_of_concurrent_tasks_and_their_threads_do_not_mix() -> None:
+    async def attempt(number: int) -> list[Span]:
+        with bind(AttemptTracer(f"rollout-{number}", f"attempt-{number}")) as tracer:
+            emit_reward(number)
+            await asyncio.sleep(0)
+            await asyncio.to_thread(emit_message, "from a pool")
+            thread = threading.Thread(target=contextvars.copy_context().run, args=(emit_message, "from a thread"))
+            thread.start()
+            await asyncio.gather(asyncio.to_thread(thread.join), asyncio.create_task(inner()))
+            return tracer.get_last_trace()
+
+    async def inner() -> None:
+        emit_message("from a task")
+
+    traces = await asyncio.gather(*(attempt(number) for number in range(300)))
+    for number, spans in enumerate(traces):
+        assert len(spans) == 4
+        assert {span.rollout_id for span in spans} == {f"rollout-{number}"}
+        assert len({span.span_id for span in spans}) == 4
+
+
+def test_spans_are_drained_once_and_dropped_with_a_warning_after_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    tracer = AttemptTracer("R", "A")
+    with bind(tracer):
+        first = emit_message("one")
+        assert tracer.drain() == [first]
+        assert tracer.drain() == []
+        tracer.close()
+        emit_message("late")
+    assert tracer.drain() == []
+    assert "after the attempt had ended" in caplog.text

@@ -1,0 +1,46 @@
+"""Which reward a rollout has, read back from its spans."""
+
+from __future__ import annotations
+
+from agentlightning.tracing.context import recording
+from agentlightning.tracing.emit import emit_message, emit_reward
+from agentlightning.tracing.rewards import find_final_reward, find_reward_spans, get_reward_value, is_final_reward
+
+
+def test_the_last_final_reward_is_the_rollouts() -> None:
+    with recording() as tracer:
+        emit_reward(0.1)
+        emit_reward(0.5)
+        emit_message("bye")
+    spans = tracer.get_last_trace()
+    assert find_final_reward(spans) == 0.5
+    assert [get_reward_value(span) for span in spans] == [0.1, 0.5, None]
+
+
+def test_an_intermediate_reward_never_displaces_the_final_one() -> None:
+    with recording() as tracer:
+        emit_reward(1.0)
+        step = emit_reward(0.25, final=False)
+    assert find_final_reward(tracer.get_last_trace()) == 1.0
+    assert not is_final_reward(step)
+    assert [get_reward_value(span) for span in find_reward_spans(tracer.get_last_trace())] == [1.0, 0.25]
+
+
+def test_without_a_final_reward_there_is_none() -> None:
+    with recording() as tracer:
+        emit_reward(0.25, final=False)
+    assert find_final_reward(tracer.get_last_trace()) is None
+    assert find_final_reward([]) is None
+
+
+def test_the_order_is_that_of_time_not_of_the_list() -> None:
+    with recording() as tracer:
+        emit_reward(0.1)
+        emit_reward(0.9)
+    assert find_final_reward(reversed(tracer.get_last_trace())) == 0.9
+
+
+def test_the_primary_dimension_is_the_value() -> None:
+    with recording() as tracer:
+        emit_reward({"speed": 0.1, "correct": 1}, primary_key="correct")
+    assert find_final_reward(tracer.get_last_trace()) == 1.0
