@@ -7,7 +7,7 @@ it and `msgspec.json.decode(..., type=...)` checks it at the edge. Times are sec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -21,8 +21,13 @@ AttemptStatus: TypeAlias = Literal[
 RunStatus: TypeAlias = Literal["running", "succeeded", "failed", "cancelled"]
 StatusCode: TypeAlias = Literal["UNSET", "OK", "ERROR"]
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls", "content_filter", "abort"]
+KeyScope: TypeAlias = Literal["admin", "read", "worker", "grader"]
 AttributeValue: TypeAlias = str | bool | int | float | Sequence[str | bool | int | float]
 Attributes: TypeAlias = dict[str, AttributeValue]
+
+DEFAULT_PROJECT: Final = "default"
+UNATTRIBUTED: Final = "unattributed"
+"""The rollout, and its only attempt, that hold the spans and calls nobody could attribute."""
 
 
 class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,10 +58,13 @@ class RolloutConfig(Noun, frozen=True, kw_only=True):
 
 
 class EnqueueRolloutRequest(Noun, frozen=True, kw_only=True):
-    """One rollout to be queued. `rollout_id` may be given by the caller to make a repeated request harmless."""
+    """One rollout to be queued. `rollout_id` may be given by the caller to make a repeated request harmless; without a
+    `project` it is that of its run. Rollouts of a higher `priority` are leased first."""
 
     input: Any
     rollout_id: str | None = None
+    project: str | None = None
+    priority: int = 0
     mode: Mode = "train"
     resources_id: str | None = None
     run_id: str | None = None
@@ -74,6 +82,8 @@ class Rollout(Noun, frozen=True, kw_only=True):
     start_time: float
     end_time: float | None = None
     status: RolloutStatus = "queuing"
+    project: str = DEFAULT_PROJECT
+    priority: int = 0
     mode: Mode = "train"
     resources_id: str | None = None
     run_id: str | None = None
@@ -130,6 +140,13 @@ class Group(Noun, frozen=True, kw_only=True):
     size: int
     rollout_ids: tuple[str, ...] = ()
     finished_index: int | None = None
+
+
+class FinishedRollouts(Noun, frozen=True, kw_only=True):
+    """Rollouts in the order they became terminal; `cursor` asks for what comes after them."""
+
+    rollouts: tuple[Rollout, ...]
+    cursor: int
 
 
 # --- spans -------------------------------------------------------------------------------------------------------
@@ -237,12 +254,16 @@ NamedResources: TypeAlias = dict[str, Resource]
 
 
 class ResourcesUpdate(Noun, frozen=True, kw_only=True):
-    """One immutable version of the named resources."""
+    """One immutable version of the named resources of a project. `parent_id` names the version it was made from,
+    `run_id` the run that made it."""
 
     resources_id: str
     resources: NamedResources
     version: int
     create_time: float
+    project: str = DEFAULT_PROJECT
+    run_id: str | None = None
+    parent_id: str | None = None
     metadata: dict[str, Any] = {}
 
 
@@ -255,6 +276,7 @@ class Run(Noun, frozen=True, kw_only=True):
     run_id: str
     kind: str
     start_time: float
+    project: str = DEFAULT_PROJECT
     status: RunStatus = "running"
     end_time: float | None = None
     policy_version: int = 0
@@ -270,6 +292,17 @@ class Metrics(Noun, frozen=True, kw_only=True):
     values: dict[str, float]
 
 
+class Checkpoint(Noun, frozen=True, kw_only=True):
+    """Where the weights and state of a run after a step are kept."""
+
+    run_id: str
+    step: int
+    path: str
+    time: float
+    policy_version: int = 0
+    metadata: dict[str, Any] = {}
+
+
 class Worker(Noun, frozen=True, kw_only=True):
     worker_id: str
     status: Literal["idle", "busy", "gone"] = "idle"
@@ -277,6 +310,46 @@ class Worker(Noun, frozen=True, kw_only=True):
     current_rollout_id: str | None = None
     current_attempt_id: str | None = None
     heartbeat_stats: dict[str, Any] = {}
+
+
+# --- access and upkeep -------------------------------------------------------------------------------------------
+
+
+class ApiKey(Noun, frozen=True, kw_only=True):
+    """A key that was issued, without its secret. A key of a `project` reaches nothing outside it."""
+
+    key_id: str
+    name: str
+    scopes: tuple[KeyScope, ...]
+    create_time: float
+    project: str | None = None
+    expire_time: float | None = None
+    revoke_time: float | None = None
+
+
+class IssuedKey(ApiKey, frozen=True, kw_only=True):
+    """A key at the only moment its secret is known."""
+
+    api_key: str
+
+
+class AuditRecord(Noun, frozen=True, kw_only=True):
+    """One use of an administrative action: who did what to what."""
+
+    number: int
+    time: float
+    actor: str
+    action: str
+    detail: dict[str, Any] = {}
+
+
+class Deleted(Noun, frozen=True, kw_only=True):
+    """How much was removed. Rollouts whose rewards were kept count in `rollouts_trimmed`."""
+
+    rollouts: int = 0
+    rollouts_trimmed: int = 0
+    attempts: int = 0
+    spans: int = 0
 
 
 # --- learning ----------------------------------------------------------------------------------------------------
