@@ -15,6 +15,7 @@ REWARD: Final = "agentlightning.reward"
 # Resource attributes that bind a span to its attempt.
 ROLLOUT_ID: Final = "agentlightning.rollout_id"
 ATTEMPT_ID: Final = "agentlightning.attempt_id"
+SPAN_SEQUENCE_ID: Final = "agentlightning.span_sequence_id"
 
 
 REWARD_FINAL: Final = "agentlightning.reward.final"  # False on an intermediate reward; absent: the rollout's reward

@@ -1,0 +1,327 @@
+"""OTLP trace requests to spans and back, in protobuf and in OTLP's JSON.
+
+This module knows the wire format. It knows no HTTP, no store and no keys: a decoded span belongs to nobody (its ids are
+`unattributed`) until `resolve` has read whom it names. It needs protobuf, which the agent side lives without; nothing
+but the server imports it.
+
+Left out on the way in: trace state, flags and counts of what the exporter dropped, since a span has no place for them.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any, Final
+
+import msgspec
+from google.protobuf import json_format
+from google.protobuf.message import DecodeError
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, InstrumentationScope, KeyValue
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+from opentelemetry.proto.trace.v1 import trace_pb2 as otlp
+
+from agentlightning.errors import InvalidError
+from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID, SPAN_SEQUENCE_ID
+from agentlightning.types import (
+    UNATTRIBUTED,
+    Attributes,
+    AttributeValue,
+    Span,
+    SpanEvent,
+    SpanLink,
+    SpanStatus,
+    StatusCode,
+)
+
+PROTOBUF: Final = "application/x-protobuf"
+JSON: Final = "application/json"
+
+KIND: Final = "otel.kind"  # INTERNAL, SERVER, CLIENT, PRODUCER or CONSUMER
+SCOPE_NAME: Final = "otel.scope.name"
+SCOPE_VERSION: Final = "otel.scope.version"
+
+_TRACE_ID_BYTES: Final = 16
+_SPAN_ID_BYTES: Final = 8
+_IDS_IN_JSON: Final = ("traceId", "spanId", "parentSpanId")
+_HEX: Final = re.compile(r"([0-9A-Fa-f]{2})*")
+_KINDS: Final = ("", "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")  # by number
+_STATUS: Final[tuple[StatusCode, ...]] = ("UNSET", "OK", "ERROR")  # by number
+_NANOSECONDS: Final = 1_000_000_000
+_LARGEST_TIME: Final = 2**64 - 1
+_LARGEST_SEQUENCE_ID: Final = 2**53
+
+
+class UnsupportedMediaError(InvalidError):
+    """The body is in an encoding that is not read here (HTTP 415)."""
+
+
+# --- in ----------------------------------------------------------------------------------------------------------
+
+
+def decode_traces(body: bytes, content_type: str) -> list[Span]:
+    """The spans of an export request, in its order; `content_type` is that of the HTTP header.
+
+    Attributes become what a span can hold: bytes are base64 text; maps and nested lists are JSON text; NaN and the
+    infinities are the words `NaN`, `Infinity`, `-Infinity`; an empty value is left out. Kind and scope become the
+    attributes `otel.kind`, `otel.scope.name` and `otel.scope.version`. A body that is no export request, or has a span
+    without usable ids, is an InvalidError."""
+    return [
+        _span(span, scope_spans.scope, _attributes(resource_spans.resource.attributes))
+        for resource_spans in parse_request(body, content_type).resource_spans
+        for scope_spans in resource_spans.scope_spans
+        for span in scope_spans.spans
+    ]
+
+
+def resolve(span: Span, url_ids: tuple[str, str] | None) -> tuple[str, str] | None:
+    """Whom a span names, as (rollout_id, attempt_id): by its own attributes, else its resource's, else by the URL it
+    came on. One source names both or does not count: a rollout of one and an attempt of another would be neither."""
+    for attributes in (span.attributes, span.resource):
+        rollout_id, attempt_id = attributes.get(ROLLOUT_ID), attributes.get(ATTEMPT_ID)
+        if isinstance(rollout_id, str) and isinstance(attempt_id, str) and rollout_id and attempt_id:
+            return rollout_id, attempt_id
+    return url_ids
+
+
+def parse_request(body: bytes, content_type: str) -> ExportTraceServiceRequest:
+    """The protobuf message of a body in either encoding; InvalidError says where it is malformed."""
+    media_type = content_type.partition(";")[0].strip().lower()
+    if media_type not in (PROTOBUF, JSON):
+        raise UnsupportedMediaError(f"the content type is {content_type!r}; send {PROTOBUF} or {JSON}")
+    request = ExportTraceServiceRequest()
+    try:
+        if media_type == PROTOBUF:
+            request.ParseFromString(body)
+        else:
+            json_format.ParseDict(json.loads(body, object_hook=_ids_to_base64), request, ignore_unknown_fields=True)
+    except (DecodeError, json_format.ParseError, ValueError, RecursionError) as error:
+        raise InvalidError(f"the body is not an OTLP trace request in {media_type}: {str(error)[:500]}") from None
+    return request
+
+
+def _ids_to_base64(message: dict[str, Any]) -> dict[str, Any]:
+    """OTLP writes ids in hex where protobuf's own JSON has base64."""
+    for name in _IDS_IN_JSON:
+        text = message.get(name)
+        if isinstance(text, str):
+            if not _HEX.fullmatch(text):
+                raise ValueError(f"{name} is {text[:100]!r}; ids are hexadecimal text")
+            message[name] = base64.b64encode(bytes.fromhex(text)).decode()
+    return message
+
+
+def _span(span: otlp.Span, scope: InstrumentationScope, resource: Attributes) -> Span:
+    attributes = _attributes(span.attributes)
+    kind = _KINDS[span.kind] if span.kind in range(len(_KINDS)) else ""
+    about = {KIND: kind, SCOPE_NAME: scope.name, SCOPE_VERSION: scope.version}
+    attributes.update({name: text for name, text in about.items() if text})
+    sequence_id = _sequence_id(attributes)
+    if sequence_id:
+        del attributes[SPAN_SEQUENCE_ID]  # it is the span's own field from here on
+    return Span(
+        rollout_id=UNATTRIBUTED,
+        attempt_id=UNATTRIBUTED,
+        sequence_id=sequence_id or _sequence_id(resource),
+        trace_id=_required_id(span.trace_id, _TRACE_ID_BYTES, "trace_id", span.name),
+        span_id=_required_id(span.span_id, _SPAN_ID_BYTES, "span_id", span.name),
+        parent_id=span.parent_span_id.hex() if any(span.parent_span_id) else None,
+        name=span.name,
+        start_time=_seconds(span.start_time_unix_nano),
+        end_time=_seconds(span.end_time_unix_nano or span.start_time_unix_nano),
+        status=SpanStatus(
+            status_code=_STATUS[span.status.code] if span.status.code in range(len(_STATUS)) else "UNSET",
+            description=span.status.message or None,
+        ),
+        attributes=attributes,
+        events=tuple(
+            SpanEvent(
+                name=event.name,
+                attributes=_attributes(event.attributes),
+                timestamp=_seconds(event.time_unix_nano) if event.time_unix_nano else None,
+            )
+            for event in span.events
+        ),
+        links=tuple(
+            SpanLink(trace_id=link.trace_id.hex(), span_id=link.span_id.hex(), attributes=_attributes(link.attributes))
+            for link in span.links
+        ),
+        resource=resource,
+    )
+
+
+def _sequence_id(attributes: Attributes) -> int:
+    value = attributes.get(SPAN_SEQUENCE_ID)
+    return value if type(value) is int and 0 < value <= _LARGEST_SEQUENCE_ID else 0
+
+
+def _required_id(value: bytes, size: int, what: str, span_name: str) -> str:
+    if len(value) != size or not any(value):
+        raise InvalidError(
+            f"the {what} of span {span_name[:100]!r} is {value[:32].hex()!r}; it must be {size} bytes, not all zero"
+        )
+    return value.hex()
+
+
+def _seconds(nanoseconds: int) -> float:
+    return nanoseconds / _NANOSECONDS  # of two ints: the float nearest to the true quotient
+
+
+def _attributes(pairs: Iterable[KeyValue]) -> Attributes:
+    attributes: Attributes = {}
+    for pair in pairs:
+        value = _attribute_value(pair.value)
+        if value is not None:
+            attributes[pair.key] = value
+    return attributes
+
+
+def _attribute_value(value: AnyValue) -> AttributeValue | None:
+    plain = _plain(value)
+    if isinstance(plain, dict):
+        return _json_text(plain)
+    if isinstance(plain, list) and any(item is None or isinstance(item, (dict, list)) for item in plain):
+        return _json_text(plain)
+    return plain
+
+
+def _plain(value: AnyValue) -> Any:
+    """What JSON can hold of a value; None for an empty one."""
+    kind = value.WhichOneof("value")
+    if kind == "double_value":
+        number = value.double_value
+        if math.isfinite(number):
+            return number
+        return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+    if kind == "bytes_value":
+        return base64.b64encode(value.bytes_value).decode()
+    if kind == "array_value":
+        return [_plain(item) for item in value.array_value.values]
+    if kind == "kvlist_value":
+        return {pair.key: _plain(pair.value) for pair in value.kvlist_value.values}
+    if kind == "string_value" or kind == "bool_value" or kind == "int_value":
+        return getattr(value, kind)
+    return None
+
+
+def _json_text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+# --- out ---------------------------------------------------------------------------------------------------------
+
+
+def encode_traces(spans: Sequence[Span]) -> bytes:
+    """An export request in protobuf that `decode_traces` and `resolve` read back as the same spans.
+
+    The resource names the rollout and the attempt. What OTLP cannot hold is brought to what it can: ids that are not
+    hexadecimal of the right length are replaced by their hash, integers beyond 64 bits become text, times lie between
+    1970 and 2554. Token ids and logprobs stay in the store: no OTLP backend has a use for them."""
+    resource_spans: list[otlp.ResourceSpans] = []
+    for _, same_origin in groupby(spans, _origin):
+        run = list(same_origin)
+        name, version = _scope(run[0])
+        scope_spans = otlp.ScopeSpans(
+            scope=InstrumentationScope(name=name, version=version), spans=[_message(span) for span in run]
+        )
+        resource = Resource(attributes=_pairs(_resource(run[0])))
+        resource_spans.append(otlp.ResourceSpans(resource=resource, scope_spans=[scope_spans]))
+    return ExportTraceServiceRequest(resource_spans=resource_spans).SerializeToString()
+
+
+def _resource(span: Span) -> Attributes:
+    if (span.rollout_id, span.attempt_id) == (UNATTRIBUTED, UNATTRIBUTED):
+        return span.resource
+    return {**span.resource, ROLLOUT_ID: span.rollout_id, ATTEMPT_ID: span.attempt_id}
+
+
+def _origin(span: Span) -> tuple[str, str, str]:
+    """What spans must share to be said once; as JSON, since in Python 1 and True are equal."""
+    return _json_text(_resource(span)), *_scope(span)
+
+
+def _scope(span: Span) -> tuple[str, str]:
+    return _text(span, SCOPE_NAME), _text(span, SCOPE_VERSION)
+
+
+def _text(span: Span, name: str) -> str:
+    value = span.attributes.get(name)
+    return value if isinstance(value, str) else ""
+
+
+def _message(span: Span) -> otlp.Span:
+    attributes = dict(span.attributes)
+    for name in (SCOPE_NAME, SCOPE_VERSION):
+        if _text(span, name):
+            del attributes[name]
+    kind = _text(span, KIND)
+    if kind in _KINDS[1:]:
+        del attributes[KIND]
+    else:
+        kind = "UNSPECIFIED"
+    if span.sequence_id:
+        attributes[SPAN_SEQUENCE_ID] = span.sequence_id
+    return otlp.Span(
+        trace_id=_id_bytes(span.trace_id, _TRACE_ID_BYTES),
+        span_id=_id_bytes(span.span_id, _SPAN_ID_BYTES),
+        parent_span_id=b"" if span.parent_id is None else _id_bytes(span.parent_id, _SPAN_ID_BYTES),
+        name=span.name,
+        kind=otlp.Span.SpanKind.Value(f"SPAN_KIND_{kind}"),
+        start_time_unix_nano=_nanoseconds(span.start_time),
+        end_time_unix_nano=_nanoseconds(span.end_time),
+        attributes=_pairs(attributes),
+        events=[
+            otlp.Span.Event(
+                name=event.name,
+                time_unix_nano=0 if event.timestamp is None else _nanoseconds(event.timestamp),
+                attributes=_pairs(event.attributes),
+            )
+            for event in span.events
+        ],
+        links=[
+            otlp.Span.Link(
+                trace_id=_id_bytes(link.trace_id, _TRACE_ID_BYTES),
+                span_id=_id_bytes(link.span_id, _SPAN_ID_BYTES),
+                attributes=_pairs(link.attributes),
+            )
+            for link in span.links
+        ],
+        status=otlp.Status(
+            code=otlp.Status.StatusCode.Value(f"STATUS_CODE_{span.status.status_code}"),
+            message=span.status.description or "",
+        ),
+    )
+
+
+def _id_bytes(text: str, size: int) -> bytes:
+    if len(text) == 2 * size and _HEX.fullmatch(text):
+        return bytes.fromhex(text)
+    return hashlib.sha256(text.encode()).digest()[:size]
+
+
+def _nanoseconds(seconds: float) -> int:
+    # In whole numbers: the product of two floats would be off by up to 128 ns.
+    numerator, denominator = seconds.as_integer_ratio()
+    nanoseconds = (2 * numerator * _NANOSECONDS + denominator) // (2 * denominator)
+    return min(max(nanoseconds, 0), _LARGEST_TIME)
+
+
+def _pairs(attributes: Attributes) -> list[KeyValue]:
+    return [KeyValue(key=name, value=_any_value(value)) for name, value in attributes.items()]
+
+
+def _any_value(value: AttributeValue) -> AnyValue:
+    if isinstance(value, str):
+        return AnyValue(string_value=value)
+    if isinstance(value, bool):
+        return AnyValue(bool_value=value)
+    if isinstance(value, int):
+        return AnyValue(int_value=value) if -(2**63) <= value < 2**63 else AnyValue(string_value=str(value))
+    if isinstance(value, float):
+        return AnyValue(double_value=value)
+    return AnyValue(array_value=ArrayValue(values=[_any_value(item) for item in value]))
