@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, InvalidError
 
 Mode: TypeAlias = Literal["train", "val", "test"]
 RolloutStatus: TypeAlias = Literal["queuing", "preparing", "running", "requeuing", "succeeded", "failed", "cancelled"]
@@ -21,7 +21,7 @@ AttemptStatus: TypeAlias = Literal[
 RunStatus: TypeAlias = Literal["running", "succeeded", "failed", "cancelled"]
 StatusCode: TypeAlias = Literal["UNSET", "OK", "ERROR"]
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls", "content_filter", "abort"]
-KeyScope: TypeAlias = Literal["admin", "read", "worker", "grader"]
+KeyScope: TypeAlias = Literal["read", "worker", "grader", "trainer", "admin"]
 AttributeValue: TypeAlias = str | bool | int | float | Sequence[str | bool | int | float]
 Attributes: TypeAlias = dict[str, AttributeValue]
 
@@ -350,6 +350,76 @@ class Deleted(Noun, frozen=True, kw_only=True):
     rollouts_trimmed: int = 0
     attempts: int = 0
     spans: int = 0
+
+
+# --- queries -----------------------------------------------------------------------------------------------------
+
+
+class Filter(Noun, frozen=True, kw_only=True, omit_defaults=True):
+    """What rows have to be like: a condition on one field, or `and`, `or`, `not` of other filters.
+
+    `{"field": "status", "op": "in", "value": ["failed", "cancelled"]}`, `{"op": "and", "of": [...]}`. Nothing is
+    asked of an empty `and`; an empty `or` matches nothing. `Condition`, `And`, `Or` and `Not` make one in Python."""
+
+    op: Literal["eq", "ne", "in", "contains", "lt", "le", "gt", "ge", "exists", "and", "or", "not"]
+    field: str | None = None
+    value: Any = None
+    of: tuple[Filter, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.op in ("and", "or", "not"):
+            if self.field is not None or self.value is not None:
+                raise InvalidError(f"a filter with op {self.op!r} takes `of`, neither `field` nor `value`")
+            if self.op == "not" and len(self.of) != 1:
+                raise InvalidError(f"a filter with op 'not' takes one filter in `of`, not {len(self.of)}")
+        elif self.field is None or self.of:
+            raise InvalidError(f"a filter with op {self.op!r} takes `field` and `value`, and no `of`")
+
+
+def Condition(
+    field: str,
+    op: Literal["eq", "ne", "in", "contains", "lt", "le", "gt", "ge", "exists"],
+    value: Any = None,
+) -> Filter:
+    """`Condition("metadata.score", "ge", 0.5)`"""
+    return Filter(op=op, field=field, value=value)
+
+
+def And(of: Sequence[Filter]) -> Filter:
+    return Filter(op="and", of=tuple(of))
+
+
+def Or(of: Sequence[Filter]) -> Filter:
+    return Filter(op="or", of=tuple(of))
+
+
+def Not(negated: Filter) -> Filter:
+    return Filter(op="not", of=(negated,))
+
+
+class Order(Noun, frozen=True, kw_only=True):
+    """One sort key. Rows that lack the field come `first` or `last` in either direction."""
+
+    field: str
+    descending: bool = False
+    nulls: Literal["first", "last"] = "last"
+
+
+class RolloutPage(Noun, frozen=True, kw_only=True):
+    """Some of the rollouts a query matches. `next_cursor` asks for those after them, None where there are no more;
+    `total` counts all that match, where that was asked for."""
+
+    items: tuple[Rollout, ...]
+    total: int | None = None
+    next_cursor: str | None = None
+
+
+class SpanPage(Noun, frozen=True, kw_only=True):
+    """Some of the spans a query matches; see `RolloutPage`."""
+
+    items: tuple[Span, ...]
+    total: int | None = None
+    next_cursor: str | None = None
 
 
 # --- learning ----------------------------------------------------------------------------------------------------
