@@ -2,9 +2,41 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
+
+from tests.postgres import PostgresServer, find_binaries
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """A real PostgreSQL server, shared by the session's tests; one that stops it starts it again."""
+    binaries = find_binaries()
+    if binaries is None:
+        reason = "no PostgreSQL server binaries (initdb, postgres); scripts/system_packages.sh installs them"
+        if os.environ.get("AGL_REQUIRE_POSTGRES"):
+            pytest.fail(f"AGL_REQUIRE_POSTGRES is set, and there are {reason}")
+        pytest.skip(reason)
+    with PostgresServer(binaries) as server:
+        server.start()
+        yield server
+
+
+@pytest.fixture(scope="session")
+def postgres_url(postgres_server: PostgresServer) -> str:
+    """The server's URL, as its superuser."""
+    return postgres_server.url
+
+
+@pytest.fixture
+def postgres_database(postgres_server: PostgresServer) -> Iterator[str]:
+    """The URL of an empty database of the test's own."""
+    with postgres_server.new_database() as url:
+        yield url
