@@ -333,6 +333,18 @@ class IssuedKey(ApiKey, frozen=True, kw_only=True):
     api_key: str
 
 
+class Credential(Noun, frozen=True, kw_only=True):
+    """What the holder of a key may do. One of an `attempt`, (rollout_id, attempt_id), may call the gateway for it and
+    add its spans, those with rewards only if `rewards`; one without may do what its scopes say, in its `project` or,
+    if that is None, everywhere."""
+
+    name: str
+    scopes: tuple[KeyScope, ...] = ()
+    project: str | None = None
+    attempt: tuple[str, str] | None = None
+    rewards: bool = False
+
+
 class AuditRecord(Noun, frozen=True, kw_only=True):
     """One use of an administrative action: who did what to what."""
 

@@ -1,4 +1,5 @@
-"""Who may do what: the admin key opens everything, an attempt's key only its own attempt's spans.
+"""Who may do what: the admin key opens everything, an issued key what its scopes say in its project, an attempt's key
+only its own attempt's spans.
 
 This module knows keys and scopes. It does not know routes or what they do.
 """
@@ -9,11 +10,41 @@ import hmac
 import ipaddress
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
-from agentlightning.errors import ForbiddenError
+import msgspec
+
+from agentlightning.errors import ForbiddenError, NotFoundError
+from agentlightning.semconv import REWARD
+from agentlightning.store import calls
 from agentlightning.store.base import LightningStore
-from agentlightning.types import Span
+from agentlightning.store.calls import AdminCall, Call
+from agentlightning.types import Credential, EnqueueRolloutRequest, KeyScope, Span
+
+C = TypeVar("C", bound=Call[Any])
+
+_OPENS: Final[Mapping[KeyScope, frozenset[KeyScope]]] = {
+    "read": frozenset({"read"}),
+    "grader": frozenset({"read", "grader"}),
+    "worker": frozenset({"read", "grader", "worker"}),
+    "trainer": frozenset({"read", "grader", "worker", "trainer"}),
+    "admin": frozenset({"read", "grader", "worker", "trainer", "admin"}),
+}
+"""What a key of each scope may call. A grader reads, and writes spans with rewards."""
+
+_OF_THE_WHOLE: Final = (
+    calls.QueryWorkers,
+    calls.Statistics,
+    calls.VerifyKey,
+    calls.FindKey,
+    calls.QueryKeys,
+    calls.RevokeKey,
+    calls.QueryAudit,
+    calls.CheckStore,
+    calls.ImportRollout,
+)
+"""What concerns more than one project, and is closed to the keys of one."""
 
 
 class UnauthenticatedError(ForbiddenError):
@@ -22,30 +53,58 @@ class UnauthenticatedError(ForbiddenError):
 
 @dataclass(frozen=True)
 class Scope:
-    """What a caller may touch: everything, or one attempt given as (rollout_id, attempt_id)."""
+    """What a caller may touch. `attempt` is (rollout_id, attempt_id) of an attempt's own key."""
 
+    name: str = "this machine"
+    opens: frozenset[KeyScope] = _OPENS["admin"]
+    project: str | None = None
     attempt: tuple[str, str] | None = None
+    rewards: bool = True
+
+    @classmethod
+    def of(cls, credential: Credential) -> Scope:
+        opens = frozenset[KeyScope]().union(*(_OPENS[scope] for scope in credential.scopes))
+        rewards = credential.attempt is None or credential.rewards
+        return cls(credential.name, opens, credential.project, credential.attempt, rewards)
+
+    def require(self, kind: type[Call[Any]]) -> None:
+        """ForbiddenError unless the caller may make calls of this kind."""
+        if self.attempt is not None:
+            if kind is not calls.AddSpans:
+                raise ForbiddenError("an attempt's key can only add spans to its own attempt; this needs another key")
+        elif kind.scope not in self.opens:
+            raise ForbiddenError(f"{kind.__name__} needs a key with the scope {kind.scope!r}; {self.name} has not")
+        elif self.project is not None and kind in _OF_THE_WHOLE:
+            raise ForbiddenError(f"{kind.__name__} concerns all projects, and the key {self.name} is of one")
 
     def require_admin(self) -> None:
         """ForbiddenError unless the caller may touch everything."""
-        if self.attempt is not None:
-            raise ForbiddenError("an attempt's key can only add spans to its own attempt; this needs the admin key")
+        if self.attempt is not None or self.project is not None or "admin" not in self.opens:
+            raise ForbiddenError(f"this needs an admin key of the whole store; {self.name} is not one")
 
     def require_attempts(self, spans: Iterable[Span]) -> None:
-        """ForbiddenError if a span belongs to an attempt that the caller may not touch."""
-        if self.attempt is None:
-            return
+        """ForbiddenError if a span belongs to an attempt that the caller may not touch, or holds a reward that it may
+        not give."""
         for span in spans:
-            if (span.rollout_id, span.attempt_id) != self.attempt:
+            if self.attempt is not None and (span.rollout_id, span.attempt_id) != self.attempt:
                 raise ForbiddenError(
                     f"this key is for attempt {self.attempt[1]} of rollout {self.attempt[0]}; span {span.span_id} "
                     f"names attempt {span.attempt_id} of rollout {span.rollout_id}"
                 )
+            if not self.rewards and (span.name == REWARD or any(name.startswith(_REWARDS) for name in span.attributes)):
+                raise ForbiddenError(
+                    f"span {span.span_id} holds a reward, which an agent's own key cannot give; use a grader's key, or "
+                    "one issued for the attempt with rewards=True"
+                )
+
+
+_REWARDS: Final = f"{REWARD}."
 
 
 class Access:
     """Reads a caller's scope from the headers. Without an `admin_key` every program of this machine is trusted, except
-    that an attempt's key keeps its narrow scope, and that another site's page in a browser of this machine is not."""
+    that an issued or an attempt's key keeps its narrow scope, and that another site's page in a browser of this machine
+    is not."""
 
     def __init__(self, store: LightningStore, admin_key: str | None) -> None:
         self._store = store
@@ -56,18 +115,79 @@ class Access:
         the caller is not of this machine."""
         key = headers.get("authorization", "").removeprefix("Bearer ").strip() or headers.get("x-api-key", "")
         if self._admin_key is not None and hmac.compare_digest(key.encode(), self._admin_key.encode()):
-            return Scope()
-        attempt = await self._store.verify_api_key(key) if key else None
-        if attempt is not None:
-            return Scope(attempt)
+            return Scope("the admin key")
+        credential = await self._store.perform(calls.FindKey(api_key=key)) if key else None
+        if credential is not None:
+            return Scope.of(credential)
         if self._admin_key is None:
             _require_local(headers)
             return Scope()
         raise UnauthenticatedError(
-            "the key is not valid here; send the server's admin key as `Authorization: Bearer …`"
+            "the key is not valid here; send one of this server's keys as `Authorization: Bearer …`"
             if key
-            else "this server needs its admin key; send it as `Authorization: Bearer …`"
+            else "this server needs a key; send it as `Authorization: Bearer …`"
         )
+
+    async def confine(self, scope: Scope, call: C) -> C:
+        """The call as this caller may make it: within its project, and under its name. ForbiddenError if it reaches
+        outside."""
+        if isinstance(call, calls.AddSpans):
+            scope.require_attempts(call.spans)
+        if isinstance(call, AdminCall):
+            call = msgspec.structs.replace(call, actor=scope.name)
+        if scope.project is None:
+            return call
+        if "project" in call.__struct_fields__:
+            _check_project(scope, getattr(call, "project", None))
+            call = msgspec.structs.replace(call, project=scope.project)
+        match call:
+            case calls.EnqueueRollouts():
+                requests = [await self._confined(scope, request) for request in call.requests]
+                call = msgspec.structs.replace(call, requests=requests)
+            case calls.StartRollout():
+                call = msgspec.structs.replace(call, request=await self._confined(scope, call.request))
+            case calls.AddSpans():
+                for rollout_id in {span.rollout_id for span in call.spans}:
+                    _check_project(scope, await self._project_of("rollout_id", rollout_id))
+            case calls.WaitForRollouts():
+                for rollout_id in call.rollout_ids:
+                    _check_project(scope, await self._project_of("rollout_id", rollout_id))
+            case _:
+                pass
+        await self._check_named(scope, call)
+        return call
+
+    async def _confined(self, scope: Scope, request: EnqueueRolloutRequest) -> EnqueueRolloutRequest:
+        _check_project(scope, request.project)
+        await self._check_named(scope, request)
+        return msgspec.structs.replace(request, project=scope.project)
+
+    async def _check_named(self, scope: Scope, one: msgspec.Struct) -> None:
+        """ForbiddenError if an id in a call is that of something in another project."""
+        for field in ("rollout_id", "run_id", "group_id", "resources_id", "parent_id"):
+            value = getattr(one, field, None)
+            if value is not None:
+                _check_project(scope, await self._project_of(field, value))
+
+    async def _project_of(self, field: str, value: str) -> str | None:
+        """The project of what an id names; None if it names nothing yet."""
+        match field:
+            case "rollout_id":
+                found = await self._store.get_rollout_by_id(value)
+            case "run_id":
+                found = next((run for run in await self._store.query_runs() if run.run_id == value), None)
+            case "group_id":
+                group = await self._store.get_group(value)
+                return None if group is None or group.run_id is None else await self._project_of("run_id", group.run_id)
+            case _:
+                found = await self._store.get_resources_by_id(value)
+        return None if found is None else found.project
+
+
+def _check_project(scope: Scope, project: str | None) -> None:
+    if project is not None and project != scope.project:
+        # Said as of something that does not exist: which ids other projects use is not this caller's business.
+        raise NotFoundError(f"there is no such thing in project {scope.project}, the only one this key reaches")
 
 
 def is_loopback(host: str | None) -> bool:

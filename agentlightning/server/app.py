@@ -28,9 +28,10 @@ from agentlightning.errors import (
 from agentlightning.gateway.app import Gateway
 from agentlightning.server.access import Access, UnauthenticatedError
 from agentlightning.server.models import ModelRoutes
+from agentlightning.server.otlp import OtlpRoutes
 from agentlightning.server.rest import StoreRoutes, TooLargeError
 from agentlightning.store.base import LightningStore
-from agentlightning.store.requests import ErrorBody, ErrorReply
+from agentlightning.store.calls import ErrorBody, ErrorReply
 
 BODY_LIMIT: Final = 64 * 1024 * 1024  # bytes
 
@@ -73,6 +74,7 @@ def create_app(
         stop_waiting = rest.stop_waiting
         models = [] if gateway is None else ModelRoutes(gateway.models, access).routes()
         routes.append(Mount("/api/v1", routes=[*rest.routes(), *models]))
+        routes.extend(OtlpRoutes(store, access, body_limit).routes())
     if gateway is not None:
         routes.extend(gateway.routes())
     app = Starlette(

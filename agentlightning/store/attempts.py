@@ -6,14 +6,14 @@ This module does not know threads, event loops or HTTP.
 from __future__ import annotations
 
 import math
-import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
-from agentlightning.errors import ConflictError, NotFoundError
-from agentlightning.store import codec, lifecycle
+from agentlightning.errors import ConflictError, InvalidError, NotFoundError
+from agentlightning.store import calls, codec, keys, lifecycle
+from agentlightning.store.database import Connection
 from agentlightning.store.lifecycle import Standing
 from agentlightning.store.rollouts import (
     ROLLOUT_COLUMNS,
@@ -27,8 +27,6 @@ from agentlightning.store.transaction import Transaction
 from agentlightning.types import (
     Attempt,
     AttemptedRollout,
-    AttemptStatus,
-    EnqueueRolloutRequest,
     Heartbeat,
     Lease,
     Rollout,
@@ -37,6 +35,10 @@ from agentlightning.types import (
 
 _ATTEMPT: Final = (
     "rollout_id, attempt_id, sequence_id, start_time, end_time, status, worker_id, last_heartbeat_time, metadata"
+)
+_INSERT: Final = (
+    f"INSERT INTO attempts ({_ATTEMPT}, last_activity, lease_expires, check_time, span_sequence) "
+    f"VALUES ({'?, ' * 12}0) RETURNING number"
 )
 _STANDING: Final = """
 SELECT a.number, r.rollout_id, a.attempt_id, r.status, a.status, a.sequence_id, r.attempts, r.config, a.start_time,
@@ -79,9 +81,10 @@ def _standing(row: Sequence[Any]) -> tuple[int, Standing]:
     )
 
 
-def load_standing(connection: sqlite3.Connection, rollout_id: str, attempt_id: str) -> tuple[int, Standing]:
-    """An attempt's number in the store and its standing; NotFoundError if the rollout has no such attempt."""
-    row = connection.execute(_STANDING + "WHERE a.attempt_id = ?", (attempt_id,)).fetchone()
+def load_standing(connection: Connection, rollout_id: str, attempt_id: str) -> tuple[int, Standing]:
+    """An attempt's number in the store and its standing, which nobody else changes before the commit; NotFoundError
+    if the rollout has no such attempt."""
+    row = connection.execute(_STANDING + "WHERE a.attempt_id = ?" + connection.for_update, (attempt_id,)).fetchone()
     if row is None or row[1] != rollout_id:
         raise NotFoundError(f"there is no attempt {attempt_id!r} of a rollout {rollout_id!r}")
     return _standing(row)
@@ -116,31 +119,29 @@ def _watch(tx: Transaction, number: int, standing: Standing) -> None:
     or a span need not touch this."""
     check_time = lifecycle.deadline(standing)
     tx.connection.execute("UPDATE attempts SET check_time = ? WHERE number = ?", (check_time, number))
-    tx.changes.deadline = min(tx.changes.deadline, check_time)
+    tx.changes.set_deadline(check_time)
 
 
-def update_rollout(
-    tx: Transaction, rollout_id: str, status: RolloutStatus | None, metadata: Mapping[str, Any] | None
-) -> Rollout:
+def update_rollout(tx: Transaction, call: calls.UpdateRollout) -> Rollout:
     """Change the status by hand, where the lifecycle allows it, and replace the metadata."""
-    current = require_rollout(tx.connection, rollout_id).status
-    if status is not None and status != current:
-        lifecycle.check_settable(rollout_id, current, status)
-        _decide(tx, rollout_id, status)
-    if metadata is not None:
-        text = codec.to_json(metadata, "the metadata of the rollout")
-        tx.connection.execute("UPDATE rollouts SET metadata = ? WHERE rollout_id = ?", (text, rollout_id))
-        tx.changes.touched.append(rollout_id)
-    return require_rollout(tx.connection, rollout_id)
+    current = require_rollout(tx.connection, call.rollout_id, tx.connection.for_update).status
+    if call.status is not None and call.status != current:
+        lifecycle.check_settable(call.rollout_id, current, call.status)
+        _decide(tx, call.rollout_id, call.status)
+    if call.metadata is not None:
+        text = codec.to_json(call.metadata, "the metadata of the rollout")
+        tx.connection.execute("UPDATE rollouts SET metadata = ? WHERE rollout_id = ?", (text, call.rollout_id))
+        tx.changes.touched.append(call.rollout_id)
+    return require_rollout(tx.connection, call.rollout_id)
 
 
-def cancel_rollout(tx: Transaction, rollout_id: str) -> Rollout:
+def cancel_rollout(tx: Transaction, call: calls.CancelRollout) -> Rollout:
     """Cancel a rollout and whatever attempts of it are active; a cancelled one stays as it is."""
-    current = require_rollout(tx.connection, rollout_id).status
+    current = require_rollout(tx.connection, call.rollout_id, tx.connection.for_update).status
     if current != "cancelled":
-        lifecycle.check_rollout_move(rollout_id, current, "cancelled")
-        _decide(tx, rollout_id, "cancelled")
-    return require_rollout(tx.connection, rollout_id)
+        lifecycle.check_rollout_move(call.rollout_id, current, "cancelled")
+        _decide(tx, call.rollout_id, "cancelled")
+    return require_rollout(tx.connection, call.rollout_id)
 
 
 def _decide(tx: Transaction, rollout_id: str, status: RolloutStatus) -> None:
@@ -156,57 +157,76 @@ def _decide(tx: Transaction, rollout_id: str, status: RolloutStatus) -> None:
 # --- attempts ----------------------------------------------------------------------------------------------------
 
 
-def lease(tx: Transaction, limit: int, worker_id: str | None) -> list[AttemptedRollout]:
-    """Start an attempt on each of the oldest queued rollouts."""
+def lease(tx: Transaction, call: calls.LeaseRollouts) -> list[AttemptedRollout]:
+    """Start an attempt on each of the foremost queued rollouts."""
+    touch_worker(tx, call.worker_id)
+    if call.lease_id is not None:
+        codec.check_id(call.lease_id, "lease_id")
+        earlier = _leased(tx, f"{call.lease_id}.0")
+        if earlier is not None:
+            rest = (_leased(tx, f"{call.lease_id}.{index}") for index in range(1, call.limit))
+            return [earlier, *(rollout for rollout in rest if rollout is not None)]
+    of_project, values = ("", ()) if call.project is None else ("AND project = ? ", (call.project,))
     rows = tx.connection.execute(
-        f"SELECT {ROLLOUT_COLUMNS} FROM rollouts WHERE status IN {_QUEUED} ORDER BY number LIMIT ?", (limit,)
+        f"SELECT {ROLLOUT_COLUMNS} FROM rollouts WHERE status IN {_QUEUED} {of_project}"
+        f"ORDER BY priority DESC, number LIMIT ?{tx.connection.skip_locked}",
+        (*values, call.limit),
     ).fetchall()
-    return [_start(tx, rollout_from_row(row), worker_id) for row in rows]
+    names = (None if call.lease_id is None else f"{call.lease_id}.{index}" for index in range(len(rows)))
+    return [_start(tx, rollout_from_row(row), call.worker_id, name) for row, name in zip(rows, names, strict=True)]
 
 
-def start_rollout(tx: Transaction, request: EnqueueRolloutRequest, worker_id: str | None) -> AttemptedRollout:
+def start_rollout(tx: Transaction, call: calls.StartRollout) -> AttemptedRollout:
     """Create a rollout and start its first attempt."""
-    return _start(tx, create_rollout(tx, request, "queuing"), worker_id)
+    touch_worker(tx, call.worker_id)
+    earlier = None if call.attempt_id is None else _leased(tx, call.attempt_id)
+    if earlier is not None:
+        return earlier
+    return _start(tx, create_rollout(tx, call.request, queued=False), call.worker_id, call.attempt_id)
 
 
-def start_attempt(tx: Transaction, rollout_id: str, worker_id: str | None) -> AttemptedRollout:
+def start_attempt(tx: Transaction, call: calls.StartAttempt) -> AttemptedRollout:
     """Start a further attempt, which from now on is the one that moves the rollout."""
-    return _start(tx, require_rollout(tx.connection, rollout_id), worker_id)
+    touch_worker(tx, call.worker_id)
+    earlier = None if call.attempt_id is None else _leased(tx, call.attempt_id)
+    if earlier is not None and earlier.rollout_id == call.rollout_id:
+        return earlier
+    rollout = require_rollout(tx.connection, call.rollout_id, tx.connection.for_update)
+    return _start(tx, rollout, call.worker_id, call.attempt_id)
 
 
-def _start(tx: Transaction, rollout: Rollout, worker_id: str | None) -> AttemptedRollout:
+def _leased(tx: Transaction, attempt_id: str) -> AttemptedRollout | None:
+    """An attempt handed out before under this id, for a caller that did not hear of it."""
+    row = tx.connection.execute(
+        f"SELECT {_ATTEMPT}, number, lease_expires FROM attempts WHERE attempt_id = ?", (attempt_id,)
+    ).fetchone()
+    if row is None:
+        return None
+    rollout = require_rollout(tx.connection, row[0])
+    return _handed_out(tx, rollout, attempt_from_row(row), Lease(token=row[-2], expires=row[-1]))
+
+
+def _handed_out(tx: Transaction, rollout: Rollout, attempt: Attempt, lease: Lease) -> AttemptedRollout:
+    api_key = keys.sign(tx.secret, rollout.rollout_id, attempt.attempt_id)
+    return AttemptedRollout(**msgspec.structs.asdict(rollout), attempt=attempt, lease=lease, api_key=api_key)
+
+
+def _start(tx: Transaction, rollout: Rollout, worker_id: str | None, attempt_id: str | None) -> AttemptedRollout:
     lifecycle.check_rollout_move(rollout.rollout_id, rollout.status, "preparing")
-    attempt_id = codec.new_id("at")
+    attempt_id = codec.new_id("at") if attempt_id is None else codec.check_id(attempt_id, "attempt_id")
     (sequence_id,) = tx.connection.execute(
         "UPDATE rollouts SET status = 'preparing', attempts = attempts + 1 WHERE rollout_id = ? RETURNING attempts",
         (rollout.rollout_id,),
     ).fetchone()
-    standing = Standing(
-        rollout_id=rollout.rollout_id,
-        attempt_id=attempt_id,
-        rollout_status="preparing",
-        attempt_status="preparing",
-        sequence_id=sequence_id,
-        attempts=sequence_id,
-        config=rollout.config,
-        start_time=tx.now,
-        last_activity=tx.now,
-        lease_expires=tx.now + tx.lease_seconds,
-    )
-    check_time = lifecycle.deadline(standing)
+    lease_expires = tx.now + tx.lease_seconds
+    check_time = lifecycle.first_deadline(rollout.config, tx.now, lease_expires)
     row = (rollout.rollout_id, attempt_id, sequence_id, tx.now, None, "preparing", worker_id, None, "{}")
-    (number,) = tx.connection.execute(
-        f"INSERT INTO attempts ({_ATTEMPT}, last_activity, lease_expires, check_time, span_sequence) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0) RETURNING number",
-        (*row, tx.now, standing.lease_expires, check_time),
-    ).fetchone()
-    tx.changes.deadline = min(tx.changes.deadline, check_time)
+    (number,) = tx.connection.execute(_INSERT, (*row, tx.now, lease_expires, check_time)).fetchone()
+    tx.changes.set_deadline(check_time)
     tx.changes.touched.append(rollout.rollout_id)
-    fields = msgspec.structs.asdict(msgspec.structs.replace(rollout, status="preparing"))
     # Attempts are numbered as they are started and no number is used twice: that makes it a fencing token.
-    return AttemptedRollout(
-        **fields, attempt=attempt_from_row(row), lease=Lease(token=number, expires=standing.lease_expires)
-    )
+    lease = Lease(token=number, expires=lease_expires)
+    return _handed_out(tx, msgspec.structs.replace(rollout, status="preparing"), attempt_from_row(row), lease)
 
 
 def withdraw(tx: Transaction, leased: Sequence[AttemptedRollout]) -> None:
@@ -220,47 +240,40 @@ def withdraw(tx: Transaction, leased: Sequence[AttemptedRollout]) -> None:
         set_status(tx, rollout.rollout_id, "queuing" if standing.sequence_id == 1 else "requeuing")
 
 
-def query_attempts(connection: sqlite3.Connection, rollout_id: str) -> list[Attempt]:
+def query_attempts(connection: Connection, call: calls.QueryAttempts) -> list[Attempt]:
     rows = connection.execute(
-        f"SELECT {_ATTEMPT} FROM attempts WHERE rollout_id = ? ORDER BY sequence_id", (rollout_id,)
+        f"SELECT {_ATTEMPT} FROM attempts WHERE rollout_id = ? ORDER BY sequence_id", (call.rollout_id,)
     ).fetchall()
     if not rows:
-        require_rollout(connection, rollout_id)
+        require_rollout(connection, call.rollout_id)
     return [attempt_from_row(row) for row in rows]
 
 
-def latest_attempt_row(connection: sqlite3.Connection, rollout_id: str) -> tuple[Any, ...] | None:
+def latest_attempt_row(connection: Connection, rollout_id: str) -> tuple[Any, ...] | None:
     return connection.execute(
         f"SELECT {_ATTEMPT} FROM attempts WHERE rollout_id = ? ORDER BY sequence_id DESC LIMIT 1", (rollout_id,)
     ).fetchone()
 
 
-def update_attempt(
-    tx: Transaction,
-    rollout_id: str,
-    attempt_id: str,
-    status: AttemptStatus | None,
-    metadata: Mapping[str, Any] | None,
-    token: int | None,
-) -> Attempt:
+def update_attempt(tx: Transaction, call: calls.UpdateAttempt) -> Attempt:
     """Move an attempt, its rollout following, and replace its metadata."""
-    number, before = load_standing(tx.connection, rollout_id, attempt_id)
-    _check_token(before, number, token)
-    if status is not None:
-        save_standing(tx, number, before, lifecycle.update(before, status, tx.now, tx.lease_seconds))
-    if metadata is not None:
-        text = codec.to_json(metadata, "the metadata of the attempt")
+    number, before = load_standing(tx.connection, call.rollout_id, call.attempt_id)
+    _check_token(before, number, call.lease)
+    if call.status is not None:
+        save_standing(tx, number, before, lifecycle.update(before, call.status, tx.now, tx.lease_seconds))
+    if call.metadata is not None:
+        text = codec.to_json(call.metadata, "the metadata of the attempt")
         tx.connection.execute("UPDATE attempts SET metadata = ? WHERE number = ?", (text, number))
-        tx.changes.touched.append(rollout_id)
+        tx.changes.touched.append(call.rollout_id)
     return attempt_from_row(
         tx.connection.execute(f"SELECT {_ATTEMPT} FROM attempts WHERE number = ?", (number,)).fetchone()
     )
 
 
-def heartbeat(tx: Transaction, rollout_id: str, attempt_id: str, token: int) -> Heartbeat:
+def heartbeat(tx: Transaction, call: calls.BeatHeart) -> Heartbeat:
     """Extend the lease of an active attempt; say how any other stands."""
-    number, before = load_standing(tx.connection, rollout_id, attempt_id)
-    _check_token(before, number, token)
+    number, before = load_standing(tx.connection, call.rollout_id, call.attempt_id)
+    _check_token(before, number, call.lease)
     after = lifecycle.beat(before, tx.now, tx.lease_seconds)
     save_standing(tx, number, before, after)
     tx.connection.execute(
@@ -287,7 +300,9 @@ def expire(tx: Transaction, limit: int = 500) -> int:
     """End attempts whose clock ran out, up to `limit`, and return how many ended. `changes.deadline` becomes the
     time of the next look."""
     rows = tx.connection.execute(
-        _STANDING + f"WHERE a.status IN {_ACTIVE} AND a.check_time <= ? ORDER BY a.check_time LIMIT ?", (tx.now, limit)
+        _STANDING
+        + f"WHERE a.status IN {_ACTIVE} AND a.check_time <= ? ORDER BY a.check_time LIMIT ?{tx.connection.skip_locked}",
+        (tx.now, limit),
     ).fetchall()
     ended = 0
     for number, before in map(_standing, rows):
@@ -303,9 +318,26 @@ def expire(tx: Transaction, limit: int = 500) -> int:
 
 
 def grant_grace(tx: Transaction) -> None:
-    """While the store was closed nobody could be heard: leases and silence count from now at the earliest."""
+    """Nobody could be heard while the store was closed: leases and silence count from now, also where the clock has
+    been set back since."""
     tx.connection.execute(
-        f"UPDATE attempts SET lease_expires = MAX(lease_expires, ?), last_activity = MAX(last_activity, ?) "
-        f"WHERE status IN {_ACTIVE}",
-        (tx.now + tx.lease_seconds, tx.now),
+        f"UPDATE attempts SET lease_expires = ?, last_activity = ?, check_time = ? WHERE status IN {_ACTIVE}",
+        (tx.now + tx.lease_seconds, tx.now, tx.now),
+    )
+
+
+# --- workers -----------------------------------------------------------------------------------------------------
+
+
+def touch_worker(tx: Transaction, worker_id: str | None, stats: str | None = None) -> None:
+    """Note that a worker, if it has a name, is alive, and what it reports of itself in JSON (None: as before)."""
+    if worker_id is None:
+        return
+    if not worker_id:
+        raise InvalidError("worker_id is empty; give each worker a name of its own, or None")
+    reported = "" if stats is None else ", heartbeat_stats = excluded.heartbeat_stats"
+    tx.connection.execute(
+        "INSERT INTO workers (worker_id, last_heartbeat_time, heartbeat_stats) VALUES (?, ?, ?) "
+        f"ON CONFLICT (worker_id) DO UPDATE SET last_heartbeat_time = excluded.last_heartbeat_time{reported}",
+        (worker_id, tx.now, stats or "{}"),
     )

@@ -1,33 +1,69 @@
-"""One SQLite connection behind one thread, with group commit.
+"""One database connection behind one thread, with group commit.
 
 Operations handed over while a transaction is being written share the next one, and so one fsync; each runs in a
-savepoint, so that one that fails is undone alone. A caller gets its answer only after the commit. This module does
-not know what the operations do.
+savepoint, so that one that fails is undone alone. A caller gets its answer only after the commit. This module knows
+transactions, and what a connection must offer; it does not know what the operations do, nor which database it is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import queue
-import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar
 
 from agentlightning.errors import ConfigError, InvalidError, UnavailableError
 
 T = TypeVar("T")
-Operation = Callable[[sqlite3.Connection], T]
+Dialect: TypeAlias = Literal["sqlite", "postgres"]
+Trouble: TypeAlias = Literal["again", "invalid", "unavailable"]
+"""What an error of a database means: the same transaction may succeed when tried again (a deadlock); the values cannot
+be stored; the database cannot be written or reached."""
 
-_LARGEST_BATCH: Final = 256
+_TRIES: Final = 5
+
+
+class Cursor(Protocol):
+    @property
+    def rowcount(self) -> int: ...
+    def fetchone(self) -> Any: ...
+    def fetchall(self) -> list[Any]: ...
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class Connection(Protocol):
+    """A connection as operations see it. SQL has `?` for parameters in every dialect, and no other `?` or `%`.
+
+    `for_update` and `skip_locked` are to be appended to a SELECT whose rows will be changed; both are empty where one
+    writer has the database for itself."""
+
+    dialect: Dialect
+    for_update: str
+    skip_locked: str
+
+    @property
+    def in_transaction(self) -> bool: ...
+    def execute(self, sql: str, parameters: Sequence[Any] = ..., /) -> Cursor: ...
+    def close(self) -> None: ...
+    def trouble(self, error: Exception) -> Trouble | None:
+        """What `error` means if it came from the database, else None."""
+        ...
+
+    def revive(self) -> None:
+        """Connect again if the connection was lost. Raises what `trouble` calls unavailable."""
+        ...
+
+
+Operation: TypeAlias = Callable[[Connection], T]
 
 
 @dataclass(frozen=True)
 class _Job:
     operation: Operation[Any]
     future: asyncio.Future[Any]
-    committed: Callable[[], None] | None
+    notes: Any
 
 
 @dataclass(frozen=True)
@@ -38,32 +74,38 @@ class _Outcome:
     result: Any = None
     error: Exception | None = None
 
-    def deliver(self) -> None:
-        if self.error is None and self.job.committed is not None:
-            self.job.committed()
-        if self.job.future.done():
-            return  # the caller was cancelled and no longer waits
-        if self.error is None:
-            self.job.future.set_result(self.result)
-        else:
-            self.job.future.set_exception(self.error)
-
 
 class DatabaseThread:
-    """Runs operations on one connection, in the order they were handed over, away from the event loop."""
+    """Runs operations on one connection, in the order they were handed over, away from the event loop.
 
-    def __init__(self, connection: sqlite3.Connection, name: str, *, begin: str = "BEGIN IMMEDIATE") -> None:
+    Threads that are given the same `jobs` share the work. `settle` is called at the end of each transaction, inside it,
+    with the notes of the operations that succeeded; `committed` on the event loop after the commit, with what `settle`
+    returned, before anybody gets an answer."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        name: str,
+        *,
+        begin: str = "BEGIN",
+        largest_batch: int = 256,
+        jobs: queue.SimpleQueue[_Job | None] | None = None,
+        settle: Callable[[Connection, list[Any]], Any] = lambda connection, notes: None,
+        committed: Callable[[Any], None] = lambda settled: None,
+    ) -> None:
         self._connection = connection
         self._begin = begin
+        self._settle = settle
+        self._committed = committed
         self._loop = asyncio.get_running_loop()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._largest_batch = largest_batch
+        self._jobs = queue.SimpleQueue[_Job | None]() if jobs is None else jobs
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, operation: Operation[T], committed: Callable[[], None] | None = None) -> asyncio.Future[T]:
-        """Hand an operation over; the future is resolved after its transaction is committed. `committed` is called on
-        the event loop just before, also when the caller no longer waits."""
+    def submit(self, operation: Operation[T], notes: Any = None) -> asyncio.Future[T]:
+        """Hand an operation over; the future is resolved after its transaction is committed."""
         if self._closed:
             raise UnavailableError("the store is closed")
         if asyncio.get_running_loop() is not self._loop:
@@ -72,7 +114,7 @@ class DatabaseThread:
                 "LightningStoreClient on its server"
             )
         future: asyncio.Future[T] = self._loop.create_future()
-        self._jobs.put(_Job(operation, future, committed))
+        self._jobs.put(_Job(operation, future, notes))
         return future
 
     async def close(self) -> None:
@@ -89,7 +131,7 @@ class DatabaseThread:
             job = self._jobs.get()
             while job is not None:
                 batch.append(job)
-                if len(batch) == _LARGEST_BATCH:
+                if len(batch) == self._largest_batch:
                     break
                 try:
                     job = self._jobs.get_nowait()
@@ -98,48 +140,95 @@ class DatabaseThread:
             else:
                 open_for_work = False
             if batch:
-                outcomes = self._transact(batch)
-                self._loop.call_soon_threadsafe(_deliver, outcomes)
+                self._transact(batch, _TRIES)
         self._connection.close()
 
-    def _transact(self, batch: list[_Job]) -> list[_Outcome]:
-        """Run a batch as one transaction. If the database loses the transaction, the whole batch fails."""
+    def _transact(self, batch: list[_Job], tries: int) -> None:
+        """Run a batch as one transaction and deliver its outcomes. If the database loses it to a deadlock, its jobs
+        are tried again one by one; for any other reason the whole batch fails."""
         outcomes: list[_Outcome] = []
+        settled = None
         try:
+            self._connection.revive()
             self._connection.execute(self._begin)
-            for job in batch:
-                outcomes.append(self._run(job))
+            if len(batch) == 1:
+                outcomes.append(_Outcome(batch[0], batch[0].operation(self._connection)))
+            else:
+                for job in batch:
+                    outcomes.append(self._run_apart(job))
+            notes = [one.job.notes for one in outcomes if one.error is None and one.job.notes is not None]
+            settled = self._settle(self._connection, notes)
             self._connection.execute("COMMIT")
-        except sqlite3.Error as error:
+        except Exception as error:  # noqa: BLE001 - every caller of the batch gets it
+            self._roll_back()
+            trouble = self._connection.trouble(error)
+            if trouble == "again" and tries > 1:
+                for job in batch:
+                    self._transact([job], tries - 1)
+                return
+            fault = _typed(trouble, error)
+            outcomes = [_Outcome(job, error=fault) for job in batch]
+        self._loop.call_soon_threadsafe(self._deliver, outcomes, settled)
+
+    def _roll_back(self) -> None:
+        try:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
-            return [_Outcome(job, error=_unavailable(error)) for job in batch]
-        return outcomes
+        except Exception as error:
+            if self._connection.trouble(error) is None:
+                raise
 
-    def _run(self, job: _Job) -> _Outcome:
+    def _run_apart(self, job: _Job) -> _Outcome:
+        """Run a job so that it can fail without the others of its batch."""
         execute = self._connection.execute
         execute("SAVEPOINT operation")
         try:
             outcome = _Outcome(job, job.operation(self._connection))
-            execute("RELEASE operation")
+            execute("RELEASE SAVEPOINT operation")
             return outcome
-        except sqlite3.Error as error:
-            if not self._connection.in_transaction:
+        except Exception as error:
+            trouble = self._connection.trouble(error)
+            if trouble == "again" or (trouble is not None and not self._connection.in_transaction):
                 raise
-            outcome = _Outcome(job, error=_unavailable(error))
-        except OverflowError as error:
-            outcome = _Outcome(job, error=InvalidError(f"a number does not fit 64 bits: {error}"))
-        except Exception as error:  # noqa: BLE001 - delivered to the caller, who raises it
-            outcome = _Outcome(job, error=error)
-        execute("ROLLBACK TO operation")
-        execute("RELEASE operation")
+            outcome = _Outcome(job, error=_typed(trouble, error))
+        execute("ROLLBACK TO SAVEPOINT operation")
+        execute("RELEASE SAVEPOINT operation")
         return outcome
 
+    def _deliver(self, outcomes: list[_Outcome], settled: Any) -> None:
+        if settled is not None:
+            self._committed(settled)
+        for outcome in outcomes:
+            if outcome.job.future.done():
+                continue  # the caller was cancelled and no longer waits
+            if outcome.error is None:
+                outcome.job.future.set_result(outcome.result)
+            else:
+                outcome.job.future.set_exception(outcome.error)
 
-def _unavailable(error: sqlite3.Error) -> UnavailableError:
+
+def _typed(trouble: Trouble | None, error: Exception) -> Exception:
+    if isinstance(error, OverflowError):
+        return InvalidError(f"a number does not fit 64 bits: {error}")
+    if trouble is None:
+        return error
+    if trouble == "invalid":
+        return InvalidError(f"the database cannot hold this: {error}")
     return UnavailableError(f"the store could not be written: {error}; nothing of this call was stored")
 
 
-def _deliver(outcomes: list[_Outcome]) -> None:
-    for outcome in outcomes:
-        outcome.deliver()
+class Readers:
+    """Several threads that read, each on a connection of its own, so that a slow query holds up nobody."""
+
+    def __init__(self, connections: Sequence[Connection]) -> None:
+        jobs = queue.SimpleQueue[Any]()
+        self._threads = [
+            DatabaseThread(connection, f"agl-store-reader-{number}", largest_batch=1, jobs=jobs)
+            for number, connection in enumerate(connections)
+        ]
+
+    def submit(self, operation: Operation[T]) -> asyncio.Future[T]:
+        return self._threads[0].submit(operation)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(thread.close() for thread in self._threads))

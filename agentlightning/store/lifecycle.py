@@ -6,6 +6,7 @@ not know SQL, HTTP or what time it is: `now` is always an argument, in seconds s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
@@ -186,6 +187,12 @@ def beat(standing: Standing, now: float, lease_seconds: float) -> Standing:
 def deadline(standing: Standing) -> float:
     """When the first of the three clocks of an active attempt runs out."""
     return min(when for when, _ in _clocks(standing))
+
+
+def first_deadline(config: RolloutConfig, now: float, lease_expires: float) -> float:
+    """When the first clock runs out of an attempt that starts now."""
+    limits = (config.timeout_seconds or math.inf, config.unresponsive_seconds or math.inf)
+    return min(lease_expires, *(now + limit for limit in limits))
 
 
 def expire(standing: Standing, now: float) -> Standing:

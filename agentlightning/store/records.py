@@ -1,141 +1,82 @@
-"""Spans, resources, runs, metrics and workers as rows.
+"""Resources, runs, metrics, checkpoints and workers as rows.
 
-Every writing function takes a `Transaction`. This module does not know threads, event loops or HTTP.
+A function that writes takes a `Transaction`. This module does not know threads, event loops or HTTP.
 """
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
-from agentlightning.store import codec, lifecycle
-from agentlightning.store.attempts import load_standing, save_standing
-from agentlightning.store.codec import SpanColumns
-from agentlightning.store.rollouts import require, require_rollout
+from agentlightning.store import calls, codec, lifecycle
+from agentlightning.store.attempts import touch_worker
+from agentlightning.store.database import Connection
+from agentlightning.store.rollouts import project_of, require
 from agentlightning.store.transaction import Transaction
-from agentlightning.types import (
-    Metrics,
-    NamedResources,
-    ResourcesUpdate,
-    Run,
-    RunStatus,
-    Span,
-    Worker,
-)
-
-_SPAN: Final = ", ".join(SpanColumns._fields)
-_INSERT_SPAN: Final = (
-    f"INSERT INTO spans (attempt, {_SPAN}) VALUES (?{', ?' * len(SpanColumns._fields)}) "
-    "ON CONFLICT (attempt, span_id) DO NOTHING"
-)
-
-
-# --- spans -------------------------------------------------------------------------------------------------------
-
-
-def add_spans(tx: Transaction, spans: Sequence[Span], columns: Sequence[SpanColumns]) -> list[Span]:
-    """Store spans with the columns they were written into, all or none; return them as they are stored."""
-    by_attempt: dict[tuple[str, str], list[int]] = {}
-    for index, span in enumerate(spans):
-        by_attempt.setdefault((span.rollout_id, span.attempt_id), []).append(index)
-    stored = list(spans)
-    for (rollout_id, attempt_id), indices in by_attempt.items():
-        number, before = load_standing(tx.connection, rollout_id, attempt_id)
-        (highest,) = tx.connection.execute("SELECT span_sequence FROM attempts WHERE number = ?", (number,)).fetchone()
-        for index in indices:
-            sequence_id = columns[index].sequence_id or highest + 1
-            row = columns[index]._replace(sequence_id=sequence_id)
-            if tx.connection.execute(_INSERT_SPAN, (number, *row)).rowcount == 0:
-                stored[index] = _stored_span(tx.connection, number, spans[index])
-                continue
-            highest = max(highest, sequence_id)
-            if spans[index].sequence_id != sequence_id:
-                stored[index] = msgspec.structs.replace(spans[index], sequence_id=sequence_id)
-        tx.connection.execute("UPDATE attempts SET span_sequence = ? WHERE number = ?", (highest, number))
-        save_standing(tx, number, before, lifecycle.hear(before, tx.now, tx.lease_seconds))
-    return stored
-
-
-def _stored_span(connection: sqlite3.Connection, number: int, span: Span) -> Span:
-    row = connection.execute(
-        f"SELECT {_SPAN} FROM spans WHERE attempt = ? AND span_id = ?", (number, span.span_id)
-    ).fetchone()
-    return codec.span_from_columns(span.rollout_id, span.attempt_id, row)
-
-
-def next_span_sequence(tx: Transaction, rollout_id: str, attempt_id: str) -> int:
-    number, _ = load_standing(tx.connection, rollout_id, attempt_id)
-    (sequence_id,) = tx.connection.execute(
-        "UPDATE attempts SET span_sequence = span_sequence + 1 WHERE number = ? RETURNING span_sequence", (number,)
-    ).fetchone()
-    return sequence_id
-
-
-def query_spans(connection: sqlite3.Connection, rollout_id: str, attempt_id: str | None) -> list[Span]:
-    """Spans of one attempt (`latest`: the last one) or of all, by start time, then sequence id."""
-    attempts: list[tuple[int, str]] = connection.execute(
-        "SELECT number, attempt_id FROM attempts WHERE rollout_id = ? ORDER BY sequence_id", (rollout_id,)
-    ).fetchall()
-    if not attempts:
-        require_rollout(connection, rollout_id)
-    if attempt_id == "latest":
-        attempts = attempts[-1:]
-    elif attempt_id is not None:
-        attempts = [attempt for attempt in attempts if attempt[1] == attempt_id]
-        if not attempts:
-            raise NotFoundError(f"there is no attempt {attempt_id!r} of a rollout {rollout_id!r}")
-    spans = [
-        codec.span_from_columns(rollout_id, name, row)
-        for number, name in attempts
-        for row in connection.execute(f"SELECT {_SPAN} FROM spans WHERE attempt = ?", (number,))
-    ]
-    return sorted(spans, key=lambda span: (span.start_time, span.sequence_id))
-
+from agentlightning.types import DEFAULT_PROJECT, Checkpoint, Metrics, NamedResources, ResourcesUpdate, Run, Worker
 
 # --- resources ---------------------------------------------------------------------------------------------------
 
-_RESOURCES: Final = "resources_id, resources, version, create_time, metadata"
+_RESOURCES: Final = "resources_id, resources, version, create_time, project, run_id, parent_id, metadata"
 
 
-def add_resources(
-    tx: Transaction, resources: NamedResources, metadata: Mapping[str, Any], resources_id: str | None
-) -> ResourcesUpdate:
+def add_resources(tx: Transaction, call: calls.AddResources) -> ResourcesUpdate:
     """Store a new version. An id of the caller's choice that is stored already must have the same content."""
-    text = codec.to_json(resources, "the resources")
-    if resources_id is not None:
-        codec.check_id(resources_id, "resources_id")
-        stored = _resources_row(tx.connection, resources_id)
+    text = codec.to_json(call.resources, "the resources")
+    if call.resources_id is not None:
+        codec.check_id(call.resources_id, "resources_id")
+        stored = _resources_row(tx.connection, call.resources_id)
         if stored is not None:
             if not codec.same_json(stored[1], text):
-                raise ConflictError(f"resources {resources_id} are stored with other content; versions are immutable")
+                raise ConflictError(
+                    f"resources {call.resources_id} are stored with other content; versions are immutable"
+                )
             return _resources(stored)
-    row = tx.connection.execute(
-        f"INSERT INTO resources ({_RESOURCES}) "
-        f"SELECT ?, ?, COALESCE(MAX(version), 0) + 1, ?, ? FROM resources RETURNING {_RESOURCES}",
-        (resources_id or codec.new_id("rs"), text, tx.now, codec.to_json(metadata, "the metadata of the resources")),
-    ).fetchone()
+    if call.parent_id is not None:
+        require(tx.connection, "resources", "resources_id", call.parent_id)
+    project = project_of(tx.connection, call.project, call.run_id)
+    (version,) = tx.connection.execute("SELECT COALESCE(MAX(version), 0) + 1 FROM resources").fetchone()
+    row = (
+        call.resources_id or codec.new_id("rs"),
+        text,
+        version,
+        tx.now,
+        project,
+        call.run_id,
+        call.parent_id,
+        codec.to_json(call.metadata or {}, "the metadata of the resources"),
+    )
+    tx.connection.execute(f"INSERT INTO resources ({_RESOURCES}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
     return _resources(row)
 
 
-def get_resources(connection: sqlite3.Connection, resources_id: str) -> ResourcesUpdate | None:
-    row = _resources_row(connection, resources_id)
+def get_resources(connection: Connection, call: calls.GetResources) -> ResourcesUpdate | None:
+    row = _resources_row(connection, call.resources_id)
     return None if row is None else _resources(row)
 
 
-def latest_resources(connection: sqlite3.Connection) -> ResourcesUpdate | None:
-    row = connection.execute(f"SELECT {_RESOURCES} FROM resources ORDER BY version DESC LIMIT 1").fetchone()
+def latest_resources(connection: Connection, call: calls.GetLatestResources) -> ResourcesUpdate | None:
+    of_project, values = _of_project(call.project)
+    row = connection.execute(
+        f"SELECT {_RESOURCES} FROM resources {of_project} ORDER BY version DESC LIMIT 1", values
+    ).fetchone()
     return None if row is None else _resources(row)
 
 
-def query_resources(connection: sqlite3.Connection) -> list[ResourcesUpdate]:
-    return [_resources(row) for row in connection.execute(f"SELECT {_RESOURCES} FROM resources ORDER BY version")]
+def query_resources(connection: Connection, call: calls.QueryResources) -> list[ResourcesUpdate]:
+    of_project, values = _of_project(call.project)
+    rows = connection.execute(f"SELECT {_RESOURCES} FROM resources {of_project} ORDER BY version", values)
+    return [_resources(row) for row in rows]
 
 
-def _resources_row(connection: sqlite3.Connection, resources_id: str) -> tuple[Any, ...] | None:
+def _of_project(project: str | None) -> tuple[str, tuple[str, ...]]:
+    return ("", ()) if project is None else ("WHERE project = ?", (project,))
+
+
+def _resources_row(connection: Connection, resources_id: str) -> tuple[Any, ...] | None:
     return connection.execute(f"SELECT {_RESOURCES} FROM resources WHERE resources_id = ?", (resources_id,)).fetchone()
 
 
@@ -145,48 +86,59 @@ def _resources(row: Sequence[Any]) -> ResourcesUpdate:
         resources=msgspec.json.decode(row[1], type=NamedResources),
         version=row[2],
         create_time=row[3],
-        metadata=codec.from_json(row[4]),
+        project=row[4],
+        run_id=row[5],
+        parent_id=row[6],
+        metadata=codec.from_json(row[7]),
     )
 
 
-# --- runs and metrics --------------------------------------------------------------------------------------------
+# --- runs --------------------------------------------------------------------------------------------------------
 
-_RUN: Final = "run_id, kind, status, start_time, end_time, policy_version, manifest"
+_RUN: Final = "run_id, kind, status, start_time, end_time, policy_version, manifest, project"
 
 
-def start_run(tx: Transaction, kind: str, manifest: Mapping[str, Any], run_id: str | None) -> Run:
+def start_run(tx: Transaction, call: calls.StartRun) -> Run:
     """Record a run, or set the stored one of that id back to running."""
-    name = codec.new_id("run") if run_id is None else codec.check_id(run_id, "run_id")
+    name = codec.new_id("run") if call.run_id is None else codec.check_id(call.run_id, "run_id")
+    manifest = codec.to_json(call.manifest, "the manifest of the run")
+    project = DEFAULT_PROJECT if call.project is None else codec.check_id(call.project, "project")
     row = tx.connection.execute(
-        f"INSERT INTO runs ({_RUN}) VALUES (?, ?, 'running', ?, NULL, 0, ?) "
+        f"INSERT INTO runs ({_RUN}) VALUES (?, ?, 'running', ?, NULL, 0, ?, ?) "
         f"ON CONFLICT (run_id) DO UPDATE SET status = 'running', end_time = NULL RETURNING {_RUN}",
-        (name, kind, tx.now, codec.to_json(manifest, "the manifest of the run")),
+        (name, call.kind, tx.now, manifest, project),
     ).fetchone()
-    if row[1] != kind:
-        raise ConflictError(f"run {name} is stored already, as a run of kind {row[1]!r}, not {kind!r}")
-    return _run(row)
+    run = _run(row)
+    if (run.kind, run.project) != (call.kind, project):
+        raise ConflictError(
+            f"run {name} is stored already, of kind {run.kind!r} in project {run.project}, not {call.kind!r} in "
+            f"{project}"
+        )
+    return run
 
 
-def update_run(tx: Transaction, run_id: str, status: RunStatus) -> Run:
+def update_run(tx: Transaction, call: calls.UpdateRun) -> Run:
     row = tx.connection.execute(
         f"UPDATE runs SET status = ?, end_time = ? WHERE run_id = ? RETURNING {_RUN}",
-        (status, None if status == "running" else tx.now, run_id),
+        (call.status, None if call.status == "running" else tx.now, call.run_id),
     ).fetchone()
     if row is None:
-        raise NotFoundError(f"there is no run {run_id!r}")
+        raise NotFoundError(f"there is no run {call.run_id!r}")
     return _run(row)
 
 
-def query_runs(connection: sqlite3.Connection) -> list[Run]:
-    return [_run(row) for row in connection.execute(f"SELECT {_RUN} FROM runs ORDER BY start_time, run_id")]
+def query_runs(connection: Connection, call: calls.QueryRuns) -> list[Run]:
+    of_project, values = _of_project(call.project)
+    rows = connection.execute(f"SELECT {_RUN} FROM runs {of_project} ORDER BY start_time, run_id", values)
+    return [_run(row) for row in rows]
 
 
-def next_policy_version(tx: Transaction, run_id: str) -> int:
+def next_policy_version(tx: Transaction, call: calls.NextPolicyVersion) -> int:
     row = tx.connection.execute(
-        "UPDATE runs SET policy_version = policy_version + 1 WHERE run_id = ? RETURNING policy_version", (run_id,)
+        "UPDATE runs SET policy_version = policy_version + 1 WHERE run_id = ? RETURNING policy_version", (call.run_id,)
     ).fetchone()
     if row is None:
-        raise NotFoundError(f"there is no run {run_id!r}")
+        raise NotFoundError(f"there is no run {call.run_id!r}")
     return row[0]
 
 
@@ -199,11 +151,13 @@ def _run(row: Sequence[Any]) -> Run:
         end_time=row[4],
         policy_version=row[5],
         manifest=codec.from_json(row[6]),
+        project=row[7],
     )
 
 
-def add_metrics(tx: Transaction, metrics: Metrics) -> None:
-    require(tx.connection, "runs", "run_id", metrics.run_id)
+def add_metrics(tx: Transaction, call: calls.AddMetrics) -> None:
+    metrics = call.metrics
+    _check_run(tx.connection, call.run_id, metrics.run_id)
     text = codec.to_json(metrics.values, f"metrics of step {metrics.step}")
     tx.connection.execute(
         "INSERT INTO metrics (run_id, step, time, measured) VALUES (?, ?, ?, ?) "
@@ -212,13 +166,49 @@ def add_metrics(tx: Transaction, metrics: Metrics) -> None:
     )
 
 
-def query_metrics(connection: sqlite3.Connection, run_id: str) -> list[Metrics]:
-    require(connection, "runs", "run_id", run_id)
-    rows = connection.execute("SELECT step, time, measured FROM metrics WHERE run_id = ? ORDER BY step", (run_id,))
+def query_metrics(connection: Connection, call: calls.QueryMetrics) -> list[Metrics]:
+    require(connection, "runs", "run_id", call.run_id)
+    rows = connection.execute("SELECT step, time, measured FROM metrics WHERE run_id = ? ORDER BY step", (call.run_id,))
     return [
-        Metrics(run_id=run_id, step=step, time=time, values=msgspec.json.decode(measured, type=dict[str, float]))
+        Metrics(run_id=call.run_id, step=step, time=time, values=msgspec.json.decode(measured, type=dict[str, float]))
         for step, time, measured in rows
     ]
+
+
+_CHECKPOINT: Final = "run_id, step, path, time, policy_version, metadata"
+
+
+def add_checkpoint(tx: Transaction, call: calls.AddCheckpoint) -> None:
+    one = call.checkpoint
+    _check_run(tx.connection, call.run_id, one.run_id)
+    tx.connection.execute(
+        f"INSERT INTO checkpoints ({_CHECKPOINT}) VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (run_id, step) DO UPDATE SET "
+        "path = excluded.path, time = excluded.time, policy_version = excluded.policy_version, "
+        "metadata = excluded.metadata",
+        (one.run_id, one.step, one.path, one.time, one.policy_version, codec.to_json(one.metadata, "the metadata")),
+    )
+
+
+def query_checkpoints(connection: Connection, call: calls.QueryCheckpoints) -> list[Checkpoint]:
+    require(connection, "runs", "run_id", call.run_id)
+    rows = connection.execute(f"SELECT {_CHECKPOINT} FROM checkpoints WHERE run_id = ? ORDER BY step", (call.run_id,))
+    return [
+        Checkpoint(
+            run_id=row[0],
+            step=row[1],
+            path=row[2],
+            time=row[3],
+            policy_version=row[4],
+            metadata=codec.from_json(row[5]),
+        )
+        for row in rows
+    ]
+
+
+def _check_run(connection: Connection, run_id: str, named: str) -> None:
+    if named != run_id:
+        raise InvalidError(f"what is to be recorded for run {run_id} names run {named}")
+    require(connection, "runs", "run_id", run_id)
 
 
 # --- workers and the whole ---------------------------------------------------------------------------------------
@@ -227,39 +217,27 @@ _GONE_AFTER_LEASES: Final = 3
 """A worker that has not been heard for this many lease times, and holds nothing, counts as gone."""
 
 
-def touch_worker(tx: Transaction, worker_id: str, stats: Mapping[str, Any] | None) -> None:
-    """Note that a worker is alive, and what it reports of itself (None: as before)."""
-    if not worker_id:
-        raise InvalidError("worker_id is empty; give each worker a name of its own, or None")
-    text = None if stats is None else codec.to_json(stats, "heartbeat_stats")
-    tx.connection.execute(
-        "INSERT INTO workers (worker_id, last_heartbeat_time, heartbeat_stats) VALUES (?, ?, COALESCE(?, '{}')) "
-        "ON CONFLICT (worker_id) DO UPDATE SET last_heartbeat_time = excluded.last_heartbeat_time, "
-        "heartbeat_stats = COALESCE(?, workers.heartbeat_stats)",
-        (worker_id, tx.now, text, text),
-    )
+def update_worker(tx: Transaction, call: calls.UpdateWorker) -> Worker:
+    stats = None if call.heartbeat_stats is None else codec.to_json(call.heartbeat_stats, "heartbeat_stats")
+    touch_worker(tx, call.worker_id, stats)
+    return next(worker for worker in query_workers(tx) if worker.worker_id == call.worker_id)
 
 
-def query_workers(
-    connection: sqlite3.Connection, now: float, lease_seconds: float, worker_id: str | None = None
-) -> list[Worker]:
-    """All workers, or one, with the newest attempt each is busy with."""
+def query_workers(tx: Transaction) -> list[Worker]:
+    """All workers, with the newest attempt each is busy with."""
     holding: dict[str, tuple[str, str]] = {
         worker: (rollout_id, attempt_id)
-        for worker, rollout_id, attempt_id in connection.execute(
+        for worker, rollout_id, attempt_id in tx.connection.execute(
             "SELECT worker_id, rollout_id, attempt_id FROM attempts "
             "WHERE status IN ('preparing', 'running') AND worker_id IS NOT NULL ORDER BY number"
         )
     }
-    rows = connection.execute(
-        "SELECT worker_id, last_heartbeat_time, heartbeat_stats FROM workers WHERE ? IS NULL OR worker_id = ? "
-        "ORDER BY worker_id",
-        (worker_id, worker_id),
-    )
     workers: list[Worker] = []
-    for name, last_heartbeat_time, stats in rows:
+    for name, last_heartbeat_time, stats in tx.connection.execute(
+        "SELECT worker_id, last_heartbeat_time, heartbeat_stats FROM workers ORDER BY worker_id"
+    ):
         rollout_id, attempt_id = holding.get(name, (None, None))
-        silent = now - last_heartbeat_time > _GONE_AFTER_LEASES * lease_seconds
+        silent = tx.now - last_heartbeat_time > _GONE_AFTER_LEASES * tx.lease_seconds
         workers.append(
             Worker(
                 worker_id=name,
@@ -273,7 +251,7 @@ def query_workers(
     return workers
 
 
-def statistics(connection: sqlite3.Connection) -> dict[str, int]:
+def statistics(connection: Connection) -> dict[str, int]:
     """`rollouts`, `rollouts_<status>`, `attempts`, `spans`, `resources`, `runs`, `groups` and `workers`."""
     counts = {f"rollouts_{status}": 0 for status in lifecycle.ROLLOUT_MOVES}
     for status, count in connection.execute("SELECT status, count(*) FROM rollouts GROUP BY status"):

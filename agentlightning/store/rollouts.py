@@ -7,17 +7,19 @@ does not know threads, event loops or HTTP.
 from __future__ import annotations
 
 import functools
-import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
-from agentlightning.store import codec, lifecycle
-from agentlightning.store.transaction import Transaction
+from agentlightning.store import calls, codec, lifecycle
+from agentlightning.store.database import Connection
+from agentlightning.store.transaction import Changes, Transaction
 from agentlightning.types import (
+    DEFAULT_PROJECT,
     EnqueueRolloutRequest,
+    FinishedRollouts,
     Group,
     Rollout,
     RolloutConfig,
@@ -25,10 +27,12 @@ from agentlightning.types import (
 )
 
 ROLLOUT_COLUMNS: Final = (
-    "rollout_id, input, start_time, end_time, status, mode, resources_id, run_id, group_id, group_index, "
-    "config, metadata"
+    "rollout_id, input, start_time, end_time, status, project, priority, mode, resources_id, run_id, group_id, "
+    "group_index, config, metadata"
 )
-_TERMINAL: Final = "('succeeded', 'failed', 'cancelled')"
+TERMINAL_STATUSES: Final = "('succeeded', 'failed', 'cancelled')"
+_INSERT: Final = f"INSERT INTO rollouts ({ROLLOUT_COLUMNS}, attempts) VALUES ({'?, ' * 14}?)"
+LARGEST_PAGE: Final = 1 << 62  # "no limit", where a database wants a number
 
 
 # --- rows and nouns ----------------------------------------------------------------------------------------------
@@ -46,87 +50,150 @@ def rollout_from_row(row: Sequence[Any]) -> Rollout:
         start_time=row[2],
         end_time=row[3],
         status=row[4],
-        mode=row[5],
-        resources_id=row[6],
-        run_id=row[7],
-        group_id=row[8],
-        group_index=row[9],
-        config=config_from_json(row[10]),
-        metadata=codec.from_json(row[11]),
+        project=row[5],
+        priority=row[6],
+        mode=row[7],
+        resources_id=row[8],
+        run_id=row[9],
+        group_id=row[10],
+        group_index=row[11],
+        config=config_from_json(row[12]),
+        metadata=codec.from_json(row[13]),
+    )
+
+
+def insert_rollout(tx: Transaction, rollout: Rollout, attempts: int = 0) -> None:
+    tx.connection.execute(
+        _INSERT,
+        (
+            rollout.rollout_id,
+            codec.to_json(rollout.input, "the input of the rollout"),
+            rollout.start_time,
+            rollout.end_time,
+            rollout.status,
+            rollout.project,
+            rollout.priority,
+            rollout.mode,
+            rollout.resources_id,
+            rollout.run_id,
+            rollout.group_id,
+            rollout.group_index,
+            codec.to_json(rollout.config, "the config of the rollout"),
+            codec.to_json(rollout.metadata, "the metadata of the rollout"),
+            attempts,
+        ),
     )
 
 
 def set_status(tx: Transaction, rollout_id: str, status: RolloutStatus) -> None:
     end_time = tx.now if status in lifecycle.TERMINAL else None
-    row = tx.connection.execute(
-        "UPDATE rollouts SET status = ?, end_time = ? WHERE rollout_id = ? RETURNING group_id",
+    group_id, project = tx.connection.execute(
+        "UPDATE rollouts SET status = ?, end_time = ? WHERE rollout_id = ? RETURNING group_id, project",
         (status, end_time, rollout_id),
     ).fetchone()
     tx.changes.touched.append(rollout_id)
     if status in lifecycle.QUEUED:
-        tx.changes.queued = True
+        tx.changes.queue(project)
     if status in lifecycle.TERMINAL:
         tx.changes.finished.append(rollout_id)
-        if row[0] is not None:
-            _complete_group(tx, row[0])
+        if group_id is not None:
+            tx.changes.groups.append(group_id)
 
 
-def _complete_group(tx: Transaction, group_id: str) -> None:
+# --- numbering what has finished ---------------------------------------------------------------------------------
+
+
+def settle(connection: Connection, changes: Changes) -> None:
+    """Number the rollouts and groups that this transaction finished, as the last thing it does.
+
+    Whoever numbers holds the counter until the commit, so that numbers become visible in their order: nothing appears
+    behind a cursor that has passed it."""
+    if not changes.finished:
+        return
+    finished = list(dict.fromkeys(changes.finished))
+    (last,) = connection.execute(
+        "UPDATE counters SET value = value + ? WHERE name = 'finished' RETURNING value", (len(finished),)
+    ).fetchone()
+    for index, rollout_id in enumerate(finished, last - len(finished) + 1):
+        connection.execute("UPDATE rollouts SET finished_index = ? WHERE rollout_id = ?", (index, rollout_id))
+    for group_id in dict.fromkeys(changes.groups):
+        _complete_group(connection, group_id, changes)
+
+
+def _complete_group(connection: Connection, group_id: str, changes: Changes) -> None:
     """Number the group if all its rollouts are terminal now."""
-    row = tx.connection.execute(
+    row = connection.execute(
         "SELECT g.run_id FROM rollout_groups g WHERE g.group_id = ? AND g.finished_index IS NULL AND g.size = "
-        f"(SELECT count(*) FROM rollouts r WHERE r.group_id = g.group_id AND r.status IN {_TERMINAL})",
+        f"(SELECT count(*) FROM rollouts r WHERE r.group_id = g.group_id AND r.status IN {TERMINAL_STATUSES})",
         (group_id,),
     ).fetchone()
     if row is None:
         return
-    tx.connection.execute(
+    connection.execute(
         "UPDATE rollout_groups SET finished_index = "
         "(SELECT COALESCE(MAX(finished_index), 0) + 1 FROM rollout_groups WHERE run_id = ?) WHERE group_id = ?",
         (row[0], group_id),
     )
-    tx.changes.runs_with_groups.append(row[0])
+    changes.runs_with_groups.append(row[0])
+
+
+def finished_after(connection: Connection, call: calls.FinishedAfter) -> FinishedRollouts:
+    """Rollouts finished after a cursor, oldest first."""
+    check_page(call.limit, 0)
+    conditions = ["finished_index > ?"]
+    values: list[Any] = [call.cursor]
+    for column, value in (("run_id", call.run_id), ("project", call.project)):
+        if value is not None:
+            conditions.append(f"{column} = ?")
+            values.append(value)
+    rows = connection.execute(
+        f"SELECT {ROLLOUT_COLUMNS}, finished_index FROM rollouts WHERE {' AND '.join(conditions)} "
+        "ORDER BY finished_index LIMIT ?",
+        (*values, call.limit),
+    ).fetchall()
+    return FinishedRollouts(
+        rollouts=tuple(rollout_from_row(row) for row in rows), cursor=rows[-1][-1] if rows else call.cursor
+    )
 
 
 # --- rollouts ----------------------------------------------------------------------------------------------------
 
 
-def enqueue(tx: Transaction, requests: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
+def enqueue(tx: Transaction, call: calls.EnqueueRollouts) -> list[Rollout]:
     """Queue rollouts, all or none."""
-    rollouts = [create_rollout(tx, request, "queuing") for request in requests]
-    tx.changes.queued = tx.changes.queued or bool(rollouts)
-    return rollouts
+    return [create_rollout(tx, request) for request in call.requests]
 
 
-def create_rollout(tx: Transaction, request: EnqueueRolloutRequest, status: RolloutStatus) -> Rollout:
-    text = codec.to_json(request.input, "the input of the rollout")
+def create_rollout(tx: Transaction, request: EnqueueRolloutRequest, *, queued: bool = True) -> Rollout:
+    """Store a rollout, waiting for a worker; or give the stored one of that id, if it has the same input."""
     if request.rollout_id is not None:
         codec.check_id(request.rollout_id, "rollout_id")
         stored = rollout_row(tx.connection, request.rollout_id)
         if stored is not None:
-            if not codec.same_json(stored[1], text):
+            if not codec.same_json(stored[1], codec.to_json(request.input, "the input of the rollout")):
                 raise ConflictError(f"rollout {request.rollout_id} is stored already, with another input")
             return rollout_from_row(stored)
+    run_id = _run_of(tx, request)
+    rollout = Rollout(
+        rollout_id=request.rollout_id or codec.new_id("ro"),
+        input=request.input,
+        start_time=tx.now,
+        project=project_of(tx.connection, request.project, run_id),
+        priority=request.priority,
+        mode=request.mode,
+        resources_id=request.resources_id,
+        run_id=run_id,
+        group_id=request.group_id,
+        group_index=request.group_index,
+        config=request.config,
+        metadata=request.metadata,
+    )
     if request.resources_id is not None:
         require(tx.connection, "resources", "resources_id", request.resources_id)
-    row = (
-        request.rollout_id or codec.new_id("ro"),
-        text,
-        tx.now,
-        None,
-        status,
-        request.mode,
-        request.resources_id,
-        _run_of(tx, request),
-        request.group_id,
-        request.group_index,
-        codec.to_json(request.config, "the config of the rollout"),
-        codec.to_json(request.metadata, "the metadata of the rollout"),
-    )
-    tx.connection.execute(
-        f"INSERT INTO rollouts ({ROLLOUT_COLUMNS}, attempts) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)", row
-    )
-    return rollout_from_row(row)
+    insert_rollout(tx, rollout)
+    if queued:
+        tx.changes.queue(rollout.project)
+    return rollout
 
 
 def _run_of(tx: Transaction, request: EnqueueRolloutRequest) -> str | None:
@@ -134,69 +201,58 @@ def _run_of(tx: Transaction, request: EnqueueRolloutRequest) -> str | None:
     if request.group_id is None:
         if request.group_index is not None:
             raise InvalidError(f"group_index is {request.group_index} but there is no group_id; give both or neither")
-        if request.run_id is not None:
-            require(tx.connection, "runs", "run_id", request.run_id)
         return request.run_id
-    group = get_group(tx.connection, request.group_id)
+    group = _run_and_size(tx.connection, request.group_id)
     if group is None:
         raise NotFoundError(f"there is no group {request.group_id!r}; create it with create_group first")
-    if request.group_index is None or not 0 <= request.group_index < group.size:
+    run_id, size = group
+    if request.group_index is None or not 0 <= request.group_index < size:
         raise InvalidError(
-            f"group_index is {request.group_index}; group {group.group_id} of {group.size} takes 0 to {group.size - 1}"
+            f"group_index is {request.group_index}; group {request.group_id} of {size} takes 0 to {size - 1}"
         )
-    if request.run_id not in (None, group.run_id):
-        raise InvalidError(f"group {group.group_id} belongs to run {group.run_id}, not to {request.run_id}")
+    if request.run_id not in (None, run_id):
+        raise InvalidError(f"group {request.group_id} belongs to run {run_id}, not to {request.run_id}")
     taken = tx.connection.execute(
-        "SELECT rollout_id FROM rollouts WHERE group_id = ? AND group_index = ?", (group.group_id, request.group_index)
+        "SELECT rollout_id FROM rollouts WHERE group_id = ? AND group_index = ?",
+        (request.group_id, request.group_index),
     ).fetchone()
     if taken is not None:
-        raise ConflictError(f"index {request.group_index} of group {group.group_id} is taken by rollout {taken[0]}")
-    return group.run_id
+        raise ConflictError(f"index {request.group_index} of group {request.group_id} is taken by rollout {taken[0]}")
+    return run_id
 
 
-def require(connection: sqlite3.Connection, table: str, column: str, value: str) -> None:
+def project_of(connection: Connection, project: str | None, run_id: str | None) -> str:
+    """The project of what belongs to a run: the run's. NotFoundError if there is no such run."""
+    if run_id is None:
+        return DEFAULT_PROJECT if project is None else codec.check_id(project, "project")
+    row = connection.execute("SELECT project FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+    if row is None:
+        raise NotFoundError(f"there is no run_id {run_id!r} in the store")
+    if project not in (None, row[0]):
+        raise InvalidError(f"run {run_id} belongs to project {row[0]}, not to {project}")
+    return row[0]
+
+
+def require(connection: Connection, table: str, column: str, value: str) -> None:
     if connection.execute(f"SELECT 1 FROM {table} WHERE {column} = ?", (value,)).fetchone() is None:
         raise NotFoundError(f"there is no {column} {value!r} in the store")
 
 
-def rollout_row(connection: sqlite3.Connection, rollout_id: str) -> tuple[Any, ...] | None:
-    return connection.execute(f"SELECT {ROLLOUT_COLUMNS} FROM rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone()
+def rollout_row(connection: Connection, rollout_id: str, lock: str = "") -> tuple[Any, ...] | None:
+    return connection.execute(
+        f"SELECT {ROLLOUT_COLUMNS} FROM rollouts WHERE rollout_id = ?{lock}", (rollout_id,)
+    ).fetchone()
 
 
-def require_rollout(connection: sqlite3.Connection, rollout_id: str) -> Rollout:
-    """The rollout, or NotFoundError."""
-    row = rollout_row(connection, rollout_id)
+def require_rollout(connection: Connection, rollout_id: str, lock: str = "") -> Rollout:
+    """The rollout, or NotFoundError. With `lock`, nobody else changes it before the commit."""
+    row = rollout_row(connection, rollout_id, lock)
     if row is None:
         raise NotFoundError(f"there is no rollout {rollout_id!r}")
     return rollout_from_row(row)
 
 
-def query(
-    connection: sqlite3.Connection,
-    equal: Mapping[str, str | None],
-    one_of: Mapping[str, Sequence[str] | None],
-    limit: int | None,
-    offset: int,
-) -> list[Rollout]:
-    """Rollouts whose columns equal, or are one of, what is given (None: any), in the order they were enqueued."""
-    if offset < 0 or (limit is not None and limit < 0):
-        raise InvalidError(f"limit is {limit} and offset {offset}; neither may be negative")
-    conditions = [f"{column} = ?" for column, value in equal.items() if value is not None]
-    values: list[Any] = [value for value in equal.values() if value is not None]
-    for column, choices in one_of.items():
-        if choices is not None:
-            # One JSON parameter for any number of choices: a database bounds the number of its parameters.
-            conditions.append(f"{column} IN (SELECT value FROM json_each(?))")
-            values.append(codec.to_json(list(choices), column))
-    where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
-    rows = connection.execute(
-        f"SELECT {ROLLOUT_COLUMNS} FROM rollouts {where} ORDER BY number LIMIT ? OFFSET ?",
-        (*values, -1 if limit is None else limit, offset),
-    )
-    return [rollout_from_row(row) for row in rows]
-
-
-def terminal_among(connection: sqlite3.Connection, rollout_ids: Iterable[str]) -> list[Rollout]:
+def terminal_among(connection: Connection, rollout_ids: Iterable[str]) -> list[Rollout]:
     """The terminal ones, in the order given; NotFoundError names an id that is not stored."""
     terminal: list[Rollout] = []
     for rollout_id in rollout_ids:
@@ -206,46 +262,58 @@ def terminal_among(connection: sqlite3.Connection, rollout_ids: Iterable[str]) -
     return terminal
 
 
+def check_page(limit: int | None, offset: int) -> None:
+    if offset < 0 or (limit is not None and limit < 0):
+        raise InvalidError(f"limit is {limit} and offset {offset}; neither may be negative")
+
+
 # --- groups ------------------------------------------------------------------------------------------------------
 
 
-def create_group(tx: Transaction, size: int, run_id: str | None, group_id: str | None) -> Group:
+def create_group(tx: Transaction, call: calls.CreateGroup) -> Group:
     """Declare a group; an id that is stored already must have the same size and run."""
-    if size < 1:
-        raise InvalidError(f"the size of a group is {size}; it must be at least 1")
-    if run_id is not None:
-        require(tx.connection, "runs", "run_id", run_id)
-    name = codec.new_id("gr") if group_id is None else codec.check_id(group_id, "group_id")
-    stored = get_group(tx.connection, name)
+    if call.size < 1:
+        raise InvalidError(f"the size of a group is {call.size}; it must be at least 1")
+    if call.run_id is not None:
+        require(tx.connection, "runs", "run_id", call.run_id)
+    name = codec.new_id("gr") if call.group_id is None else codec.check_id(call.group_id, "group_id")
+    stored = get_group(tx.connection, calls.GetGroup(group_id=name))
     if stored is not None:
-        if (stored.size, stored.run_id) != (size, run_id):
+        if (stored.size, stored.run_id) != (call.size, call.run_id):
             raise ConflictError(f"group {name} is stored already, with size {stored.size} in run {stored.run_id}")
         return stored
     tx.connection.execute(
         "INSERT INTO rollout_groups (group_id, run_id, size, finished_index) VALUES (?, ?, ?, NULL)",
-        (name, run_id or "", size),
+        (name, call.run_id or "", call.size),
     )
-    return Group(group_id=name, run_id=run_id, size=size)
+    return Group(group_id=name, run_id=call.run_id, size=call.size)
 
 
 _GROUP: Final = "SELECT group_id, run_id, size, finished_index FROM rollout_groups "
 
 
-def get_group(connection: sqlite3.Connection, group_id: str) -> Group | None:
-    row = connection.execute(_GROUP + "WHERE group_id = ?", (group_id,)).fetchone()
+def _run_and_size(connection: Connection, group_id: str) -> tuple[str | None, int] | None:
+    row = connection.execute("SELECT run_id, size FROM rollout_groups WHERE group_id = ?", (group_id,)).fetchone()
+    return None if row is None else (row[0] or None, row[1])
+
+
+def get_group(connection: Connection, call: calls.GetGroup) -> Group | None:
+    row = connection.execute(_GROUP + "WHERE group_id = ?", (call.group_id,)).fetchone()
     return None if row is None else _group(connection, row)
 
 
-def complete_groups(connection: sqlite3.Connection, run_id: str, cursor: int, limit: int) -> list[Group]:
+def complete_groups(connection: Connection, call: calls.CompleteGroupsAfter) -> list[Group]:
     """Complete groups of a run numbered above `cursor`, in the order they became complete."""
-    require(connection, "runs", "run_id", run_id)
+    check_page(call.limit, 0)
+    require(connection, "runs", "run_id", call.run_id)
     rows = connection.execute(
-        _GROUP + "WHERE run_id = ? AND finished_index > ? ORDER BY finished_index LIMIT ?", (run_id, cursor, limit)
+        _GROUP + "WHERE run_id = ? AND finished_index > ? ORDER BY finished_index LIMIT ?",
+        (call.run_id, call.cursor, call.limit),
     ).fetchall()
     return [_group(connection, row) for row in rows]
 
 
-def _group(connection: sqlite3.Connection, row: Sequence[Any]) -> Group:
+def _group(connection: Connection, row: Sequence[Any]) -> Group:
     members = connection.execute("SELECT rollout_id FROM rollouts WHERE group_id = ? ORDER BY group_index", (row[0],))
     return Group(
         group_id=row[0],

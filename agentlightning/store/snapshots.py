@@ -41,3 +41,7 @@ class Snapshots:
         """These rows have changed."""
         for key in keys:
             self._rows.pop(key, None)
+
+    def forget_all(self) -> None:
+        """Any row may have changed."""
+        self._rows.clear()

@@ -1,8 +1,8 @@
-"""The store in a SQL database: SQLite in a file or in memory.
+"""The store in a SQL database: SQLite in a file or in memory, or PostgreSQL.
 
-One thread writes, in groups that share a commit; another reads; the event loop is never blocked. Callers that wait
-are woken after the commit they wait for. This module knows who waits and when clocks run out; rows are the business
-of `rollouts` and `records`, and what may follow what that of `lifecycle`.
+One thread writes, in groups that share a commit; others read; the event loop is never blocked. Callers that wait are
+woken after the commit they wait for. This module knows who waits and when clocks run out; rows are the business of
+`rollouts`, `attempts`, `spans` and `records`, and what may follow what that of `lifecycle`.
 """
 
 from __future__ import annotations
@@ -11,39 +11,33 @@ import asyncio
 import contextlib
 import logging
 import math
-import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import msgspec
-
 from agentlightning.errors import ConfigError, InvalidError, UnavailableError
-from agentlightning.store import attempts, codec, keys, records, rollouts, schema
+from agentlightning.store import access_keys, attempts, calls, codec, keys, queries, records, retention, rollouts, spans
 from agentlightning.store.base import LightningStore
-from agentlightning.store.database import DatabaseThread
+from agentlightning.store.calls import Call
+from agentlightning.store.database import Connection, DatabaseThread, Readers
+from agentlightning.store.opening import Opened, open_postgres, open_sqlite
 from agentlightning.store.snapshots import Snapshots
+from agentlightning.store.spans import Redact
+from agentlightning.store.sqlite import Synchronous
 from agentlightning.store.transaction import Changes, Transaction
-from agentlightning.store.waiting import Alarm, FinishWaiters, Signal
+from agentlightning.store.waiting import Alarm, FinishWaiters, QueueWaiters, Signal, Subscribers
 from agentlightning.types import (
+    ApiKey,
     Attempt,
     AttemptedRollout,
-    AttemptStatus,
-    EnqueueRolloutRequest,
+    Credential,
+    Deleted,
+    FinishedRollouts,
     Group,
-    Heartbeat,
-    Metrics,
-    Mode,
-    NamedResources,
-    ResourcesUpdate,
     Rollout,
-    RolloutConfig,
-    RolloutStatus,
-    Run,
-    RunStatus,
     Span,
-    Worker,
 )
 
 T = TypeVar("T")
@@ -52,106 +46,209 @@ LEASE_SECONDS: Final = 30.0
 _RETRY_SECONDS: Final = 1.0
 _log: Final = logging.getLogger(__name__)
 
+_WRITES: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
+    calls.EnqueueRollouts: rollouts.enqueue,
+    calls.StartRollout: attempts.start_rollout,
+    calls.UpdateRollout: attempts.update_rollout,
+    calls.CancelRollout: attempts.cancel_rollout,
+    calls.StartAttempt: attempts.start_attempt,
+    calls.UpdateAttempt: attempts.update_attempt,
+    calls.BeatHeart: attempts.heartbeat,
+    calls.NextSpanSequenceId: spans.next_sequence_id,
+    calls.AddResources: records.add_resources,
+    calls.StartRun: records.start_run,
+    calls.UpdateRun: records.update_run,
+    calls.NextPolicyVersion: records.next_policy_version,
+    calls.AddMetrics: records.add_metrics,
+    calls.AddCheckpoint: records.add_checkpoint,
+    calls.CreateGroup: rollouts.create_group,
+    calls.UpdateWorker: records.update_worker,
+    calls.ImportRollout: retention.import_rollout,
+    calls.IssueKey: access_keys.issue,
+    calls.IssueAttemptKey: access_keys.issue_for_attempt,
+    calls.RevokeKey: access_keys.revoke,
+}
+_READS: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
+    calls.QueryRollouts: queries.query_rollouts,
+    calls.QuerySpans: queries.query_spans,
+    calls.QueryAttempts: lambda tx, call: attempts.query_attempts(tx.connection, call),
+    calls.GetSpans: lambda tx, call: spans.get_spans(tx.connection, call),
+    calls.QueryResources: lambda tx, call: records.query_resources(tx.connection, call),
+    calls.GetLatestResources: lambda tx, call: records.latest_resources(tx.connection, call),
+    calls.GetResources: lambda tx, call: records.get_resources(tx.connection, call),
+    calls.QueryRuns: lambda tx, call: records.query_runs(tx.connection, call),
+    calls.QueryMetrics: lambda tx, call: records.query_metrics(tx.connection, call),
+    calls.QueryCheckpoints: lambda tx, call: records.query_checkpoints(tx.connection, call),
+    calls.GetGroup: lambda tx, call: rollouts.get_group(tx.connection, call),
+    calls.QueryWorkers: lambda tx, call: records.query_workers(tx),
+    calls.Statistics: lambda tx, call: records.statistics(tx.connection),
+    calls.QueryKeys: lambda tx, call: access_keys.query_keys(tx.connection),
+    calls.QueryAudit: lambda tx, call: access_keys.query_audit(tx.connection, call),
+}
+
 
 class SqlStore(LightningStore):
     """A durable store for this process and, through its server, for others. Made by `open`, ended by `close`."""
 
     def __init__(
         self,
-        writer: DatabaseThread,
-        reader: DatabaseThread,
-        secret: bytes,
+        opened: Opened,
         clock: Callable[[], float],
         lease_seconds: float,
-        owner: sqlite3.Connection | None,
+        redact: Redact | None,
     ) -> None:
-        self._writer = writer
-        self._reader = reader
-        self._secret = secret
+        self._opened = opened
         self._clock = clock
         self._lease_seconds = lease_seconds
-        self._owner = owner
-        self._queued = Signal()
+        self._redact = redact
+        self._queued = QueueWaiters()
+        self._finished = Signal()
         self._groups: dict[str, Signal] = {}
         self._finishes = FinishWaiters()
         self._alarm = Alarm()
+        self._subscribers: Subscribers[Changes] = Subscribers()
         self._rollout_rows = Snapshots()
         self._attempt_rows = Snapshots()  # the latest attempt of a rollout
+        self._keys: dict[str, ApiKey] = {}  # issued ones that were shown to be valid, by secret
         self._watchdog: asyncio.Task[None] | None = None
+        self._others: Mapping[type[Call[Any]], Callable[[Any], Awaitable[Any]]] = {
+            calls.LeaseRollouts: self._lease_rollouts,
+            calls.WaitForRollouts: self._wait_for_rollouts,
+            calls.FinishedAfter: self._finished_after,
+            calls.CompleteGroupsAfter: self._complete_groups_after,
+            calls.GetRollout: self._get_rollout,
+            calls.GetLatestAttempt: self._get_latest_attempt,
+            calls.AddSpans: self._add_spans,
+            calls.DeleteRollouts: self._delete_rollouts,
+            calls.CheckStore: self._check,
+            calls.VerifyKey: self._verify_key,
+            calls.FindKey: self._find_key,
+        }
+        self._writer = DatabaseThread(
+            opened.writing, "agl-store-writer", begin=opened.begin, settle=self._settle, committed=self._announce
+        )
+        self._reader = Readers(opened.reading) if opened.reading else self._writer
+        opened.listen(self._hear)
 
     @classmethod
     async def open(
         cls,
-        path: str | Path,
+        address: str | Path,
         *,
-        synchronous: schema.Synchronous = "FULL",
-        clock: Callable[[], float] = time.time,
+        synchronous: Synchronous = "FULL",
+        clock: Callable[[], float] | None = None,
         lease_seconds: float = LEASE_SECONDS,
+        redact: Redact | None = None,
     ) -> SqlStore:
-        """Open the store in the file `path`, creating it where there is none, or one in memory for `":memory:"`.
+        """Open the store in the file `address`, creating it where there is none; one in memory for `":memory:"`; or the
+        one in the PostgreSQL database of a `postgresql://` URL.
 
         `synchronous="FULL"` survives a power cut, `"NORMAL"` only the death of the process. Attempts that were active
-        when the store was closed get `lease_seconds` of grace. ConfigError if the file is not a store, is damaged, in
-        use by another process, or cannot be written."""
+        when the store was closed get `lease_seconds` of grace. `redact` sees every span before it is written.
+        ConfigError if the file or database is not a store, is damaged, in use by another process, or cannot be written;
+        UnavailableError if the database cannot be reached."""
         if synchronous not in ("FULL", "NORMAL"):
             raise ConfigError(f"synchronous is {synchronous!r}; it must be 'FULL' or 'NORMAL'")
         if not lease_seconds > 0:
             raise ConfigError(f"lease_seconds is {lease_seconds}; it must be positive")
-        if str(path) == ":memory:":
-            owner, connection = None, schema.connect_memory()
-            secret = _read_secret(connection)
-            writer = reader = DatabaseThread(connection, "agl-store")
+        if str(address).startswith(("postgresql://", "postgres://")):
+            opened = await asyncio.to_thread(open_postgres, str(address), synchronous)
         else:
-            owner, connection, reading = await asyncio.to_thread(_open_file, Path(path), synchronous)
-            secret = _read_secret(connection)
-            writer = DatabaseThread(connection, "agl-store-writer")
-            reader = DatabaseThread(reading, "agl-store-reader", begin="BEGIN")
-        store = cls(writer, reader, secret, clock, lease_seconds, owner)
-        await store._write(attempts.grant_grace)
-        await store.expire_overdue()
+            opened = await asyncio.to_thread(open_sqlite, str(address), synchronous)
+        store = cls(opened, _steady(opened.now) if clock is None else clock, lease_seconds, redact)
+        try:
+            await store._write(attempts.grant_grace)
+            await store.expire_overdue()
+        except UnavailableError:
+            await store.close()
+            raise
         store._watchdog = asyncio.create_task(store._watch(), name="agl-store-watchdog")
         store._watchdog.add_done_callback(_report_defect)
         return store
 
     async def close(self) -> None:
-        """Finish what was handed over and close the file; whoever waits gets an UnavailableError. Calling it again is
-        harmless."""
+        """Finish what was handed over and close the database; whoever waits gets an UnavailableError. Calling it again
+        is harmless."""
         if self._watchdog is not None:
             self._watchdog.cancel()
             await asyncio.wait([self._watchdog])
         await self._reader.close()
         await self._writer.close()
         # Woken, they look again, and are told that the store is closed.
-        self._finishes.wake_all()
-        for signal in (self._queued, *self._groups.values()):
-            signal.raise_()
-        if self._owner is not None:
-            self._owner.close()
+        self._wake_all()
+        await asyncio.to_thread(self._opened.release)
+
+    async def perform(self, call: Call[T]) -> T:
+        kind = type(call)
+        if kind in _WRITES:
+            write: Any = _WRITES[kind]
+            return await self._write(lambda tx: access_keys.audited(tx, call, write))
+        if kind in _READS:
+            read = _READS[kind]
+            return await self._read(lambda tx: read(tx, call))
+        return await self._others[kind](call)
+
+    def events(self) -> AbstractContextManager[asyncio.Queue[Changes | None]]:
+        """What commits change, as it happens; None where some were missed. For a `with` statement."""
+        return self._subscribers.subscribe()
 
     # --- transactions ---
 
-    async def _read(self, operation: Callable[[sqlite3.Connection], T]) -> T:
-        return await self._reader.submit(operation)
+    def _read(self, operation: Callable[[Transaction], T]) -> asyncio.Future[T]:
+        now = self._clock()
+        return self._reader.submit(
+            lambda connection: operation(Transaction(connection, now, self._lease_seconds, self._opened.secret))
+        )
 
     def _write(self, operation: Callable[[Transaction], T]) -> asyncio.Future[T]:
         changes = Changes()
 
-        def run(connection: sqlite3.Connection) -> T:
-            return operation(Transaction(connection, self._clock(), self._lease_seconds, changes))
+        def run(connection: Connection) -> T:
+            changes.clear()  # what an earlier try noted was undone
+            return operation(Transaction(connection, self._clock(), self._lease_seconds, self._opened.secret, changes))
 
-        return self._writer.submit(run, lambda: self._announce(changes))
+        return self._writer.submit(run, changes)
+
+    def _settle(self, connection: Connection, several: list[Changes]) -> Changes:
+        """End a transaction: number what has finished, and tell the other servers."""
+        changes = Changes.merged(several)
+        rollouts.settle(connection, changes)
+        self._opened.notify(connection, changes)
+        return changes
 
     def _announce(self, changes: Changes) -> None:
         """Forget what has just been changed, and wake whoever waits for it."""
         self._rollout_rows.forget(changes.touched)
         self._attempt_rows.forget(changes.touched)
-        if changes.queued:
-            self._queued.raise_()
-        self._finishes.finished(changes.finished)
+        if changes.keys:
+            self._keys.clear()
+        for project, count in changes.queued.items():
+            self._queued.queued(project, count)
+        if changes.finished:
+            self._finishes.finished(changes.finished)
+            self._finished.raise_()
         for run_id in changes.runs_with_groups:
             if run_id in self._groups:
                 self._groups[run_id].raise_()
         self._alarm.set(changes.deadline)
+        self._subscribers.publish(changes)
+
+    def _hear(self, changes: Changes | None) -> None:
+        """Another server committed `changes`; None if what the others did is not known."""
+        if changes is not None:
+            self._announce(changes)
+            return
+        self._rollout_rows.forget_all()
+        self._attempt_rows.forget_all()
+        self._keys.clear()
+        self._wake_all()
+        self._subscribers.publish(None)
+
+    def _wake_all(self) -> None:
+        self._finishes.wake_all()
+        self._queued.wake_all()
+        for signal in (self._finished, *self._groups.values()):
+            signal.raise_()
 
     # --- the watchdog ---
 
@@ -161,6 +258,9 @@ class SqlStore(LightningStore):
 
     async def _watch(self) -> None:
         while True:
+            if self._opened.shared:
+                # A server that died took its alarms with it.
+                self._alarm.set(self._clock() + self._lease_seconds)
             if not await self._alarm.sleep(self._clock()):
                 continue
             try:
@@ -169,65 +269,27 @@ class SqlStore(LightningStore):
                 _log.error("the clocks of attempts could not be looked at, trying again: %s", error)
                 self._alarm.set(self._clock() + _RETRY_SECONDS)
 
-    # --- rollouts ---
+    # --- calls that wait, or need no transaction ---
 
-    async def enqueue_many_rollouts(self, requests: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
-        requests = list(requests)
-        return await self._write(lambda tx: rollouts.enqueue(tx, requests))
-
-    async def start_rollout(
-        self,
-        input: Any,
-        mode: Mode = "train",
-        resources_id: str | None = None,
-        config: RolloutConfig | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        worker_id: str | None = None,
-    ) -> AttemptedRollout:
-        request = EnqueueRolloutRequest(
-            input=input,
-            mode=mode,
-            resources_id=resources_id,
-            config=config or RolloutConfig(),
-            metadata=dict(metadata or {}),
-        )
-
-        def start(tx: Transaction) -> AttemptedRollout:
-            if worker_id is not None:
-                records.touch_worker(tx, worker_id, None)
-            return attempts.start_rollout(tx, request, worker_id)
-
-        return self._with_key(await self._write(start))
-
-    async def dequeue_many_rollouts(
-        self, limit: int = 1, worker_id: str | None = None, timeout: float = 0.0
-    ) -> list[AttemptedRollout]:
-        if limit < 1:
-            raise InvalidError(f"limit is {limit}; it must be at least 1")
-        _check_timeout(timeout)
-        loop = asyncio.get_running_loop()
-        give_up = loop.time() + timeout
+    async def _lease_rollouts(self, call: calls.LeaseRollouts) -> list[AttemptedRollout]:
+        if call.limit < 1:
+            raise InvalidError(f"limit is {call.limit}; it must be at least 1")
+        give_up = _give_up(call.timeout)
         while True:
             mark = self._queued.mark()
-            leased = await self._lease(limit, worker_id)
-            if leased:
-                return [self._with_key(rollout) for rollout in leased]
-            remaining = give_up - loop.time()
-            if remaining <= 0 or not await self._queued.wait(mark, remaining):
-                return []
+            leased = await self._lease(call)
+            remaining = give_up - time.monotonic()
+            if leased or remaining <= 0 or not await self._queued.wait(mark, call.project, remaining):
+                return leased
 
-    async def _lease(self, limit: int, worker_id: str | None) -> list[AttemptedRollout]:
-        def lease(tx: Transaction) -> list[AttemptedRollout]:
-            if worker_id is not None:
-                records.touch_worker(tx, worker_id, None)
-            return attempts.lease(tx, limit, worker_id)
-
-        leasing = self._write(lease)
+    async def _lease(self, call: calls.LeaseRollouts) -> list[AttemptedRollout]:
+        leasing = self._write(lambda tx: attempts.lease(tx, call))
         try:
             return await asyncio.shield(leasing)
         except asyncio.CancelledError:
             # Whoever asked is gone and will never hear of these leases: put the rollouts back.
             leasing.add_done_callback(self._withdraw)
+            self._queued.pass_on(call.project)
             raise
 
     def _withdraw(self, leasing: asyncio.Future[list[AttemptedRollout]]) -> None:
@@ -236,183 +298,108 @@ class SqlStore(LightningStore):
         with contextlib.suppress(UnavailableError):  # closed meanwhile: the leases run out instead
             self._write(lambda tx: attempts.withdraw(tx, leasing.result()))
 
-    def _with_key(self, rollout: AttemptedRollout) -> AttemptedRollout:
-        api_key = keys.sign(self._secret, rollout.rollout_id, rollout.attempt.attempt_id)
-        return msgspec.structs.replace(rollout, api_key=api_key)
+    async def _wait_for_rollouts(self, call: calls.WaitForRollouts) -> list[Rollout]:
+        _check_timeout(call.timeout)
+        rollout_ids = list(dict.fromkeys(call.rollout_ids))
 
-    async def start_attempt(self, rollout_id: str, worker_id: str | None = None) -> AttemptedRollout:
-        def start(tx: Transaction) -> AttemptedRollout:
-            if worker_id is not None:
-                records.touch_worker(tx, worker_id, None)
-            return attempts.start_attempt(tx, rollout_id, worker_id)
+        def terminal(tx: Transaction) -> list[Rollout]:
+            return rollouts.terminal_among(tx.connection, rollout_ids)
 
-        return self._with_key(await self._write(start))
+        give_up = math.inf if call.timeout is None else _give_up(call.timeout)
+        while True:
+            with self._finishes.expect(rollout_ids) as countdown:
+                # Watched before it is looked at: nothing can finish unseen in between.
+                finished = await self._read(terminal)
+                for rollout in finished:
+                    countdown.done(rollout.rollout_id)
+                remaining = give_up - time.monotonic()
+                if len(finished) == len(rollout_ids) or remaining <= 0:
+                    return finished
+                await countdown.wait(None if math.isinf(remaining) else remaining)
 
-    async def cancel_rollout(self, rollout_id: str) -> Rollout:
-        return await self._write(lambda tx: attempts.cancel_rollout(tx, rollout_id))
-
-    async def query_rollouts(
-        self,
-        *,
-        rollout_id_in: Sequence[str] | None = None,
-        status_in: Sequence[RolloutStatus] | None = None,
-        mode_in: Sequence[Mode] | None = None,
-        run_id: str | None = None,
-        group_id: str | None = None,
-        limit: int | None = None,
-        offset: int = 0,
-    ) -> list[Rollout]:
-        equal = {"run_id": run_id, "group_id": group_id}
-        one_of = {"rollout_id": rollout_id_in, "status": status_in, "mode": mode_in}
-        return await self._read(lambda connection: rollouts.query(connection, equal, one_of, limit, offset))
-
-    async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
-        row = await self._rollout_rows.get(
-            rollout_id, lambda: self._read(lambda connection: rollouts.rollout_row(connection, rollout_id))
-        )
-        return None if row is None else rollouts.rollout_from_row(row)
-
-    async def update_rollout(
-        self,
-        rollout_id: str,
-        *,
-        status: RolloutStatus | None = None,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> Rollout:
-        return await self._write(lambda tx: attempts.update_rollout(tx, rollout_id, status, metadata))
-
-    async def wait_for_rollouts(self, rollout_ids: Sequence[str], timeout: float | None = None) -> list[Rollout]:
-        _check_timeout(timeout)
-        rollout_ids = list(dict.fromkeys(rollout_ids))
-        with self._finishes.expect(rollout_ids) as countdown:
-            # Watched before it is looked at: nothing can finish unseen in between.
-            terminal = await self._read(lambda connection: rollouts.terminal_among(connection, rollout_ids))
-            for rollout in terminal:
-                countdown.done(rollout.rollout_id)
-            if len(terminal) == len(rollout_ids):
-                return terminal
-            await countdown.wait(timeout)
-        return await self._read(lambda connection: rollouts.terminal_among(connection, rollout_ids))
-
-    # --- attempts ---
-
-    async def query_attempts(self, rollout_id: str) -> list[Attempt]:
-        return await self._read(lambda connection: attempts.query_attempts(connection, rollout_id))
-
-    async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
-        row = await self._attempt_rows.get(
-            rollout_id, lambda: self._read(lambda connection: attempts.latest_attempt_row(connection, rollout_id))
-        )
-        return None if row is None else attempts.attempt_from_row(row)
-
-    async def update_attempt(
-        self,
-        rollout_id: str,
-        attempt_id: str,
-        *,
-        status: AttemptStatus | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        lease: int | None = None,
-    ) -> Attempt:
-        return await self._write(
-            lambda tx: attempts.update_attempt(tx, rollout_id, attempt_id, status, metadata, lease)
+    async def _finished_after(self, call: calls.FinishedAfter) -> FinishedRollouts:
+        return await self._poll(
+            self._finished,
+            lambda tx: rollouts.finished_after(tx.connection, call),
+            lambda page: bool(page.rollouts),
+            call.timeout,
         )
 
-    async def heartbeat(self, rollout_id: str, attempt_id: str, lease: int) -> Heartbeat:
-        return await self._write(lambda tx: attempts.heartbeat(tx, rollout_id, attempt_id, lease))
+    async def _complete_groups_after(self, call: calls.CompleteGroupsAfter) -> list[Group]:
+        signal = self._groups.setdefault(call.run_id, Signal())
+        return await self._poll(signal, lambda tx: rollouts.complete_groups(tx.connection, call), bool, call.timeout)
 
-    # --- spans ---
-
-    async def add_many_spans(self, spans: Sequence[Span]) -> list[Span]:
-        spans = list(spans)
-        columns = [codec.span_columns(span) for span in spans]
-        return await self._write(lambda tx: records.add_spans(tx, spans, columns))
-
-    async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
-        return await self._write(lambda tx: records.next_span_sequence(tx, rollout_id, attempt_id))
-
-    async def query_spans(self, rollout_id: str, attempt_id: str | None = None) -> list[Span]:
-        return await self._read(lambda connection: records.query_spans(connection, rollout_id, attempt_id))
-
-    # --- resources ---
-
-    async def add_resources(
-        self, resources: NamedResources, metadata: Mapping[str, Any] | None = None
-    ) -> ResourcesUpdate:
-        return await self._write(lambda tx: records.add_resources(tx, resources, metadata or {}, None))
-
-    async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
-        return await self._write(lambda tx: records.add_resources(tx, resources, {}, resources_id))
-
-    async def query_resources(self) -> list[ResourcesUpdate]:
-        return await self._read(records.query_resources)
-
-    async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
-        return await self._read(lambda connection: records.get_resources(connection, resources_id))
-
-    async def get_latest_resources(self) -> ResourcesUpdate | None:
-        return await self._read(records.latest_resources)
-
-    # --- runs and groups ---
-
-    async def start_run(self, kind: str, manifest: Mapping[str, Any], run_id: str | None = None) -> Run:
-        return await self._write(lambda tx: records.start_run(tx, kind, manifest, run_id))
-
-    async def update_run(self, run_id: str, status: RunStatus) -> Run:
-        return await self._write(lambda tx: records.update_run(tx, run_id, status))
-
-    async def query_runs(self) -> list[Run]:
-        return await self._read(records.query_runs)
-
-    async def add_metrics(self, metrics: Metrics) -> None:
-        await self._write(lambda tx: records.add_metrics(tx, metrics))
-
-    async def query_metrics(self, run_id: str) -> list[Metrics]:
-        return await self._read(lambda connection: records.query_metrics(connection, run_id))
-
-    async def next_policy_version(self, run_id: str) -> int:
-        return await self._write(lambda tx: records.next_policy_version(tx, run_id))
-
-    async def create_group(self, size: int, run_id: str | None = None, group_id: str | None = None) -> Group:
-        return await self._write(lambda tx: rollouts.create_group(tx, size, run_id, group_id))
-
-    async def get_group(self, group_id: str) -> Group | None:
-        return await self._read(lambda connection: rollouts.get_group(connection, group_id))
-
-    async def complete_groups_after(
-        self, run_id: str, cursor: int, limit: int = 100, timeout: float = 0.0
-    ) -> list[Group]:
-        _check_timeout(timeout)
-        if limit < 1:
-            raise InvalidError(f"limit is {limit}; it must be at least 1")
-        loop = asyncio.get_running_loop()
-        give_up = loop.time() + timeout
-        signal = self._groups.setdefault(run_id, Signal())
+    async def _poll(
+        self, signal: Signal, read: Callable[[Transaction], T], found: Callable[[T], bool], timeout: float
+    ) -> T:
+        """What `read` gives once there is something in it, or at the timeout."""
+        give_up = _give_up(timeout)
         while True:
             mark = signal.mark()
-            groups = await self._read(lambda connection: rollouts.complete_groups(connection, run_id, cursor, limit))
-            remaining = give_up - loop.time()
-            if groups or remaining <= 0 or not await signal.wait(mark, remaining):
-                return groups
+            answer = await self._read(read)
+            remaining = give_up - time.monotonic()
+            if found(answer) or remaining <= 0 or not await signal.wait(mark, remaining):
+                return answer
 
-    # --- workers and the whole ---
+    async def _get_rollout(self, call: calls.GetRollout) -> Rollout | None:
+        def read(tx: Transaction) -> tuple[Any, ...] | None:
+            return rollouts.rollout_row(tx.connection, call.rollout_id)
 
-    async def update_worker(self, worker_id: str, heartbeat_stats: Mapping[str, Any] | None = None) -> Worker:
-        def update(tx: Transaction) -> Worker:
-            records.touch_worker(tx, worker_id, heartbeat_stats)
-            return records.query_workers(tx.connection, tx.now, tx.lease_seconds, worker_id)[0]
+        row = await self._rollout_rows.get(call.rollout_id, lambda: self._read(read))
+        return None if row is None else rollouts.rollout_from_row(row)
 
-        return await self._write(update)
+    async def _get_latest_attempt(self, call: calls.GetLatestAttempt) -> Attempt | None:
+        def read(tx: Transaction) -> tuple[Any, ...] | None:
+            return attempts.latest_attempt_row(tx.connection, call.rollout_id)
 
-    async def query_workers(self) -> list[Worker]:
-        now = self._clock()
-        return await self._read(lambda connection: records.query_workers(connection, now, self._lease_seconds))
+        row = await self._attempt_rows.get(call.rollout_id, lambda: self._read(read))
+        return None if row is None else attempts.attempt_from_row(row)
 
-    async def statistics(self) -> dict[str, int]:
-        return await self._read(records.statistics)
+    async def _add_spans(self, call: calls.AddSpans) -> list[int]:
+        kept: list[Span | None] = [span if self._redact is None else self._redact(span) for span in call.spans]
+        columns = [None if span is None else codec.span_columns(span) for span in kept]
+        return await self._write(lambda tx: spans.add_spans(tx, call.spans, columns))
 
-    async def verify_api_key(self, api_key: str) -> tuple[str, str] | None:
-        return keys.verify(self._secret, api_key)
+    async def _verify_key(self, call: calls.VerifyKey) -> tuple[str, str] | None:
+        holder = keys.verify(self._opened.secret, call.api_key)
+        return None if holder is None else (holder.rollout_id, holder.attempt_id)
+
+    async def _find_key(self, call: calls.FindKey) -> Credential | None:
+        holder = keys.verify(self._opened.secret, call.api_key)
+        if holder is not None:
+            attempt = (holder.rollout_id, holder.attempt_id)
+            return Credential(name=f"attempt {holder.attempt_id}", attempt=attempt, rewards=holder.rewards)
+        key = self._keys.get(call.api_key)
+        if key is None:
+            key = await self._read(lambda tx: access_keys.find(tx.connection, call.api_key))
+        if key is None or key.revoke_time is not None:
+            return None
+        if key.expire_time is not None and key.expire_time <= self._clock():
+            return None
+        self._keys[call.api_key] = key
+        return Credential(name=key.key_id, scopes=key.scopes, project=key.project)
+
+    async def _delete_rollouts(self, call: calls.DeleteRollouts) -> Deleted:
+        deleted, more = await self._write(lambda tx: access_keys.audited(tx, call, retention.delete_rollouts))
+        while more:
+            part, more = await self._write(lambda tx: retention.delete_rollouts(tx, call))
+            deleted = retention.summed(deleted, part)
+        return deleted
+
+    async def _check(self, call: calls.CheckStore) -> list[str]:
+        await self._write(lambda tx: access_keys.record(tx, call))
+        return await self._read(lambda tx: retention.check(tx, call))
+
+
+def _steady(now: float) -> Callable[[], float]:
+    """A clock that starts at `now` and then only follows the passing of time, however the machine's clock is set."""
+    begin = time.monotonic()
+    return lambda: now + (time.monotonic() - begin)
+
+
+def _give_up(timeout: float) -> float:
+    _check_timeout(timeout)
+    return time.monotonic() + timeout
 
 
 def _check_timeout(timeout: float | None) -> None:
@@ -423,22 +410,3 @@ def _check_timeout(timeout: float | None) -> None:
 def _report_defect(watchdog: asyncio.Task[None]) -> None:
     if not watchdog.cancelled() and watchdog.exception() is not None:
         _log.critical("the watchdog of the store has died; leases no longer run out", exc_info=watchdog.exception())
-
-
-def _open_file(
-    path: Path, synchronous: schema.Synchronous
-) -> tuple[sqlite3.Connection, sqlite3.Connection, sqlite3.Connection]:
-    """The claim on the file, a connection to write and one to read."""
-    schema.check_file(path)
-    owner = schema.own(path)
-    try:
-        schema.create_file(path)
-        writing = schema.connect(path, synchronous)
-        return owner, writing, schema.connect(path, synchronous, read_only=True)
-    except BaseException:
-        owner.close()
-        raise
-
-
-def _read_secret(connection: sqlite3.Connection) -> bytes:
-    return connection.execute("SELECT value FROM meta WHERE name = 'secret'").fetchone()[0]

@@ -3,26 +3,58 @@
 from __future__ import annotations
 
 import math
-import sqlite3
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
 
-@dataclass
-class Changes:
-    """What one operation changed that somebody may be waiting for."""
+from agentlightning.store.database import Connection
 
-    queued: bool = False
-    finished: list[str] = field(default_factory=list[str])  # rollout ids
-    runs_with_groups: list[str] = field(default_factory=list[str])  # runs of which a group became complete
-    touched: list[str] = field(default_factory=list[str])  # rollout ids that look different now
+
+class Changes(msgspec.Struct):
+    """What operations changed that somebody may be waiting for. `queued` counts rollouts by project."""
+
+    queued: dict[str, int] = {}
+    finished: list[str] = []  # rollout ids
+    groups: list[str] = []  # groups of which a member finished
+    runs_with_groups: list[str] = []  # runs of which a group became complete
+    touched: list[str] = []  # rollout ids that look different now
+    spans: list[str] = []  # rollout ids that got spans
+    keys: bool = False  # a key was revoked
     deadline: float = math.inf  # the earliest clock that was set
+
+    def queue(self, project: str) -> None:
+        self.queued[project] = self.queued.get(project, 0) + 1
+
+    def set_deadline(self, when: float) -> None:
+        self.deadline = min(self.deadline, when)
+
+    def clear(self) -> None:
+        """Nothing has changed after all."""
+        for name, value in msgspec.structs.asdict(Changes()).items():
+            setattr(self, name, value)
+
+    @classmethod
+    def merged(cls, several: Iterable[Changes]) -> Changes:
+        whole = cls()
+        for one in several:
+            for project, count in one.queued.items():
+                whole.queued[project] = whole.queued.get(project, 0) + count
+            whole.finished += one.finished
+            whole.groups += one.groups
+            whole.touched += one.touched
+            whole.spans += one.spans
+            whole.keys = whole.keys or one.keys
+            whole.set_deadline(one.deadline)
+        return whole
 
 
 @dataclass
 class Transaction:
     """One operation's view of the database; `now` is the time it happens at."""
 
-    connection: sqlite3.Connection
+    connection: Connection
     now: float
     lease_seconds: float
-    changes: Changes
+    secret: bytes
+    changes: Changes = field(default_factory=Changes)

@@ -6,8 +6,13 @@ This module knows who waits for what. It does not know SQL; the store tells it w
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 
 class Signal:
@@ -42,6 +47,87 @@ class Signal:
         finally:
             self._waiters.discard(waiter)
         return True
+
+
+class QueueWaiters:
+    """Workers waiting for rollouts: as many are woken as there is work for, those first who came first."""
+
+    def __init__(self) -> None:
+        self._raised = 0
+        self._waiting: dict[asyncio.Future[None], str | None] = {}
+
+    def mark(self) -> int:
+        return self._raised
+
+    def queued(self, project: str, count: int) -> None:
+        """`count` rollouts of a project wait for a worker now."""
+        self._raised += 1
+        able = (waiter for waiter, wanted in self._waiting.items() if wanted in (None, project) and not waiter.done())
+        for waiter in list(itertools.islice(able, count)):
+            waiter.set_result(None)
+            del self._waiting[waiter]
+
+    def wake_all(self) -> None:
+        """Let everybody look again."""
+        self._raised += 1
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiting.clear()
+
+    async def wait(self, mark: int, project: str | None, timeout: float) -> bool:
+        """Wait until there may be work that was queued after `mark`; False after `timeout` seconds. Whoever is woken
+        and does not look must say so with `pass_on`."""
+        if self._raised != mark:
+            return True
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting[waiter] = project
+        try:
+            async with asyncio.timeout(timeout):
+                await waiter
+        except TimeoutError:
+            return waiter.done() and not waiter.cancelled()
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                self.pass_on(project)
+            raise
+        finally:
+            self._waiting.pop(waiter, None)
+        return True
+
+    def pass_on(self, project: str | None) -> None:
+        """The work that one of these waiters was woken for is still there."""
+        for waiter, wanted in self._waiting.items():
+            if (project is None or wanted in (None, project)) and not waiter.done():
+                waiter.set_result(None)
+                del self._waiting[waiter]
+                return
+
+
+class Subscribers(Generic[T]):
+    """Everybody who wants to hear of everything. Who is too slow misses some, and is told so by a None."""
+
+    def __init__(self, backlog: int = 1000) -> None:
+        self._backlog = backlog
+        self._queues: set[asyncio.Queue[T | None]] = set()
+
+    def publish(self, item: T | None) -> None:
+        for waiting in self._queues:
+            if waiting.qsize() >= self._backlog:
+                while not waiting.empty():
+                    waiting.get_nowait()
+                waiting.put_nowait(None)
+            else:
+                waiting.put_nowait(item)
+
+    @contextlib.contextmanager
+    def subscribe(self) -> Generator[asyncio.Queue[T | None]]:
+        queue: asyncio.Queue[T | None] = asyncio.Queue()
+        self._queues.add(queue)
+        try:
+            yield queue
+        finally:
+            self._queues.discard(queue)
 
 
 class FinishWaiters:

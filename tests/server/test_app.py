@@ -30,7 +30,7 @@ def span_json(rollout_id: str, attempt_id: str, **fields) -> bytes:
         "end_time": 1,
         **fields,
     }
-    return msgspec.json.encode([span])
+    return msgspec.json.encode({"spans": [span]})
 
 
 async def error_of(answer) -> str:
@@ -46,7 +46,7 @@ async def test_health_needs_no_key(http):
 
 
 async def test_a_rollout_can_be_driven_with_plain_json(http):
-    answer = await http.post("/api/v1/rollouts", json=[{"input": {"question": "2+2"}}], headers=ADMIN)
+    answer = await http.post("/api/v1/rollouts", json={"requests": [{"input": {"question": "2+2"}}]}, headers=ADMIN)
     assert (answer.status, answer.content_type) == (200, "application/json")
     (queued,) = await answer.json()
     (leased,) = await (await http.post("/api/v1/rollouts/lease", headers=ADMIN)).json()
@@ -61,7 +61,7 @@ async def test_a_rollout_can_be_driven_with_plain_json(http):
 async def test_without_a_valid_key_the_store_stays_shut(http, headers):
     answer = await http.get("/api/v1/statistics", headers=headers)
     assert answer.status == 401
-    assert "admin key" in await error_of(answer)
+    assert "key" in await error_of(answer)
 
 
 async def test_an_attempts_key_adds_spans_to_its_own_attempt_and_nothing_else(http, store):
@@ -102,7 +102,7 @@ async def test_an_attempts_key_is_narrow_where_there_is_no_admin_key_too(store):
 )
 async def test_without_an_admin_key_no_web_page_of_elsewhere_is_served(store, headers, status):
     async with HttpServer(create_app(store)) as server, aiohttp.ClientSession(server.url) as http:
-        answer = await http.post("/api/v1/rollouts", data=b"[]", headers={"content-type": "text/plain", **headers})
+        answer = await http.post("/api/v1/rollouts", data=b'{"requests": []}', headers={"content-type": "text/plain", **headers})
         assert answer.status == status, await answer.text()
 
 
@@ -113,12 +113,12 @@ async def test_without_an_admin_key_no_web_page_of_elsewhere_is_served(store, he
         ("GET", "/nowhere", None, 404, "/api/v1/nowhere"),
         ("DELETE", "/rollouts", None, 405, "DELETE"),
         ("POST", "/rollouts", b"[{", 422, "/api/v1/rollouts"),
-        ("POST", "/rollouts", b'[{"inputs": 1}]', 422, "inputs"),
-        ("POST", "/rollouts", b'[{"input": 1, "mode": "practice"}]', 422, "practice"),
-        ("POST", "/rollouts", b'[{"input": 1, "config": {"max_attempts": 0}}]', 422, "max_attempts"),
+        ("POST", "/rollouts", b'{"requests": [{"inputs": 1}]}', 422, "inputs"),
+        ("POST", "/rollouts", b'{"requests": [{"input": 1, "mode": "practice"}]}', 422, "practice"),
+        ("POST", "/rollouts", b'{"requests": [{"input": 1, "config": {"max_attempts": 0}}]}', 422, "max_attempts"),
         ("POST", "/rollouts/lease", b'{"limit": 0}', 422, "limit"),
-        ("POST", "/rollouts", b'[{"input": "\xff"}]', 422, "utf-8"),
-        ("POST", "/rollouts", b'[{"input": ' + b"[" * 20_000, 422, "recursion"),
+        ("POST", "/rollouts", b'{"requests": [{"input": "\xff"}]}', 422, "utf-8"),
+        ("POST", "/rollouts", b'{"requests": [{"input": ' + b"[" * 20_000, 422, "recursion"),
         ("GET", "/runs/run-1/complete-groups?cursor=x", None, 422, "cursor"),
         ("GET", "/runs/run-1/complete-groups?timeout=nan", None, 422, "timeout"),
         ("POST", "/spans", b" " * 100_001, 413, "100000"),

@@ -272,7 +272,7 @@ async def test_the_queue_and_the_clocks_are_found_by_an_index(tmp_path):
     await _make_store(tmp_path / "store.db")
     connection = sqlite3.connect(tmp_path / "store.db")
     for query, index in (
-        ("SELECT * FROM rollouts WHERE status IN ('queuing', 'requeuing') ORDER BY number", "rollouts_queued"),
+        ("SELECT * FROM rollouts WHERE status IN ('queuing', 'requeuing') ORDER BY priority DESC, number", "rollouts_queued"),
         ("SELECT * FROM attempts WHERE status IN ('preparing', 'running') AND check_time <= 1", "attempts_watched"),
         ("SELECT MIN(check_time) FROM attempts WHERE status IN ('preparing', 'running')", "attempts_watched"),
     ):

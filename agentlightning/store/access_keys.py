@@ -1,0 +1,128 @@
+"""Keys that were issued, and the record of who used administrative power.
+
+Of a key only a digest is stored. This module knows rows; what a scope opens is decided by the server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from agentlightning.errors import InvalidError, NotFoundError
+from agentlightning.store import calls, codec, keys
+from agentlightning.store.attempts import load_standing
+from agentlightning.store.calls import AdminCall, Call
+from agentlightning.store.database import Connection
+from agentlightning.store.transaction import Transaction
+from agentlightning.types import ApiKey, AuditRecord, IssuedKey, KeyScope
+
+T = TypeVar("T")
+
+PREFIX: Final = "aglk-"
+_KEY: Final = "key_id, name, scopes, project, create_time, expire_time, revoke_time"
+_LONGEST_DETAIL: Final = 2000  # characters
+
+
+def issue(tx: Transaction, call: calls.IssueKey) -> IssuedKey:
+    """Make a key; its secret is in the answer and nowhere else."""
+    if not call.scopes:
+        raise InvalidError("a key without scopes opens nothing; give some of read, worker, grader, trainer, admin")
+    if call.lifetime_seconds is not None and not call.lifetime_seconds > 0:
+        raise InvalidError(f"lifetime_seconds is {call.lifetime_seconds}; it must be positive, or None for no limit")
+    api_key = PREFIX + secrets.token_urlsafe(32)
+    key = ApiKey(
+        key_id=codec.new_id("key"),
+        name=call.name,
+        scopes=tuple(dict.fromkeys(call.scopes)),
+        project=None if call.project is None else codec.check_id(call.project, "project"),
+        create_time=tx.now,
+        expire_time=None if call.lifetime_seconds is None else tx.now + call.lifetime_seconds,
+    )
+    row = (key.key_id, key.name, " ".join(key.scopes), key.project, key.create_time, key.expire_time, key.revoke_time)
+    tx.connection.execute(
+        f"INSERT INTO api_keys ({_KEY}, digest) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*row, digest(api_key))
+    )
+    return IssuedKey(**msgspec.structs.asdict(key), api_key=api_key)
+
+
+def issue_for_attempt(tx: Transaction, call: calls.IssueAttemptKey) -> str:
+    """A key of one attempt, that may write its rewards or not."""
+    load_standing(tx.connection, call.rollout_id, call.attempt_id)
+    return keys.sign(tx.secret, call.rollout_id, call.attempt_id, rewards=call.rewards)
+
+
+def revoke(tx: Transaction, call: calls.RevokeKey) -> ApiKey:
+    """End a key for good; one that has ended stays as it is."""
+    tx.connection.execute(
+        "UPDATE api_keys SET revoke_time = ? WHERE key_id = ? AND revoke_time IS NULL", (tx.now, call.key_id)
+    )
+    row = tx.connection.execute(f"SELECT {_KEY} FROM api_keys WHERE key_id = ?", (call.key_id,)).fetchone()
+    if row is None:
+        raise NotFoundError(f"there is no key {call.key_id!r}; `agl keys list` shows those there are")
+    tx.changes.keys = True
+    return _key(row)
+
+
+def find(connection: Connection, api_key: str) -> ApiKey | None:
+    """The key with this secret, also when it has expired or been revoked."""
+    row = connection.execute(f"SELECT {_KEY} FROM api_keys WHERE digest = ?", (digest(api_key),)).fetchone()
+    return None if row is None else _key(row)
+
+
+def query_keys(connection: Connection) -> list[ApiKey]:
+    return [_key(row) for row in connection.execute(f"SELECT {_KEY} FROM api_keys ORDER BY create_time, key_id")]
+
+
+def digest(api_key: str) -> str:
+    # The key is 32 random bytes: nothing that a slow hash would have to protect.
+    return hashlib.sha256(api_key.encode()).hexdigest()
+
+
+def _key(row: Sequence[Any]) -> ApiKey:
+    return ApiKey(
+        key_id=row[0],
+        name=row[1],
+        scopes=msgspec.convert(row[2].split(), type=tuple[KeyScope, ...]),
+        project=row[3],
+        create_time=row[4],
+        expire_time=row[5],
+        revoke_time=row[6],
+    )
+
+
+# --- audit -------------------------------------------------------------------------------------------------------
+
+
+def audited(tx: Transaction, call: Call[Any], write: Callable[[Transaction, Any], T]) -> T:
+    """Carry out a call, leaving an audit record in the same transaction if it is an administrative one."""
+    result = write(tx, call)
+    if isinstance(call, AdminCall):
+        record(tx, call)
+    return result
+
+
+def record(tx: Transaction, call: AdminCall[Any]) -> None:
+    arguments = {name: value for name, value in msgspec.structs.asdict(call).items() if name != "actor"}
+    detail = codec.to_json(arguments, "what was asked")
+    if len(detail) > _LONGEST_DETAIL:
+        detail = codec.to_json({"shortened": detail[:_LONGEST_DETAIL]}, "what was asked")
+    tx.connection.execute(
+        "INSERT INTO audit (time, actor, action, detail) VALUES (?, ?, ?, ?)",
+        (tx.now, call.actor, type(call).__name__, detail),
+    )
+
+
+def query_audit(connection: Connection, call: calls.QueryAudit) -> list[AuditRecord]:
+    earlier, values = ("", ()) if call.before is None else ("WHERE number < ?", (call.before,))
+    rows = connection.execute(
+        f"SELECT number, time, actor, action, detail FROM audit {earlier} ORDER BY number DESC LIMIT ?",
+        (*values, max(0, call.limit)),
+    )
+    return [
+        AuditRecord(number=number, time=time, actor=actor, action=action, detail=codec.from_json(detail))
+        for number, time, actor, action, detail in rows
+    ]

@@ -1,0 +1,101 @@
+"""Opening a store's database: the connections to write and to read with, and how servers that share it talk.
+
+This module knows which kind of database an address means; it does not know what is done with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from agentlightning.errors import ConfigError
+from agentlightning.store import sqlite
+from agentlightning.store.codec import new_id
+from agentlightning.store.database import Connection
+from agentlightning.store.transaction import Changes
+
+_READERS: Final = 3
+Hear: TypeAlias = Callable[[Changes | None], None]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An open database. Without connections to read with, the one to write with does both. `shared` says that other
+    servers may use it too: `notify`, inside a transaction, tells them what it changes, and `listen` begins to hear of
+    theirs, on the running event loop. `release` is for when all connections are closed."""
+
+    writing: Connection
+    reading: Sequence[Connection]
+    secret: bytes
+    begin: str
+    release: Callable[[], None]
+    now: float
+    shared: bool = False
+    notify: Callable[[Connection, Changes], None] = lambda connection, changes: None
+    listen: Callable[[Hear], None] = lambda hear: None
+
+
+def open_sqlite(address: str, synchronous: sqlite.Synchronous) -> Opened:
+    """The store in a file, which this process then owns, or one in memory."""
+    if address == ":memory:":
+        memory = sqlite.connect_memory()
+        return Opened(memory, (), read_secret(memory), "BEGIN IMMEDIATE", lambda: None, time.time())
+    path = Path(address)
+    sqlite.check_file(path)
+    owner = sqlite.own(path)
+    try:
+        sqlite.prepare_file(path)
+        writing = sqlite.connect(path, synchronous)
+        reading = [sqlite.connect(path, synchronous, read_only=True) for _ in range(_READERS)]
+        return Opened(writing, reading, read_secret(writing), "BEGIN IMMEDIATE", owner.close, time.time())
+    except BaseException:
+        owner.close()
+        raise
+
+
+def open_postgres(url: str, synchronous: sqlite.Synchronous) -> Opened:
+    """The store in a PostgreSQL database, which other servers may share."""
+    try:
+        from agentlightning.store import postgres
+    except ImportError:
+        raise ConfigError(
+            "a store in PostgreSQL needs psycopg; install it with: pip install 'agent-lightning-next[postgres]'"
+        ) from None
+
+    writing = postgres.open_database(url, synchronous)
+    reading = [postgres.open_database(url, synchronous) for _ in range(_READERS)]
+    origin = new_id("server")
+    listeners: list[postgres.Listener] = []
+
+    def listen(hear: Hear) -> None:
+        loop = asyncio.get_running_loop()
+
+        def heard(changes: Changes | None) -> None:
+            loop.call_soon_threadsafe(hear, changes)
+
+        listeners.append(postgres.Listener(url, origin, heard))
+
+    def release() -> None:
+        for listener in listeners:
+            listener.close()
+
+    return Opened(
+        writing,
+        reading,
+        read_secret(writing),
+        "BEGIN",
+        release,
+        postgres.read_clock(writing),
+        shared=True,
+        notify=lambda connection, changes: postgres.notify(connection, origin, changes),
+        listen=listen,
+    )
+
+
+def read_secret(connection: Connection) -> bytes:
+    """What the store signs its attempts' keys with."""
+    return bytes(connection.execute("SELECT value FROM meta WHERE name = 'secret'").fetchone()[0])

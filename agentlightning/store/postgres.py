@@ -1,0 +1,202 @@
+"""A store in PostgreSQL: its connections, its layout, and the notifications that tell other servers what changed.
+
+This module knows psycopg and nothing of what the rows mean. It is imported only where a store's address is a
+`postgresql://` URL.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+import psycopg
+from psycopg.pq import TransactionStatus
+
+from agentlightning.errors import ConfigError, UnavailableError
+from agentlightning.store import schema
+from agentlightning.store.database import Connection, Cursor, Dialect, Trouble
+from agentlightning.store.sqlite import Synchronous
+from agentlightning.store.transaction import Changes
+
+_CHANNEL: Final = "agentlightning_store"
+_LOCK: Final = 0x41474C53  # one server at a time lays out the tables
+_LONGEST_PAYLOAD: Final = 7900  # bytes; PostgreSQL refuses notifications of 8000
+_PATIENCE_SECONDS: Final = 10.0
+_PAUSE_SECONDS: Final = 0.25
+_AGAIN: Final = (
+    psycopg.errors.DeadlockDetected,
+    psycopg.errors.SerializationFailure,
+    psycopg.errors.UniqueViolation,  # another server stored the same id in between
+)
+_log: Final = logging.getLogger(__name__)
+
+
+class PostgresConnection:
+    """One connection, for one thread at a time, that is made anew after it was lost."""
+
+    dialect: Dialect = "postgres"
+    for_update: str = " FOR UPDATE"
+    skip_locked: str = " FOR UPDATE SKIP LOCKED"
+
+    def __init__(self, url: str, synchronous: Synchronous) -> None:
+        self._url = url
+        # A commit that is not waited for survives the death of the server, not a power cut, as NORMAL promises.
+        self._options = "-c synchronous_commit=off" if synchronous == "NORMAL" else ""
+        self._raw = _connect(url, self._options)
+
+    @property
+    def in_transaction(self) -> bool:
+        return self._raw.info.transaction_status not in (TransactionStatus.IDLE, TransactionStatus.UNKNOWN)
+
+    def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Cursor:
+        return self._raw.execute(_translated(sql), parameters)  # pyright: ignore[reportArgumentType]
+
+    def close(self) -> None:
+        self._raw.close()
+
+    def trouble(self, error: Exception) -> Trouble | None:
+        if isinstance(error, _AGAIN):
+            return "again"
+        if isinstance(error, psycopg.DataError | UnicodeEncodeError):
+            return "invalid"
+        return "unavailable" if isinstance(error, psycopg.Error) else None
+
+    def revive(self) -> None:
+        if not self._raw.closed:
+            return
+        give_up = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                self._raw = _connect(self._url, self._options)
+                return
+            except psycopg.OperationalError:
+                if time.monotonic() > give_up:
+                    raise
+                time.sleep(_PAUSE_SECONDS)
+
+
+@functools.lru_cache(maxsize=1024)
+def _translated(sql: str) -> str:
+    return sql.replace("?", "%s")
+
+
+def _connect(url: str, options: str = "") -> psycopg.Connection[tuple[Any, ...]]:
+    return psycopg.connect(url, autocommit=True, connect_timeout=10, application_name="agentlightning", options=options)
+
+
+def open_database(url: str, synchronous: Synchronous) -> PostgresConnection:
+    """A connection to a database that holds a store of the present layout, made or brought there if need be.
+    ConfigError if it holds something else; UnavailableError if it cannot be reached."""
+    try:
+        connection = PostgresConnection(url, synchronous)
+    except psycopg.ProgrammingError as error:
+        raise ConfigError(f"the store's URL cannot be used: {error}") from None
+    except psycopg.Error as error:
+        raise UnavailableError(f"PostgreSQL cannot be reached: {error}") from None
+    try:
+        connection.execute("BEGIN")
+        connection.execute("SELECT pg_advisory_xact_lock(?)", (_LOCK,))
+        _lay_out(connection)
+        connection.execute("COMMIT")
+    except psycopg.Error as error:
+        connection.close()
+        raise ConfigError(f"the store cannot be laid out in PostgreSQL: {error}") from None
+    except ConfigError:
+        connection.close()
+        raise
+    return connection
+
+
+def _lay_out(connection: PostgresConnection) -> None:
+    tables = {
+        name for (name,) in connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = current_schema()")
+    }
+    version = 0
+    if tables:
+        if not {"meta", "rollouts", "spans"} <= tables:
+            raise ConfigError(
+                f"the database holds tables that are not a store's ({', '.join(sorted(tables)[:5])} …); it was left "
+                "as it is. Give the store a database, or a schema (?options=-csearch_path%3Dname), of its own"
+            )
+        row = connection.execute("SELECT value FROM meta WHERE name = 'layout'").fetchone()
+        version = int(bytes(row[0])) if row is not None else -1
+    if not 0 <= version <= schema.VERSION:
+        raise ConfigError(f"the database holds layout {version} and this release reads up to {schema.VERSION}")
+    if version == schema.VERSION:
+        return
+    schema.migrate(connection, version)
+    connection.execute(
+        "INSERT INTO meta (name, value) VALUES ('layout', ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+        (str(schema.VERSION).encode(),),
+    )
+
+
+def read_clock(connection: PostgresConnection) -> float:
+    """The database's own time, which all servers on it share."""
+    (now,) = connection.execute("SELECT EXTRACT(EPOCH FROM clock_timestamp())::float8").fetchone()
+    return now
+
+
+def notify(connection: Connection, origin: str, changes: Changes) -> None:
+    """Tell the other servers, at the commit, what this transaction changed."""
+    for part in _parts(changes):
+        payload = f"{origin} {base64.b64encode(msgspec.msgpack.encode(part)).decode()}"
+        connection.execute("SELECT pg_notify(?, ?)", (_CHANNEL, payload))
+
+
+def _parts(changes: Changes) -> list[Changes]:
+    """The same changes in as many pieces as fit a notification each."""
+    size = 4 * len(msgspec.msgpack.encode(changes)) // 3 + 100
+    if size <= _LONGEST_PAYLOAD:
+        return [changes]
+    halves = (Changes(queued=changes.queued, keys=changes.keys, deadline=changes.deadline), Changes())
+    for name in ("finished", "groups", "runs_with_groups", "touched", "spans"):
+        values = list(dict.fromkeys(getattr(changes, name)))
+        middle = len(values) // 2
+        setattr(halves[0], name, values[:middle])
+        setattr(halves[1], name, values[middle:])
+    return [part for half in halves for part in _parts(half)]
+
+
+class Listener:
+    """Hears, in a thread of its own, what other servers changed. `heard` gets their changes, and None after the
+    connection was lost for a while: then anything may have changed."""
+
+    def __init__(self, url: str, origin: str, heard: Callable[[Changes | None], None]) -> None:
+        self._url = url
+        self._origin = origin
+        self._heard = heard
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="agl-store-listener", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _listen(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                with _connect(self._url) as connection:
+                    connection.execute(f"LISTEN {_CHANNEL}")
+                    self._heard(None)
+                    while not self._stopping.is_set():
+                        for notice in connection.notifies(timeout=0.5):
+                            self._hear(notice.payload)
+            except psycopg.Error as error:
+                _log.warning("not listening for the changes of other servers, trying again: %s", error)
+                self._stopping.wait(_PAUSE_SECONDS)
+
+    def _hear(self, payload: str) -> None:
+        origin, _, encoded = payload.partition(" ")
+        if origin == self._origin:
+            return
+        with contextlib.suppress(msgspec.DecodeError, ValueError):  # another release's: nothing to learn from it
+            self._heard(msgspec.msgpack.decode(base64.b64decode(encoded), type=Changes))

@@ -1,0 +1,111 @@
+"""Spans as rows: stored once each, numbered within their attempt, read by rollout or across rollouts.
+
+This module does not know threads, event loops or HTTP, nor what a span means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
+
+from agentlightning.errors import NotFoundError
+from agentlightning.store import calls, codec, lifecycle
+from agentlightning.store.attempts import load_standing, save_standing
+from agentlightning.store.codec import SpanColumns
+from agentlightning.store.database import Connection
+from agentlightning.store.rollouts import require_rollout
+from agentlightning.store.transaction import Transaction
+from agentlightning.types import UNATTRIBUTED, Span
+
+Redact: TypeAlias = Callable[[Span], Span | None]
+"""Looks at a span before anything of it is written: gives it back, changed or as it is, or None to drop it."""
+
+SPAN_COLUMNS: Final = ", ".join(SpanColumns._fields)
+_INSERT: Final = (
+    f"INSERT INTO spans (attempt, {SPAN_COLUMNS}) VALUES (?{', ?' * len(SpanColumns._fields)}) "
+    "ON CONFLICT (attempt, span_id) DO NOTHING"
+)
+
+
+def add_spans(tx: Transaction, spans: Sequence[Span], columns: Sequence[SpanColumns | None]) -> list[int]:
+    """Store spans with the columns they were written into (None: dropped by the redaction), all or none; return the
+    sequence id each is stored under (0 for a dropped one)."""
+    by_attempt: dict[tuple[str, str], list[int]] = {}
+    for index, span in enumerate(spans):
+        by_attempt.setdefault((span.rollout_id, span.attempt_id), []).append(index)
+    stored = [0] * len(spans)
+    # In the order of their ids: two servers that lock the same attempts do it in the same order.
+    for (rollout_id, attempt_id), indices in sorted(by_attempt.items()):
+        if rollout_id == attempt_id == UNATTRIBUTED:
+            _lay_out_unattributed(tx)
+        number, before = load_standing(tx.connection, rollout_id, attempt_id)
+        (highest,) = tx.connection.execute("SELECT span_sequence FROM attempts WHERE number = ?", (number,)).fetchone()
+        for index in indices:
+            row = columns[index]
+            if row is None:
+                continue
+            sequence_id = row.sequence_id or highest + 1
+            if tx.connection.execute(_INSERT, (number, *row._replace(sequence_id=sequence_id))).rowcount == 0:
+                stored[index] = _stored_sequence_id(tx.connection, number, row.span_id)
+                continue
+            highest = max(highest, sequence_id)
+            stored[index] = sequence_id
+        tx.connection.execute("UPDATE attempts SET span_sequence = ? WHERE number = ?", (highest, number))
+        save_standing(tx, number, before, lifecycle.hear(before, tx.now, tx.lease_seconds))
+        tx.changes.spans.append(rollout_id)
+    return stored
+
+
+def _stored_sequence_id(connection: Connection, number: int, span_id: str) -> int:
+    (sequence_id,) = connection.execute(
+        "SELECT sequence_id FROM spans WHERE attempt = ? AND span_id = ?", (number, span_id)
+    ).fetchone()
+    return sequence_id
+
+
+def _lay_out_unattributed(tx: Transaction) -> None:
+    """The rollout for spans that nobody could attribute: final from the beginning, so that nothing moves it."""
+    tx.connection.execute(
+        "INSERT INTO rollouts (rollout_id, input, start_time, end_time, status, mode, config, metadata, attempts) "
+        "VALUES (?, 'null', ?, ?, 'succeeded', 'val', '{}', '{}', 1) ON CONFLICT (rollout_id) DO NOTHING",
+        (UNATTRIBUTED, tx.now, tx.now),
+    )
+    tx.connection.execute(
+        "INSERT INTO attempts (attempt_id, rollout_id, sequence_id, start_time, end_time, status, metadata, "
+        "last_activity, lease_expires, check_time, span_sequence) "
+        "VALUES (?, ?, 1, ?, ?, 'succeeded', '{}', ?, ?, ?, 0) ON CONFLICT (attempt_id) DO NOTHING",
+        (UNATTRIBUTED, UNATTRIBUTED, *[tx.now] * 5),
+    )
+
+
+def next_sequence_id(tx: Transaction, call: calls.NextSpanSequenceId) -> int:
+    number, _ = load_standing(tx.connection, call.rollout_id, call.attempt_id)
+    (sequence_id,) = tx.connection.execute(
+        "UPDATE attempts SET span_sequence = span_sequence + 1 WHERE number = ? RETURNING span_sequence", (number,)
+    ).fetchone()
+    return sequence_id
+
+
+def get_spans(connection: Connection, call: calls.GetSpans) -> list[Span]:
+    """Spans of one attempt (`latest`: the last one) or of all, by start time, then sequence id."""
+    attempts: list[tuple[int, str]] = connection.execute(
+        "SELECT number, attempt_id FROM attempts WHERE rollout_id = ? ORDER BY sequence_id", (call.rollout_id,)
+    ).fetchall()
+    if not attempts:
+        require_rollout(connection, call.rollout_id)
+    if call.attempt_id == "latest":
+        attempts = attempts[-1:]
+    elif call.attempt_id is not None:
+        attempts = [attempt for attempt in attempts if attempt[1] == call.attempt_id]
+        if not attempts:
+            raise NotFoundError(f"there is no attempt {call.attempt_id!r} of a rollout {call.rollout_id!r}")
+    spans = [
+        span_from_row(call.rollout_id, name, row)
+        for number, name in attempts
+        for row in connection.execute(f"SELECT {SPAN_COLUMNS} FROM spans WHERE attempt = ?", (number,))
+    ]
+    return sorted(spans, key=lambda span: (span.start_time, span.sequence_id))
+
+
+def span_from_row(rollout_id: str, attempt_id: str, row: Sequence[Any]) -> Span:
+    return codec.span_from_columns(rollout_id, attempt_id, row)

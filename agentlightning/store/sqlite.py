@@ -1,0 +1,157 @@
+"""A store's SQLite file: telling it from other files, taking it, making it, connecting to it.
+
+This module knows files and refuses, untouched, one that is something else. It does not know what the rows mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+from agentlightning.errors import ConfigError, InUseError
+from agentlightning.store import schema
+from agentlightning.store.database import Dialect, Trouble
+
+APPLICATION_ID: Final = 0x41474C53  # "AGLS", in the header of every store's file
+
+Synchronous: TypeAlias = Literal["FULL", "NORMAL"]
+
+
+class SqliteConnection(sqlite3.Connection):
+    """One connection, for one thread at a time. There is one writer, so that nothing needs to be locked."""
+
+    dialect: Dialect = "sqlite"
+    for_update: str = ""
+    skip_locked: str = ""
+
+    def trouble(self, error: Exception) -> Trouble | None:
+        if isinstance(error, sqlite3.DataError | UnicodeEncodeError):
+            return "invalid"
+        return "unavailable" if isinstance(error, sqlite3.Error) else None
+
+    def revive(self) -> None:
+        """A file is not lost."""
+
+
+def check_file(path: Path) -> None:
+    """ConfigError if there is a file at `path` and it is not a store of this version; nothing is changed."""
+    try:
+        if not path.exists() or path.stat().st_size == 0:
+            return
+        # Read as bytes: opening a foreign database with SQLite could already change files beside it.
+        with path.open("rb") as file:
+            header = file.read(100)
+    except OSError as error:
+        raise _unusable(path, error) from None
+    if not header.startswith(b"SQLite format 3\x00") or int.from_bytes(header[68:72], "big") != APPLICATION_ID:
+        raise ConfigError(f"{path} is not an Agent Lightning store; it was left as it is. Choose another path")
+    version = int.from_bytes(header[60:64], "big")
+    if not 1 <= version <= schema.VERSION:
+        raise ConfigError(
+            f"the store {path} has layout {version} and this release reads layouts 1 to {schema.VERSION}; it was left "
+            "as it is. Use the release that wrote it, or choose another path"
+        )
+    if not os.access(path, os.W_OK):
+        raise _unusable(path, PermissionError("no permission to write it"))
+
+
+def own(path: Path) -> sqlite3.Connection:
+    """Take the file for this process alone, until the returned connection is closed or the process dies.
+
+    Waiting callers are woken inside one process, so that another process has to go through the server instead:
+    ConfigError says so when the file is taken, or that the directory cannot be written."""
+    claim = path.with_name(f"{path.name}-owner")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        claim.touch()
+        connection = sqlite3.connect(claim, isolation_level=None, check_same_thread=False, timeout=0)
+    except OSError as error:
+        raise _unusable(path, error) from None
+    try:
+        connection.execute("BEGIN EXCLUSIVE")
+    except sqlite3.Error as error:
+        connection.close()
+        if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
+            raise InUseError(
+                f"the store {path} is in use by another process; use that process's server, or choose another path"
+            ) from None
+        raise _unusable(path, error) from None
+    return connection
+
+
+def prepare_file(path: Path) -> None:
+    """Make a new store at `path` if there is nothing yet; bring an older one to the present layout."""
+    try:
+        if not path.exists() or path.stat().st_size == 0:
+            # Laid out under another name and then moved, so that a crash never leaves half a store behind.
+            draft = path.with_name(f"{path.name}-new")
+            draft.unlink(missing_ok=True)
+            with contextlib.closing(_open(str(draft))) as connection:
+                _lay_out(connection)
+                connection.execute("PRAGMA journal_mode = WAL")
+            draft.replace(path)
+        else:
+            with contextlib.closing(_open(str(path))) as connection:
+                _lay_out(connection)
+    except OSError as error:
+        raise _unusable(path, error) from None
+    except sqlite3.DatabaseError as error:
+        if isinstance(error, sqlite3.OperationalError):
+            raise _unusable(path, error) from None
+        raise _damaged(path, error) from None
+
+
+def _lay_out(connection: SqliteConnection) -> None:
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version == schema.VERSION:
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    schema.migrate(connection, version)
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version = {schema.VERSION}")
+    connection.execute("COMMIT")
+
+
+def _open(address: str, *, uri: bool = False) -> SqliteConnection:
+    return sqlite3.connect(
+        address,
+        uri=uri,
+        isolation_level=None,
+        check_same_thread=False,
+        cached_statements=256,
+        factory=SqliteConnection,
+    )
+
+
+def _unusable(path: Path, error: Exception) -> ConfigError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return ConfigError(f"the store {path} cannot be used: {reason}. Choose a place that you may write to")
+
+
+def _damaged(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"the store {path} is damaged and was left as it is: {error}. Restore a backup")
+
+
+def connect(path: Path, synchronous: Synchronous, *, read_only: bool = False) -> SqliteConnection:
+    """A connection to a prepared file, to be used by one thread at a time. ConfigError if the file is damaged."""
+    connection = _open(f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}", uri=True)
+    try:
+        connection.execute("PRAGMA busy_timeout = 5000")
+        connection.execute(f"PRAGMA synchronous = {synchronous}")
+        connection.execute("PRAGMA temp_store = MEMORY")
+        connection.execute("PRAGMA cache_size = -16000")  # KiB
+        connection.execute("SELECT value FROM meta WHERE name = 'secret'").fetchone()
+    except sqlite3.Error as error:
+        connection.close()
+        raise _damaged(path, error) from None
+    return connection
+
+
+def connect_memory() -> SqliteConnection:
+    """A connection to a new store that lives and dies with it."""
+    connection = _open(":memory:")
+    _lay_out(connection)
+    return connection
