@@ -1,0 +1,366 @@
+"""Filters, sort orders and cursors on real databases, against what Python makes of the same rows."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agentlightning.errors import InvalidError
+from agentlightning.store import filters, paging
+from agentlightning.store.fields import ROLLOUTS, SPANS, Fields
+from agentlightning.types import And, Condition, Filter, Not, Or, Order
+from tests.store.query_model import (
+    ROLLOUT_ROWS,
+    ROWS,
+    SPAN_ROWS,
+    conditions,
+    matches,
+    ordered,
+    quoted,
+    random_filters,
+    random_orders,
+)
+
+LAYOUT = """
+CREATE TABLE rollouts (
+    number BIGINT, rollout_id TEXT, input TEXT, start_time DOUBLE PRECISION, end_time DOUBLE PRECISION, status TEXT,
+    mode TEXT, resources_id TEXT, run_id TEXT, group_id TEXT, group_index BIGINT, project TEXT, priority BIGINT,
+    metadata TEXT
+);
+CREATE TABLE attempts (number BIGINT, attempt_id TEXT, rollout_id TEXT);
+CREATE TABLE spans (
+    attempt BIGINT, span_id TEXT, sequence_id BIGINT, trace_id TEXT, parent_id TEXT, name TEXT,
+    start_time DOUBLE PRECISION, end_time DOUBLE PRECISION, status_code TEXT, attributes TEXT, prompt_token_ids {bytes}
+)
+"""
+
+# --- the databases -----------------------------------------------------------------------------------------------
+
+
+class Database:
+    def __init__(self, dialect: Any, connection: Any) -> None:
+        self.dialect = dialect
+        self._connection = connection
+
+    def execute(self, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
+        assert "%" not in sql
+        cursor = self._connection.execute(sql if self.dialect == "sqlite" else sql.replace("?", "%s"), parameters)
+        return cursor.fetchall() if cursor.description else []
+
+    def insert(self, table: str, values: dict[str, Any]) -> None:
+        marks = ", ".join("?" * len(values))
+        self.execute(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks})", list(values.values()))
+
+    def find(self, fields: Fields, filter: Filter | None) -> set[Any]:
+        condition = filters.where(filter, fields, self.dialect)
+        unique = ", ".join(column.sql for column in fields.unique)
+        found = self.execute(f"SELECT {unique} FROM {fields.tables} WHERE {condition.text}", condition.parameters)
+        assert len(found) == len(set(found))
+        return set(found)
+
+    def page(
+        self, fields: Fields, filter: Filter | None, orders: Sequence[Order], limit: int, cursor: str | None
+    ) -> tuple[list[Any], str | None]:
+        """The rows of one page by what is unique of them, and the cursor of its last row."""
+        ordering = paging.order(orders, fields, self.dialect)
+        condition = filters.where(filter, fields, self.dialect)
+        text, parameters = condition.text, [*ordering.parameters, *condition.parameters]
+        if cursor is not None:
+            rest = paging.after(cursor, filter, orders, fields, self.dialect)
+            text, parameters = f"{text} AND {rest.text}", [*parameters, *rest.parameters]
+        unique = ", ".join(column.sql for column in fields.unique)
+        rows = self.execute(
+            f"SELECT {unique}, {ordering.columns} FROM {fields.tables} WHERE {text} ORDER BY {ordering.by} LIMIT ?",
+            [*parameters, limit],
+        )
+        if not rows:
+            return [], None
+        last = paging.encode_cursor(rows[-1][-ordering.width :], filter, orders, fields)
+        return [tuple(row[: len(fields.unique)]) for row in rows], last
+
+
+def fill(database: Database) -> None:
+    for statement in LAYOUT.format(bytes="BLOB" if database.dialect == "sqlite" else "BYTEA").split(";"):
+        database.execute(statement)
+    for row in ROLLOUT_ROWS:
+        metadata = msgspec.json.encode(row.document).decode()
+        database.insert("rollouts", {**row.named, "metadata": metadata, "number": row.unique[0]})
+    for attempt in range(20):
+        rollout_id = ROLLOUT_ROWS[attempt // 2].named["rollout_id"]
+        database.insert("attempts", {"number": attempt, "attempt_id": f"at-{attempt}", "rollout_id": rollout_id})
+    elsewhere = ("rollout_id", "attempt_id", "project", "run_id", "duration", "has_tokens")
+    for row in SPAN_ROWS:
+        columns = {name: value for name, value in row.named.items() if name not in elsewhere}
+        attributes = msgspec.json.encode(row.document).decode()
+        tokens = b"" if row.named["has_tokens"] else None
+        database.insert(
+            "spans", {**columns, "attempt": row.unique[0], "attributes": attributes, "prompt_token_ids": tokens}
+        )
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database(request) -> Iterator[Database]:
+    if request.param == "sqlite":
+        connection: Any = sqlite3.connect(":memory:", isolation_level=None)
+    else:
+        psycopg = pytest.importorskip("psycopg")
+        connection = psycopg.connect(request.getfixturevalue("postgres_database"), autocommit=True)
+    with contextlib.closing(connection):
+        opened = Database(request.param, connection)
+        fill(opened)
+        yield opened
+
+
+# --- against Python -----------------------------------------------------------------------------------------------
+
+thorough = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.parametrize("fields", [ROLLOUTS, SPANS], ids=["rollouts", "spans"])
+def test_a_filter_finds_the_rows_it_describes(database, fields):
+    @thorough
+    @given(random_filters(fields))
+    def check(filter: Filter) -> None:
+        assert database.find(fields, filter) == {row.unique for row in ROWS[fields.tables] if matches(row, filter)}
+
+    check()
+
+
+@pytest.mark.parametrize("fields", [ROLLOUTS, SPANS], ids=["rollouts", "spans"])
+def test_cursors_visit_every_row_once_and_in_order(database, fields):
+    @thorough
+    @given(st.none() | conditions(fields), random_orders(fields), st.sampled_from([3, 7, 30]))
+    def check(filter: Filter | None, orders: list[Order], limit: int) -> None:
+        wanted = [row for row in ROWS[fields.tables] if filter is None or matches(row, filter)]
+        visited: list[Any] = []
+        page, cursor = database.page(fields, filter, orders, limit, None)
+        while page:
+            visited += page
+            page, cursor = database.page(fields, filter, orders, limit, cursor)
+        assert visited == [row.unique for row in ordered(wanted, orders)]
+
+    check()
+
+
+# --- what a filter means -----------------------------------------------------------------------------------------
+
+
+def where(filter: Filter, fields: Fields = ROLLOUTS) -> filters.Sql:
+    return filters.where(filter, fields, "postgres")
+
+
+def test_a_filter_reads_naturally_as_json():
+    filter = And([Condition("status", "in", ["failed"]), Not(Condition("metadata.score", "ge", 0.5))])
+    text = (
+        b'{"op":"and","of":[{"op":"in","field":"status","value":["failed"]},'
+        b'{"op":"not","of":[{"op":"ge","field":"metadata.score","value":0.5}]}]}'
+    )
+    assert msgspec.json.encode(filter) == text
+    assert msgspec.json.decode(text, type=Filter) == filter
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(filter), type=Filter) == filter
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"op": "like", "field": "status", "value": "a"}',
+        '{"op": "eq", "field": "status", "value": "a", "values": ["a"]}',
+        '{"op": "eq", "value": "a"}',
+        '{"op": "eq", "field": "status", "of": [{"op": "and"}]}',
+        '{"op": "and", "field": "status"}',
+        '{"op": "not", "of": []}',
+        '{"field": "status", "value": "a"}',
+    ],
+)
+def test_json_that_is_no_filter_is_refused(text):
+    with pytest.raises((msgspec.ValidationError, InvalidError)):
+        msgspec.json.decode(text, type=Filter)
+
+
+def test_an_empty_and_asks_for_nothing_and_an_empty_or_finds_nothing(database):
+    assert len(database.find(ROLLOUTS, None)) == len(ROLLOUT_ROWS)
+    assert len(database.find(ROLLOUTS, And([]))) == len(ROLLOUT_ROWS)
+    assert database.find(ROLLOUTS, Or([])) == set()
+    assert database.find(ROLLOUTS, Condition("status", "in", [])) == set()
+
+
+def test_ten_thousand_values_fit_one_in(database):
+    ids = [f"ro-{number}" for number in range(5, 10_000)]
+    assert len(database.find(ROLLOUTS, Condition("rollout_id", "in", ids))) == len(ROLLOUT_ROWS) - 5
+    numbers = [number + 0.5 for number in range(10_000)]
+    assert database.find(ROLLOUTS, Condition("start_time", "in", numbers)) == {
+        row.unique for row in ROLLOUT_ROWS if row.named["start_time"] == 1.5
+    }
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        Condition("project", "eq", "a"),
+        Condition("metadata.nested.deep.x", "gt", 0.5),
+        Condition("metadata.absent.a.b.c.d.e.f.g.h", "contains", "a"),
+        Condition("tag", "in", ["a", "b"]),
+    ],
+    ids=lambda condition: condition.field,
+)
+def test_the_largest_filters_fit_every_database(database, condition):
+    wanted = {row.unique for row in ROLLOUT_ROWS if matches(row, condition)}
+    assert database.find(ROLLOUTS, And([condition] * 300)) == wanted
+    deep = condition
+    for level in range(19):
+        deep = (And if level % 2 else Or)([condition, deep, condition])
+    assert database.find(ROLLOUTS, deep) == wanted
+    both = condition
+    for level in range(7):
+        both = (And if level % 2 else Or)([both, both])
+    assert database.find(ROLLOUTS, both) == wanted
+
+
+def test_a_thousand_conditions_are_the_most(database):
+    filter = Or([Condition("project", "eq", "a")] * 999)
+    assert database.find(ROLLOUTS, filter) == database.find(ROLLOUTS, Condition("project", "eq", "a"))
+    with pytest.raises(InvalidError, match="at most 1000 conditions"):
+        where(Or([Condition("project", "eq", "a")] * 1000))
+
+
+def test_a_filter_nests_twenty_deep_and_no_deeper():
+    filter = Condition("project", "eq", "a")
+    for _ in range(19):
+        filter = Not(filter)
+    where(filter)
+    with pytest.raises(InvalidError, match="at most 20 deep"):
+        where(Not(filter))
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "hint"),
+    [
+        ("statsu", "did you mean 'status'"),
+        ("metadata", "did you mean 'metadata.KEY'"),
+        ("metadata.", "metadata.KEY"),
+        ("attributes.x", "no field"),
+        ("rollouts.status", "no field"),
+        ("number", "no field"),
+        ("status; DROP TABLE rollouts", "no field"),
+        ("1 = 1 OR status", "no field"),
+        ('metadata."a', "not a path"),
+        ('metadata."a"b', "not a path"),
+        ("metadata.a..b", "not a path"),
+        ("metadata.a.", "not a path"),
+        ('metadata."\\x"', "not a quoted key"),
+        ("metadata.a\0", "NUL"),
+        ("metadata.a\ud800", "surrogate"),
+        ("metadata.a.b.c.d.e.f.g.h.i.j.k", "at most 10"),
+        (None, "no field"),
+        (7, "no field"),
+    ],
+)
+def test_an_unknown_field_is_refused(field, hint):
+    with pytest.raises(InvalidError, match=hint):
+        filters.where(msgspec.structs.replace(Condition("x", "eq", 1), field=field or 7), ROLLOUTS, "sqlite")
+    with pytest.raises(InvalidError, match=hint):
+        paging.order([Order(field=field)], ROLLOUTS, "sqlite")
+
+
+@pytest.mark.parametrize("key", ["x' OR '1'='1", "x\"]') OR 1=1 --", "x) IS NULL OR (1=1", "$.x", "?", "%s", "{}"])
+def test_a_key_never_becomes_sql(database, key):
+    for fields, name in ((ROLLOUTS, f"metadata.{quoted([key])}"), (SPANS, f"attributes.{key}")):
+        assert database.find(fields, Condition(name, "exists")) == set()
+        assert database.find(fields, Condition(name, "eq", key)) == set()
+        assert len(database.page(fields, None, [Order(field=name)], 1000, None)[0]) == len(ROWS[fields.tables])
+
+
+@pytest.mark.parametrize(
+    ("condition", "hint"),
+    [
+        (("status", "eq", ["failed"]), "cannot be compared"),
+        (("metadata.a", "eq", {"a": 1}), "cannot be compared"),
+        (("metadata.a", "eq", float("nan")), "finite"),
+        (("metadata.a", "in", [1, float("inf")]), "finite"),
+        (("metadata.a", "lt", 2**63), "64 bits"),
+        (("metadata.a", "eq", "a\0"), "NUL"),
+        (("metadata.a", "in", "abc"), "takes a list"),
+        (("metadata.a", "in", None), "takes a list"),
+        (("metadata.a", "exists", 1), "takes true, false"),
+        (("metadata.a", "lt", None), "not null"),
+        (("metadata.a", "contains", None), "not null"),
+        (("metadata.a", "gt", True), "number or text"),
+        (("status", "eq", 1), "status is a text"),
+        (("priority", "gt", "1"), "priority is a number"),
+        (("priority", "eq", True), "priority is a number"),
+        (("priority", "contains", 1), "cannot contain"),
+        (("input", "eq", "a"), "contains a text"),
+        (("input", "contains", 1), "contains a text"),
+        (("tag", "lt", "a"), "not a comparison"),
+        (("tag", "eq", 1), "tag is a text"),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_refused(condition, hint):
+    with pytest.raises(InvalidError, match=hint):
+        where(Condition(*condition))
+
+
+def test_an_unknown_op_is_refused_with_a_hint():
+    with pytest.raises(InvalidError, match="did you mean 'contains'"):
+        where(msgspec.structs.replace(Condition("status", "eq"), op="contain"))
+
+
+@pytest.mark.parametrize("field", ["input", "tag"])
+def test_rows_are_not_sorted_by_what_has_no_order(field):
+    with pytest.raises(InvalidError, match="cannot be sorted by"):
+        paging.order([Order(field=field)], ROLLOUTS, "sqlite")
+
+
+# --- cursors -----------------------------------------------------------------------------------------------------
+
+
+def test_a_cursor_of_another_query_is_refused(database):
+    filter, orders = Condition("project", "exists"), [Order(field="start_time")]
+    _, cursor = database.page(ROLLOUTS, filter, orders, 5, None)
+    assert database.page(ROLLOUTS, filter, orders, 5, cursor)[0]
+    others = [
+        (ROLLOUTS, None, orders),
+        (ROLLOUTS, Condition("project", "exists", False), orders),
+        (ROLLOUTS, filter, []),
+        (ROLLOUTS, filter, [Order(field="start_time", descending=True)]),
+        (SPANS, filter, orders),
+    ]
+    for other in others:
+        with pytest.raises(InvalidError, match="another filter or order"):
+            database.page(*other, 5, cursor)
+
+
+@pytest.mark.parametrize("cursor", ["", "x", "é", "AAAA", "!!!!", "bnVsbA", "WyJhIixbXV0=", "a" * 1001])
+def test_a_damaged_cursor_is_refused(cursor):
+    with pytest.raises(InvalidError, match="cursor"):
+        paging.after(cursor, None, [], ROLLOUTS, "sqlite")
+
+
+@pytest.mark.parametrize("dialect", ["sqlite", "postgres"])
+@pytest.mark.parametrize(
+    "keys",
+    [[], [1], ["a", 0, 1.0, None], [2, "1; DROP", "a", 1], [2, None, 7, 1], [2**63, None, "a", 1], [2, 1, "a", "1"]],
+)
+def test_a_cursor_that_was_made_up_is_refused(dialect, keys):
+    orders = [Order(field="metadata.score")]
+    with pytest.raises(InvalidError, match="damaged"):
+        paging.after(paging.encode_cursor(keys, None, orders, ROLLOUTS), None, orders, ROLLOUTS, dialect)
+
+
+def test_rows_that_come_and_go_meanwhile_neither_repeat_nor_hide_others(database):
+    orders = [Order(field="metadata.score", descending=True)]
+    wanted = [row.unique for row in ordered(ROLLOUT_ROWS, orders)]
+    page, cursor = database.page(ROLLOUTS, None, orders, 10, None)
+    database.execute("DELETE FROM rollouts WHERE number IN (?, ?)", [page[3][0], page[-1][0]])
+    rest, _ = database.page(ROLLOUTS, None, orders, 1000, cursor)
+    assert page + rest == wanted
