@@ -1,0 +1,206 @@
+"""OTLP over HTTP: spans from any OpenTelemetry exporter, at `/v1/traces` and at the same path under an attempt's URL.
+
+This module knows whose a span is and how OTLP answers. Decoding is `tracing.otlp`'s, what is allowed is `access`'s.
+Nothing is dropped: a span that names no attempt the store knows goes to the rollout `unattributed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from agentlightning.errors import AgentLightningError, ForbiddenError, InvalidError, NotFoundError, UnavailableError
+from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID
+from agentlightning.server.access import Access, Scope, UnauthenticatedError
+from agentlightning.server.rest import TooLargeError, read_body
+from agentlightning.store.base import LightningStore
+from agentlightning.store.calls import AddSpans, QueryAttempts
+from agentlightning.tracing.otlp import JSON, PROTOBUF, UnsupportedMediaError, decode_traces, resolve
+from agentlightning.types import DEFAULT_PROJECT, UNATTRIBUTED, Span
+
+_RETRY_AFTER_SECONDS: Final = 1
+_WINDOW_BITS: Final = {"gzip": 31, "deflate": 15}  # as zlib wants to be told which header to expect
+
+
+class Failure(NamedTuple):
+    """How an error is told: the HTTP status, and the code of `google.rpc.Status` that says the same."""
+
+    http: int
+    rpc: int
+
+
+_FAILURES: Final[Sequence[tuple[type[AgentLightningError], Failure]]] = (
+    (UnauthenticatedError, Failure(401, 16)),
+    (ForbiddenError, Failure(403, 7)),
+    (NotFoundError, Failure(404, 5)),
+    (TooLargeError, Failure(413, 8)),
+    (UnsupportedMediaError, Failure(415, 3)),
+    (InvalidError, Failure(400, 3)),
+    (UnavailableError, Failure(503, 14)),
+)
+_INTERNAL: Final = Failure(500, 13)
+
+
+def failure_of(error: AgentLightningError) -> Failure:
+    return next((failure for kind, failure in _FAILURES if isinstance(error, kind)), _INTERNAL)
+
+
+# --- whose a span is ---------------------------------------------------------------------------------------------
+
+
+class Intake:
+    """Takes decoded spans in, from whatever transport."""
+
+    def __init__(self, store: LightningStore, access: Access) -> None:
+        self._store = store
+        self._access = access
+
+    async def admit(self, headers: Mapping[str, str]) -> Scope:
+        """Who calls; ForbiddenError unless they may add spans."""
+        scope = await self._access.scope(headers)
+        scope.require(AddSpans)
+        return scope
+
+    async def add(self, scope: Scope, spans: Sequence[Span], url_ids: tuple[str, str] | None = None) -> None:
+        """Store spans, all or none, under the attempts they belong to.
+
+        An attempt's key decides: a span without ids is that attempt's, one that names another attempt is a
+        ForbiddenError. Otherwise a span belongs to whom it names; if that is nobody the caller can reach, it is kept as
+        unattributed, with the names it gave as attributes."""
+        nobody = scope.attempt or (UNATTRIBUTED, UNATTRIBUTED)
+        assigned = [_assigned(span, resolve(span, url_ids) or nobody) for span in spans]
+        if not assigned:
+            return
+        try:
+            await self._add(scope, assigned)
+        except NotFoundError:
+            if scope.attempt is not None:
+                raise
+            known = await self._known(scope, {span.rollout_id for span in assigned})
+            await self._add(scope, [span if _ids(span) in known else _unattributed(span) for span in assigned])
+
+    async def _add(self, scope: Scope, spans: list[Span]) -> None:
+        if scope.project not in (None, DEFAULT_PROJECT) and any(_ids(span)[0] == UNATTRIBUTED for span in spans):
+            # The unattributed are in the default project; what one project traces is not for the readers of another.
+            raise ForbiddenError(
+                f"{scope.name} is of project {scope.project}: each of its spans must name an attempt in that project"
+            )
+        await self._store.perform(await self._access.confine(scope, AddSpans(spans=spans)))
+
+    async def _known(self, scope: Scope, rollout_ids: set[str]) -> set[tuple[str, str]]:
+        """The attempts of those rollouts that the caller can reach."""
+        known = {(UNATTRIBUTED, UNATTRIBUTED)}  # also before the store has made it
+        for rollout_id in rollout_ids:
+            try:
+                call = await self._access.confine(scope, QueryAttempts(rollout_id=rollout_id))
+                known |= {(rollout_id, attempt.attempt_id) for attempt in await self._store.perform(call)}
+            except NotFoundError:
+                continue
+        return known
+
+
+def _ids(span: Span) -> tuple[str, str]:
+    return span.rollout_id, span.attempt_id
+
+
+def _assigned(span: Span, ids: tuple[str, str]) -> Span:
+    return msgspec.structs.replace(span, rollout_id=ids[0], attempt_id=ids[1])
+
+
+def _unattributed(span: Span) -> Span:
+    claimed = {ROLLOUT_ID: span.rollout_id, ATTEMPT_ID: span.attempt_id}
+    # Numbers were given within different attempts; the store gives new ones.
+    renamed = msgspec.structs.replace(span, attributes={**span.attributes, **claimed}, sequence_id=0)
+    return _assigned(renamed, (UNATTRIBUTED, UNATTRIBUTED))
+
+
+# --- HTTP --------------------------------------------------------------------------------------------------------
+
+
+class OtlpRoutes:
+    """The two paths of OTLP/HTTP over one store. `body_limit` is in bytes, before and after decompression."""
+
+    def __init__(self, store: LightningStore, access: Access, body_limit: int) -> None:
+        self._intake = Intake(store, access)
+        self._body_limit = body_limit
+
+    def routes(self) -> list[BaseRoute]:
+        return [
+            Route("/v1/traces", self._export, methods=["POST"]),
+            Route("/rollout/{rollout_id}/attempt/{attempt_id}/v1/traces", self._export, methods=["POST"]),
+        ]
+
+    async def _export(self, request: Request) -> Response:
+        content_type = request.headers.get("content-type", "")
+        answer_type = PROTOBUF if PROTOBUF in content_type.lower() else JSON
+        try:
+            scope = await self._intake.admit(request.headers)
+            body = await read_body(request, self._body_limit)
+            encoding = request.headers.get("content-encoding", "")
+            # In a thread: a large batch takes long to decode, and LLM calls go on meanwhile.
+            spans = await asyncio.to_thread(_decode, body, encoding, content_type, self._body_limit)
+            await self._intake.add(scope, spans, _url_ids(request))
+        except AgentLightningError as error:
+            return _refusal(error, answer_type)
+        # An ExportTraceServiceResponse that has nothing to report.
+        return Response(b"" if answer_type == PROTOBUF else b"{}", headers={"content-type": answer_type})
+
+
+def _url_ids(request: Request) -> tuple[str, str] | None:
+    ids = request.path_params
+    return (ids["rollout_id"], ids["attempt_id"]) if ids else None
+
+
+def _decode(body: bytes, encoding: str, content_type: str, limit: int) -> list[Span]:
+    return decode_traces(inflate(body, encoding, limit), content_type)
+
+
+def inflate(body: bytes, encoding: str, limit: int) -> bytes:
+    """The body behind a `Content-Encoding`: gzip, deflate or none. TooLargeError as soon as it would exceed `limit`
+    bytes, however small it came; InvalidError if it is damaged."""
+    encoding = encoding.strip().lower()
+    if encoding in ("", "identity"):
+        return body
+    if encoding not in _WINDOW_BITS:
+        raise UnsupportedMediaError(f"the content encoding is {encoding[:100]!r}; send gzip, deflate or identity")
+    stream = zlib.decompressobj(_WINDOW_BITS[encoding])
+    try:
+        inflated = stream.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise InvalidError(f"the body is not {encoding}: {error}") from None
+    if len(inflated) > limit:
+        raise TooLargeError(f"the body inflates to more than the {limit} bytes this server takes; send it in parts")
+    if not stream.eof or stream.unused_data:
+        raise InvalidError(f"the body is not one whole {encoding} stream; it ends too early or goes on after its end")
+    return inflated
+
+
+def _refusal(error: AgentLightningError, answer_type: str) -> Response:
+    failure = failure_of(error)
+    headers = {"content-type": answer_type}
+    if failure.http == 503:
+        headers["retry-after"] = str(_RETRY_AFTER_SECONDS)
+    if answer_type == PROTOBUF:
+        body = _status_message(failure.rpc, str(error))
+    else:
+        body = msgspec.json.encode({"code": failure.rpc, "message": str(error)})
+    return Response(body, status_code=failure.http, headers=headers)
+
+
+def _status_message(code: int, message: str) -> bytes:
+    """`google.rpc.Status` in protobuf: field 1 a number below 128, field 2 text after its length."""
+    text = message.encode(errors="replace")
+    length = bytearray()
+    rest = len(text)
+    while rest > 0x7F:
+        length.append(rest & 0x7F | 0x80)
+        rest >>= 7
+    length.append(rest)
+    return bytes([0x08, code, 0x12, *length]) + text

@@ -1,0 +1,235 @@
+"""Spans of ordinary OpenTelemetry exporters reach the attempt they belong to, and are never lost for want of one."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import zlib
+
+import pytest
+from google.rpc.status_pb2 import Status
+from opentelemetry.exporter.otlp.proto.http import Compression
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+
+from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID, reward_name
+from agentlightning.server.app import create_app
+from agentlightning.server.otlp import inflate
+from agentlightning.server.serve import HttpServer
+from agentlightning.store import calls
+from agentlightning.tracing.otlp import JSON, PROTOBUF, SCOPE_NAME, encode_traces
+from agentlightning.types import UNATTRIBUTED, AttemptedRollout, EnqueueRolloutRequest, Span
+from tests.server.conftest import ADMIN_KEY
+from tests.server.exporters import export, ids, key_of
+
+pytestmark = pytest.mark.anyio
+ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
+
+
+def over_http(url: str, headers: dict[str, str]) -> OTLPSpanExporter:
+    return OTLPSpanExporter(f"{url}/v1/traces", headers=headers, compression=Compression.Gzip, timeout=60)
+
+
+def attempt_path(attempted: AttemptedRollout) -> str:
+    return f"/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}"
+
+
+def posted(*, span_id: str = "b7ad6b7169203331", **attributes: str) -> dict:
+    pairs = [{"key": name, "value": {"stringValue": value}} for name, value in attributes.items()]
+    span = {"traceId": "0af7651916cd43dd8448eb211c80319c", "spanId": span_id, "name": "tool", "attributes": pairs}
+    return {"resourceSpans": [{"scopeSpans": [{"spans": [{**span, "startTimeUnixNano": "1760000000000000000"}]}]}]}
+
+
+async def start_in_project(store, project: str) -> AttemptedRollout:
+    return await store.perform(calls.StartRollout(request=EnqueueRolloutRequest(input="task", project=project)))
+
+
+async def issue(store, *, scopes: list[str], project: str | None = None) -> dict[str, str]:
+    issued = await store.perform(calls.IssueKey(name="a key", scopes=scopes, project=project))
+    return {"x-api-key": issued.api_key}
+
+
+@pytest.fixture
+async def attempted(store) -> AttemptedRollout:
+    return await store.start_rollout({"city": "Köln"})
+
+
+async def stored(store, attempted: AttemptedRollout) -> list[Span]:
+    return await store.query_spans(attempted.rollout_id, attempted.attempt.attempt_id)
+
+
+# --- whose a span is ---------------------------------------------------------------------------------------------
+
+
+async def test_an_exporter_that_holds_an_attempts_key_needs_nothing_else(store, server, attempted):
+    await asyncio.to_thread(export, over_http(server.url, key_of(attempted)), {"service.name": "travel"})
+    plan, search = await stored(store, attempted)
+    assert (plan.name, search.name, search.parent_id) == ("plan", "search", plan.span_id)
+    assert (search.attributes["city"], search.attributes[SCOPE_NAME]) == ("Köln", "travel")
+    assert search.resource["service.name"] == "travel"
+    assert sorted([plan.sequence_id, search.sequence_id]) == [1, 2]
+
+
+async def test_the_url_of_an_attempt_names_it(store, server, attempted):
+    await asyncio.to_thread(export, over_http(server.url + attempt_path(attempted), ADMIN), {})
+    assert len(await stored(store, attempted)) == 2
+
+
+async def test_the_resource_names_an_attempt_and_comes_before_the_url(store, server, attempted):
+    other = await store.start_rollout("another task")
+    await asyncio.to_thread(export, over_http(server.url + attempt_path(other), ADMIN), ids(attempted))
+    assert (len(await stored(store, attempted)), len(await stored(store, other))) == (2, 0)
+
+
+async def test_a_key_for_one_attempt_cannot_write_to_another(store, http, attempted):
+    other = await store.start_rollout("another task")
+    body = posted()
+    body["resourceSpans"] += posted(span_id="00f067aa0ba902b7", **ids(other))["resourceSpans"]
+    async with http.post("/v1/traces", json=body, headers=key_of(attempted)) as answer:
+        assert answer.status == 403
+        assert other.attempt.attempt_id in (await answer.json())["message"]
+    async with http.post(attempt_path(other) + "/v1/traces", json=posted(), headers=key_of(attempted)) as answer:
+        assert answer.status == 403
+    assert await stored(store, attempted) == await stored(store, other) == []
+
+
+async def test_spans_without_ids_are_kept_as_unattributed(store, server):
+    await asyncio.to_thread(export, over_http(server.url, ADMIN), {})
+    assert {span.name for span in await store.query_spans(UNATTRIBUTED)} == {"plan", "search"}
+
+
+async def test_spans_with_unknown_ids_are_kept_with_what_they_claimed(store, http, attempted):
+    body = posted(**ids(attempted))
+    for number, path in enumerate(["/rollout/gone/attempt/gone-1", f"/rollout/{attempted.rollout_id}/attempt/none"]):
+        body["resourceSpans"] += posted(span_id=f"{number + 1:016x}")["resourceSpans"]
+        async with http.post(f"{path}/v1/traces", json=body, headers=ADMIN) as answer:
+            assert (answer.status, await answer.read()) == (200, b"{}")
+        del body["resourceSpans"][1:]
+    kept = await store.query_spans(UNATTRIBUTED)
+    assert [(span.attributes[ROLLOUT_ID], span.attributes[ATTEMPT_ID]) for span in kept] == [
+        ("gone", "gone-1"),
+        (attempted.rollout_id, "none"),
+    ]
+    assert len(await stored(store, attempted)) == 1
+
+
+async def test_a_span_that_claims_nothing_is_not_given_a_claim(store, http):
+    body = posted(**{ROLLOUT_ID: "gone", ATTEMPT_ID: "gone-1"})
+    body["resourceSpans"] += posted(span_id="00f067aa0ba902b7")["resourceSpans"]
+    async with http.post("/v1/traces", json=body, headers=ADMIN) as answer:
+        assert answer.status == 200
+    assert [ROLLOUT_ID in span.attributes for span in await store.query_spans(UNATTRIBUTED)] == [True, False]
+
+
+async def test_a_batch_sent_twice_is_stored_once(store, http, attempted):
+    for _ in range(2):
+        async with http.post("/v1/traces", json=posted(), headers=key_of(attempted)) as answer:
+            assert answer.status == 200
+    assert len(await stored(store, attempted)) == 1
+
+
+async def test_without_an_admin_key_programs_of_this_machine_send_as_they_like(store, attempted):
+    async with HttpServer(create_app(store)) as server:
+        await asyncio.to_thread(export, over_http(server.url, {}), ids(attempted))
+    assert len(await stored(store, attempted)) == 2
+
+
+async def test_an_agents_own_key_cannot_give_rewards_this_way_either(store, http, attempted):
+    rewarded = posted(**{reward_name(0): "primary"})
+    async with http.post("/v1/traces", json=rewarded, headers=key_of(attempted)) as answer:
+        assert answer.status == 403
+        assert "reward" in (await answer.json())["message"]
+    assert await stored(store, attempted) == []
+
+
+async def test_a_key_of_a_project_reaches_only_the_attempts_of_that_project(store, http, attempted):
+    own = await start_in_project(store, "p")
+    headers = await issue(store, scopes=["worker"], project="p")
+    for span, status in ((posted(**ids(own)), 200), (posted(**ids(attempted)), 403), (posted(), 403)):
+        async with http.post("/v1/traces", json=span, headers=headers) as answer:
+            assert answer.status == status, await answer.text()
+    assert (len(await stored(store, own)), await stored(store, attempted)) == (1, [])
+
+
+async def test_a_key_of_the_default_project_leaves_what_it_cannot_reach_unattributed(store, http, attempted):
+    foreign = await start_in_project(store, "p")
+    headers = await issue(store, scopes=["worker"], project="default")
+    body = posted(**ids(attempted))
+    body["resourceSpans"] += posted(span_id="00f067aa0ba902b7", **ids(foreign))["resourceSpans"]
+    async with http.post("/v1/traces", json=body, headers=headers) as answer:
+        assert answer.status == 200
+    (kept,) = await store.query_spans(UNATTRIBUTED)
+    assert kept.attributes[ROLLOUT_ID] == foreign.rollout_id
+    assert (len(await stored(store, attempted)), await stored(store, foreign)) == (1, [])
+
+
+async def test_a_key_that_only_reads_sends_nothing(store, http):
+    async with http.post("/v1/traces", json=posted(), headers=await issue(store, scopes=["read"])) as answer:
+        assert answer.status == 403
+
+
+# --- how it answers ----------------------------------------------------------------------------------------------
+
+
+async def test_the_answer_is_in_the_encoding_of_the_request(http, attempted):
+    async with http.post("/v1/traces", json=posted(), headers=ADMIN) as answer:
+        assert (answer.status, answer.content_type, await answer.json()) == (200, JSON, {})
+    headers = {**ADMIN, "content-type": PROTOBUF}
+    async with http.post("/v1/traces", data=encode_traces([]), headers=headers) as answer:
+        assert (answer.status, answer.content_type) == (200, PROTOBUF)
+        assert ExportTraceServiceResponse.FromString(await answer.read()) == ExportTraceServiceResponse()
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status", "code"),
+    [
+        (ADMIN, b"\xff" * 300, 400, 3),
+        ({}, b"", 401, 16),
+        ({**ADMIN, "content-encoding": "br"}, b"", 415, 3),
+        (ADMIN, bytes(200_000), 413, 8),
+        ({**ADMIN, "content-encoding": "gzip"}, gzip.compress(bytes(5_000_000)), 413, 8),
+        ({**ADMIN, "content-encoding": "gzip"}, gzip.compress(bytes(500))[:-1], 400, 3),
+    ],
+)
+async def test_a_refusal_is_a_status_in_the_encoding_of_the_request(http, headers, body, status, code):
+    async with http.post("/v1/traces", data=body, headers={**headers, "content-type": PROTOBUF}) as answer:
+        assert (answer.status, answer.content_type) == (status, PROTOBUF)
+        refusal = Status.FromString(await answer.read())
+    async with http.post("/v1/traces", data=body, headers={**headers, "content-type": JSON}) as answer:
+        assert (answer.status, answer.content_type) == (status, JSON)
+        told = await answer.json()
+    assert refusal.code == told["code"] == code
+    assert refusal.message and told["message"]
+
+
+async def test_a_long_refusal_is_told_in_full(http, attempted):
+    claim = {ROLLOUT_ID: "r" * 40_000, ATTEMPT_ID: "ä"}
+    body = json.dumps(posted(**claim)).encode()
+    async with http.post("/v1/traces", data=body, headers={**key_of(attempted), "content-type": JSON}) as answer:
+        told = (await answer.json())["message"]
+    assert "r" * 40_000 in told and "ä" in told
+
+
+async def test_another_content_type_is_refused(http):
+    async with http.post("/v1/traces", data=b"x", headers={**ADMIN, "content-type": "text/plain"}) as answer:
+        assert (answer.status, answer.content_type) == (415, JSON)
+
+
+async def test_a_store_that_is_closed_asks_to_come_again(store, http):
+    await store.close()
+    async with http.post("/v1/traces", json=posted(), headers=ADMIN) as answer:
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+
+
+async def test_deflate_is_read(store, http, attempted):
+    body = zlib.compress(json.dumps(posted()).encode())
+    headers = {**key_of(attempted), "content-type": JSON, "content-encoding": "Deflate"}
+    async with http.post("/v1/traces", data=body, headers=headers) as answer:
+        assert answer.status == 200
+    assert len(await stored(store, attempted)) == 1
+
+
+def test_a_body_of_exactly_the_limit_inflates():
+    assert inflate(gzip.compress(bytes(1000)), "gzip", 1000) == bytes(1000)
+    assert inflate(b"as it is", "identity", 1) == b"as it is"
