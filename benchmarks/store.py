@@ -1,8 +1,10 @@
-"""What the store costs: CPU and time per span, the whole life of a rollout, and how fast a waiter is woken.
+"""What the store costs over HTTP: whole lives of rollouts, spans in bulk, how fast a waiter is woken, and how all of
+that holds when there are a million spans and more in it.
 
-    python benchmarks/store.py [--rollouts 300] [--json FILE]
+    python benchmarks/store.py [--rounds 5] [--rollouts 3000] [--spans 1000000] [--store PATH|postgresql://…] [--json FILE]
 
-The cost of one fsync on the disk is printed beside the figures, since an acknowledged write waits for one.
+The server has one core for itself, this load generator another. Beside the figures stand the floors of the same run: the
+cost of one fsync on this disk, a request that does nothing, and SQLite alone with the same rows.
 """
 
 from __future__ import annotations
@@ -12,26 +14,28 @@ import asyncio
 import contextlib
 import json
 import os
+import sqlite3
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from agentlightning.server.app import create_app
-from agentlightning.server.serve import HttpServer
-from agentlightning.store.base import LightningStore
+import aiohttp
+
 from agentlightning.store.client import LightningStoreClient
-from agentlightning.store.sql import SqlStore
-from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, SampledChoice, Span, TokenCapture
+from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Span
 
 WORKERS = 32
 SPANS = 6
-TEXT = "the quick brown fox jumps over the lazy dog " * 60  # 2.6 kB, as a short conversation
+BULK = 500  # spans in one request
+TEXT = "the quick brown fox jumps over the lazy dog " * 43  # with the rest about 2 kB
 
 
 def span_of(rollout: AttemptedRollout, number: int) -> Span:
-    """A span of about 3 kB with 100 prompt and 50 response tokens."""
     return Span(
         rollout_id=rollout.rollout_id,
         attempt_id=rollout.attempt.attempt_id,
@@ -45,95 +49,98 @@ def span_of(rollout: AttemptedRollout, number: int) -> Span:
             "gen_ai.operation.name": "chat",
             "gen_ai.request.model": "m",
             "gen_ai.usage.input_tokens": 100,
-            "gen_ai.usage.output_tokens": 50,
-            "gen_ai.request.temperature": 1.0,
             "gen_ai.input.messages": TEXT,
         },
-        tokens=TokenCapture(
-            prompt_token_ids=tuple(range(100)),
-            choices=(
-                SampledChoice(
-                    token_ids=tuple(range(50)), logprobs=(-0.25,) * 50, finish_reason="stop", versions=((1, 50),)
-                ),
-            ),
-        ),
     )
 
 
-def fsync_milliseconds(directory: Path) -> float:
-    """The median time of writing 4 kB and syncing it to this disk."""
-    times: list[float] = []
-    with (directory / "fsync").open("wb") as file:
-        for _ in range(100):
-            begin = time.perf_counter()
-            file.write(b"x" * 4096)
-            file.flush()
-            os.fsync(file.fileno())
-            times.append(time.perf_counter() - begin)
-    return 1000 * statistics.median(times)
+@dataclass(frozen=True)
+class Server:
+    """`agl server` in a process and on a core of its own."""
+
+    url: str
+    pid: int
+
+    def cpu_seconds(self) -> float:
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def memory_mb(self) -> float:
+        """The most it ever had resident."""
+        line = next(line for line in Path(f"/proc/{self.pid}/status").read_text().splitlines() if "VmHWM" in line)
+        return int(line.split()[1]) / 1024
 
 
-async def measure(count: int, work: Callable[[], Awaitable[None]]) -> dict[str, float]:
-    """CPU and wall time of `work`, in milliseconds per item."""
-    cpu, wall = time.process_time(), time.perf_counter()
+@contextlib.contextmanager
+def server(store: str, directory: Path) -> Iterator[Server]:
+    log = directory / "server.log"
+    command = [sys.executable, "-m", "agentlightning.cli.main", "server", "--port", "0", "--store", store]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stderr=output, stdout=output)
+    os.sched_setaffinity(process.pid, {min(os.sched_getaffinity(0))})
+    try:
+        while " at http" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        yield Server(log.read_text().split(" at ")[1].split()[0], process.pid)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def measure(server: Server, count: int, work: Callable[[], Awaitable[None]]) -> dict[str, float]:
+    """Items per second, and the server's and the client's CPU per item, in milliseconds."""
+    at_server, here, begin = server.cpu_seconds(), time.process_time(), time.perf_counter()
     await work()
+    seconds = time.perf_counter() - begin
     return {
-        "cpu_ms": round(1000 * (time.process_time() - cpu) / count, 4),
-        "wall_ms": round(1000 * (time.perf_counter() - wall) / count, 4),
-        "per_second": round(count / (time.perf_counter() - wall), 1),
+        "per_second": count / seconds,
+        "server_cpu_ms": 1000 * (server.cpu_seconds() - at_server) / count,
+        "client_cpu_ms": 1000 * (time.process_time() - here) / count,
     }
 
 
-async def spans_one_by_one(store: LightningStore, rollouts: int) -> dict[str, float]:
-    """Each span in a call of its own from 32 concurrent agents, as the gateway writes them."""
-    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i) for i in range(WORKERS)])
-    leased = await store.dequeue_many_rollouts(WORKERS)
-    each = rollouts * SPANS // WORKERS
-    spans = [[span_of(rollout, number) for number in range(each)] for rollout in leased]
-
-    async def agent(own: list[Span]) -> None:
-        for span in own:
-            await store.add_span(span)
-
-    async def all_agents() -> None:
-        await asyncio.gather(*(agent(own) for own in spans))
-
-    return await measure(each * WORKERS, all_agents)
-
-
-async def full_life(store: LightningStore, rollouts: int) -> dict[str, float]:
-    """Enqueue, lease, six spans in one batch, succeeded, seen by a waiter; 32 workers."""
+async def full_life(server: Server, store: LightningStoreClient, rollouts: int) -> dict[str, float]:
+    """Enqueue, lease, six spans in one batch, succeeded, seen by a waiter: each a request of its own, 32 at once."""
 
     async def worker() -> None:
-        while (rollout := await store.dequeue_rollout()) is not None:
+        for index in range(rollouts // WORKERS):
+            (queued,) = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={"task": index})])
+            rollout = await store.dequeue_rollout(timeout=5)
+            assert rollout is not None and rollout.lease is not None
             await store.add_many_spans([span_of(rollout, number) for number in range(SPANS)])
+            waiting = asyncio.create_task(store.wait_for_rollouts([rollout.rollout_id]))
             await store.update_attempt(
                 rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded", lease=rollout.lease.token
             )
+            assert (await waiting)[0].status == "succeeded"
+            del queued
 
-    async def everything() -> None:
-        queued = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={"task": i}) for i in range(rollouts)])
-        waiting = asyncio.create_task(store.wait_for_rollouts([rollout.rollout_id for rollout in queued]))
+    async def all_workers() -> None:
         await asyncio.gather(*(worker() for _ in range(WORKERS)))
-        assert len(await waiting) == rollouts
 
-    return await measure(rollouts, everything)
-
-
-async def look_ups(store: LightningStore, count: int) -> dict[str, float]:
-    """A rollout and its latest attempt, as the gateway asks for them at every call."""
-    rollout = await store.start_rollout({"question": "2+2"})
-
-    async def ask() -> None:
-        for _ in range(count):
-            await store.get_rollout_by_id(rollout.rollout_id)
-            await store.get_latest_attempt(rollout.rollout_id)
-
-    return await measure(count, ask)
+    return await measure(server, rollouts // WORKERS * WORKERS, all_workers)
 
 
-async def waking(store: LightningStore, count: int) -> dict[str, float]:
-    """From the call that finishes a rollout to its waiter's answer, in milliseconds."""
+async def bulk(server: Server, store: LightningStoreClient, spans: int) -> dict[str, float]:
+    """Spans in requests of 500, four at once."""
+    leased = [await store.start_rollout({"bulk": index}) for index in range(4)]
+
+    async def sender(rollout: AttemptedRollout) -> None:
+        for first in range(0, spans // 4, BULK):
+            await store.add_many_spans([span_of(rollout, first + number) for number in range(BULK)])
+
+    async def all_senders() -> None:
+        await asyncio.gather(*(sender(rollout) for rollout in leased))
+
+    figures = await measure(server, spans // 4 // BULK * BULK * 4, all_senders)
+    for rollout in leased:
+        await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded")
+    return figures
+
+
+async def waking(server: Server, store: LightningStoreClient, count: int) -> dict[str, float]:
+    """From sending the call that finishes a rollout to its waiter's answer."""
     delays: list[float] = []
     for _ in range(count):
         rollout = await store.start_rollout(1)
@@ -147,43 +154,131 @@ async def waking(store: LightningStore, count: int) -> dict[str, float]:
         delays.append(1000 * (time.perf_counter() - begin))
         await ending
     delays.sort()
-    return {"p50_ms": round(delays[len(delays) // 2], 3), "p99_ms": round(delays[int(0.99 * (len(delays) - 1))], 3)}
+    return {"p50_ms": delays[len(delays) // 2], "p99_ms": delays[int(0.99 * (len(delays) - 1))]}
+
+
+async def nothing(server: Server, count: int) -> dict[str, float]:
+    """The floor of HTTP: requests that are answered without looking at anything."""
+    async with aiohttp.ClientSession() as session:
+
+        async def worker() -> None:
+            for _ in range(count // WORKERS):
+                async with session.get(f"{server.url}/health") as answer:
+                    await answer.read()
+
+        async def all_workers() -> None:
+            await asyncio.gather(*(worker() for _ in range(WORKERS)))
+
+        return await measure(server, count // WORKERS * WORKERS, all_workers)
+
+
+def fsync_milliseconds(directory: Path) -> float:
+    """The median time of writing 4 kB and syncing it to this disk."""
+    times: list[float] = []
+    with (directory / "fsync").open("wb") as file:
+        for _ in range(200):
+            begin = time.perf_counter()
+            file.write(b"x" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+            times.append(time.perf_counter() - begin)
+    return 1000 * statistics.median(times)
+
+
+def sqlite_alone(directory: Path) -> float:
+    """Rows of 2 kB per second into a bare SQLite table with one index, 500 to a durable commit."""
+    connection = sqlite3.connect(directory / "alone.db", isolation_level=None)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("CREATE TABLE spans (attempt INTEGER, span_id TEXT, attributes TEXT)")
+    connection.execute("CREATE UNIQUE INDEX one ON spans (attempt, span_id)")
+    begin = time.perf_counter()
+    for batch in range(40):
+        connection.execute("BEGIN")
+        rows = [(1, f"{batch * BULK + number:016x}", TEXT) for number in range(BULK)]
+        connection.executemany("INSERT INTO spans VALUES (?, ?, ?)", rows)
+        connection.execute("COMMIT")
+    connection.close()
+    return 40 * BULK / (time.perf_counter() - begin)
+
+
+async def fill(store: LightningStoreClient, spans: int) -> None:
+    """Bring the store to this many spans, as finished rollouts of 100 spans each."""
+    missing = spans - (await store.statistics())["spans"]
+
+    async def sender(share: int) -> None:
+        for _ in range(share // 100):
+            rollout = await store.start_rollout({"filler": True})
+            await store.add_many_spans([span_of(rollout, number) for number in range(100)])
+            await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded")
+
+    await asyncio.gather(*(sender(missing // 8) for _ in range(8)))
+
+
+def median(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {name: round(statistics.median(one[name] for one in rounds), 3) for name in rounds[0]}
+
+
+async def measured(server: Server, store: LightningStoreClient, rounds: int, rollouts: int) -> dict[str, object]:
+    lives, bulks = [], []
+    for _ in range(rounds):
+        lives.append(await full_life(server, store, rollouts))
+        bulks.append(await bulk(server, store, 20_000))
+    return {
+        "full life": median(lives),
+        "bulk spans": median(bulks),
+        "waking": {name: round(value, 2) for name, value in (await waking(server, store, 300)).items()},
+        "spans stored": (await store.statistics())["spans"],
+        "server memory, MB": round(server.memory_mb()),
+    }
 
 
 @contextlib.asynccontextmanager
-async def stores(directory: Path) -> AsyncIterator[dict[str, LightningStore]]:
-    """The store in process and the same kind of store over HTTP (client and server share this process)."""
-    local = await SqlStore.open(directory / "local.db")
-    served = await SqlStore.open(directory / "served.db")
-    async with HttpServer(create_app(served)) as server:
-        client = LightningStoreClient(server.url)
-        yield {"in process": local, "over HTTP": client}
-        await client.close()
-    await served.close()
-    await local.close()
+async def client_of(server: Server) -> AsyncIterator[LightningStoreClient]:
+    store = LightningStoreClient(server.url)
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
-async def run(rollouts: int) -> dict[str, object]:
+async def run(arguments: argparse.Namespace) -> dict[str, object]:
     results: dict[str, object] = {}
-    with tempfile.TemporaryDirectory() as name:
-        results["fsync_ms"] = round(fsync_milliseconds(Path(name)), 3)
-        async with stores(Path(name)) as both:
-            for kind, store in both.items():
-                results[f"span, {kind}"] = await spans_one_by_one(store, rollouts)
-                results[f"full life, {kind}"] = await full_life(store, rollouts)
-                results[f"look-ups, {kind}"] = await look_ups(store, rollouts)
-                results[f"waking, {kind}"] = await waking(store, 50)
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
+        directory = Path(name)
+        with server(arguments.store or str(directory / "store.db"), directory) as one:
+            os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+            results["fsync, ms"] = round(fsync_milliseconds(directory), 3)
+            results["SQLite alone, spans/s"] = round(sqlite_alone(directory))
+            results["empty request"] = median([await nothing(one, 6400) for _ in range(3)])
+            async with client_of(one) as store:
+                await full_life(one, store, 320)  # warm
+                results["new store"] = await measured(one, store, arguments.rounds, arguments.rollouts)
+                if arguments.spans:
+                    await fill(store, arguments.spans)
+                    results["full store"] = await measured(one, store, arguments.rounds, arguments.rollouts)
     return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rollouts", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rollouts", type=int, default=3200, help="in each round")
+    parser.add_argument("--spans", type=int, default=1_000_000, help="stored before the second half; 0 for none")
+    parser.add_argument("--store", help="a file or postgresql:// URL; default: a file in a temporary directory")
+    parser.add_argument("--directory", help="where the temporary directory is made")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    results = asyncio.run(run(arguments.rollouts))
-    for name, figures in results.items():
-        print(f"{name:24}", figures)
+    import uvloop
+
+    results = uvloop.run(run(arguments))
+    for part, figures in results.items():
+        if isinstance(figures, dict):
+            print(part)
+            for name, value in figures.items():
+                print(f"  {name:22}", value)
+        else:
+            print(f"{part:24}", figures)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2))
 

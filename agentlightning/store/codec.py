@@ -141,13 +141,13 @@ def span_columns(span: Span) -> SpanColumns:
     return SpanColumns(
         span.span_id,
         span.sequence_id,
-        span.trace_id,
-        span.parent_id,
-        span.name,
+        _text(span.trace_id),
+        None if span.parent_id is None else _text(span.parent_id),
+        _text(span.name),
         span.start_time,
         span.end_time,
         span.status.status_code,
-        span.status.description,
+        None if span.status.description is None else _text(span.status.description),
         _attributes_json(span.attributes, place),
         to_json(span.events, f"events {place}") if span.events else None,
         to_json(span.links, f"links {place}") if span.links else None,
@@ -181,6 +181,11 @@ def span_from_columns(rollout_id: str, attempt_id: str, columns: Sequence[Any]) 
         resource=_attributes.decode(row.resource) if row.resource else {},
         tokens=tokens,
     )
+
+
+def _text(text: str) -> str:
+    """Text as every database holds it: PostgreSQL knows no NUL. (Texts inside JSON keep theirs.)"""
+    return text.replace("\0", "\ufffd") if "\0" in text else text
 
 
 def _attributes_json(attributes: Attributes, place: str) -> str:

@@ -18,6 +18,7 @@ from agentlightning.store.database import Connection
 from agentlightning.store.transaction import Changes, Transaction
 from agentlightning.types import (
     DEFAULT_PROJECT,
+    UNATTRIBUTED,
     EnqueueRolloutRequest,
     FinishedRollouts,
     Group,
@@ -168,6 +169,8 @@ def create_rollout(tx: Transaction, request: EnqueueRolloutRequest, *, queued: b
     """Store a rollout, waiting for a worker; or give the stored one of that id, if it has the same input."""
     if request.rollout_id is not None:
         codec.check_id(request.rollout_id, "rollout_id")
+        if request.rollout_id == UNATTRIBUTED:
+            raise InvalidError(f"rollout_id {UNATTRIBUTED!r} is reserved for what nobody could attribute; use another")
         stored = rollout_row(tx.connection, request.rollout_id)
         if stored is not None:
             if not codec.same_json(stored[1], codec.to_json(request.input, "the input of the rollout")):

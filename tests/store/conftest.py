@@ -1,10 +1,9 @@
-"""The same store three ways: in memory, in a file, and through a real HTTP server on loopback."""
+"""The same store four ways: in memory, in a file, in PostgreSQL, and through a real HTTP server on loopback."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -14,11 +13,21 @@ from agentlightning.store.base import LightningStore
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 
+KINDS = ["memory", "file", "postgres", "http"]
+
 
 @contextlib.asynccontextmanager
-async def open_store(kind: str, directory: Path, lease_seconds: float = 30.0) -> AsyncIterator[LightningStore]:
-    path = ":memory:" if kind == "memory" else directory / "store.db"
-    sql = await SqlStore.open(path, lease_seconds=lease_seconds)
+async def open_store(
+    kind: str, request: pytest.FixtureRequest, lease_seconds: float = 30.0
+) -> AsyncIterator[LightningStore]:
+    match kind:
+        case "memory":
+            address = ":memory:"
+        case "postgres":
+            address = request.getfixturevalue("postgres_database")
+        case _:
+            address = request.getfixturevalue("tmp_path") / "store.db"
+    sql = await SqlStore.open(address, lease_seconds=lease_seconds)
     try:
         if kind != "http":
             yield sql
@@ -33,14 +42,14 @@ async def open_store(kind: str, directory: Path, lease_seconds: float = 30.0) ->
         await sql.close()
 
 
-@pytest.fixture(params=["memory", "file", "http"])
-async def store(request, tmp_path, anyio_backend) -> AsyncIterator[LightningStore]:
-    async with open_store(request.param, tmp_path) as opened:
+@pytest.fixture(params=KINDS)
+async def store(request, anyio_backend) -> AsyncIterator[LightningStore]:
+    async with open_store(request.param, request) as opened:
         yield opened
 
 
-@pytest.fixture(params=["memory", "file", "http"])
-async def hasty_store(request, tmp_path, anyio_backend) -> AsyncIterator[LightningStore]:
+@pytest.fixture(params=KINDS)
+async def hasty_store(request, anyio_backend) -> AsyncIterator[LightningStore]:
     """A store whose leases run out after a fifth of a second."""
-    async with open_store(request.param, tmp_path, lease_seconds=0.2) as opened:
+    async with open_store(request.param, request, lease_seconds=0.2) as opened:
         yield opened

@@ -437,7 +437,7 @@ async def test_a_span_comes_back_as_it_was_written(store):
         sequence_id=7,
         name="Grüße 🛩️ 東京",
         parent_id="ab",
-        status=SpanStatus(status_code="ERROR", description="it \u0000 broke"),
+        status=SpanStatus(status_code="ERROR", description="it broke"),
         attributes={"text": "naïve 🤖", "count": 3, "cost": 0.1, "ok": True, "tags": ["a", "b"], "scores": [0.1, 2.5]},
         events=(SpanEvent(name="exception", attributes={"exception.type": "ValueError"}, timestamp=1.5),),
         links=(SpanLink(trace_id="t", span_id="s", attributes={"n": 1}),),
@@ -446,6 +446,13 @@ async def test_a_span_comes_back_as_it_was_written(store):
     )
     assert await store.add_span(span) == span
     assert await store.query_spans(leased.rollout_id) == [span]
+
+
+async def test_a_nul_in_a_name_is_kept_as_the_replacement_character(store):
+    leased = await lease_new(store)
+    await store.add_span(span_of(leased, name="a\0b", attributes={"text": "c\0d"}))
+    (span,) = await store.query_spans(leased.rollout_id)
+    assert (span.name, span.attributes["text"]) == ("a\ufffdb", "c\0d")
 
 
 async def test_a_reward_keeps_its_exact_value(store):
