@@ -1,4 +1,4 @@
-# Every target works from a fresh clone on a machine with Python >= 3.11, gcc and make.
+# Every target works from a fresh clone on a machine with Python >= 3.11, gcc and make; `ci` also installs PostgreSQL.
 #   make quickstart    train a small tool-using agent, start to end, in minutes
 #   make test          what must pass before a commit
 #   make ci            what must pass before a merge
@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup
 RUNS ?= runs
 
-.PHONY: help setup quickstart format lint types contracts test docs smoke ci soak experiments benchmarks clean
+.PHONY: help setup packages quickstart format lint types contracts test docs smoke ci soak experiments benchmarks clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -18,6 +18,10 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
 	scripts/setup.sh $(VENV)
 	@touch $@
+
+# Needs root or sudo on a machine without PostgreSQL; only `ci` insists on it.
+packages:
+	scripts/system_packages.sh
 
 quickstart: setup
 	$(BIN)/agl quickstart
@@ -47,8 +51,8 @@ smoke: setup
 	$(BIN)/python scripts/check_quickstart.py --steps 2
 
 # pytest comes last, so that its closing line ends the log.
-ci: setup lint types contracts docs smoke
-	$(BIN)/pytest -m "not soak"
+ci: packages setup lint types contracts docs smoke
+	AGL_REQUIRE_POSTGRES=1 $(BIN)/pytest -m "not soak"
 
 soak: setup
 	$(BIN)/pytest -m soak --timeout=7200
