@@ -1,0 +1,92 @@
+"""The container files name only what exists: options, extras, files, and a health check that a real server passes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import anyio
+import click
+import pytest
+import yaml
+
+from agentlightning.cli.serving import server
+from agentlightning.server.app import create_app
+from agentlightning.server.serve import HttpServer
+
+ROOT = Path(__file__).parents[1]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
+
+
+def instruction(name: str) -> list[str]:
+    """The words of an instruction in JSON form, such as `CMD ["a", "b"]`."""
+    found = re.search(rf"^{name} (\[.*\])$", DOCKERFILE, re.MULTILINE)
+    assert found, name
+    return json.loads(found[1])
+
+
+@pytest.mark.parametrize("command", [instruction("CMD"), COMPOSE["services"]["server"]["command"]])
+def test_the_server_is_started_with_options_that_it_has(command: list[str]) -> None:
+    entrypoint = instruction("ENTRYPOINT")
+    assert entrypoint[:2] == ["agl", "server"]
+    with click.Context(server) as context:
+        options = {name for parameter in server.params for name in parameter.opts}
+        assert {word for word in entrypoint + command if word.startswith("--")} <= options
+        server.parse_args(context, [*entrypoint[2:], *command])
+    assert context.params["host"] == "0.0.0.0"
+
+
+def test_the_extras_that_are_installed_exist() -> None:
+    found = re.search(r'"\.\[([\w,-]+)\]"', DOCKERFILE)
+    assert found
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(found[1].split(",")) <= set(extras)
+
+
+def test_what_is_copied_exists_and_is_not_ignored() -> None:
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = {
+        source
+        for line in re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.MULTILINE)
+        for source in line.split()[:-1]
+    }
+    assert copied == allowed
+    assert all((ROOT / path).exists() for path in copied)
+
+
+def test_one_port_is_exposed_listened_at_and_published() -> None:
+    entrypoint = instruction("ENTRYPOINT")
+    port = entrypoint[entrypoint.index("--port") + 1]
+    assert re.findall(r"^EXPOSE (\d+)$", DOCKERFILE, re.MULTILINE) == [port]
+    assert COMPOSE["services"]["server"]["ports"] == [f"127.0.0.1:{port}:{port}"]
+
+
+@pytest.mark.anyio
+async def test_the_health_check_passes_on_a_server_and_fails_without() -> None:
+    found = re.search(r"HEALTHCHECK .*\\\n\s+CMD (\[.*\])", DOCKERFILE)
+    assert found
+    program, flag, script = json.loads(found[1])
+    assert program == "python"
+
+    async def check(port: str) -> int:
+        command = [sys.executable, flag, script.replace(":8123/", f":{port}/")]
+        done = await anyio.run_process(command, check=False, stderr=subprocess.DEVNULL)
+        return done.returncode
+
+    async with HttpServer(create_app(None)) as http:
+        port = http.url.rpartition(":")[2]
+        assert await check(port) == 0
+    assert await check(port) != 0
+
+
+def test_secrets_are_required_and_never_on_a_command_line() -> None:
+    services = COMPOSE["services"]
+    assert services["server"]["environment"]["AGL_KEY"].startswith("${AGL_KEY:?")
+    assert services["postgres"]["environment"]["POSTGRES_PASSWORD"].startswith("${POSTGRES_PASSWORD:?")
+    assert not any("$" in word for word in services["server"]["command"])
