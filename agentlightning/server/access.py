@@ -6,6 +6,7 @@ This module knows keys and scopes. It does not know routes or what they do.
 
 from __future__ import annotations
 
+import functools
 import hmac
 import ipaddress
 from collections.abc import Iterable, Mapping
@@ -201,11 +202,15 @@ def is_loopback(host: str | None) -> bool:
 def _require_local(headers: Mapping[str, str]) -> None:
     # A browser names the page that asks in `Origin`, and in `Host` the name that led it here.
     for caller in (f"//{headers.get('host', '')}", headers.get("origin") or "//localhost"):
-        try:
-            host = urlsplit(caller).hostname
-        except ValueError:
-            host = None
-        if not is_loopback(host):
+        if not _is_here(caller):
             raise ForbiddenError(
                 f"a server without an admin key answers only this machine's own programs, not {caller!r}; set a key"
             )
+
+
+@functools.lru_cache(maxsize=256)
+def _is_here(url: str) -> bool:
+    try:
+        return is_loopback(urlsplit(url).hostname)
+    except ValueError:
+        return False

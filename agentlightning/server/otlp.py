@@ -19,7 +19,8 @@ from starlette.routing import BaseRoute, Route
 from agentlightning.errors import AgentLightningError, ForbiddenError, InvalidError, NotFoundError, UnavailableError
 from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID
 from agentlightning.server.access import Access, Scope, UnauthenticatedError
-from agentlightning.server.rest import TooLargeError, read_body
+from agentlightning.server.failures import TooLargeError
+from agentlightning.server.rest import read_body
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import AddSpans, QueryAttempts
 from agentlightning.tracing.otlp import JSON, PROTOBUF, UnsupportedMediaError, decode_traces, resolve

@@ -1,127 +1,223 @@
 """The store as REST: every call of `store.calls` at its route, and the few lines that run any of them.
 
-Bodies are JSON or msgpack, by `Content-Type`; answers by `Accept`. This module does not decide anything: what is
-allowed is decided by `access` and by the store.
+Bodies are JSON or msgpack, by `Content-Type`; answers by `Accept`. Most requests of a server are these, many a second,
+so that they go past the web framework. This module does not decide anything: what is allowed is decided by `access`
+and by the store.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
+from urllib.parse import parse_qsl
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.errors import AgentLightningError, InvalidError, NotFoundError, UnavailableError
 from agentlightning.server.access import Access
+from agentlightning.server.observing import note_caller
+from agentlightning.server.failures import TooLargeError, defect, failure, refusal
 from agentlightning.store import calls
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 
+PREFIX: Final = "/api/v1"
 _MSGPACK: Final = "application/msgpack"
+_MSGPACK_HEADERS: Final = ((b"content-type", b"application/msgpack"),)
+_JSON_HEADERS: Final = ((b"content-type", b"application/json"),)
+_log: Final = logging.getLogger(__name__)
 
 
-class TooLargeError(AgentLightningError):
-    """The body is longer than this server takes (HTTP 413)."""
+@dataclass(frozen=True)
+class Endpoint:
+    """One kind of call: the segments of its path (None where one is a field) and what makes the call of a request."""
+
+    kind: type[Call[Any]]
+    method: str
+    segments: tuple[str | None, ...]
+    fields: tuple[str, ...]
+    decode: Callable[[Mapping[str, Any], bytes, bool], Any]
+    waits: bool
+    none_is_missing: bool
+
+    @classmethod
+    def of(cls, kind: type[Call[Any]]) -> Endpoint:
+        method, _, path = kind.route.partition(" ")
+        segments = tuple(None if part.startswith("{") else part for part in path.split("/")[1:])
+        waits = "timeout" in kind.__struct_fields__
+        missing = method == "GET" and kind.returns() is not None
+        return cls(kind, method, segments, tuple(calls.path_fields(path)), _decoder(kind), waits, missing)
+
+    def match(self, segments: list[str]) -> dict[str, Any] | None:
+        """The fields that a path of this form gives, or None if it has another."""
+        given: list[str] = []
+        for own, other in zip(self.segments, segments, strict=True):
+            if own is None:
+                given.append(other)
+            elif own != other:
+                return None
+        return dict(zip(self.fields, given, strict=True))
 
 
-class StoreRoutes:
-    """The routes of one store. `stop_waiting` answers all long polls at once, so that a server can stop."""
+class StoreRest:
+    """ASGI: answers what is under `/api/v1` and a call of the store, and passes the rest on to `app`.
 
-    def __init__(self, store: LightningStore, access: Access, body_limit: int) -> None:
+    `scope["endpoint"]` is the kind of call, for whoever counts requests. `stop_waiting` answers all long polls at once,
+    so that a server can stop."""
+
+    def __init__(self, app: ASGIApp, store: LightningStore, access: Access, body_limit: int) -> None:
+        self._app = app
         self._store = store
         self._access = access
         self._body_limit = body_limit
-        self._stopping = asyncio.Event()
-
-    def routes(self) -> list[BaseRoute]:
-        return [self._route(kind) for kind in calls.all_calls()]
+        self._stopping = False
+        self._polls: set[asyncio.Future[Any]] = set()
+        self._by_length: dict[int, list[Endpoint]] = {}
+        for kind in calls.all_calls():
+            endpoint = Endpoint.of(kind)
+            self._by_length.setdefault(len(endpoint.segments), []).append(endpoint)
 
     def stop_waiting(self) -> None:
-        self._stopping.set()
+        self._stopping = True
+        for poll in self._polls:
+            poll.cancel()
 
-    def _route(self, kind: type[Call[Any]]) -> Route:
-        method, _, path = kind.route.partition(" ")
-        decode = _decoder(kind)
-        waits = "timeout" in kind.__struct_fields__
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith(f"{PREFIX}/"):
+            return await self._app(scope, receive, send)
+        segments = scope["path"][len(PREFIX) + 1 :].split("/")
+        allowed: list[str] = []
+        for endpoint in self._by_length.get(len(segments), ()):
+            fields = endpoint.match(segments)
+            if fields is not None:
+                if endpoint.method == scope["method"]:
+                    scope["endpoint"] = endpoint.kind
+                    return await self._answer(endpoint, fields, scope, receive, send)
+                allowed.append(endpoint.method)
+        if not allowed:
+            return await self._app(scope, receive, send)
+        message = f"{scope['path']} takes {' or '.join(allowed)}, not {scope['method']}"
+        return await refusal(405, "http", message, {"Allow": ", ".join(allowed)})(scope, receive, send)
 
-        async def answer(request: Request) -> Response:
-            scope = await self._access.scope(request.headers)
-            scope.require(kind)
-            data = b"" if method == "GET" else await read_body(request, self._body_limit)
-            call = await self._access.confine(scope, decode(request, data))
-            performing = self._store.perform(call)
-            result = await (self._until_gone(request, performing) if waits else performing)
-            if result is None and kind.returns() is not None and method == "GET":
-                raise NotFoundError(f"there is nothing at {request.url.path}")
-            return _answer(request, result)
+    async def _answer(
+        self, endpoint: Endpoint, fields: dict[str, Any], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        headers = Headers(scope=scope)
+        response: Response | None = None
+        body = b""
+        in_msgpack = _MSGPACK in headers.get("accept", "")
+        try:
+            result = await self._perform(endpoint, fields, headers, scope, receive)
+            body = msgspec.msgpack.encode(result) if in_msgpack else msgspec.json.encode(result)
+        except AgentLightningError as error:
+            response = failure(error)
+        except Exception:  # noqa: BLE001 - told in the log, not to the caller
+            _log.exception("%s failed", endpoint.kind.__name__)
+            response = defect()
+        if response is not None:
+            return await response(scope, receive, send)
+        about = _MSGPACK_HEADERS if in_msgpack else _JSON_HEADERS
+        length = (b"content-length", str(len(body)).encode())
+        await send({"type": "http.response.start", "status": 200, "headers": (*about, length)})
+        await send({"type": "http.response.body", "body": body})
+        return None
 
-        endpoint: Callable[[Request], Coroutine[Any, Any, Response]] = answer
-        return Route(path, endpoint, methods=[method], name=kind.__name__)
+    async def _perform(
+        self, endpoint: Endpoint, fields: dict[str, Any], headers: Headers, scope: Scope, receive: Receive
+    ) -> Any:
+        caller = await self._access.scope(headers)
+        caller.require(endpoint.kind)
+        if endpoint.method == "GET":
+            # Of a field that is given twice the last counts, as in JSON.
+            fields = {**dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)), **fields}
+            data = b""
+        else:
+            data = await receive_body(receive, self._body_limit)
+        try:
+            asked = endpoint.decode(fields, data, _MSGPACK in headers.get("content-type", ""))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidError(f"{scope['method']} {scope['path']}: {error}") from None
+        call = await self._access.confine(caller, asked)
+        performing = self._store.perform(call)
+        result = await (self._until_gone(receive, performing) if endpoint.waits else performing)
+        if result is None and endpoint.none_is_missing:
+            raise NotFoundError(f"there is nothing at {scope['path']}")
+        return result
 
-    async def _until_gone(self, request: Request, call: Awaitable[Any]) -> Any:
+    def _bounded(self, call: Call[Any]) -> Call[Any]:
+        timeout: float | None = getattr(call, "timeout", None)
+        if timeout is None or timeout > self._longest_poll:
+            return msgspec.structs.replace(call, timeout=self._longest_poll)
+        return call
+
+    async def _until_gone(self, receive: Receive, call: Coroutine[Any, Any, Any]) -> Any:
         """A long poll's result. Given up when its client has gone, who then must not be leased anything, or when the
         server stops: the client asks again."""
         work = asyncio.ensure_future(call)
-        gone = asyncio.ensure_future(_disconnected(request))
-        stopping = asyncio.ensure_future(self._stopping.wait())
+        gone = asyncio.ensure_future(_disconnected(receive))
+        gone.add_done_callback(lambda _: work.cancel())
+        self._polls.add(work)
+        if self._stopping:
+            work.cancel()
         try:
-            await asyncio.wait([work, gone, stopping], return_when=asyncio.FIRST_COMPLETED)
+            return await work
+        except asyncio.CancelledError:
+            if not work.cancelled():
+                work.cancel()
+                raise
+            raise UnavailableError("the server is stopping; ask again in a moment") from None
         finally:
-            for task in (work, gone, stopping):
-                task.cancel()
-            await asyncio.wait([work, gone, stopping])
-        if not work.cancelled():
-            return work.result()
-        raise UnavailableError("the server is stopping; ask again in a moment")
+            self._polls.discard(work)
+            gone.cancel()
 
 
-def _decoder(kind: type[Call[Any]]) -> Callable[[Request, bytes], Any]:
-    """What makes the call of a request. InvalidError says where it is malformed."""
-    in_path = calls.path_fields(kind.route)
-    # Decoded at once where the path names nothing: bodies of many spans come this way.
-    from_msgpack = msgspec.msgpack.Decoder(kind).decode if not in_path else msgspec.msgpack.decode
-    from_json = msgspec.json.Decoder(kind).decode if not in_path else msgspec.json.decode
+def _decoder(kind: type[Call[Any]]) -> Callable[[Mapping[str, Any], bytes, bool], Any]:
+    """What makes the call of the fields in the path or query, a body, and whether that is msgpack."""
+    if kind.route.startswith("GET "):
+        return lambda fields, data, in_msgpack: msgspec.convert(fields, kind, strict=False)
+    if not calls.path_fields(kind.route):
+        # Decoded at once: bodies of many spans come this way. One whose fields all have defaults may be left out.
+        from_msgpack = msgspec.msgpack.Decoder(kind)
+        from_json = msgspec.json.Decoder(kind)
+        return lambda fields, data, in_msgpack: (from_msgpack if in_msgpack else from_json).decode(data or b"{}")
 
-    def decode(request: Request, data: bytes) -> Any:
-        try:
-            if request.method == "GET":
-                return msgspec.convert({**request.query_params, **request.path_params}, kind, strict=False)
-            if _MSGPACK in request.headers.get("content-type", ""):
-                body = from_msgpack(data)
-            else:
-                # A call whose fields all have defaults may leave its body out.
-                body = from_json(data or b"{}")
-            if not in_path:
-                return body
-            if not isinstance(body, dict):
-                raise InvalidError(f"{request.method} {request.url.path}: the body must be an object")
-            return msgspec.convert({**body, **request.path_params}, kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidError(f"{request.method} {request.url.path}: {error}") from None
+    def decode(fields: Mapping[str, Any], data: bytes, in_msgpack: bool) -> Any:
+        body = (msgspec.msgpack if in_msgpack else msgspec.json).decode(data or b"{}", type=dict[str, Any])
+        return msgspec.convert({**body, **fields}, kind)
 
     return decode
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body; TooLargeError once it exceeds `limit` bytes."""
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > limit:
+async def receive_body(receive: Receive, limit: int) -> bytes:
+    """The whole body; TooLargeError once it exceeds `limit` bytes, UnavailableError if the client goes away."""
+    parts: list[bytes] = []
+    size = 0
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise UnavailableError("the client went away before its request was complete")
+        part: bytes = message.get("body", b"")
+        parts.append(part)
+        size += len(part)
+        if size > limit:
             raise TooLargeError(f"the body is longer than the {limit} bytes this server takes; send it in parts")
-    return bytes(data)
+        more = message.get("more_body", False)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _answer(request: Request, value: Any) -> Response:
-    if _MSGPACK in request.headers.get("accept", ""):
-        return Response(msgspec.msgpack.encode(value), media_type=_MSGPACK)
-    return Response(msgspec.json.encode(value), media_type="application/json")
+async def read_body(request: Request, limit: int) -> bytes:
+    """`receive_body` of a request of the web framework."""
+    return await receive_body(request.receive, limit)
