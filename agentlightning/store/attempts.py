@@ -162,9 +162,9 @@ def lease(tx: Transaction, call: calls.LeaseRollouts) -> list[AttemptedRollout]:
     touch_worker(tx, call.worker_id)
     if call.lease_id is not None:
         codec.check_id(call.lease_id, "lease_id")
-        earlier = _leased(tx, f"{call.lease_id}.0")
+        earlier = _handed_out_again(tx, f"{call.lease_id}.0")
         if earlier is not None:
-            rest = (_leased(tx, f"{call.lease_id}.{index}") for index in range(1, call.limit))
+            rest = (_handed_out_again(tx, f"{call.lease_id}.{index}") for index in range(1, call.limit))
             return [earlier, *(rollout for rollout in rest if rollout is not None)]
     of_project, values = ("", ()) if call.project is None else ("AND project = ? ", (call.project,))
     rows = tx.connection.execute(
@@ -179,7 +179,7 @@ def lease(tx: Transaction, call: calls.LeaseRollouts) -> list[AttemptedRollout]:
 def start_rollout(tx: Transaction, call: calls.StartRollout) -> AttemptedRollout:
     """Create a rollout and start its first attempt."""
     touch_worker(tx, call.worker_id)
-    earlier = None if call.attempt_id is None else _leased(tx, call.attempt_id)
+    earlier = None if call.attempt_id is None else _handed_out_again(tx, call.attempt_id, call.request.rollout_id)
     if earlier is not None:
         return earlier
     return _start(tx, create_rollout(tx, call.request, queued=False), call.worker_id, call.attempt_id)
@@ -188,22 +188,31 @@ def start_rollout(tx: Transaction, call: calls.StartRollout) -> AttemptedRollout
 def start_attempt(tx: Transaction, call: calls.StartAttempt) -> AttemptedRollout:
     """Start a further attempt, which from now on is the one that moves the rollout."""
     touch_worker(tx, call.worker_id)
-    earlier = None if call.attempt_id is None else _leased(tx, call.attempt_id)
-    if earlier is not None and earlier.rollout_id == call.rollout_id:
+    earlier = None if call.attempt_id is None else _handed_out_again(tx, call.attempt_id, call.rollout_id)
+    if earlier is not None:
         return earlier
     rollout = require_rollout(tx.connection, call.rollout_id, tx.connection.for_update)
     return _start(tx, rollout, call.worker_id, call.attempt_id)
 
 
-def _leased(tx: Transaction, attempt_id: str) -> AttemptedRollout | None:
-    """An attempt handed out before under this id, for a caller that did not hear of it."""
+def _handed_out_again(tx: Transaction, attempt_id: str, rollout_id: str | None = None) -> AttemptedRollout | None:
+    """An attempt handed out before under this id, for a caller that did not hear of it. Asking is a sign of life of
+    its worker. ConflictError if it is one of another rollout."""
     row = tx.connection.execute(
-        f"SELECT {_ATTEMPT}, number, lease_expires FROM attempts WHERE attempt_id = ?", (attempt_id,)
+        _STANDING + "WHERE a.attempt_id = ?" + tx.connection.for_update, (attempt_id,)
     ).fetchone()
     if row is None:
         return None
-    rollout = require_rollout(tx.connection, row[0])
-    return _handed_out(tx, rollout, attempt_from_row(row), Lease(token=row[-2], expires=row[-1]))
+    number, before = _standing(row)
+    if rollout_id not in (None, before.rollout_id):
+        raise ConflictError(f"attempt {attempt_id} is stored already, of rollout {before.rollout_id}")
+    after = lifecycle.beat(before, tx.now, tx.lease_seconds)
+    save_standing(tx, number, before, after)
+    attempt = attempt_from_row(
+        tx.connection.execute(f"SELECT {_ATTEMPT} FROM attempts WHERE number = ?", (number,)).fetchone()
+    )
+    rollout = require_rollout(tx.connection, before.rollout_id)
+    return _handed_out(tx, rollout, attempt, Lease(token=number, expires=after.lease_expires))
 
 
 def _handed_out(tx: Transaction, rollout: Rollout, attempt: Attempt, lease: Lease) -> AttemptedRollout:
@@ -230,10 +239,12 @@ def _start(tx: Transaction, rollout: Rollout, worker_id: str | None, attempt_id:
 
 
 def withdraw(tx: Transaction, leased: Sequence[AttemptedRollout]) -> None:
-    """Undo leases that nobody was told of: the attempts never were, and their rollouts are queued again."""
+    """Undo leases that nobody was told of: the attempts never were, and their rollouts are queued again. Those that
+    their caller has asked for again are left to it."""
     for rollout in leased:
         _, standing = load_standing(tx.connection, rollout.rollout_id, rollout.attempt.attempt_id)
-        if standing.attempt_status != "preparing" or not standing.is_latest:
+        asked_again = standing.last_heartbeat_time is not None
+        if standing.attempt_status != "preparing" or not standing.is_latest or asked_again:
             continue
         tx.connection.execute("DELETE FROM attempts WHERE attempt_id = ?", (standing.attempt_id,))
         tx.connection.execute("UPDATE rollouts SET attempts = attempts - 1 WHERE rollout_id = ?", (rollout.rollout_id,))
@@ -323,6 +334,9 @@ def grant_grace(tx: Transaction) -> None:
     tx.connection.execute(
         f"UPDATE attempts SET lease_expires = ?, last_activity = ?, check_time = ? WHERE status IN {_ACTIVE}",
         (tx.now + tx.lease_seconds, tx.now, tx.now),
+    )
+    tx.connection.execute(
+        f"UPDATE attempts SET start_time = ? WHERE status IN {_ACTIVE} AND start_time > ?", (tx.now, tx.now)
     )
 
 

@@ -14,15 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar
 
-from agentlightning.errors import ConfigError, InvalidError, UnavailableError
+from agentlightning.errors import ConfigError, ConflictError, InvalidError, UnavailableError
 
 T = TypeVar("T")
 Dialect: TypeAlias = Literal["sqlite", "postgres"]
-Trouble: TypeAlias = Literal["again", "invalid", "unavailable"]
-"""What an error of a database means: the same transaction may succeed when tried again (a deadlock); the values cannot
-be stored; the database cannot be written or reached."""
+Trouble: TypeAlias = Literal["again", "conflict", "lost", "invalid", "unavailable"]
+"""What an error of a database means: the same transaction may succeed when tried again (a deadlock); something of that
+name is stored already, perhaps only just; the connection is gone, and with it the transaction; the values cannot be
+stored; the database cannot be written."""
 
 _TRIES: Final = 5
+_RETRIED: Final[frozenset[Trouble | None]] = frozenset({"again", "conflict", "lost"})
 
 
 class Cursor(Protocol):
@@ -46,13 +48,17 @@ class Connection(Protocol):
     @property
     def in_transaction(self) -> bool: ...
     def execute(self, sql: str, parameters: Sequence[Any] = ..., /) -> Cursor: ...
+    def settle(self) -> None:
+        """Commit. Returns only if the transaction is stored; UnavailableError if that cannot be found out."""
+        ...
+
     def close(self) -> None: ...
     def trouble(self, error: Exception) -> Trouble | None:
         """What `error` means if it came from the database, else None."""
         ...
 
     def revive(self) -> None:
-        """Connect again if the connection was lost. Raises what `trouble` calls unavailable."""
+        """Connect again if the connection was lost; UnavailableError if that does not succeed for a while."""
         ...
 
 
@@ -144,8 +150,9 @@ class DatabaseThread:
         self._connection.close()
 
     def _transact(self, batch: list[_Job], tries: int) -> None:
-        """Run a batch as one transaction and deliver its outcomes. If the database loses it to a deadlock, its jobs
-        are tried again one by one; for any other reason the whole batch fails."""
+        """Run a batch as one transaction and deliver its outcomes. If the connection was lost before the commit, the
+        batch is tried again; if it lost against another transaction, its jobs are, one by one; for any other reason
+        the whole batch fails."""
         outcomes: list[_Outcome] = []
         settled = None
         try:
@@ -158,13 +165,13 @@ class DatabaseThread:
                     outcomes.append(self._run_apart(job))
             notes = [one.job.notes for one in outcomes if one.error is None and one.job.notes is not None]
             settled = self._settle(self._connection, notes)
-            self._connection.execute("COMMIT")
+            self._connection.settle()
         except Exception as error:  # noqa: BLE001 - every caller of the batch gets it
-            self._roll_back()
             trouble = self._connection.trouble(error)
-            if trouble == "again" and tries > 1:
-                for job in batch:
-                    self._transact([job], tries - 1)
+            self._roll_back()
+            if trouble in _RETRIED and tries > 1:
+                for part in [batch] if trouble == "lost" else [[job] for job in batch]:
+                    self._transact(part, tries - 1)
                 return
             fault = _typed(trouble, error)
             outcomes = [_Outcome(job, error=fault) for job in batch]
@@ -188,7 +195,7 @@ class DatabaseThread:
             return outcome
         except Exception as error:
             trouble = self._connection.trouble(error)
-            if trouble == "again" or (trouble is not None and not self._connection.in_transaction):
+            if trouble in _RETRIED or (trouble is not None and not self._connection.in_transaction):
                 raise
             outcome = _Outcome(job, error=_typed(trouble, error))
         execute("ROLLBACK TO SAVEPOINT operation")
@@ -214,6 +221,8 @@ def _typed(trouble: Trouble | None, error: Exception) -> Exception:
         return error
     if trouble == "invalid":
         return InvalidError(f"the database cannot hold this: {error}")
+    if trouble == "conflict":
+        return ConflictError(f"something of this name is stored already: {error}")
     return UnavailableError(f"the store could not be written: {error}; nothing of this call was stored")
 
 

@@ -67,7 +67,7 @@ def open_postgres(url: str, synchronous: sqlite.Synchronous) -> Opened:
         ) from None
 
     writing = postgres.open_database(url, synchronous)
-    reading = [postgres.open_database(url, synchronous) for _ in range(_READERS)]
+    reading = [postgres.open_database(url, synchronous, writing=False) for _ in range(_READERS)]
     origin = new_id("server")
     listeners: list[postgres.Listener] = []
 
@@ -87,7 +87,8 @@ def open_postgres(url: str, synchronous: sqlite.Synchronous) -> Opened:
         writing,
         reading,
         read_secret(writing),
-        "BEGIN",
+        # Whatever the database's default: groups are complete by what other servers have just committed.
+        "BEGIN ISOLATION LEVEL READ COMMITTED",
         release,
         postgres.read_clock(writing),
         shared=True,

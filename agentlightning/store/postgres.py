@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import msgspec
 import psycopg
+from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import TransactionStatus
 
 from agentlightning.errors import ConfigError, UnavailableError
@@ -33,8 +34,22 @@ _PAUSE_SECONDS: Final = 0.25
 _AGAIN: Final = (
     psycopg.errors.DeadlockDetected,
     psycopg.errors.SerializationFailure,
-    psycopg.errors.UniqueViolation,  # another server stored the same id in between
 )
+_LOST: Final = (
+    psycopg.errors.AdminShutdown,
+    psycopg.errors.CrashShutdown,
+    psycopg.errors.CannotConnectNow,
+)
+_SETTINGS: Final = {
+    "application_name": "agentlightning",
+    "connect_timeout": 10,
+    # A machine that vanished, or a cut cable, is noticed by probes instead of waiting for an answer for ever.
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+}
+"""What a store's URL need not say."""
 _log: Final = logging.getLogger(__name__)
 
 
@@ -45,11 +60,13 @@ class PostgresConnection:
     for_update: str = " FOR UPDATE"
     skip_locked: str = " FOR UPDATE SKIP LOCKED"
 
-    def __init__(self, url: str, synchronous: Synchronous) -> None:
+    def __init__(self, url: str, synchronous: Synchronous, *, writing: bool = True) -> None:
         self._url = url
+        self._writing = writing
         # A commit that is not waited for survives the death of the server, not a power cut, as NORMAL promises.
         self._options = "-c synchronous_commit=off" if synchronous == "NORMAL" else ""
         self._raw = _connect(url, self._options)
+        self._lost_since: float | None = None
 
     @property
     def in_transaction(self) -> bool:
@@ -58,12 +75,50 @@ class PostgresConnection:
     def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Cursor:
         return self._raw.execute(_translated(sql), parameters)  # pyright: ignore[reportArgumentType]
 
+    def settle(self) -> None:
+        """Commit. Where the connection is lost meanwhile, the database is asked what became of the transaction."""
+        number = None
+        if self._writing:
+            (number,) = self._raw.execute("SELECT pg_current_xact_id_if_assigned()::text").fetchone() or (None,)
+        try:
+            self._raw.execute("COMMIT")
+        except psycopg.Error as error:
+            if number is None or self.trouble(error) != "lost":
+                raise
+            if not self._was_committed(number):
+                self._raw.close()  # nothing was stored: the same as if it had been lost before
+                raise
+
+    def _was_committed(self, number: str) -> bool:
+        give_up = time.monotonic() + _PATIENCE_SECONDS
+        while time.monotonic() < give_up:
+            try:
+                self.revive()
+                (status,) = self._raw.execute("SELECT pg_xact_status(%s::xid8)", (number,)).fetchone() or (None,)
+            except psycopg.Error as error:
+                if self.trouble(error) != "lost":
+                    raise
+                continue
+            except UnavailableError:
+                break
+            if status != "in progress":
+                return status == "committed"
+            time.sleep(_PAUSE_SECONDS)
+        raise UnavailableError(
+            "PostgreSQL was lost at a commit, and it is not known whether it was stored; repeat it with the same ids"
+        )
+
     def close(self) -> None:
         self._raw.close()
 
     def trouble(self, error: Exception) -> Trouble | None:
+        if isinstance(error, psycopg.Error) and (self._raw.closed or isinstance(error, _LOST)):
+            self._raw.close()
+            return "lost"
         if isinstance(error, _AGAIN):
             return "again"
+        if isinstance(error, psycopg.errors.UniqueViolation):
+            return "conflict"
         if isinstance(error, psycopg.DataError | UnicodeEncodeError):
             return "invalid"
         return "unavailable" if isinstance(error, psycopg.Error) else None
@@ -71,14 +126,16 @@ class PostgresConnection:
     def revive(self) -> None:
         if not self._raw.closed:
             return
-        give_up = time.monotonic() + _PATIENCE_SECONDS
+        # Counted from the loss: who comes later does not wait as long again.
+        lost_since = self._lost_since = self._lost_since or time.monotonic()
         while True:
             try:
                 self._raw = _connect(self._url, self._options)
+                self._lost_since = None
                 return
-            except psycopg.OperationalError:
-                if time.monotonic() > give_up:
-                    raise
+            except psycopg.OperationalError as error:
+                if time.monotonic() - lost_since > _PATIENCE_SECONDS:
+                    raise UnavailableError(f"PostgreSQL cannot be reached; nothing was stored: {error}") from None
                 time.sleep(_PAUSE_SECONDS)
 
 
@@ -88,14 +145,16 @@ def _translated(sql: str) -> str:
 
 
 def _connect(url: str, options: str = "") -> psycopg.Connection[tuple[Any, ...]]:
-    return psycopg.connect(url, autocommit=True, connect_timeout=10, application_name="agentlightning", options=options)
+    settings: dict[str, Any] = {**_SETTINGS, **conninfo_to_dict(url)}
+    settings["options"] = f"{settings.get('options', '')} {options}".strip()
+    return psycopg.connect("", autocommit=True, **settings)
 
 
-def open_database(url: str, synchronous: Synchronous) -> PostgresConnection:
+def open_database(url: str, synchronous: Synchronous, *, writing: bool = True) -> PostgresConnection:
     """A connection to a database that holds a store of the present layout, made or brought there if need be.
     ConfigError if it holds something else; UnavailableError if it cannot be reached."""
     try:
-        connection = PostgresConnection(url, synchronous)
+        connection = PostgresConnection(url, synchronous, writing=writing)
     except psycopg.ProgrammingError as error:
         raise ConfigError(f"the store's URL cannot be used: {error}") from None
     except psycopg.Error as error:
@@ -106,7 +165,10 @@ def open_database(url: str, synchronous: Synchronous) -> PostgresConnection:
         _lay_out(connection)
         connection.execute("COMMIT")
     except psycopg.Error as error:
+        lost = connection.trouble(error) == "lost"
         connection.close()
+        if lost:
+            raise UnavailableError(f"PostgreSQL was lost while the store was opened: {error}") from None
         raise ConfigError(f"the store cannot be laid out in PostgreSQL: {error}") from None
     except ConfigError:
         connection.close()
@@ -157,7 +219,7 @@ def _parts(changes: Changes) -> list[Changes]:
     if size <= _LONGEST_PAYLOAD:
         return [changes]
     halves = (Changes(queued=changes.queued, keys=changes.keys, deadline=changes.deadline), Changes())
-    for name in ("finished", "groups", "runs_with_groups", "touched", "spans"):
+    for name in ("finished", "groups", "runs_with_groups", "touched", "spans", "removed"):
         values = list(dict.fromkeys(getattr(changes, name)))
         middle = len(values) // 2
         setattr(halves[0], name, values[:middle])

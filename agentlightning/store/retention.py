@@ -6,18 +6,22 @@ This module knows rows; when something is old, and who may remove it, is decided
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
-from agentlightning.errors import InvalidError
+import msgspec
+
+from agentlightning.errors import ConflictError, InvalidError
 from agentlightning.semconv import REWARD
 from agentlightning.store import calls, codec, fields, filters, lifecycle
+from agentlightning.store.attempts import cancel_rollout
 from agentlightning.store.database import Connection
 from agentlightning.store.queries import in_project
 from agentlightning.store.rollouts import TERMINAL_STATUSES, insert_rollout, rollout_row
 from agentlightning.store.spans import add_spans
 from agentlightning.store.transaction import Transaction
-from agentlightning.types import UNATTRIBUTED, Deleted
+from agentlightning.types import UNATTRIBUTED, And, Attempt, Condition, Deleted, Filter, Rollout, Span
 
 _AT_ONCE: Final = 200  # rollouts in one transaction, so that nobody waits long
 
@@ -25,25 +29,47 @@ _AT_ONCE: Final = 200  # rollouts in one transaction, so that nobody waits long
 # --- removing ----------------------------------------------------------------------------------------------------
 
 
-def delete_rollouts(tx: Transaction, call: calls.DeleteRollouts) -> tuple[Deleted, bool]:
-    """Remove some of the rollouts that match; True if there may be more."""
-    matching = filters.where(in_project(call.where, call.project), fields.ROLLOUTS, tx.connection.dialect)
-    terminal = "" if call.unfinished else f" AND rollouts.status IN {TERMINAL_STATUSES}"
+def ended_before(time: float) -> Filter:
+    """Rollouts that ended before a time. What nobody could attribute is no rollout of an age: spans are added to it for
+    as long as the store lives."""
+    return And([Condition("end_time", "lt", time), Condition("rollout_id", "ne", UNATTRIBUTED)])
+
+
+def delete_rollouts(tx: Transaction, call: calls.DeleteRollouts) -> tuple[Deleted, tuple[calls.DeleteRollouts, ...]]:
+    """Remove some of the rollouts that match, and say what remains to be called for; nothing when all are removed.
+
+    Unfinished ones are cancelled in a transaction of their own before they are removed: whoever works on them or waits
+    for them hears of that, and their groups become complete."""
+    if call.unfinished:
+        active = [rollout_id for rollout_id, _ in _some(tx, call, f"rollouts.status NOT IN {TERMINAL_STATUSES}")]
+        if active:
+            for rollout_id in active:
+                cancel_rollout(tx, calls.CancelRollout(rollout_id=rollout_id))
+            cancelled = msgspec.structs.replace(
+                call, where=Condition("rollout_id", "in", active), project=None, unfinished=False
+            )
+            return Deleted(), (call, cancelled)
     untrimmed = " AND rollouts.trimmed = 0" if call.keep_rewards else ""
-    rows = tx.connection.execute(
-        f"SELECT rollouts.rollout_id, rollouts.group_id FROM rollouts WHERE {matching.text}{terminal}{untrimmed} "
-        f"ORDER BY rollouts.number LIMIT ?{tx.connection.for_update}",
-        (*matching.parameters, _AT_ONCE),
-    ).fetchall()
+    found = _some(tx, call, f"rollouts.status IN {TERMINAL_STATUSES}{untrimmed}")
     deleted = Deleted()
-    for rollout_id, group_id in rows:
+    for rollout_id, group_id in found:
         if call.keep_rewards:
             removed = _trim(tx.connection, rollout_id)
         else:
             removed = _remove(tx.connection, rollout_id, group_id)
         tx.changes.touched.append(rollout_id)
         deleted = summed(deleted, removed)
-    return deleted, len(rows) == _AT_ONCE
+    return deleted, (call,) if len(found) == _AT_ONCE else ()
+
+
+def _some(tx: Transaction, call: calls.DeleteRollouts, condition: str) -> list[tuple[str, str | None]]:
+    """(rollout_id, group_id) of the first rollouts that match and meet the condition."""
+    matching = filters.where(in_project(call.where, call.project), fields.ROLLOUTS, tx.connection.dialect)
+    return tx.connection.execute(
+        f"SELECT rollouts.rollout_id, rollouts.group_id FROM rollouts WHERE {matching.text} AND {condition} "
+        f"ORDER BY rollouts.number LIMIT ?{tx.connection.for_update}",
+        (*matching.parameters, _AT_ONCE),
+    ).fetchall()
 
 
 def summed(one: Deleted, other: Deleted) -> Deleted:
@@ -86,37 +112,88 @@ def _trim(connection: Connection, rollout_id: str) -> Deleted:
 
 def import_rollout(tx: Transaction, call: calls.ImportRollout) -> bool:
     """Store a terminal rollout as it was elsewhere, with its attempts and spans; False if it is stored already."""
-    rollout = call.rollout
-    if rollout.status not in lifecycle.TERMINAL:
-        raise InvalidError(f"rollout {rollout.rollout_id} is {rollout.status}; only finished rollouts can be imported")
-    codec.check_id(rollout.rollout_id, "rollout_id")
+    rollout, attempts = call.rollout, sorted(call.attempts, key=lambda attempt: attempt.sequence_id)
+    _check_whole(rollout, attempts, call.spans)
+    columns = [codec.span_columns(span) for span in call.spans]
+    if rollout.rollout_id == UNATTRIBUTED:
+        add_spans(tx, call.spans, columns)  # beside those of this store's own
+        return True
     if rollout_row(tx.connection, rollout.rollout_id) is not None:
         return False
-    insert_rollout(tx, rollout, len(call.attempts))
-    for attempt in call.attempts:
+    _check_room(tx.connection, rollout, attempts)
+    insert_rollout(tx, rollout, len(attempts))
+    for attempt in attempts:
+        _insert_attempt(tx.connection, attempt)
+    add_spans(tx, call.spans, columns)
+    tx.changes.touched.append(rollout.rollout_id)
+    tx.changes.finished.append(rollout.rollout_id)
+    if rollout.group_id is not None:
+        tx.changes.groups.append(rollout.group_id)
+    return True
+
+
+def _check_whole(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> None:
+    """InvalidError unless these are a finished rollout, its finished attempts and their spans."""
+    if rollout.status not in lifecycle.TERMINAL or rollout.end_time is None:
+        raise InvalidError(f"rollout {rollout.rollout_id} is {rollout.status}; only finished rollouts can be imported")
+    for name in ("rollout_id", "project", "run_id", "group_id", "resources_id"):
+        value = getattr(rollout, name)
+        if value is not None:
+            codec.check_id(value, name)
+    if (rollout.group_id is None) != (rollout.group_index is None):
+        raise InvalidError(f"rollout {rollout.rollout_id} needs both a group_id and a group_index, or neither")
+    times = [rollout.start_time, rollout.end_time]
+    for position, attempt in enumerate(attempts, start=1):
         codec.check_id(attempt.attempt_id, "attempt_id")
         if attempt.rollout_id != rollout.rollout_id or attempt.status in lifecycle.ACTIVE:
             raise InvalidError(f"attempt {attempt.attempt_id} is not a finished attempt of {rollout.rollout_id}")
-        tx.connection.execute(
-            "INSERT INTO attempts (rollout_id, attempt_id, sequence_id, start_time, end_time, status, worker_id, "
-            "last_heartbeat_time, metadata, last_activity, lease_expires, check_time, span_sequence) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
-            (
-                attempt.rollout_id,
-                attempt.attempt_id,
-                attempt.sequence_id,
-                attempt.start_time,
-                attempt.end_time,
-                attempt.status,
-                attempt.worker_id,
-                attempt.last_heartbeat_time,
-                codec.to_json(attempt.metadata, "the metadata of the attempt"),
-                *[attempt.start_time] * 3,
-            ),
-        )
-    add_spans(tx, call.spans, [codec.span_columns(span) for span in call.spans])
-    tx.changes.finished.append(rollout.rollout_id)
-    return True
+        if attempt.sequence_id != position:
+            raise InvalidError(f"attempt {position} of {rollout.rollout_id} is missing; import all of them")
+        times += [attempt.start_time, attempt.end_time or 0.0, attempt.last_heartbeat_time or 0.0]
+    if not all(map(math.isfinite, times)):
+        raise InvalidError(f"a time of rollout {rollout.rollout_id} is not a finite number")
+    names = {attempt.attempt_id for attempt in attempts}
+    for span in spans:
+        if span.rollout_id != rollout.rollout_id or span.attempt_id not in names:
+            raise InvalidError(f"span {span.span_id} is not of an attempt of rollout {rollout.rollout_id}")
+
+
+def _check_room(connection: Connection, rollout: Rollout, attempts: Sequence[Attempt]) -> None:
+    """ConflictError if what an id or an index names is another rollout's here."""
+    for attempt in attempts:
+        row = connection.execute("SELECT rollout_id FROM attempts WHERE attempt_id = ?", (attempt.attempt_id,))
+        other = row.fetchone()
+        if other is not None:
+            raise ConflictError(f"attempt {attempt.attempt_id} is stored already, of rollout {other[0]}")
+    if rollout.group_id is not None:
+        taken = connection.execute(
+            "SELECT rollout_id FROM rollouts WHERE group_id = ? AND group_index = ?",
+            (rollout.group_id, rollout.group_index),
+        ).fetchone()
+        if taken is not None:
+            raise ConflictError(
+                f"index {rollout.group_index} of group {rollout.group_id} is taken by rollout {taken[0]}"
+            )
+
+
+def _insert_attempt(connection: Connection, attempt: Attempt) -> None:
+    connection.execute(
+        "INSERT INTO attempts (rollout_id, attempt_id, sequence_id, start_time, end_time, status, worker_id, "
+        "last_heartbeat_time, metadata, last_activity, lease_expires, check_time, span_sequence) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
+        (
+            attempt.rollout_id,
+            attempt.attempt_id,
+            attempt.sequence_id,
+            attempt.start_time,
+            attempt.end_time,
+            attempt.status,
+            attempt.worker_id,
+            attempt.last_heartbeat_time,
+            codec.to_json(attempt.metadata, "the metadata of the attempt"),
+            *[attempt.start_time] * 3,
+        ),
+    )
 
 
 # --- what is wrong -----------------------------------------------------------------------------------------------
@@ -182,7 +259,13 @@ def check(tx: Transaction, call: calls.CheckStore) -> list[str]:
         problems = [row[0] for row in tx.connection.execute("PRAGMA integrity_check(20)")]
         found += [f"the file is damaged: {problem}" for problem in problems if problem != "ok"]
     for rule in _RULES:
-        broken: list[Any] = [row[0] for row in tx.connection.execute(f"{rule.query} LIMIT 1000").fetchall()]
+        try:
+            broken: list[Any] = [row[0] for row in tx.connection.execute(f"{rule.query} LIMIT 1000").fetchall()]
+        except Exception as error:
+            if tx.connection.dialect != "sqlite" or tx.connection.trouble(error) is None:
+                raise
+            found.append(f"{rule.broken} cannot be looked for: {error}")
+            continue
         if broken:
             named = ", ".join(map(str, broken[:5])) + (", …" if len(broken) > 5 else "")
             count = "1000 or more" if len(broken) == 1000 else str(len(broken))

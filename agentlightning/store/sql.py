@@ -23,6 +23,7 @@ from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.database import Connection, DatabaseThread, Readers
 from agentlightning.store.opening import Opened, open_postgres, open_sqlite
+from agentlightning.store.scrubbing import scrub
 from agentlightning.store.snapshots import Snapshots
 from agentlightning.store.spans import Redact
 from agentlightning.store.sqlite import Synchronous
@@ -92,11 +93,13 @@ class SqlStore(LightningStore):
 
     def __init__(
         self,
+        address: str,
         opened: Opened,
         clock: Callable[[], float],
         lease_seconds: float,
         redact: Redact | None,
     ) -> None:
+        self._address = address
         self._opened = opened
         self._clock = clock
         self._lease_seconds = lease_seconds
@@ -155,7 +158,7 @@ class SqlStore(LightningStore):
             opened = await asyncio.to_thread(open_postgres, str(address), synchronous)
         else:
             opened = await asyncio.to_thread(open_sqlite, str(address), synchronous)
-        store = cls(opened, _steady(opened.now) if clock is None else clock, lease_seconds, redact)
+        store = cls(str(address), opened, _steady(opened.now) if clock is None else clock, lease_seconds, redact)
         try:
             await store._write(attempts.grant_grace)
             await store.expire_overdue()
@@ -227,6 +230,7 @@ class SqlStore(LightningStore):
         if changes.finished:
             self._finishes.finished(changes.finished)
             self._finished.raise_()
+        self._finishes.removed(changes.removed)
         for run_id in changes.runs_with_groups:
             if run_id in self._groups:
                 self._groups[run_id].raise_()
@@ -380,10 +384,15 @@ class SqlStore(LightningStore):
         return Credential(name=key.key_id, scopes=key.scopes, project=key.project)
 
     async def _delete_rollouts(self, call: calls.DeleteRollouts) -> Deleted:
-        deleted, more = await self._write(lambda tx: access_keys.audited(tx, call, retention.delete_rollouts))
-        while more:
-            part, more = await self._write(lambda tx: retention.delete_rollouts(tx, call))
+        deleted, further = await self._write(lambda tx: access_keys.audited(tx, call, retention.delete_rollouts))
+        remaining = list(further)
+        while remaining:
+            one = remaining.pop()
+            part, further = await self._write(lambda tx, one=one: retention.delete_rollouts(tx, one))
+            remaining += further
             deleted = retention.summed(deleted, part)
+        if call.scrub:
+            await asyncio.to_thread(scrub, self._address)
         return deleted
 
     async def _check(self, call: calls.CheckStore) -> list[str]:

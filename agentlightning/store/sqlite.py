@@ -30,7 +30,12 @@ class SqliteConnection(sqlite3.Connection):
     def trouble(self, error: Exception) -> Trouble | None:
         if isinstance(error, sqlite3.DataError | UnicodeEncodeError):
             return "invalid"
+        if isinstance(error, sqlite3.IntegrityError):
+            return "conflict"
         return "unavailable" if isinstance(error, sqlite3.Error) else None
+
+    def settle(self) -> None:
+        self.execute("COMMIT")
 
     def revive(self) -> None:
         """A file is not lost."""
@@ -56,6 +61,20 @@ def check_file(path: Path) -> None:
         )
     if not os.access(path, os.W_OK):
         raise _unusable(path, PermissionError("no permission to write it"))
+    _check_whole(path, header)
+
+
+def _check_whole(path: Path, header: bytes) -> None:
+    """ConfigError if the file is shorter than its header says, as a copy that broke off is. What a crash left to be
+    brought in from the log beside it may be missing."""
+    log = path.with_name(f"{path.name}-wal")
+    if log.exists() and log.stat().st_size > 0:
+        return
+    page_size = int.from_bytes(header[16:18], "big")
+    pages = int.from_bytes(header[28:32], "big")
+    expected, size = pages * (65536 if page_size == 1 else page_size), path.stat().st_size
+    if size < expected:
+        raise _damaged(path, ValueError(f"it has {size} bytes and should have {expected}"))
 
 
 def own(path: Path) -> sqlite3.Connection:

@@ -20,6 +20,7 @@ class Changes(msgspec.Struct):
     runs_with_groups: list[str] = []  # runs of which a group became complete
     touched: list[str] = []  # rollout ids that look different now
     spans: list[str] = []  # rollout ids that got spans
+    removed: list[str] = []  # rollout ids that are no longer stored
     keys: bool = False  # a key was revoked
     deadline: float = math.inf  # the earliest clock that was set
 
@@ -44,6 +45,7 @@ class Changes(msgspec.Struct):
             whole.groups += one.groups
             whole.touched += one.touched
             whole.spans += one.spans
+            whole.removed += one.removed
             whole.keys = whole.keys or one.keys
             whole.set_deadline(one.deadline)
         return whole

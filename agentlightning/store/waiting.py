@@ -148,6 +148,12 @@ class FinishWaiters:
             for countdown in list(self._by_rollout.get(rollout_id, ())):
                 countdown.done(rollout_id)
 
+    def removed(self, rollout_ids: Iterable[str]) -> None:
+        """Nobody need wait for these any more: let those who do look again, and be told so."""
+        for rollout_id in rollout_ids:
+            for countdown in self._by_rollout.get(rollout_id, ()):
+                countdown.wake()
+
     def wake_all(self) -> None:
         """Let everybody look again, whatever has finished."""
         for countdowns in self._by_rollout.values():
