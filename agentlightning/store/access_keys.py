@@ -6,6 +6,7 @@ Of a key only a digest is stored. This module knows rows; what a scope opens is 
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
@@ -13,12 +14,12 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from agentlightning.errors import InvalidError, NotFoundError
-from agentlightning.store import calls, codec, keys
+from agentlightning.store import calls, codec, fields, keys
 from agentlightning.store.attempts import load_standing
 from agentlightning.store.calls import AdminCall, Call
 from agentlightning.store.database import Connection
 from agentlightning.store.transaction import Transaction
-from agentlightning.types import ApiKey, AuditRecord, IssuedKey, KeyScope
+from agentlightning.types import ApiKey, AuditRecord, Filter, IssuedKey, KeyScope
 
 T = TypeVar("T")
 
@@ -56,10 +57,19 @@ def issue_for_attempt(tx: Transaction, call: calls.IssueAttemptKey) -> str:
 
 
 def revoke(tx: Transaction, call: calls.RevokeKey) -> ApiKey:
-    """End a key for good; one that has ended stays as it is."""
-    tx.connection.execute(
-        "UPDATE api_keys SET revoke_time = ? WHERE key_id = ? AND revoke_time IS NULL", (tx.now, call.key_id)
-    )
+    """End a key for good, at once or after a while; one that has ended, or ends earlier, stays as it is."""
+    if not 0 <= call.after_seconds < math.inf:
+        raise InvalidError(f"after_seconds is {call.after_seconds}; give 0 for now, or how many seconds from now")
+    if call.after_seconds == 0:
+        tx.connection.execute(
+            "UPDATE api_keys SET revoke_time = ? WHERE key_id = ? AND revoke_time IS NULL", (tx.now, call.key_id)
+        )
+    else:
+        end = tx.now + call.after_seconds
+        tx.connection.execute(
+            "UPDATE api_keys SET expire_time = ? WHERE key_id = ? AND (expire_time IS NULL OR expire_time > ?)",
+            (end, call.key_id, end),
+        )
     row = tx.connection.execute(f"SELECT {_KEY} FROM api_keys WHERE key_id = ?", (call.key_id,)).fetchone()
     if row is None:
         raise NotFoundError(f"there is no key {call.key_id!r}; `agl keys list` shows those there are")
@@ -106,14 +116,33 @@ def audited(tx: Transaction, call: Call[Any], write: Callable[[Transaction, Any]
 
 
 def record(tx: Transaction, call: AdminCall[Any]) -> None:
-    arguments = {name: value for name, value in msgspec.structs.asdict(call).items() if name != "actor"}
-    detail = codec.to_json(arguments, "what was asked")
+    detail = codec.to_json(_arguments(call), "what was asked")
     if len(detail) > _LONGEST_DETAIL:
         detail = codec.to_json({"shortened": detail[:_LONGEST_DETAIL]}, "what was asked")
     tx.connection.execute(
         "INSERT INTO audit (time, actor, action, detail) VALUES (?, ?, ?, ?)",
         (tx.now, call.actor, type(call).__name__, detail),
     )
+
+
+def _arguments(call: AdminCall[Any]) -> dict[str, Any]:
+    """What was asked, without what users wrote: the record outlives the rollouts, which may be erased to forget it."""
+    match call:
+        case calls.ImportRollout():
+            counts = {"attempts": len(call.attempts), "spans": len(call.spans)}
+            return {"rollout_id": call.rollout.rollout_id, **counts}
+        case calls.DeleteRollouts():
+            call = msgspec.structs.replace(call, where=_without_texts(call.where))
+        case _:
+            pass
+    return {name: value for name, value in msgspec.structs.asdict(call).items() if name != "actor"}
+
+
+def _without_texts(where: Filter) -> Filter:
+    if isinstance(fields.ROLLOUTS.named.get(str(where.field)), fields.Column):
+        return where
+    value = None if where.value is None else "not recorded"
+    return msgspec.structs.replace(where, value=value, of=tuple(map(_without_texts, where.of)))
 
 
 def query_audit(connection: Connection, call: calls.QueryAudit) -> list[AuditRecord]:

@@ -361,13 +361,16 @@ class AdminCall(Call[T], frozen=True, kw_only=True):
 
 
 class DeleteRollouts(AdminCall[Deleted], frozen=True, kw_only=True):
-    """Remove what belongs to the rollouts that match; those not yet terminal are left unless `unfinished` too.
-    `keep_rewards` keeps the rollouts, their attempts and reward spans, without inputs and other spans."""
+    """Remove what belongs to the rollouts that match; those not yet terminal are left, or cancelled first if
+    `unfinished`. `keep_rewards` keeps the rollouts, their attempts and reward spans, without inputs and other spans.
+    `scrub` leaves no trace of what was removed in the database's files, which are written anew: that takes time, and
+    other writes have to wait."""
 
     route = "POST /rollouts/delete"
     where: Filter
     keep_rewards: bool = False
     unfinished: bool = False
+    scrub: bool = False
     project: str | None = None
 
 
@@ -390,8 +393,11 @@ class IssueAttemptKey(AdminCall[str], frozen=True, kw_only=True):
 
 
 class RevokeKey(AdminCall[ApiKey], frozen=True, kw_only=True):
+    """End a key, now or `after_seconds`, which lets its holders change to another one."""
+
     route = "DELETE /keys/{key_id}"
     key_id: str
+    after_seconds: float = 0.0
 
 
 class FindKey(Call[Credential | None], frozen=True, kw_only=True):

@@ -57,6 +57,7 @@ def delete_rollouts(tx: Transaction, call: calls.DeleteRollouts) -> tuple[Delete
             removed = _trim(tx.connection, rollout_id)
         else:
             removed = _remove(tx.connection, rollout_id, group_id)
+            tx.changes.removed.append(rollout_id)
         tx.changes.touched.append(rollout_id)
         deleted = summed(deleted, removed)
     return deleted, (call,) if len(found) == _AT_ONCE else ()
