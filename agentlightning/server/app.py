@@ -1,51 +1,39 @@
-"""One ASGI application: the store's REST interface, health, and the gateway's routes where there is one.
+"""One ASGI application: the store's REST interface, its events, health, metrics, documentation, and the gateway's
+routes where there is one.
 
 This module wires routes and turns typed errors into answers. It does not open sockets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import BaseRoute, Mount
 
-from agentlightning.errors import (
-    AgentLightningError,
-    BackendError,
-    ConfigError,
-    ConflictError,
-    ForbiddenError,
-    InvalidError,
-    NotFoundError,
-    UnavailableError,
-)
+from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.gateway.app import Gateway
-from agentlightning.server.access import Access, UnauthenticatedError
+from agentlightning.server.access import Access
+from agentlightning.server.events import EventRoutes
+from agentlightning.server.failures import defect, failure, refusal
+from agentlightning.server.health import HealthRoutes
+from agentlightning.server.limits import Buckets, RateLimit
+from agentlightning.server.logs import log_request
+from agentlightning.server.metrics import ServerMetrics
 from agentlightning.server.models import ModelRoutes
+from agentlightning.server.observing import Observed, label_routes
+from agentlightning.server.openapi import documentation_routes
 from agentlightning.server.otlp import OtlpRoutes
-from agentlightning.server.rest import StoreRoutes, TooLargeError
+from agentlightning.server.rest import LONGEST_POLL, PREFIX, LongPolls, StoreRest
 from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import ErrorBody, ErrorReply
+from agentlightning.store.sql import SqlStore
 
 BODY_LIMIT: Final = 64 * 1024 * 1024  # bytes
-
-_STATUS: Final[Sequence[tuple[type[AgentLightningError], int, str]]] = (
-    (UnauthenticatedError, 401, "unauthenticated"),
-    (ForbiddenError, 403, "forbidden"),
-    (NotFoundError, 404, "not_found"),
-    (ConflictError, 409, "conflict"),
-    (TooLargeError, 413, "too_large"),
-    (InvalidError, 422, "invalid"),
-    (ConfigError, 422, "invalid"),
-    (UnavailableError, 503, "unavailable"),
-    (BackendError, 502, "backend"),
-)
 
 
 def create_app(
@@ -54,61 +42,72 @@ def create_app(
     gateway: Gateway | None = None,
     admin_key: str | None = None,
     body_limit: int = BODY_LIMIT,
+    rate_limit: float | None = None,
+    access_log: bool = False,
+    longest_poll: float = LONGEST_POLL,
 ) -> Starlette:
-    """The application: `/health`, the REST interface of an open `store` and the gateway's model table under `/api/v1`
-    (without a store there is neither), and the gateway's own routes as they are.
+    """The application: `/health`, `/ready`, `/metrics`, `/docs`, the REST interface of an open `store`, its events and
+    the gateway's model table under `/api/v1` (without a store there is none of these), and the gateway's own routes as
+    they are.
 
     With an `admin_key` the interface needs it; without one `HttpServer` serves on loopback only. A request body above
-    `body_limit` bytes is refused. Closing the store stays with the caller."""
+    `body_limit` bytes is refused, and so is a caller who makes more than `rate_limit` requests a second. A call that
+    waits is answered after `longest_poll` seconds, for its caller to ask again. With `access_log` each request leaves a
+    line in the log. Closing the store stays with the caller."""
     if admin_key is not None and len(admin_key) < 8:
         raise ConfigError("the admin key is shorter than 8 characters; choose one that cannot be guessed")
 
-    async def health(request: Request) -> Response:
-        return Response(b'{"status":"ok"}', media_type="application/json")
-
-    routes: list[BaseRoute] = [Route("/health", health, methods=["GET"])]
-    stop_waiting: Callable[[], None] | None = None
+    routes: list[BaseRoute] = HealthRoutes(store).routes()
+    gauges: dict[str, tuple[str, Callable[[], int]]] = {}
+    stops: list[Callable[[], None]] = []
+    access: Access | None = None
+    innermost: list[Middleware] = []
     if store is not None:
         access = Access(store, admin_key)
-        rest = StoreRoutes(store, access, body_limit)
-        stop_waiting = rest.stop_waiting
-        models = [] if gateway is None else ModelRoutes(gateway.models, access).routes()
-        routes.append(Mount("/api/v1", routes=[*rest.routes(), *models]))
+        polls = LongPolls(longest_poll)
+        stops.append(polls.stop)
+        gauges["agl_long_polls"] = "Calls that wait for something to answer with.", polls.__len__
+        innermost.append(Middleware(StoreRest, store=store, access=access, polls=polls, body_limit=body_limit))
+        beside: list[BaseRoute] = []
+        if isinstance(store, SqlStore):
+            events = EventRoutes(store, access)
+            stops.append(events.stop)
+            gauges["agl_event_streams"] = "Callers that listen to events.", lambda: events.open
+            beside.append(events.route())
+        if gateway is not None:
+            beside += ModelRoutes(gateway.models, access, body_limit).routes()
+        routes.append(Mount(PREFIX, routes=beside))
         routes.extend(OtlpRoutes(store, access, body_limit).routes())
     if gateway is not None:
+        gauges["agl_gateway_calls"] = "LLM calls being answered.", lambda: gateway.running
         routes.extend(gateway.routes())
+    metrics = ServerMetrics(store, access, gauges)
+    routes += [metrics.route(), *documentation_routes(with_store=store is not None, with_gateway=gateway is not None)]
+    label_routes(routes)
+    listeners = [metrics.count, log_request] if access_log else [metrics.count]
+    outermost = [Middleware(Observed, listeners=listeners)]
+    if rate_limit is not None:
+        outermost.append(Middleware(RateLimit, buckets=Buckets(rate_limit)))
     app = Starlette(
         routes=routes,
-        exception_handlers={
-            AgentLightningError: _typed_error,
-            HTTPException: _http_error,
-            Exception: _defect,
-        },
+        middleware=[*outermost, *innermost],
+        exception_handlers={AgentLightningError: _typed_error, HTTPException: _http_error, Exception: _defect},
     )
     app.state.protected = admin_key is not None
-    app.state.stop_waiting = stop_waiting
+    app.state.stop_waiting = tuple(stops)
     return app
 
 
 def _typed_error(request: Request, error: Exception) -> Response:
-    for kind, status, name in _STATUS:
-        if isinstance(error, kind):
-            return _error(error.status if isinstance(error, BackendError) else status, name, str(error))
-    return _error(500, "error", str(error))
+    return failure(error) if isinstance(error, AgentLightningError) else defect()
 
 
 def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
-    return _error(error.status_code, "http", f"{error.detail}: {request.method} {request.url.path}", error.headers)
+    message = f"{error.detail}: {request.method} {request.url.path}"
+    return refusal(error.status_code, "http", message, error.headers)
 
 
 def _defect(request: Request, error: Exception) -> Response:
-    # The traceback goes to the server's log, never to the caller.
-    return _error(500, "internal", "the server failed at this request; its log says why")
-
-
-def _error(status: int, kind: str, message: str, headers: object = None) -> Response:
-    body = msgspec.json.encode(ErrorReply(error=ErrorBody(message=message, type=kind)))
-    extra = {str(name): str(value) for name, value in headers.items()} if isinstance(headers, dict) else None
-    return Response(body, status_code=status, media_type="application/json", headers=extra)
+    return defect()

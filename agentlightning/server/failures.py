@@ -22,11 +22,16 @@ from agentlightning.errors import (
     UnavailableError,
 )
 from agentlightning.server.access import UnauthenticatedError
+from agentlightning.server.observing import CLIENT_GONE
 from agentlightning.store.calls import ErrorBody, ErrorReply
 
 
 class TooLargeError(AgentLightningError):
     """The body is longer than this server takes (HTTP 413)."""
+
+
+class ClientGoneError(AgentLightningError):
+    """The client no longer listens for the answer; its status is for the log and the metrics."""
 
 
 _STATUS: Final[Sequence[tuple[type[AgentLightningError], int, str]]] = (
@@ -38,6 +43,7 @@ _STATUS: Final[Sequence[tuple[type[AgentLightningError], int, str]]] = (
     (InvalidError, 422, "invalid"),
     (ConfigError, 422, "invalid"),
     (UnavailableError, 503, "unavailable"),
+    (ClientGoneError, CLIENT_GONE, "client_gone"),
 )
 
 

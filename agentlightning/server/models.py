@@ -21,6 +21,8 @@ from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.http_backend import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.access import Access
+from agentlightning.server.observing import note_caller
+from agentlightning.server.rest import read_body
 
 
 class ModelRegistration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,11 +38,13 @@ class ModelRegistration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class ModelRoutes:
-    """Routes that list and change `models`; only the admin key opens them."""
+    """Routes that list and change `models`; only the admin key opens them. A body above `body_limit` bytes is
+    refused."""
 
-    def __init__(self, models: ModelTable, access: Access) -> None:
+    def __init__(self, models: ModelTable, access: Access, body_limit: int) -> None:
         self._models = models
         self._access = access
+        self._body_limit = body_limit
         self._closing: set[asyncio.Future[None]] = set()
 
     def routes(self) -> list[BaseRoute]:
@@ -51,14 +55,14 @@ class ModelRoutes:
         ]
 
     async def _list(self, request: Request) -> Response:
-        (await self._access.scope(request.headers)).require_admin()
+        await self._require_admin(request)
         return _json([_described(entry) for entry in self._models])
 
     async def _put(self, request: Request) -> Response:
-        (await self._access.scope(request.headers)).require_admin()
+        await self._require_admin(request)
         try:
-            asked = msgspec.json.decode(await request.body(), type=ModelRegistration)
-        except msgspec.DecodeError as error:
+            asked = msgspec.json.decode(await read_body(request, self._body_limit), type=ModelRegistration)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidError(f"not a model registration: {error}") from None
         backend = HttpBackend(
             asked.base_url, api_key=asked.api_key, model=asked.model, captures_tokens=asked.captures_tokens
@@ -69,9 +73,14 @@ class ModelRoutes:
         return _json(_described(entry))
 
     async def _delete(self, request: Request) -> Response:
-        (await self._access.scope(request.headers)).require_admin()
+        await self._require_admin(request)
         self._retire(self._models.remove(str(request.path_params["name"])))
         return Response(status_code=204)
+
+    async def _require_admin(self, request: Request) -> None:
+        scope = await self._access.scope(request.headers)
+        note_caller(request.scope, scope.name)
+        scope.require_admin()
 
     def _retire(self, replaced: ModelEntry | None) -> None:
         """Close a backend nobody is routed to any more, after its calls under way are answered."""

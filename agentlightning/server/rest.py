@@ -22,13 +22,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.errors import AgentLightningError, InvalidError, NotFoundError, UnavailableError
 from agentlightning.server.access import Access
-from agentlightning.server.observing import note_caller
-from agentlightning.server.failures import TooLargeError, defect, failure, refusal
+from agentlightning.server.failures import ClientGoneError, TooLargeError, defect, failure, refusal
+from agentlightning.server.observing import note_caller, note_route
 from agentlightning.store import calls
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 
 PREFIX: Final = "/api/v1"
+LONGEST_POLL: Final = 60.0  # seconds
 _MSGPACK: Final = "application/msgpack"
 _MSGPACK_HEADERS: Final = ((b"content-type", b"application/msgpack"),)
 _JSON_HEADERS: Final = ((b"content-type", b"application/json"),)
@@ -41,6 +42,7 @@ class Endpoint:
 
     kind: type[Call[Any]]
     method: str
+    template: str
     segments: tuple[str | None, ...]
     fields: tuple[str, ...]
     decode: Callable[[Mapping[str, Any], bytes, bool], Any]
@@ -53,7 +55,9 @@ class Endpoint:
         segments = tuple(None if part.startswith("{") else part for part in path.split("/")[1:])
         waits = "timeout" in kind.__struct_fields__
         missing = method == "GET" and kind.returns() is not None
-        return cls(kind, method, segments, tuple(calls.path_fields(path)), _decoder(kind), waits, missing)
+        return cls(
+            kind, method, PREFIX + path, segments, tuple(calls.path_fields(path)), _decoder(kind), waits, missing
+        )
 
     def match(self, segments: list[str]) -> dict[str, Any] | None:
         """The fields that a path of this form gives, or None if it has another."""
@@ -66,28 +70,66 @@ class Endpoint:
         return dict(zip(self.fields, given, strict=True))
 
 
+class LongPolls:
+    """The calls that wait for something to answer with, each for `longest` seconds at most. `stop` answers them all at
+    once, so that a server can stop."""
+
+    def __init__(self, longest: float = LONGEST_POLL) -> None:
+        self._longest = longest
+        self._stopping = False
+        self._waiting: set[asyncio.Future[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def stop(self) -> None:
+        self._stopping = True
+        for work in self._waiting:
+            work.cancel()
+
+    def bounded(self, call: Call[Any]) -> Call[Any]:
+        """The call with a timeout of no more than the longest."""
+        timeout: float | None = getattr(call, "timeout", None)
+        if timeout is None or timeout > self._longest:
+            return msgspec.structs.replace(call, timeout=self._longest)
+        return call
+
+    async def answer(self, receive: Receive, call: Coroutine[Any, Any, Any]) -> Any:
+        """A call's result. Given up when its client has gone, who then must not be leased anything, or when the server
+        stops: the client asks again."""
+        work = asyncio.ensure_future(call)
+        gone = asyncio.ensure_future(_disconnected(receive))
+        gone.add_done_callback(lambda _: work.cancel())
+        self._waiting.add(work)
+        if self._stopping:
+            work.cancel()
+        try:
+            await asyncio.wait([work])
+        finally:
+            self._waiting.discard(work)
+            work.cancel()
+            left = gone.done()
+            gone.cancel()
+        if not work.cancelled():
+            return work.result()
+        if left:
+            raise ClientGoneError("the client left before there was an answer")
+        raise UnavailableError("the server is stopping; ask again in a moment")
+
+
 class StoreRest:
-    """ASGI: answers what is under `/api/v1` and a call of the store, and passes the rest on to `app`.
+    """ASGI: answers what is under `/api/v1` and a call of the store, and passes the rest on to `app`."""
 
-    `scope["endpoint"]` is the kind of call, for whoever counts requests. `stop_waiting` answers all long polls at once,
-    so that a server can stop."""
-
-    def __init__(self, app: ASGIApp, store: LightningStore, access: Access, body_limit: int) -> None:
+    def __init__(self, app: ASGIApp, store: LightningStore, access: Access, polls: LongPolls, body_limit: int) -> None:
         self._app = app
         self._store = store
         self._access = access
+        self._polls = polls
         self._body_limit = body_limit
-        self._stopping = False
-        self._polls: set[asyncio.Future[Any]] = set()
         self._by_length: dict[int, list[Endpoint]] = {}
         for kind in calls.all_calls():
             endpoint = Endpoint.of(kind)
             self._by_length.setdefault(len(endpoint.segments), []).append(endpoint)
-
-    def stop_waiting(self) -> None:
-        self._stopping = True
-        for poll in self._polls:
-            poll.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].startswith(f"{PREFIX}/"):
@@ -98,7 +140,7 @@ class StoreRest:
             fields = endpoint.match(segments)
             if fields is not None:
                 if endpoint.method == scope["method"]:
-                    scope["endpoint"] = endpoint.kind
+                    note_route(scope, endpoint.template)
                     return await self._answer(endpoint, fields, scope, receive, send)
                 allowed.append(endpoint.method)
         if not allowed:
@@ -133,6 +175,7 @@ class StoreRest:
         self, endpoint: Endpoint, fields: dict[str, Any], headers: Headers, scope: Scope, receive: Receive
     ) -> Any:
         caller = await self._access.scope(headers)
+        note_caller(scope, caller.name)
         caller.require(endpoint.kind)
         if endpoint.method == "GET":
             # Of a field that is given twice the last counts, as in JSON.
@@ -145,37 +188,13 @@ class StoreRest:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidError(f"{scope['method']} {scope['path']}: {error}") from None
         call = await self._access.confine(caller, asked)
-        performing = self._store.perform(call)
-        result = await (self._until_gone(receive, performing) if endpoint.waits else performing)
+        if endpoint.waits:
+            result = await self._polls.answer(receive, self._store.perform(self._polls.bounded(call)))
+        else:
+            result = await self._store.perform(call)
         if result is None and endpoint.none_is_missing:
             raise NotFoundError(f"there is nothing at {scope['path']}")
         return result
-
-    def _bounded(self, call: Call[Any]) -> Call[Any]:
-        timeout: float | None = getattr(call, "timeout", None)
-        if timeout is None or timeout > self._longest_poll:
-            return msgspec.structs.replace(call, timeout=self._longest_poll)
-        return call
-
-    async def _until_gone(self, receive: Receive, call: Coroutine[Any, Any, Any]) -> Any:
-        """A long poll's result. Given up when its client has gone, who then must not be leased anything, or when the
-        server stops: the client asks again."""
-        work = asyncio.ensure_future(call)
-        gone = asyncio.ensure_future(_disconnected(receive))
-        gone.add_done_callback(lambda _: work.cancel())
-        self._polls.add(work)
-        if self._stopping:
-            work.cancel()
-        try:
-            return await work
-        except asyncio.CancelledError:
-            if not work.cancelled():
-                work.cancel()
-                raise
-            raise UnavailableError("the server is stopping; ask again in a moment") from None
-        finally:
-            self._polls.discard(work)
-            gone.cancel()
 
 
 def _decoder(kind: type[Call[Any]]) -> Callable[[Mapping[str, Any], bytes, bool], Any]:
@@ -201,14 +220,14 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def receive_body(receive: Receive, limit: int) -> bytes:
-    """The whole body; TooLargeError once it exceeds `limit` bytes, UnavailableError if the client goes away."""
+    """The whole body; TooLargeError once it exceeds `limit` bytes, ClientGoneError if the client leaves."""
     parts: list[bytes] = []
     size = 0
     more = True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise UnavailableError("the client went away before its request was complete")
+            raise ClientGoneError("the client left before its request was complete")
         part: bytes = message.get("body", b"")
         parts.append(part)
         size += len(part)

@@ -1,0 +1,145 @@
+"""What happens in the store, as it happens: server-sent events at `/events`, for whoever shows it to people.
+
+This module turns the store's changes into events and keeps a key to its project. It does not know who listens, and
+remembers nothing for those who come back: each stream begins with `reset`, which says to read the store afresh.
+
+    event: rollout    data: {"rollout_id": …, "status": …, "project": …, …}    a rollout looks different now
+    event: spans      data: {"rollout_id": …}                                  spans were added to it
+    event: groups     data: {"run_id": …}                                      groups of this run became complete
+    event: queued     data: {"project": …, "count": …}                         rollouts began to wait for a worker
+    event: reset      data: {}                                                 anything may have changed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from agentlightning.errors import ForbiddenError, UnavailableError
+from agentlightning.server.access import Access, Scope
+from agentlightning.server.observing import note_caller
+from agentlightning.store.calls import QueryRollouts
+from agentlightning.store.sql import SqlStore
+from agentlightning.store.transaction import Changes
+from agentlightning.types import Rollout
+
+HEARTBEAT_SECONDS: Final = 15.0
+_HEARTBEAT: Final = b": alive\n\n"
+_RESET: Final = b"event: reset\ndata: {}\n\n"
+_SHOWN: Final = ("rollout_id", "status", "project", "mode", "run_id", "group_id", "start_time", "end_time")
+
+
+class EventRoutes:
+    """The event stream of one store. `open` counts who listens; `stop` ends all streams, so that a server can stop."""
+
+    def __init__(self, store: SqlStore, access: Access, heartbeat_seconds: float = HEARTBEAT_SECONDS) -> None:
+        self.open = 0
+        self._store = store
+        self._access = access
+        self._heartbeat = heartbeat_seconds
+        self._stopping = asyncio.Event()
+
+    def route(self) -> Route:
+        return Route("/events", self._listen, methods=["GET"])
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    async def _listen(self, request: Request) -> Response:
+        scope = await self._admit(request)
+        note_caller(request.scope, scope.name)
+        # Proxies that would hold events back (nginx) are told not to.
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        return StreamingResponse(self._stream(request, scope), media_type="text/event-stream", headers=headers)
+
+    async def _admit(self, request: Request) -> Scope:
+        """Whoever may query rollouts may hear of them."""
+        scope = await self._access.scope(request.headers)
+        scope.require(QueryRollouts)
+        return scope
+
+    async def _stream(self, request: Request, scope: Scope) -> AsyncGenerator[bytes, None]:
+        self.open += 1
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            with self._store.events() as queue:
+                yield _RESET
+                checked = time.monotonic()
+                while (several := await self._next(queue, stopping)) is not None:
+                    if any(one is None or one.keys for one in several) or _due(checked, self._heartbeat):
+                        scope = await self._admit(request)  # the key may have been revoked, or have expired
+                        checked = time.monotonic()
+                    yield b"".join([event async for event in self._events(several, scope)]) or _HEARTBEAT
+        except (ForbiddenError, UnavailableError):
+            return  # the stream ends; whoever asks again is told why
+        finally:
+            stopping.cancel()
+            self.open -= 1
+
+    async def _next(
+        self, queue: asyncio.Queue[Changes | None], stopping: asyncio.Future[Any]
+    ) -> list[Changes | None] | None:
+        """All changes that are there; an empty list when it is time for a heartbeat, None when the server stops."""
+        getting = asyncio.ensure_future(queue.get())
+        try:
+            await asyncio.wait([getting, stopping], timeout=self._heartbeat, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
+                return None
+            if not getting.done():
+                return []
+            several = [getting.result()]
+        finally:
+            getting.cancel()
+        while not queue.empty():
+            several.append(queue.get_nowait())
+        return several
+
+    async def _events(self, several: list[Changes | None], scope: Scope) -> AsyncIterator[bytes]:
+        """The events of changes, each said once, as far as the caller may hear of them."""
+        if None in several:
+            yield _RESET
+            return
+        changes = Changes.merged(one for one in several if one is not None)
+        changed = dict.fromkeys([*changes.touched, *changes.finished])
+        with_spans = dict.fromkeys(changes.spans)
+        found = await self._look_up([*changed, *with_spans])
+        seen = {rollout_id: one for rollout_id, one in found.items() if scope.project in (None, one.project)}
+        for project, count in changes.queued.items():
+            if scope.project in (None, project):
+                yield _event("queued", {"project": project, "count": count})
+        for rollout_id in changed:
+            if rollout_id in seen:
+                yield _event("rollout", {name: getattr(seen[rollout_id], name) for name in _SHOWN})
+            elif rollout_id not in found and scope.project is None:
+                yield _event("rollout", {"rollout_id": rollout_id, "status": "deleted"})
+        if scope.project is not None and not found.keys() >= changed.keys():
+            yield _RESET  # whose the deleted ones were cannot be told any more
+        for rollout_id in with_spans:
+            if rollout_id in seen:
+                yield _event("spans", {"rollout_id": rollout_id})
+        complete = dict.fromkeys(run_id for one in several if one is not None for run_id in one.runs_with_groups)
+        # In one project, runs show only by a rollout of theirs in it, the one that finished just now.
+        runs = {seen[name].run_id for name in changes.finished if name in seen}
+        for run_id in complete if scope.project is None else filter(runs.__contains__, complete):
+            yield _event("groups", {"run_id": run_id})
+
+    async def _look_up(self, rollout_ids: Iterable[str]) -> dict[str, Rollout]:
+        """Those that exist, from the store's memory where they are in it."""
+        names = list(dict.fromkeys(rollout_ids))
+        rollouts = await asyncio.gather(*map(self._store.get_rollout_by_id, names))
+        return {name: one for name, one in zip(names, rollouts, strict=True) if one is not None}
+
+
+def _due(checked: float, seconds: float) -> bool:
+    return time.monotonic() - checked >= seconds
+
+
+def _event(name: str, data: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(data))

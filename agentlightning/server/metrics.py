@@ -1,0 +1,103 @@
+"""`/metrics` in Prometheus's text format: requests, what waits, what is stored, and the process itself.
+
+A registry per application and no globals. This module knows how things are counted; it does not know routes or rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from agentlightning.errors import UnavailableError
+from agentlightning.server.access import Access
+from agentlightning.server.logs import Finished
+from agentlightning.server.observing import note_caller
+from agentlightning.server.remembered import Remembered
+from agentlightning.store.base import LightningStore
+from agentlightning.store.calls import Statistics
+
+_COUNTED_EVERY: Final = 10.0  # seconds: counting what a large store holds takes a while
+_SECONDS: Final[Sequence[float]] = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0)
+_QUEUED: Final = ("rollouts_queuing", "rollouts_requeuing")
+
+
+class ServerMetrics:
+    """Counts finished requests (`count`) and shows them with the rest at `/metrics`. `gauges` are read when asked:
+    a name, what it says, and its value."""
+
+    def __init__(
+        self,
+        store: LightningStore | None,
+        access: Access | None,
+        gauges: Mapping[str, tuple[str, Callable[[], int]]],
+    ) -> None:
+        self._access = access
+        self._statistics = None if store is None else Remembered(lambda: store.perform(Statistics()), _COUNTED_EVERY)
+        self._registry = CollectorRegistry()
+        labels = ("method", "route", "status")
+        self._requests = Counter("agl_requests", "Requests answered.", labels, registry=self._registry)
+        self._seconds = Histogram(
+            "agl_request_seconds",
+            "How long requests took; long polls include the wait.",
+            ("method", "route"),
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._series: dict[tuple[str, str, int], tuple[Any, Any]] = {}
+        self._now = _Now(gauges)
+        self._registry.register(self._now)
+        ProcessCollector(registry=self._registry)
+
+    def count(self, finished: Finished) -> None:
+        name = (finished.method, finished.route, finished.status)
+        series = self._series.get(name)
+        if series is None:
+            series = self._requests.labels(*map(str, name)), self._seconds.labels(finished.method, finished.route)
+            self._series[name] = series
+        series[0].inc()
+        series[1].observe(finished.ms / 1000)
+
+    def route(self) -> Route:
+        return Route("/metrics", self._show, methods=["GET"])
+
+    async def _show(self, request: Request) -> Response:
+        if self._access is not None:
+            scope = await self._access.scope(request.headers)
+            scope.require(Statistics)
+            note_caller(request.scope, scope.name)
+        if self._statistics is not None:
+            try:
+                self._now.statistics = await self._statistics.get()
+            except UnavailableError:
+                self._now.statistics = None  # the rest is worth showing, then more than ever
+        return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+class _Now(Collector):
+    """What is true at the moment of asking."""
+
+    def __init__(self, gauges: Mapping[str, tuple[str, Callable[[], int]]]) -> None:
+        self._gauges = gauges
+        self.statistics: Mapping[str, int] | None = None
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        for name, (meaning, read) in self._gauges.items():
+            yield GaugeMetricFamily(name, meaning, value=read())
+        if self.statistics is None:
+            return
+        rollouts = GaugeMetricFamily("agl_rollouts", "Rollouts in the store.", labels=["status"])
+        for name, count in self.statistics.items():
+            if name.startswith("rollouts_"):
+                rollouts.add_metric([name.removeprefix("rollouts_")], count)
+        yield rollouts
+        yield GaugeMetricFamily("agl_spans", "Spans in the store.", value=self.statistics["spans"])
+        queued = sum(self.statistics[name] for name in _QUEUED)
+        yield GaugeMetricFamily("agl_queue_length", "Rollouts that wait for a worker.", value=queued)

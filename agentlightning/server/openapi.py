@@ -1,0 +1,198 @@
+"""The interface described: OpenAPI 3.1 at `/openapi.json`, made from the calls themselves, and a page to read it at
+`/docs`.
+
+This module knows what each call takes and returns, and which answers there are. The page needs nothing from elsewhere:
+it works on a machine without internet.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.resources
+import inspect
+import re
+from types import NoneType
+from typing import Any, Final, TypeAlias
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from agentlightning.server.rest import PREFIX
+from agentlightning.store import calls
+from agentlightning.store.calls import AdminCall, Call, ErrorReply
+
+Json: TypeAlias = dict[str, Any]
+
+_JSON: Final = "application/json"
+_MSGPACK: Final = "application/msgpack"
+_SCHEMAS: Final = "#/components/schemas/{name}"
+_FAILURES: Final = {
+    "401": "The key is missing or not valid.",
+    "403": "The key does not cover this.",
+    "404": "An id names nothing here.",
+    "409": "Not allowed in the present state.",
+    "413": "The body is longer than the server takes.",
+    "422": "Malformed; the message says where.",
+    "429": "Too many requests; `Retry-After` says when to ask again.",
+    "503": "The store cannot be reached, or the server is stopping; ask again.",
+}
+_ABOUT: Final = (
+    "The store and the gateway of Agent Lightning. Bodies are JSON or msgpack, by `Content-Type`; answers by `Accept`. "
+    "Send a key as `Authorization: Bearer …`; a server without an admin key answers this machine's programs without "
+    "one. Calls with a `timeout` wait so many seconds for something to answer with, at most a minute at a time."
+)
+
+
+def documentation_routes(*, with_store: bool, with_gateway: bool) -> list[BaseRoute]:
+    """`/openapi.json` and `/docs`, of a server with or without a store and a gateway. They need no key."""
+
+    async def spec(request: Request) -> Response:
+        return Response(_encoded(with_store, with_gateway), media_type=_JSON)
+
+    async def page(request: Request) -> Response:
+        html = importlib.resources.files("agentlightning.server").joinpath("docs.html").read_text("utf-8")
+        policy = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
+        return Response(html, media_type="text/html", headers={"content-security-policy": policy})
+
+    return [Route("/openapi.json", spec, methods=["GET"]), Route("/docs", page, methods=["GET"])]
+
+
+@functools.cache
+def _encoded(with_store: bool, with_gateway: bool) -> bytes:
+    return msgspec.json.encode(document(with_store=with_store, with_gateway=with_gateway))
+
+
+def document(*, with_store: bool = True, with_gateway: bool = True) -> Json:
+    """The whole description."""
+    kinds = list(calls.all_calls())
+    answers = [kind.returns() for kind in kinds]
+    shapes, components = msgspec.json.schema_components([*kinds, *answers, ErrorReply], ref_template=_SCHEMAS)
+    returned = shapes[len(kinds) : -1]
+    paths: dict[str, Json] = {}
+    if with_store:
+        for kind, answer in zip(kinds, returned, strict=True):
+            method, _, path = kind.route.partition(" ")
+            paths.setdefault(PREFIX + path, {})[method.lower()] = _operation(kind, components[kind.__name__], answer)
+    for (method, path), operation in _others(with_store, with_gateway).items():
+        paths.setdefault(path, {})[method] = operation
+    for kind in kinds:
+        # A call's own shape, with what travels in the path, is nobody's body.
+        del components[kind.__name__]
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Agent Lightning",
+            "version": importlib.metadata.version("agent-lightning-next"),
+            "description": _ABOUT,
+        },
+        "security": [{"key": []}, {}],
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "responses": {code: _failure(meaning) for code, meaning in _FAILURES.items()},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(kind: type[Call[Any]], shape: Json, answer: Json) -> Json:
+    """One call: where its fields travel, and what comes back."""
+    in_path = calls.path_fields(kind.route)
+    fields = {name: schema for name, schema in shape["properties"].items() if name not in in_path}
+    if issubclass(kind, AdminCall):
+        del fields["actor"]  # the server fills it in
+    required = [name for name in shape["required"] if name in fields]
+    parameters = [_parameter(name, "path", shape["properties"][name], required=True) for name in in_path]
+    about = inspect.cleandoc(vars(kind).get("__doc__") or "")
+    operation: Json = {
+        "operationId": kind.__name__,
+        "summary": re.sub(r"(?<!^)(?=[A-Z])", " ", kind.__name__).capitalize(),
+        "description": f"{about}\n\nNeeds a key with the scope `{kind.scope}`.".strip(),
+        "tags": [kind.route.partition(" /")[2].partition("/")[0]],
+    }
+    if kind.route.startswith("GET "):
+        parameters += [_parameter(name, "query", schema, required=name in required) for name, schema in fields.items()]
+    else:
+        body = {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
+        operation["requestBody"] = {"required": bool(required), "content": _content(body)}
+    if parameters:
+        operation["parameters"] = parameters
+    if kind.route.startswith("GET ") and NoneType in getattr(kind.returns(), "__args__", ()):
+        (answer,) = (one for one in answer["anyOf"] if one != {"type": "null"})  # None is a 404
+    operation["responses"] = {"200": {"description": "Done.", "content": _content(answer)}} | _failures(*_FAILURES)
+    return operation
+
+
+def _others(with_store: bool, with_gateway: bool) -> dict[tuple[str, str], Json]:
+    """The routes that are no calls of the store, in short."""
+    text = {"text/plain": {"schema": {"type": "string"}}}
+    stream = {"text/event-stream": {"schema": {"type": "string"}}}
+    anything: Json = {_JSON: {"schema": {"type": "object"}}}
+    found: dict[tuple[str, str], Json] = {
+        ("get", "/health"): _plain("Whether the process lives", "server", anything),
+        ("get", "/ready"): _plain("Whether the store answers", "server", anything)
+        | {"responses": {"200": _answered(anything), "503": _answered(anything)}},
+        ("get", "/metrics"): _plain("Counters in Prometheus's format", "server", text, "401", "403", "429"),
+    }
+    if with_store:
+        found["get", f"{PREFIX}/events"] = _plain(
+            "What happens in the store, as server-sent events: `rollout`, `spans`, `groups`, `queued`, `reset`",
+            "events", stream, "401", "403", "429", "503",
+        )  # fmt: skip
+        for prefix in ("", "/rollout/{rollout_id}/attempt/{attempt_id}"):
+            found["post", f"{prefix}/v1/traces"] = _plain(
+                "Spans of any OpenTelemetry exporter (OTLP over HTTP)", "otlp", anything | {
+                    "application/x-protobuf": {"schema": {"type": "string", "format": "binary"}}
+                }, "400", "401", "403", "404", "413", "415", "429", "503", path=prefix, body=True,
+            )  # fmt: skip
+    if with_gateway:
+        for prefix in ("", "/rollout/{rollout_id}/attempt/{attempt_id}") if with_store else ("",):
+            found["post", f"{prefix}/v1/chat/completions"] = _plain(
+                "OpenAI's chat completions, streamed or whole", "gateway", anything | stream,
+                "400", "401", "403", "404", "413", "422", "429", "502", "503", path=prefix, body=True,
+            )  # fmt: skip
+            found["get", f"{prefix}/v1/models"] = _plain(
+                "The models there are", "gateway", anything, "401", "403", "404", "429", path=prefix
+            )
+    return found
+
+
+def _plain(about: str, tag: str, content: Json, *failures: str, path: str = "", body: bool = False) -> Json:
+    operation: Json = {
+        "summary": about,
+        "tags": [tag],
+        "responses": {"200": _answered(content)} | _failures(*failures),
+    }
+    if path:
+        operation["parameters"] = [
+            _parameter(name, "path", {"type": "string"}, required=True) for name in calls.path_fields(path)
+        ]
+    if body:
+        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": {"type": "object"}}}}
+    return operation
+
+
+def _answered(content: Json) -> Json:
+    return {"description": "Answered.", "content": content}
+
+
+def _parameter(name: str, place: str, schema: Json, *, required: bool) -> Json:
+    return {"name": name, "in": place, "required": required, "schema": schema}
+
+
+def _content(schema: Json) -> Json:
+    return {_JSON: {"schema": schema}, _MSGPACK: {"schema": schema}}
+
+
+def _failures(*codes: str) -> Json:
+    return {
+        code: {"$ref": f"#/components/responses/{code}"} if code in _FAILURES else _failure("See the message.")
+        for code in codes
+    }
+
+
+def _failure(meaning: str) -> Json:
+    return {"description": meaning, "content": {_JSON: {"schema": {"$ref": _SCHEMAS.format(name="ErrorReply")}}}}
