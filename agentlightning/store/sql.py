@@ -261,10 +261,15 @@ class SqlStore(LightningStore):
         return await self._write(attempts.expire)
 
     async def _watch(self) -> None:
+        look_again = self._clock() + self._lease_seconds
         while True:
             if self._opened.shared:
                 # A server that died took its alarms with it.
                 self._alarm.set(self._clock() + self._lease_seconds)
+                if self._clock() >= look_again:
+                    # And it may have let go of queued rollouts that all who looked here had passed over as taken.
+                    self._queued.wake_all()
+                    look_again = self._clock() + self._lease_seconds
             if not await self._alarm.sleep(self._clock()):
                 continue
             try:
