@@ -24,6 +24,8 @@ COMMANDS = {
     "server": "serving",
     "runner": "serving",
     "runs": "inspecting",
+    "store": "store",
+    "keys": "keys",
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from agentlightning.store import calls
+from agentlightning.store import calls, otel
 from agentlightning.store.calls import Call
 from agentlightning.types import (
     And,
@@ -247,6 +247,13 @@ class LightningStore(abc.ABC):
 
     async def add_span(self, span: Span) -> Span:
         return (await self.add_many_spans([span]))[0]
+
+    async def add_otel_span(
+        self, rollout_id: str, attempt_id: str, readable_span: Any, sequence_id: int | None = None
+    ) -> Span:
+        """Store a finished span of OpenTelemetry's SDK (a `ReadableSpan`), whatever attempt its attributes name.
+        Without a `sequence_id` it gets the attempt's next."""
+        return await self.add_span(otel.span_of(rollout_id, attempt_id, sequence_id, readable_span))
 
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
         """A number larger than any given out for this attempt before, starting at 1."""

@@ -1,0 +1,182 @@
+"""The commands about keys: `agl keys issue`, `list`, `revoke`, `rotate`, `audit`.
+
+This module reads command lines and prints; keys are the business of the store. A secret is printed once, alone on
+stdout, so that it can be piped to where it belongs.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+import msgspec
+
+from agentlightning.cli.durations import Duration
+from agentlightning.cli.store import open_store, run, store_options
+from agentlightning.errors import ConflictError, NotFoundError
+
+if TYPE_CHECKING:
+    from agentlightning.types import ApiKey, IssuedKey
+
+_SCOPES: Final = ("read", "worker", "grader", "trainer", "admin")
+
+
+@click.group()
+def keys() -> None:
+    """Issue, list, end and replace keys of a store's server, and see who used them."""
+
+
+@keys.command()
+@click.argument("name")
+@store_options
+@click.option("--scope", "scopes", multiple=True, required=True, type=click.Choice(_SCOPES),
+              help="What the key opens; may be given several times.")  # fmt: skip
+@click.option("--project", help="The only project it reaches.")
+@click.option("--lifetime", type=Duration(), help="How long it is valid: 30d, 12h. Without it, until it is revoked.")
+def issue(
+    name: str,
+    address: str | None,
+    server: str | None,
+    key: str | None,
+    scopes: tuple[Any, ...],
+    project: str | None,
+    lifetime: float | None,
+) -> int:
+    """Make a key called NAME and print its secret."""
+    from agentlightning.store import calls
+
+    async def work() -> None:
+        async with open_store(address, server, key) as opened:
+            call = calls.IssueKey(name=name, scopes=list(scopes), project=project, lifetime_seconds=lifetime)
+            _hand_out(await opened.perform(call))
+
+    return run(work())
+
+
+def _hand_out(issued: IssuedKey) -> None:
+    print(issued.api_key)
+    sys.stdout.flush()
+    click.echo(f"this is key {issued.key_id}; it is not shown again, and the store keeps no copy", err=True)
+
+
+@keys.command("list")
+@store_options
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per key.")
+def list_(address: str | None, server: str | None, key: str | None, as_json: bool) -> int:
+    """List all keys, without their secrets."""
+    from agentlightning.store import calls
+
+    async def work() -> None:
+        async with open_store(address, server, key) as opened:
+            found = await opened.perform(calls.QueryKeys())
+        if as_json:
+            for one in found:
+                print(msgspec.json.encode(one).decode())
+            return
+        now = time.time()
+        rows = [
+            (one.key_id, one.name, " ".join(one.scopes), one.project or "all", _date(one.create_time), _state(one, now))
+            for one in found
+        ]
+        _table(("key", "name", "scopes", "project", "issued", "state"), rows)
+
+    return run(work())
+
+
+def _state(key: ApiKey, now: float) -> str:
+    if key.revoke_time is not None:
+        return f"revoked {_date(key.revoke_time)}"
+    if key.expire_time is None:
+        return "valid"
+    return f"{'expired' if key.expire_time <= now else 'valid until'} {_date(key.expire_time)}"
+
+
+@keys.command()
+@click.argument("key_id", metavar="KEY_ID")
+@store_options
+def revoke(key_id: str, address: str | None, server: str | None, key: str | None) -> int:
+    """End a key at once and for good."""
+    from agentlightning.store import calls
+
+    async def work() -> None:
+        async with open_store(address, server, key) as opened:
+            ended = await opened.perform(calls.RevokeKey(key_id=key_id))
+        print(f"{ended.key_id} ({ended.name}) {_state(ended, time.time())}")
+
+    return run(work())
+
+
+@keys.command()
+@click.argument("key_id", metavar="KEY_ID")
+@store_options
+@click.option("--grace", type=Duration(zero=True), default="0s", show_default=True,
+              help="How long the old key stays valid: 1h, 30m.")  # fmt: skip
+def rotate(key_id: str, address: str | None, server: str | None, key: str | None, grace: float) -> int:
+    """Replace a key by a new one, whose secret is printed.
+
+    It has the same name, scopes, project and lifetime; the old one ends."""
+    from agentlightning.store import calls
+
+    async def work() -> None:
+        async with open_store(address, server, key) as opened:
+            old = next((one for one in await opened.perform(calls.QueryKeys()) if one.key_id == key_id), None)
+            if old is None:
+                raise NotFoundError(f"there is no key {key_id!r}; `agl keys list` shows those there are")
+            if old.revoke_time is not None:
+                raise ConflictError(f"key {key_id} was revoked; issue a new one with `agl keys issue`")
+            lifetime = None if old.expire_time is None else old.expire_time - old.create_time
+            # The new key first: whatever happens in between, somebody holds a key that is valid.
+            _hand_out(
+                await opened.perform(
+                    calls.IssueKey(
+                        name=old.name, scopes=list(old.scopes), project=old.project, lifetime_seconds=lifetime
+                    )
+                )
+            )
+            ended = await opened.perform(calls.RevokeKey(key_id=key_id, after_seconds=grace))
+            click.echo(f"{ended.key_id}, the old one: {_state(ended, time.time())}", err=True)
+
+    return run(work())
+
+
+@keys.command()
+@store_options
+@click.option("--limit", type=click.IntRange(min=1), default=50, show_default=True, help="How many, newest first.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per record.")
+def audit(address: str | None, server: str | None, key: str | None, limit: int, as_json: bool) -> int:
+    """Show who used administrative power, and for what."""
+    from agentlightning.store import calls
+
+    async def work() -> None:
+        async with open_store(address, server, key) as opened:
+            found = await opened.perform(calls.QueryAudit(limit=limit))
+        if as_json:
+            for one in found:
+                print(msgspec.json.encode(one).decode())
+            return
+        rows = [
+            (str(one.number), _date(one.time), one.actor, one.action, msgspec.json.encode(one.detail).decode())
+            for one in found
+        ]
+        _table(("number", "time", "actor", "action", "detail"), rows)
+
+    return run(work())
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*names, box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    # Ids are there to be copied: a narrow terminal wraps lines rather than cutting cells.
+    Console(width=max(Console().width, Console(width=10_000).measure(table).maximum)).print(table)

@@ -1,0 +1,295 @@
+"""The commands that keep a store healthy: `agl store gc`, `erase`, `check`, `backup`, `restore`, `export`, `import`.
+
+This module reads command lines and prints; what is done is the business of `agentlightning.store`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+import msgspec
+
+from agentlightning.cli.durations import Duration
+from agentlightning.errors import ConfigError, InUseError, InvalidError
+from agentlightning.types import Condition, Deleted, Filter
+
+if TYPE_CHECKING:
+    from agentlightning.store.base import LightningStore
+
+_POSTGRES: Final = ("postgresql://", "postgres://")
+
+
+@click.group()
+def store() -> None:
+    """Keep a store healthy: remove what is old, back it up, move it, check it."""
+
+
+# --- which store -------------------------------------------------------------------------------------------------
+
+
+def store_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--store`, `--server` and `--key`, as `open_store` takes them."""
+    for add in (
+        click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="An admin key of the server."),
+        click.option("--server", metavar="URL", help="The `agl server` that has the store open."),
+        click.option("--store", "address", metavar="PATH|URL", help="SQLite file, or postgresql:// URL, to open here."),
+    ):
+        command = add(command)
+    return command
+
+
+@contextlib.asynccontextmanager
+async def open_store(
+    address: str | None, server: str | None, key: str | None, *, create: bool = False
+) -> AsyncGenerator[LightningStore]:
+    """The store that the options name; one that does not exist is only made if `create`."""
+    if (address is None) == (server is None):
+        raise click.UsageError("say which store: either --store PATH (or a postgresql:// URL), or --server URL")
+    if server is not None:
+        from agentlightning.store.client import LightningStoreClient
+
+        opened: LightningStore = LightningStoreClient(server, key)
+    else:
+        from agentlightning.store.sql import SqlStore
+
+        assert address is not None
+        if not create:
+            _require_file(address)
+        try:
+            opened = await SqlStore.open(address)
+        except InUseError:
+            raise InUseError(
+                f"the store {address} is in use by another process; ask that process: use --server URL instead of "
+                "--store"
+            ) from None
+    try:
+        yield opened
+    finally:
+        await opened.close()
+
+
+def _require_file(address: str) -> None:
+    """A mistyped path would otherwise become a new store."""
+    if not address.startswith(_POSTGRES) and not Path(address).is_file():
+        raise ConfigError(f"there is no store at {address} (looked in {Path.cwd()})")
+
+
+def run(work: Coroutine[Any, Any, int | None]) -> int:
+    """Run a command's work; its exit code."""
+    return asyncio.run(work) or 0
+
+
+# --- removing ----------------------------------------------------------------------------------------------------
+
+
+@store.command()
+@store_options
+@click.option("--older-than", "age", type=Duration(), required=True, help="How long ago rollouts ended: 30d, 12h, 45m.")
+@click.option("--keep-rewards", is_flag=True, help="Keep rollouts, attempts and rewards; remove inputs, other spans.")
+@click.option("--project", help="Only rollouts of this project.")
+@click.option("--dry-run", is_flag=True, help="Only count.")
+def gc(
+    address: str | None,
+    server: str | None,
+    key: str | None,
+    age: float,
+    keep_rewards: bool,
+    project: str | None,
+    dry_run: bool,
+) -> int:
+    """Remove rollouts that ended long ago, with their attempts and spans."""
+    from agentlightning.store import calls
+    from agentlightning.store.retention import ended_before
+
+    where = ended_before(time.time() - age)
+
+    async def work() -> None:
+        async with open_store(address, server, key) as opened:
+            if dry_run:
+                page = await opened.page_rollouts(where, limit=0, with_total=True, project=project)
+                print(f"{page.total} rollouts ended before that; nothing was removed")
+                return
+            deleted = await opened.perform(
+                calls.DeleteRollouts(where=where, keep_rewards=keep_rewards, project=project)
+            )
+            print(_removed(deleted))
+
+    return run(work())
+
+
+@store.command()
+@store_options
+@click.option("--task", metavar="TEXT", help="Rollouts whose input contains this.")
+@click.option("--rollout", "rollout_id", metavar="ID", help="This rollout.")
+@click.option("--run", "run_id", metavar="ID", help="All rollouts of this run.")
+@click.option("--project", help="Only rollouts of this project.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def erase(
+    address: str | None,
+    server: str | None,
+    key: str | None,
+    task: str | None,
+    rollout_id: str | None,
+    run_id: str | None,
+    project: str | None,
+    yes: bool,
+) -> int:
+    """Remove rollouts for good, leaving no trace in the files.
+
+    Unfinished ones are cancelled first. The files are written anew, which takes time, and as much free space as the
+    store."""
+    asked = (
+        (task, Condition("input", "contains", task)),
+        (rollout_id, Condition("rollout_id", "eq", rollout_id)),
+        (run_id, Condition("run_id", "eq", run_id)),
+    )
+    given = [where for value, where in asked if value is not None]
+    if len(given) != 1 or task == "":
+        raise click.UsageError("say what to erase: one of --task TEXT, --rollout ID, --run ID")
+    return run(_erase(address, server, key, given[0], project, yes))
+
+
+async def _erase(
+    address: str | None, server: str | None, key: str | None, where: Filter, project: str | None, yes: bool
+) -> int:
+    from agentlightning.store import calls
+
+    async with open_store(address, server, key) as opened:
+        total = (await opened.page_rollouts(where, limit=0, with_total=True, project=project)).total
+        if not total:
+            print("no rollout matches; nothing was removed")
+            return 0
+        if not yes and not await asyncio.to_thread(
+            click.confirm, f"erase {total} rollouts with all that belongs to them, for good?", err=True
+        ):
+            print("nothing was removed")
+            return 1
+        deleted = await opened.perform(calls.DeleteRollouts(where=where, unfinished=True, scrub=True, project=project))
+        print(_removed(deleted))
+        return 0
+
+
+def _removed(deleted: Deleted) -> str:
+    trimmed = f", trimmed {deleted.rollouts_trimmed} to their rewards" if deleted.rollouts_trimmed else ""
+    return f"removed {deleted.rollouts} rollouts, {deleted.attempts} attempts, {deleted.spans} spans{trimmed}"
+
+
+# --- checking and copying ----------------------------------------------------------------------------------------
+
+
+@store.command()
+@store_options
+def check(address: str | None, server: str | None, key: str | None) -> int:
+    """Look for damage and contradictions; exit with 1 if there are any."""
+    from agentlightning.store import calls
+
+    async def work() -> int:
+        async with open_store(address, server, key) as opened:
+            found = await opened.perform(calls.CheckStore())
+        for problem in found:
+            print(problem)
+        if not found:
+            print("nothing is wrong")
+        return 1 if found else 0
+
+    return run(work())
+
+
+@store.command()
+@click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
+@click.option("--store", "address", metavar="PATH|URL", required=True, help="SQLite file of the store.")
+@click.option("--force", is_flag=True, help="Overwrite DEST.")
+def backup(destination: Path, address: str, force: bool) -> None:
+    """Copy a store's SQLite file to DEST, also while a server writes to it."""
+    from agentlightning.store.backup import back_up, postgres_advice
+
+    if address.startswith(_POSTGRES):
+        raise ConfigError(postgres_advice(address, destination))
+    back_up(Path(address), destination, overwrite=force)
+    print(f"{destination}: {destination.stat().st_size} bytes, read through and in order")
+
+
+@store.command()
+@click.argument("source", metavar="SOURCE", type=click.Path(path_type=Path))
+@click.argument("destination", metavar="DEST")
+@click.option("--force", is_flag=True, help="Overwrite the store DEST.")
+def restore(source: Path, destination: str, force: bool) -> None:
+    """Make the copy SOURCE the store DEST."""
+    from agentlightning.store import backup
+
+    if destination.startswith(_POSTGRES):
+        raise ConfigError(backup.postgres_advice(destination, source))
+    backup.restore(source, Path(destination), overwrite=force)
+    print(f"{destination}: restored from {source}")
+
+
+# --- moving ------------------------------------------------------------------------------------------------------
+
+
+@store.command("export")
+@click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
+@store_options
+@click.option("--where", metavar="JSON", help="Only rollouts that match this filter.")
+@click.option("--run", "run_id", metavar="ID", help="Only rollouts of this run.")
+@click.option("--project", help="Only rollouts of this project.")
+@click.option("--force", is_flag=True, help="Overwrite DEST.")
+def export(
+    destination: Path,
+    address: str | None,
+    server: str | None,
+    key: str | None,
+    where: str | None,
+    run_id: str | None,
+    project: str | None,
+    force: bool,
+) -> int:
+    """Write rollouts with their attempts and spans to DEST: .jsonl, .jsonl.gz or .parquet."""
+    from agentlightning.store.transfer import export_rollouts
+
+    if where is not None and run_id is not None:
+        raise click.UsageError("give --where or --run; a filter can name the run: field `run_id`")
+    wanted = Condition("run_id", "eq", run_id) if run_id is not None else _filter(where)
+
+    async def work() -> None:
+        async with open_store(address, server, key) as opened:
+            done = await export_rollouts(opened, destination, where=wanted, project=project, overwrite=force)
+        unfinished = f"; {done.unfinished} had not ended, and an import leaves them out" if done.unfinished else ""
+        print(f"wrote {done.rollouts} rollouts, {done.attempts} attempts, {done.spans} spans{unfinished}")
+
+    return run(work())
+
+
+def _filter(text: str | None) -> Filter | None:
+    if text is None:
+        return None
+    try:
+        return msgspec.json.decode(text, type=Filter)
+    except (msgspec.MsgspecError, InvalidError) as error:
+        example = '{"field": "status", "op": "eq", "value": "failed"}'
+        raise click.BadParameter(f"{error}; a filter is JSON such as {example}", param_hint="'--where'") from None
+
+
+@store.command("import")
+@click.argument("source", metavar="SOURCE", type=click.Path(path_type=Path))
+@store_options
+def import_(source: Path, address: str | None, server: str | None, key: str | None) -> int:
+    """Store the rollouts that an export wrote to SOURCE. Those stored already stay as they are."""
+    from agentlightning.store.transfer import import_rollouts
+
+    async def work() -> None:
+        async with open_store(address, server, key, create=True) as opened:
+            done = await import_rollouts(opened, source)
+        left = [
+            f"{count} {why}"
+            for count, why in ((done.stored_already, "were stored already"), (done.unfinished, "had not ended"))
+            if count
+        ]
+        print(f"stored {done.rollouts} rollouts{''.join(f'; {words}' for words in left)}")
+
+    return run(work())

@@ -1,0 +1,99 @@
+"""A finished span of the OpenTelemetry SDK → a span of ours.
+
+The span is known by what it offers, not by its class: OpenTelemetry is not imported. What a span cannot hold becomes
+what an export by OTLP would make of it: bytes are base64 text; maps and nested lists are JSON text; NaN and the
+infinities are words; nothing is left out but None.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from agentlightning.errors import InvalidError
+from agentlightning.semconv import SPAN_SEQUENCE_ID
+from agentlightning.types import Attributes, AttributeValue, Span, SpanEvent, SpanLink, SpanStatus
+
+_NANOSECONDS: Final = 1_000_000_000
+_STATUS: Final = ("UNSET", "OK", "ERROR")
+
+
+def span_of(rollout_id: str, attempt_id: str, sequence_id: int | None, span: Any) -> Span:
+    """The span, of that attempt. Without a `sequence_id` it keeps one that its attributes give, or gets the attempt's
+    next when it is stored. InvalidError if it has not ended, or is no span."""
+    try:
+        return _span_of(rollout_id, attempt_id, sequence_id, span)
+    except (AttributeError, TypeError) as error:
+        raise InvalidError(f"a {type(span).__name__} is not a finished span of OpenTelemetry's SDK: {error}") from None
+
+
+def _span_of(rollout_id: str, attempt_id: str, sequence_id: int | None, span: Any) -> Span:
+    context = span.get_span_context()
+    scope = span.instrumentation_scope
+    attributes = _attributes(span.attributes)
+    given = attributes.pop(SPAN_SEQUENCE_ID, 0)
+    about = {
+        "otel.kind": span.kind.name,
+        "otel.scope.name": scope.name if scope is not None else None,
+        "otel.scope.version": scope.version if scope is not None else None,
+    }
+    attributes.update({name: text for name, text in about.items() if text})
+    status = span.status.status_code.name
+    return Span(
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        sequence_id=sequence_id if sequence_id is not None else given if type(given) is int else 0,
+        trace_id=f"{context.trace_id:032x}",
+        span_id=f"{context.span_id:016x}",
+        parent_id=None if span.parent is None else f"{span.parent.span_id:016x}",
+        name=span.name,
+        start_time=span.start_time / _NANOSECONDS,
+        end_time=span.end_time / _NANOSECONDS,
+        status=SpanStatus(
+            status_code=status if status in _STATUS else "UNSET", description=span.status.description or None
+        ),
+        attributes=attributes,
+        events=tuple(
+            SpanEvent(
+                name=event.name, attributes=_attributes(event.attributes), timestamp=event.timestamp / _NANOSECONDS
+            )
+            for event in span.events
+        ),
+        links=tuple(
+            SpanLink(
+                trace_id=f"{link.context.trace_id:032x}",
+                span_id=f"{link.context.span_id:016x}",
+                attributes=_attributes(link.attributes),
+            )
+            for link in span.links
+        ),
+        resource=_attributes(span.resource.attributes),
+    )
+
+
+def _attributes(given: Mapping[str, Any] | None) -> Attributes:
+    values = ((name, _plain(value)) for name, value in (given or {}).items())
+    return {name: _flat(value) for name, value in values if value is not None}
+
+
+def _flat(value: Any) -> AttributeValue:
+    """What an attribute can hold."""
+    nested = isinstance(value, list) and any(item is None or isinstance(item, list | dict) for item in value)
+    return msgspec.json.encode(value).decode() if nested or isinstance(value, dict) else value
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold of a value."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value

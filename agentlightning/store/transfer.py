@@ -1,0 +1,274 @@
+"""Rollouts in files: written from any store and read into any other, a few at a time, without a change to one of them.
+
+A record is a rollout with its attempts and spans. In JSONL it is a line of JSON; in Parquet a row, with the rollout's
+fields as columns to be queried and its attempts and spans as msgpack. This module does not know SQL or HTTP; pyarrow is
+imported only for Parquet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import itertools
+import os
+import zlib
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Protocol, cast
+
+import msgspec
+
+from agentlightning.errors import ConfigError, ConflictError, InvalidError, NotFoundError
+from agentlightning.store import calls, lifecycle
+from agentlightning.store.base import LightningStore
+from agentlightning.types import Attempt, Filter, Noun, Rollout, Span
+
+_AT_ONCE: Final = 16  # records held in memory
+_SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".parquet")
+
+
+class Record(Noun, frozen=True, kw_only=True):
+    """All there is of a rollout."""
+
+    rollout: Rollout
+    attempts: list[Attempt]
+    spans: list[Span]
+
+    @property
+    def finished(self) -> bool:
+        attempts_ended = all(attempt.status not in lifecycle.ACTIVE for attempt in self.attempts)
+        return self.rollout.status in lifecycle.TERMINAL and attempts_ended
+
+
+class Exported(Noun, frozen=True, kw_only=True):
+    """What was written; `unfinished` of the rollouts had not ended, and an import will leave them out."""
+
+    rollouts: int = 0
+    unfinished: int = 0
+    attempts: int = 0
+    spans: int = 0
+
+
+class Imported(Noun, frozen=True, kw_only=True):
+    """What became of the records of a file: `rollouts` are new, the others were stored already or had not ended."""
+
+    rollouts: int = 0
+    stored_already: int = 0
+    unfinished: int = 0
+
+
+async def export_rollouts(
+    store: LightningStore,
+    path: Path,
+    *,
+    where: Filter | None = None,
+    project: str | None = None,
+    overwrite: bool = False,
+) -> Exported:
+    """Write the rollouts that match into a file, as they were enqueued. The file appears once it is complete.
+
+    ConfigError if it exists and is not to be overwritten, cannot be written, or ends in none of .jsonl, .jsonl.gz and
+    .parquet."""
+    records = attempts = spans = unfinished = 0
+    with _writing(path, overwrite) as writer:
+        cursor = None
+        while True:
+            page = await store.page_rollouts(where, limit=_AT_ONCE, cursor=cursor, project=project)
+            found = await asyncio.gather(*(_record(store, rollout) for rollout in page.items))
+            batch = [record for record in found if record is not None]
+            await asyncio.to_thread(writer.write, batch)
+            records += len(batch)
+            attempts += sum(len(record.attempts) for record in batch)
+            spans += sum(len(record.spans) for record in batch)
+            unfinished += sum(not record.finished for record in batch)
+            cursor = page.next_cursor
+            if cursor is None:
+                return Exported(rollouts=records, unfinished=unfinished, attempts=attempts, spans=spans)
+
+
+async def _record(store: LightningStore, rollout: Rollout) -> Record | None:
+    """The record of a rollout, None if it has been removed meanwhile."""
+    try:
+        attempts = await store.query_attempts(rollout.rollout_id)
+        spans = await store.query_spans(rollout.rollout_id)
+    except NotFoundError:
+        return None
+    return Record(rollout=rollout, attempts=attempts, spans=spans)
+
+
+async def import_rollouts(store: LightningStore, path: Path) -> Imported:
+    """Store the rollouts of a file, each as a whole. Those stored already are left as they are, so that an import that
+    was interrupted can be repeated.
+
+    InvalidError or ConflictError names the line (of Parquet, the row) that cannot be stored; ConfigError says why the
+    file cannot be read."""
+    new = unfinished = stored_already = 0
+    with _reading(path) as records:
+        while batch := await asyncio.to_thread(lambda: list(itertools.islice(records, _AT_ONCE))):
+            finished = [(place, record) for place, record in batch if record.finished]
+            unfinished += len(batch) - len(finished)
+            # At once, so that they share a commit.
+            stored = await asyncio.gather(*(_import(store, place, record) for place, record in finished))
+            new += sum(stored)
+            stored_already += len(stored) - sum(stored)
+    return Imported(rollouts=new, stored_already=stored_already, unfinished=unfinished)
+
+
+async def _import(store: LightningStore, place: str, record: Record) -> bool:
+    try:
+        return await store.perform(
+            calls.ImportRollout(rollout=record.rollout, attempts=record.attempts, spans=record.spans)
+        )
+    except (InvalidError, ConflictError) as error:
+        raise type(error)(f"{place}: {error}") from None
+
+
+# --- files -------------------------------------------------------------------------------------------------------
+
+
+class _Writer(Protocol):
+    def write(self, records: Sequence[Record]) -> None: ...
+    def close(self) -> None: ...
+
+
+def _suffix(path: Path) -> str:
+    for suffix in _SUFFIXES:
+        if path.name.lower().endswith(suffix):
+            return suffix
+    raise ConfigError(f"{path} is no file of rollouts; its name must end in one of {', '.join(_SUFFIXES)}")
+
+
+@contextlib.contextmanager
+def _writing(path: Path, overwrite: bool) -> Generator[_Writer]:
+    """A writer to a file that takes its name when all is written."""
+    suffix = _suffix(path)
+    if path.exists() and not overwrite:
+        raise ConfigError(f"{path} exists already; choose another name, or overwrite it with --force")
+    draft = path.with_name(f"{path.name}-part")
+    try:
+        try:
+            with draft.open("wb") as file:
+                writer = _ParquetWriter(file) if suffix == ".parquet" else _JsonWriter(file, suffix == ".jsonl.gz")
+                yield writer
+                writer.close()
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Generator[Iterator[tuple[str, Record]]]:
+    """The records of a file, each with the place where it is in it."""
+    suffix = _suffix(path)
+    try:
+        with path.open("rb") as file:
+            if suffix == ".parquet":
+                yield _rows(path, file)
+            else:
+                lines = gzip.GzipFile(fileobj=file) if suffix == ".jsonl.gz" else file
+                yield _lines(path, cast(BinaryIO, lines))
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+class _JsonWriter:
+    def __init__(self, file: BinaryIO, compressed: bool) -> None:
+        self._file = gzip.GzipFile(fileobj=file, mode="wb", compresslevel=6) if compressed else file
+        self._compressed = compressed
+        self._encoder = msgspec.json.Encoder()
+
+    def write(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self._file.write(self._encoder.encode(record) + b"\n")
+
+    def close(self) -> None:
+        if self._compressed:
+            self._file.close()  # its end; the file below stays open
+
+
+def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, Record]]:
+    decoder = msgspec.json.Decoder(Record)
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            place = f"{path}, line {number}"
+            try:
+                yield place, decoder.decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                raise InvalidError(f"{place} is not a rollout with its attempts and spans: {error}") from None
+
+
+# --- Parquet -----------------------------------------------------------------------------------------------------
+
+_AS_JSON: Final = ("input", "config", "metadata")
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise ConfigError("Parquet files need pyarrow: pip install 'agent-lightning-next[datasets]'") from None
+    return pyarrow, parquet
+
+
+def _schema(arrow: Any) -> Any:
+    kinds = {
+        "start_time": arrow.float64(),
+        "end_time": arrow.float64(),
+        "priority": arrow.int64(),
+        "group_index": arrow.int64(),
+    }
+    columns = [(name, kinds.get(name, arrow.string())) for name in Rollout.__struct_fields__]
+    return arrow.schema([*columns, ("attempts", arrow.binary()), ("spans", arrow.binary())])
+
+
+class _ParquetWriter:
+    def __init__(self, file: BinaryIO) -> None:
+        self._arrow, parquet = _pyarrow()
+        self._schema = _schema(self._arrow)
+        self._writer = parquet.ParquetWriter(file, self._schema, compression="zstd")
+
+    def write(self, records: Sequence[Record]) -> None:
+        if records:
+            table = self._arrow.Table.from_pylist([_row(record) for record in records], schema=self._schema)
+            self._writer.write_table(table)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _row(record: Record) -> dict[str, Any]:
+    row = msgspec.structs.asdict(record.rollout)
+    for name in _AS_JSON:
+        row[name] = msgspec.json.encode(row[name]).decode()
+    return {
+        **row,
+        "attempts": msgspec.msgpack.encode(record.attempts),
+        "spans": msgspec.msgpack.encode(record.spans),
+    }
+
+
+def _rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Record]]:
+    arrow, parquet = _pyarrow()
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(file).iter_batches(_AT_ONCE):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}, row {number}", _record_of_row(row)
+    except (arrow.ArrowException, msgspec.MsgspecError, KeyError, TypeError) as error:
+        place = f"{path}, row {number}" if number else str(path)
+        raise InvalidError(f"{place} is not a rollout with its attempts and spans: {error}") from None
+
+
+def _record_of_row(row: dict[str, Any]) -> Record:
+    attempts = msgspec.msgpack.decode(row.pop("attempts"), type=list[Attempt])
+    spans = msgspec.msgpack.decode(row.pop("spans"), type=list[Span])
+    for name in _AS_JSON:
+        row[name] = msgspec.json.decode(row[name])
+    return Record(rollout=msgspec.convert(row, Rollout), attempts=attempts, spans=spans)
