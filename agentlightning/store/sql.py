@@ -17,12 +17,15 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import msgspec
+
 from agentlightning.errors import ConfigError, InvalidError, UnavailableError
 from agentlightning.store import access_keys, attempts, calls, codec, keys, queries, records, retention, rollouts, spans
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.database import Connection, DatabaseThread, Readers
 from agentlightning.store.opening import Opened, open_postgres, open_sqlite
+from agentlightning.store.redaction import redaction
 from agentlightning.store.scrubbing import scrub
 from agentlightning.store.snapshots import Snapshots
 from agentlightning.store.spans import Redact
@@ -38,13 +41,13 @@ from agentlightning.types import (
     FinishedRollouts,
     Group,
     Rollout,
-    Span,
 )
 
 T = TypeVar("T")
 
 LEASE_SECONDS: Final = 30.0
 _RETRY_SECONDS: Final = 1.0
+_REMOVE_SECRETS: Final = redaction("full")
 _log: Final = logging.getLogger(__name__)
 
 _WRITES: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
@@ -64,7 +67,6 @@ _WRITES: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
     calls.AddCheckpoint: records.add_checkpoint,
     calls.CreateGroup: rollouts.create_group,
     calls.UpdateWorker: records.update_worker,
-    calls.ImportRollout: retention.import_rollout,
     calls.IssueKey: access_keys.issue,
     calls.IssueAttemptKey: access_keys.issue_for_attempt,
     calls.RevokeKey: access_keys.revoke,
@@ -97,7 +99,7 @@ class SqlStore(LightningStore):
         opened: Opened,
         clock: Callable[[], float],
         lease_seconds: float,
-        redact: Redact | None,
+        redact: Redact,
     ) -> None:
         self._address = address
         self._opened = opened
@@ -122,6 +124,7 @@ class SqlStore(LightningStore):
             calls.GetRollout: self._get_rollout,
             calls.GetLatestAttempt: self._get_latest_attempt,
             calls.AddSpans: self._add_spans,
+            calls.ImportRollout: self._import_rollout,
             calls.DeleteRollouts: self._delete_rollouts,
             calls.CheckStore: self._check,
             calls.VerifyKey: self._verify_key,
@@ -141,13 +144,14 @@ class SqlStore(LightningStore):
         synchronous: Synchronous = "FULL",
         clock: Callable[[], float] | None = None,
         lease_seconds: float = LEASE_SECONDS,
-        redact: Redact | None = None,
+        redact: Redact = _REMOVE_SECRETS,
     ) -> SqlStore:
         """Open the store in the file `address`, creating it where there is none; one in memory for `":memory:"`; or the
         one in the PostgreSQL database of a `postgresql://` URL.
 
         `synchronous="FULL"` survives a power cut, `"NORMAL"` only the death of the process. Attempts that were active
-        when the store was closed get `lease_seconds` of grace. `redact` sees every span before it is written.
+        when the store was closed get `lease_seconds` of grace. `redact` sees every span before it is written; make it
+        with `redaction`.
         ConfigError if the file or database is not a store, is damaged, in use by another process, or cannot be written;
         UnavailableError if the database cannot be reached."""
         if synchronous not in ("FULL", "NORMAL"):
@@ -224,7 +228,7 @@ class SqlStore(LightningStore):
         self._rollout_rows.forget(changes.touched)
         self._attempt_rows.forget(changes.touched)
         if changes.keys:
-            self._keys.clear()
+            self._keys = {}
         for project, count in changes.queued.items():
             self._queued.queued(project, count)
         if changes.finished:
@@ -244,7 +248,7 @@ class SqlStore(LightningStore):
             return
         self._rollout_rows.forget_all()
         self._attempt_rows.forget_all()
-        self._keys.clear()
+        self._keys = {}
         self._wake_all()
         self._subscribers.publish(None)
 
@@ -365,9 +369,14 @@ class SqlStore(LightningStore):
         return None if row is None else attempts.attempt_from_row(row)
 
     async def _add_spans(self, call: calls.AddSpans) -> list[int]:
-        kept: list[Span | None] = [span if self._redact is None else self._redact(span) for span in call.spans]
+        kept = [self._redact(span) for span in call.spans]
         columns = [None if span is None else codec.span_columns(span) for span in kept]
         return await self._write(lambda tx: spans.add_spans(tx, call.spans, columns))
+
+    async def _import_rollout(self, call: calls.ImportRollout) -> bool:
+        kept = [span for span in map(self._redact, call.spans) if span is not None]
+        redacted = msgspec.structs.replace(call, spans=kept)
+        return await self._write(lambda tx: access_keys.audited(tx, redacted, retention.import_rollout))
 
     async def _verify_key(self, call: calls.VerifyKey) -> tuple[str, str] | None:
         holder = keys.verify(self._opened.secret, call.api_key)
@@ -378,14 +387,17 @@ class SqlStore(LightningStore):
         if holder is not None:
             attempt = (holder.rollout_id, holder.attempt_id)
             return Credential(name=f"attempt {holder.attempt_id}", attempt=attempt, rewards=holder.rewards)
-        key = self._keys.get(call.api_key)
+        if not call.api_key.startswith(access_keys.PREFIX):
+            return None
+        valid = self._keys  # another dict from the moment a key is revoked, also while this one is being looked up
+        key = valid.get(call.api_key)
         if key is None:
             key = await self._read(lambda tx: access_keys.find(tx.connection, call.api_key))
         if key is None or key.revoke_time is not None:
             return None
         if key.expire_time is not None and key.expire_time <= self._clock():
             return None
-        self._keys[call.api_key] = key
+        valid[call.api_key] = key
         return Credential(name=key.key_id, scopes=key.scopes, project=key.project)
 
     async def _delete_rollouts(self, call: calls.DeleteRollouts) -> Deleted:

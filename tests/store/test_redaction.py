@@ -1,0 +1,341 @@
+"""What is written of a span: never a secret, its content only if that is wanted, and what the user's hook leaves."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentlightning import semconv
+from agentlightning.errors import ConfigError, InvalidError
+from agentlightning.store import calls, keys
+from agentlightning.store.redaction import REDACTED, is_credential, redaction, text_without_secrets, without_secrets
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import (
+    Attempt,
+    Rollout,
+    SampledChoice,
+    Span,
+    SpanEvent,
+    SpanLink,
+    SpanStatus,
+    TokenCapture,
+)
+
+pytestmark = pytest.mark.anyio
+
+ATTEMPT_KEY = keys.sign(b"s" * 32, "ro-5f0c5f0c5f0c5f0c", "at-5f0c5f0c5f0c5f0c")
+ISSUED_KEY = "aglk-h3Yp0q9Vb_1-K2mZr7T5wXcDfGhJkLnPqRsTuVwXyZ0"
+OPENAI_KEY = "sk-proj-h3Yp0q9Vb1K2mZr7T5wXcDfG"
+TOKENS = TokenCapture(
+    prompt_token_ids=(1, 2), choices=(SampledChoice(token_ids=(3,), logprobs=(-0.5,), finish_reason="stop"),)
+)
+
+
+def span_of(*, rollout_id: str = "ro-1", attempt_id: str = "at-1", **fields) -> Span:
+    ids = {"rollout_id": rollout_id, "attempt_id": attempt_id, "trace_id": "t", "span_id": "s", "sequence_id": 1}
+    return Span(**{**ids, "name": "n", "start_time": 1.0, "end_time": 2.0, **fields})
+
+
+# --- secrets -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "authorization",
+        "Authorization",
+        "http.request.header.authorization",
+        "http.request.header.proxy-authorization",
+        "http.response.header.set-cookie",
+        "http.request.header.cookie.0",
+        "x-api-key",
+        "api_key",
+        "apiKey",
+        "OPENAI_API_KEY",
+        "config.db_password",
+        "client_secret",
+        "aws_secret_access_key",
+        "oauth.access_token",
+        "refreshToken",
+    ],
+)
+def test_what_is_called_a_credential_is_one(name):
+    assert is_credential(name)
+    assert without_secrets(span_of(attributes={name: "hunter2"})).attributes == {name: REDACTED}
+    assert without_secrets(span_of(resource={name: ["a", "b"]})).resource == {name: REDACTED}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gen_ai.usage.input_tokens",
+        "gen_ai.token.type",
+        "token",
+        "next_token",
+        "agentlightning.call.time_to_first_token",
+        "agentlightning.call.spliced_tokens",
+        "authorization.scheme",
+        "keyboard",
+        "api_key.count",
+        "primary_key",
+        "password_strength",
+    ],
+)
+def test_other_names_are_not(name):
+    assert not is_credential(name)
+
+
+def test_a_flag_is_no_secret():
+    assert without_secrets(span_of(attributes={"uses.api_key": True})).attributes == {"uses.api_key": True}
+
+
+SECRETS = [
+    (ATTEMPT_KEY, REDACTED),
+    (ISSUED_KEY, REDACTED),
+    (OPENAI_KEY, REDACTED),
+    ("sk-ant-api03-h3Yp0q9Vb-1K2mZr7T5wXcDfG", REDACTED),
+    ("sk_live_h3Yp0q9Vb1K2mZr7T5wX", REDACTED),
+    ("ghp_h3Yp0q9Vb1K2mZr7T5wXcDfGhJkLnPqRsTuV", REDACTED),
+    ("github_pat_h3Yp0q9Vb1K2mZr7T5wXcDfGhJkLnPqRsTuV", REDACTED),
+    ("glpat-h3Yp0q9Vb1K2mZr7T5wX", REDACTED),
+    ("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", REDACTED),
+    ("AKIAIOSFODNN7EXAMPLE", REDACTED),
+    ("Bearer 8kd0f7g6s5", f"Bearer {REDACTED}"),
+    ("authorization: bearer abcdefghijklmnopqrstuvwxyz", f"authorization: bearer {REDACTED}"),
+    ("Basic dXNlcjpwYXNzd29yZA==", f"Basic {REDACTED}"),
+    ("postgresql://agl:hunter2@db:5432/agl", f"postgresql://agl:{REDACTED}@db:5432/agl"),
+    ('{"api_key": "hunter2", "n": 1}', f'{{"api_key": "{REDACTED}", "n": 1}}'),
+    ('{"a":{"x-api-key":"hunt\\"er\\\\"},"n":1}', f'{{"a":{{"x-api-key":"{REDACTED}"}},"n":1}}'),
+    ('{"Authorization": ["hunter2"]}', f'{{"Authorization": ["{REDACTED}"]}}'),
+    ("KeyError: {'password': 'hunter2', 'user': 'me'}", f"KeyError: {{'password': '{REDACTED}', 'user': 'me'}}"),
+    ('cut off: {"password": "hunt', f'cut off: {{"password": "{REDACTED}"'),
+]
+
+
+@pytest.mark.parametrize(("secret", "left"), SECRETS, ids=[secret[:16] for secret, _ in SECRETS])
+def test_a_key_in_a_text_is_taken_out_wherever_the_text_is(secret, left):
+    before, after = f"Ö [{secret}]", f"Ö [{left}]"
+    if secret.startswith("cut"):
+        before, after = secret, left
+    attributes = {"a": before, "b": ["x", before], "n": 1}
+    cleaned = {"a": after, "b": ["x", after], "n": 1}
+    span = span_of(
+        name=before,
+        attributes=attributes,
+        resource=attributes,
+        status=SpanStatus(status_code="ERROR", description=before),
+        events=(SpanEvent(name="exception", attributes={semconv.EXCEPTION_MESSAGE: before}, timestamp=1.5),),
+        links=(SpanLink(trace_id="t", span_id="u", attributes={"a": before}),),
+        tokens=TOKENS,
+    )
+    for one in (span, *(span_of(**{part: getattr(span, part)}) for part in ("name", "attributes", "status", "events"))):
+        expected = json.loads(msgspec.json.encode(one))
+        text = json.dumps(expected).replace(json.dumps(before)[1:-1], json.dumps(after)[1:-1])
+        assert json.loads(msgspec.json.encode(without_secrets(one))) == json.loads(text)
+    assert cleaned == without_secrets(span).attributes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pip install sk-learn; sk-estimators-version-2 and task-2024-10-31-run-0007",
+        "Bearer of bad news, and the bearer authentication scheme",
+        "Basic understanding of Basic Instructions, basic architecture",
+        "the agl-store-writer thread; agl- and aglk- begin our keys",
+        "AKIA is a prefix, MAKIAIOSFODNN7EXAMPLEX is not",
+        "write to me@example.com or see https://example.com:8000/a@b",
+        '{"role": "user", "content": "what is an api_key? what is a \\"password\\": anything?"}',
+        '{"max_tokens": 100, "token": "Hello", "primary_key": "id"}',
+        "SECRET agents, a cookie recipe, the key: C major",
+        "",
+    ],
+)
+def test_harmless_text_stays(text):
+    assert text_without_secrets(text) == text
+    span = span_of(attributes={"a": text}, tokens=TOKENS)
+    assert redaction()(span) == span
+
+
+values = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
+
+
+@given(password=values, other=values, depth=st.integers(0, 2), ascii_only=st.booleans())
+def test_json_within_json_stays_json_and_loses_only_the_secret(password, other, depth, ascii_only):
+    def nested(secret: str) -> str:
+        text = json.dumps({"a": other, "config": {"db_password": secret, "z": [other]}}, ensure_ascii=ascii_only)
+        for _ in range(depth):
+            text = json.dumps([{"arguments": text, "a": other}], ensure_ascii=ascii_only)
+        return text
+
+    assert text_without_secrets(nested(password)) == text_without_secrets(nested(REDACTED))
+    if text_without_secrets(other) == other and '"' not in other and "'" not in other:
+        assert text_without_secrets(nested(password)) == nested(REDACTED)
+
+
+@given(st.text())
+def test_arbitrary_text_is_cleaned_once_and_for_all(text):
+    once = text_without_secrets(text)
+    assert text_without_secrets(once) == once
+
+
+def test_a_span_without_a_secret_is_not_even_copied():
+    span = span_of(attributes={semconv.GEN_AI_INPUT_MESSAGES: '[{"role":"user","content":"hi"}]', "n": 1})
+    assert redaction()(span) is span
+
+
+async def test_secrets_reach_the_store_on_no_way(store):
+    leased = await store.start_rollout({"api_key": "the user's own input stays"})
+    ids = {"rollout_id": leased.rollout_id, "attempt_id": leased.attempt.attempt_id}
+    await store.add_span(span_of(**ids, attributes={"authorization": "x", "text": OPENAI_KEY}))
+    elsewhere = Rollout(rollout_id="ro-e", input=1, start_time=1.0, end_time=2.0, status="succeeded")
+    attempt = Attempt(rollout_id="ro-e", attempt_id="at-e", sequence_id=1, start_time=1.0, status="succeeded")
+    secret = span_of(rollout_id="ro-e", attempt_id="at-e", attributes={"authorization": "x", "text": OPENAI_KEY})
+    await store.perform(calls.ImportRollout(rollout=elsewhere, attempts=[attempt], spans=[secret]))
+    for rollout_id in (leased.rollout_id, "ro-e"):
+        (kept,) = await store.query_spans(rollout_id)
+        assert kept.attributes == {"authorization": REDACTED, "text": REDACTED}
+    assert (await store.get_rollout_by_id(leased.rollout_id)).input == {"api_key": "the user's own input stays"}
+    assert OPENAI_KEY not in repr(await store.perform(calls.QueryAudit()))
+
+
+# --- content -----------------------------------------------------------------------------------------------------
+
+
+CONTENT = {
+    semconv.GEN_AI_INPUT_MESSAGES: "[]",
+    semconv.GEN_AI_OUTPUT_MESSAGES: "[]",
+    semconv.GEN_AI_TOOL_DEFINITIONS: "[]",
+    semconv.CALL_OVERRIDDEN: '{"stop": "the answer"}',
+    semconv.OPERATION_INPUT: "{}",
+    semconv.OPERATION_OUTPUT: "{}",
+    semconv.OBJECT_JSON: "{}",
+    semconv.MESSAGE_BODY: "hello",
+    semconv.EXCEPTION_MESSAGE: "no such user: Ada",
+    semconv.EXCEPTION_STACKTRACE: "Traceback",
+    "gen_ai.system_instructions": "be kind",
+    "gen_ai.prompt.0.content": "hello",
+    "gen_ai.completion.0.content": "hello",
+    "gen_ai.tool.call.arguments": "{}",
+    "llm.input_messages.0.message.content": "hello",
+    "llm.prompts": ["hello"],
+    "input.value": "hello",
+    "output.value": "hello",
+    "traceloop.entity.input": "{}",
+    "url.full": "https://example.com/?q=hello",
+    "anything.new": "hello",
+}
+FACTS = {
+    semconv.GEN_AI_OPERATION: "chat",
+    semconv.GEN_AI_REQUEST_MODEL: "policy",
+    semconv.GEN_AI_RESPONSE_MODEL: "policy",
+    semconv.GEN_AI_FINISH_REASONS: ["stop"],
+    semconv.GEN_AI_INPUT_TOKENS: 2,
+    semconv.GEN_AI_TEMPERATURE: 0.7,
+    semconv.GEN_AI_AGENT_NAME: "planner",
+    semconv.CALL_INDEX: 0,
+    semconv.CALL_STREAM: False,
+    semconv.CALL_SAMPLING: '{"temperature": 0.7}',
+    semconv.CALL_FLAG: "call failed",
+    semconv.CALL_TRAINABLE: True,
+    semconv.OPERATION_NAME: "search",
+    semconv.EXCEPTION_TYPE: "KeyError",
+    semconv.reward_name(0): "primary",
+    semconv.reward_value(0): 0.3,
+    "gen_ai.tool.name": "search",
+    "http.response.status_code": 200,
+    "service.name": "travel",
+}
+
+
+def talking(**more) -> Span:
+    return span_of(
+        attributes={**CONTENT, **FACTS, **more},
+        resource={"service.name": "travel", "process.command_line": "agent --city Köln"},
+        status=SpanStatus(status_code="ERROR", description="no such user: Ada"),
+        events=(SpanEvent(name="exception", attributes={**CONTENT, semconv.EXCEPTION_TYPE: "E"}, timestamp=1.5),),
+        tokens=TOKENS,
+    )
+
+
+def test_capture_of_tokens_keeps_facts_and_tokens_and_no_content():
+    kept = redaction("tokens")(talking(**{"token.ids": [1, 2]}))
+    assert kept == span_of(
+        attributes={**FACTS, "token.ids": [1, 2]},
+        resource={"service.name": "travel"},
+        status=SpanStatus(status_code="ERROR"),
+        events=(SpanEvent(name="exception", attributes={semconv.EXCEPTION_TYPE: "E"}, timestamp=1.5),),
+        tokens=TOKENS,
+    )
+
+
+def test_capture_off_keeps_no_tokens_either():
+    kept = redaction("off")(talking(**{"token.ids": [1, 2]}))
+    assert kept is not None
+    assert (kept.attributes, kept.tokens) == (FACTS, None)
+
+
+def test_secrets_are_removed_from_what_is_kept_of_content():
+    span = span_of(name=f"GET {OPENAI_KEY}", attributes={"gen_ai.tool.name": OPENAI_KEY})
+    for capture in ("full", "tokens", "off"):
+        kept = redaction(capture)(span)
+        assert (kept.name, kept.attributes) == (f"GET {REDACTED}", {"gen_ai.tool.name": REDACTED})
+
+
+def test_another_capture_is_refused():
+    with pytest.raises(ConfigError, match="full, tokens, off"):
+        redaction("some")
+
+
+# --- the hook ----------------------------------------------------------------------------------------------------
+
+
+def without_ada(span: Span) -> Span | None:
+    if span.name == "private":
+        return None
+    attributes = {name: str(value).replace("Ada", "A.") for name, value in span.attributes.items()}
+    return msgspec.structs.replace(span, attributes=attributes)
+
+
+async def started(hook) -> tuple[SqlStore, dict[str, str]]:
+    store = await SqlStore.open(":memory:", redact=redaction("full", hook))
+    leased = await store.start_rollout(1)
+    return store, {"rollout_id": leased.rollout_id, "attempt_id": leased.attempt.attempt_id}
+
+
+async def test_the_hook_comes_last_and_may_drop_a_span():
+    store, ids = await started(without_ada)
+    first = span_of(**ids, attributes={"who": f"Ada {OPENAI_KEY}"})
+    second = span_of(**ids, span_id="p", name="private", sequence_id=2)
+    await store.add_many_spans([first, second])
+    (kept,) = await store.query_spans(ids["rollout_id"])
+    assert kept.attributes == {"who": f"A. {REDACTED}"}
+    await store.close()
+
+
+def failing(span: Span) -> Span:
+    raise KeyError(span.span_id)
+
+
+def renaming(span: Span) -> Span:
+    return msgspec.structs.replace(span, rollout_id="another")
+
+
+def forgetful(span: Span):
+    return span.attributes
+
+
+@pytest.mark.parametrize(("hook", "fault"), [(failing, "KeyError"), (renaming, "rollout_id"), (forgetful, "dict")])
+async def test_nothing_is_written_if_the_hook_fails(hook, fault):
+    def careful(span: Span):
+        return span if span.span_id == "s" else hook(span)
+
+    careful.__qualname__ = hook.__qualname__
+    store, ids = await started(careful)
+    with pytest.raises(InvalidError, match=rf"hook {hook.__name__} .*{fault}"):
+        await store.add_many_spans([span_of(**ids), span_of(**ids, span_id="2", sequence_id=2)])
+    assert await store.query_spans(ids["rollout_id"]) == []
+    await store.close()
