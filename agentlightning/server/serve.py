@@ -71,6 +71,7 @@ class HttpServer:
             lifespan="off",
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=_GRACE_SECONDS,
             ssl_context_factory=None if self._tls is None else self._give_tls,

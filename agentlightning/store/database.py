@@ -95,7 +95,7 @@ class DatabaseThread:
         *,
         begin: str = "BEGIN",
         largest_batch: int = 256,
-        jobs: queue.SimpleQueue[_Job | None] | None = None,
+        jobs: queue.SimpleQueue[list[_Job] | None] | None = None,
         settle: Callable[[Connection, list[Any]], Any] = lambda connection, notes: None,
         committed: Callable[[Any], None] = lambda settled: None,
     ) -> None:
@@ -105,7 +105,8 @@ class DatabaseThread:
         self._committed = committed
         self._loop = asyncio.get_running_loop()
         self._largest_batch = largest_batch
-        self._jobs = queue.SimpleQueue[_Job | None]() if jobs is None else jobs
+        self._jobs = queue.SimpleQueue[list[_Job] | None]() if jobs is None else jobs
+        self._gathering: list[_Job] = []
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -120,13 +121,22 @@ class DatabaseThread:
                 "LightningStoreClient on its server"
             )
         future: asyncio.Future[T] = self._loop.create_future()
-        self._jobs.put(_Job(operation, future, notes))
+        if not self._gathering:
+            # What one turn of the event loop brings is handed over together: waking a thread costs more than most jobs.
+            self._loop.call_soon(self._hand_over)
+        self._gathering.append(_Job(operation, future, notes))
         return future
+
+    def _hand_over(self) -> None:
+        gathered, self._gathering = self._gathering, []
+        for first in range(0, len(gathered), self._largest_batch):
+            self._jobs.put(gathered[first : first + self._largest_batch])
 
     async def close(self) -> None:
         """Finish what was handed over, then close the connection."""
         if not self._closed:
             self._closed = True
+            self._hand_over()
             self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
 
@@ -134,13 +144,13 @@ class DatabaseThread:
         open_for_work = True
         while open_for_work:
             batch: list[_Job] = []
-            job = self._jobs.get()
-            while job is not None:
-                batch.append(job)
-                if len(batch) == self._largest_batch:
+            jobs = self._jobs.get()
+            while jobs is not None:
+                batch += jobs
+                if len(batch) >= self._largest_batch:
                     break
                 try:
-                    job = self._jobs.get_nowait()
+                    jobs = self._jobs.get_nowait()
                 except queue.Empty:
                     break
             else:

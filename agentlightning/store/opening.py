@@ -24,9 +24,10 @@ Hear: TypeAlias = Callable[[Changes | None], None]
 
 @dataclass(frozen=True)
 class Opened:
-    """An open database. Without connections to read with, the one to write with does both. `shared` says that other
-    servers may use it too: `notify`, inside a transaction, tells them what it changes, and `listen` begins to hear of
-    theirs, on the running event loop. `release` is for when all connections are closed."""
+    """An open database. Without connections to read with, the one to write with does both. `at_hand`, if there is one,
+    is for the event loop itself to look rows up by their id, which takes less time than to ask a thread. `shared` says
+    that other servers may use it too: `notify`, inside a transaction, tells them what it changes, and `listen` begins
+    to hear of theirs, on the running event loop. `release` is for when all connections are closed."""
 
     writing: Connection
     reading: Sequence[Connection]
@@ -34,6 +35,7 @@ class Opened:
     begin: str
     release: Callable[[], None]
     now: float
+    at_hand: Connection | None = None
     shared: bool = False
     notify: Callable[[Connection, Changes], None] = lambda connection, changes: None
     listen: Callable[[Hear], None] = lambda hear: None
@@ -51,7 +53,14 @@ def open_sqlite(address: str, synchronous: sqlite.Synchronous) -> Opened:
         sqlite.prepare_file(path)
         writing = sqlite.connect(path, synchronous)
         reading = [sqlite.connect(path, synchronous, read_only=True) for _ in range(_READERS)]
-        return Opened(writing, reading, read_secret(writing), "BEGIN IMMEDIATE", owner.close, time.time())
+        at_hand = sqlite.connect(path, synchronous, read_only=True)
+
+        def release() -> None:
+            at_hand.close()
+            owner.close()
+
+        secret = read_secret(writing)
+        return Opened(writing, reading, secret, "BEGIN IMMEDIATE", release, time.time(), at_hand=at_hand)
     except BaseException:
         owner.close()
         raise
