@@ -8,14 +8,17 @@ import hmac
 import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 import msgspec
 
-if TYPE_CHECKING:
-    from agentlightning.server.serve import HttpServer
+from agentlightning.cli.durations import Duration
 
+if TYPE_CHECKING:
+    from agentlightning.server.service import ServerSettings
+
+FILE = click.Path(dir_okay=False, path_type=Path)
 KEY_HELP = "Key that callers must present; needed to listen anywhere but on this machine."
 
 
@@ -69,7 +72,9 @@ def serve(
     threads: int | None,
 ) -> None:
     """Serve CHECKPOINT (a directory or a Hugging Face id) at an OpenAI-compatible URL."""
-    asyncio.run(_serve(checkpoint, host, port, key, model_name, concurrency, max_sequence_length, threads))
+    from agentlightning.server.serve import run_on_fastest_loop
+
+    run_on_fastest_loop(_serve(checkpoint, host, port, key, model_name, concurrency, max_sequence_length, threads))
 
 
 async def _serve(
@@ -100,48 +105,74 @@ async def _serve(
             app.add_middleware(RequireKey, key=key)
             app.state.protected = True
         http = HttpServer(app, host=host, port=port)
-        await _serve_until_stopped(
-            http,
-            lambda: (
+        async with http:
+            await _until_stopped(
                 f"serving {checkpoint} as {model_name!r} at {http.url}/v1\n"
                 f"    OPENAI_BASE_URL={http.url}/v1 OPENAI_API_KEY=any python your_agent.py"
-            ),
-        )
+            )
     finally:
         served.service.close()
 
 
 @click.command()
 @address_options(8123)
-@click.option("--store", "path", type=click.Path(dir_okay=False, path_type=Path), default="agentlightning.sqlite",
-              show_default=True, help="SQLite file; created if there is none.")  # fmt: skip
+@click.option("--store", "address", metavar="PATH|URL", default="agentlightning.sqlite", show_default=True,
+              help="SQLite file, created if there is none, or postgresql://user@host:port/database.")  # fmt: skip
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help=KEY_HELP)
-def server(host: str, port: int, path: Path, key: str | None) -> None:
+@click.option("--tls-cert", type=FILE, help="Certificate and its chain (PEM), to speak HTTPS.")
+@click.option("--tls-key", type=FILE, help="Private key of --tls-cert (PEM).")
+@click.option("--rate-limit", type=click.FloatRange(min=0, min_open=True), metavar="N",
+              help="Requests per second of one caller, by key or address; more are answered 429.")  # fmt: skip
+@click.option("--body-limit", type=click.IntRange(min=1), metavar="MIB", default=64, show_default=True,
+              help="Largest request.")  # fmt: skip
+@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--access-log", is_flag=True, help="Log a line for every request.")
+@click.option("--otlp-grpc-port", type=click.IntRange(0, 65535), metavar="PORT",
+              help="Take OpenTelemetry spans over gRPC at this port too (usually 4317).")  # fmt: skip
+@click.option("--capture", type=click.Choice(["full", "tokens", "off"]), default="full", show_default=True,
+              help="What of LLM calls and spans is kept: all, token ids without any text, or neither.")  # fmt: skip
+@click.option("--redact", metavar="FILE.py:NAME", help="Function that sees each span before it is written.")
+@click.option("--retain", type=Duration(), metavar="30d", help="Remove rollouts that ended longer ago than this.")
+@click.option("--retain-rewards", is_flag=True, help="Keep their rewards.")
+def server(
+    address: str,
+    body_limit: int,
+    log_format: Literal["text", "json"],
+    redact: str | None,
+    retain: float | None,
+    **others: Any,
+) -> None:
     """Run the store and the gateway as a process of their own.
 
-    Trainers join with `agl train --server URL`, runners with `agl runner AGENT --server URL`."""
-    asyncio.run(_server(host, port, path, key))
+    Trainers join with `agl train --server URL`, runners with `agl runner AGENT --server URL`. The interface describes
+    itself at URL/docs. At Ctrl-C or SIGTERM requests at hand are answered first; nothing acknowledged is lost."""
+    from agentlightning.data.references import load_reference
+    from agentlightning.server.logs import configure_logging
+    from agentlightning.server.serve import run_on_fastest_loop
+    from agentlightning.server.service import ServerSettings
+
+    if others["retain_rewards"] and retain is None:
+        raise click.UsageError("--retain-rewards says what --retain leaves; give --retain too")
+    configure_logging(log_format)
+    settings = ServerSettings(
+        store=address,
+        body_limit=body_limit * 1024 * 1024,
+        hook=None if redact is None else load_reference(redact),
+        retain_seconds=retain,
+        **others,
+    )
+    run_on_fastest_loop(_server(settings))
 
 
-async def _server(host: str, port: int, path: Path, key: str | None) -> None:
-    from agentlightning.gateway.app import Gateway
-    from agentlightning.gateway.http_backend import HttpBackend
-    from agentlightning.gateway.models import ModelTable
-    from agentlightning.server.app import create_app
-    from agentlightning.server.serve import HttpServer
-    from agentlightning.store.sql import SqlStore
+async def _server(settings: ServerSettings) -> None:
+    from agentlightning.server.service import running_server
+    from agentlightning.store.redaction import text_without_secrets
 
-    store = await SqlStore.open(path)
-    models = ModelTable()  # they come and go: each trainer that joins brings its own
-    try:
-        gateway = Gateway(models, store, require_key=key is not None)
-        http = HttpServer(create_app(store, gateway=gateway, admin_key=key), host=host, port=port)
-        await _serve_until_stopped(http, lambda: f"store {path} at {http.url}")
-    finally:
-        for entry in models:
-            if isinstance(entry.backend, HttpBackend):
-                await entry.backend.close()
-        await store.close()
+    async with running_server(settings) as running:
+        greeting = f"store {text_without_secrets(settings.store)} at {running.url}"
+        if running.otlp_grpc is not None:
+            greeting += f", OTLP over gRPC at {running.otlp_grpc}"
+        await _until_stopped(greeting)
 
 
 @click.command()
@@ -177,17 +208,13 @@ async def _runner(agent: str, url: str, key: str | None, concurrency: int) -> No
         await store.close()
 
 
-async def _serve_until_stopped(http: HttpServer, greeting: Callable[[], str]) -> None:
-    """Serve until Ctrl-C or SIGTERM; calls in flight are answered first. `greeting` is told once the port is open."""
+async def _until_stopped(greeting: str) -> None:
+    """Say that the server is there, and return at Ctrl-C or SIGTERM."""
     stopping = asyncio.Event()
-    await http.start()
-    try:
-        click.echo(greeting(), err=True)
-        with _on_signal(stopping.set):
-            await stopping.wait()
-        click.echo("stopping", err=True)
-    finally:
-        await http.stop()
+    with _on_signal(stopping.set):
+        click.echo(greeting, err=True)
+        await stopping.wait()
+    click.echo("stopping", err=True)
 
 
 @contextlib.contextmanager

@@ -65,15 +65,20 @@ class Attributor:
 
         CallRefused: 401 without a key where one is required, 403 for a key of another attempt, an attempt that has
         ended or a rollout that is terminal, 404 for ids the store does not know."""
+        key_ids = await self.check_key(api_key)
         if self._store is None:
             return None
-        key_ids = await self._key_ids(self._store, api_key) if api_key else None
-        if self._require_key and key_ids is None:
-            _refuse(401, "invalid_api_key", "the API key is missing or was not issued here; use the attempt's own key")
         if path_ids and key_ids and path_ids != key_ids:
             _refuse(403, "wrong_attempt", "the API key belongs to another attempt than the URL names; use one of them")
         ids = path_ids or key_ids
         return await self._caller(self._store, *ids) if ids else None
+
+    async def check_key(self, api_key: str | None) -> tuple[str, str] | None:
+        """The ids of the attempt whose key this is, None for a foreign one. CallRefused (401) where one is required."""
+        key_ids = await self._key_ids(self._store, api_key) if self._store is not None and api_key else None
+        if self._require_key and key_ids is None:
+            _refuse(401, "invalid_api_key", "the API key is missing or was not issued here; use the attempt's own key")
+        return key_ids
 
     async def _key_ids(self, store: LightningStore, api_key: str) -> tuple[str, str] | None:
         if api_key in self._keys:

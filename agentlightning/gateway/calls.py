@@ -70,6 +70,10 @@ class CallOpener:
         self._store = store
         self._attributor = Attributor(store, require_key=require_key)
 
+    async def admit(self, headers: Mapping[str, str]) -> None:
+        """CallRefused (401) for a caller who would need a key and has none that was issued here."""
+        await self._attributor.check_key(api_key_of(headers))
+
     async def open(self, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None) -> RunningCall:
         """Check, attribute and start a call; use it as `async with`. `headers` has lower-case names.
 

@@ -38,7 +38,7 @@ _NOT_SERVED = ("completions", "responses", "embeddings", "messages")
 
 def gateway_routes(calls: CallOpener, models: ModelTable, *, body_limit: int, attributed: bool) -> list[BaseRoute]:
     """The gateway's routes, at `/v1` and, where calls can be attributed, under each attempt's own prefix."""
-    chat, cards, not_served = _ChatCompletions(calls, body_limit), _Models(models), _NotServed()
+    chat, cards, not_served = _ChatCompletions(calls, body_limit), _Models(calls, models), _NotServed()
     routes: list[BaseRoute] = []
     for prefix in ("", _PREFIX) if attributed else ("",):
         routes += [
@@ -89,10 +89,12 @@ class _ChatCompletions(_Endpoint):
 class _Models(_Endpoint):
     """GET …/models and …/models/{name}."""
 
-    def __init__(self, models: ModelTable) -> None:
+    def __init__(self, calls: CallOpener, models: ModelTable) -> None:
+        self._calls = calls
         self._models = models
 
     async def answer(self, scope: Scope, receive: Receive, reply: _Reply) -> None:
+        await self._calls.admit(_headers(scope))
         cards = {
             entry.name: {"id": entry.name, "object": "model", "created": 0, "owned_by": "agentlightning"}
             for entry in self._models

@@ -6,19 +6,17 @@ This module knows how records look. What is logged, and when, is decided where i
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import time
 from typing import Final, Literal, TypeAlias
 
 import msgspec
 
+from agentlightning.store.redaction import text_without_secrets
+
 LogFormat: TypeAlias = Literal["text", "json"]
 
 ACCESS: Final = "agentlightning.access"
-_SECRET: Final = re.compile(
-    r"\b(?:Bearer|Basic)\s+\S+|\b(?:aglk?-|sk-)[\w.\-]{8,}|://[^/\s:@]*:[^/\s@]*@", re.IGNORECASE
-)
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -44,11 +42,6 @@ def log_request(finished: Finished) -> None:
     )
 
 
-def without_secrets(text: str) -> str:
-    """The text without what looks like a key, a password in a URL or an Authorization header."""
-    return _SECRET.sub("[redacted]", text)
-
-
 class TextFormatter(logging.Formatter):
     """`2026-01-31T12:00:00.123Z WARNING agentlightning.store.sql: …`, then the traceback if there is one."""
 
@@ -59,7 +52,7 @@ class TextFormatter(logging.Formatter):
         return _time(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        return without_secrets(super().format(record))
+        return text_without_secrets(super().format(record))
 
 
 class JsonFormatter(logging.Formatter):
@@ -77,7 +70,7 @@ class JsonFormatter(logging.Formatter):
             line.update(msgspec.structs.asdict(finished), ms=round(finished.ms, 3))
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        clean = {name: without_secrets(value) if isinstance(value, str) else value for name, value in line.items()}
+        clean = {name: text_without_secrets(value) if isinstance(value, str) else value for name, value in line.items()}
         return msgspec.json.encode(clean).decode()
 
 

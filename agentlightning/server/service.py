@@ -1,0 +1,115 @@
+"""`agl server` as one object: store, gateway, HTTP, OTLP over gRPC and retention, started and stopped in order.
+
+This module knows what belongs to a server. It knows neither the command line nor signals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentlightning.errors import ConfigError
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.http_backend import HttpBackend
+from agentlightning.gateway.models import ModelTable
+from agentlightning.server.access import Access
+from agentlightning.server.app import BODY_LIMIT, create_app
+from agentlightning.server.retaining import retain
+from agentlightning.server.serve import HttpServer
+from agentlightning.store.redaction import Capture, redaction
+from agentlightning.store.spans import Redact
+from agentlightning.store.sql import SqlStore
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What a server is told. `store` is a path or a `postgresql://` URL. What ended more than `retain_seconds` ago is
+    removed, down to its rewards with `retain_rewards`. `hook` sees every span before it is written."""
+
+    store: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    key: str | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    rate_limit: float | None = None
+    body_limit: int = BODY_LIMIT
+    access_log: bool = False
+    otlp_grpc_port: int | None = None
+    capture: Capture = "full"
+    hook: Redact | None = None
+    retain_seconds: float | None = None
+    retain_rewards: bool = False
+
+
+@dataclass(frozen=True)
+class Running:
+    """Where a server can be reached."""
+
+    url: str
+    otlp_grpc: str | None
+
+
+@contextlib.asynccontextmanager
+async def running_server(settings: ServerSettings) -> AsyncGenerator[Running]:
+    """A server for as long as the block lasts. At its end it takes no more requests, answers those it has, and closes
+    the store: what it acknowledged is there."""
+    async with AsyncExitStack() as stack:
+        store = await SqlStore.open(settings.store, redact=redaction(settings.capture, settings.hook))
+        stack.push_async_callback(store.close)
+        models = ModelTable()  # they come and go: each trainer that joins brings its own
+        stack.push_async_callback(_close_backends, models)
+        keyed = settings.key is not None
+        app = create_app(
+            store,
+            gateway=Gateway(models, store, require_key=keyed, body_limit=settings.body_limit),
+            admin_key=settings.key,
+            body_limit=settings.body_limit,
+            rate_limit=settings.rate_limit,
+            access_log=settings.access_log,
+        )
+        http = HttpServer(
+            app, host=settings.host, port=settings.port, tls_cert=settings.tls_cert, tls_key=settings.tls_key
+        )
+        await stack.enter_async_context(http)
+        otlp_grpc = None
+        if settings.otlp_grpc_port is not None:
+            otlp_grpc = await _serve_otlp_grpc(settings, settings.otlp_grpc_port, store, stack)
+        if settings.retain_seconds is not None:
+            work = retain(store, settings.retain_seconds, keep_rewards=settings.retain_rewards)
+            stack.push_async_callback(_cancel, asyncio.create_task(work, name="retention"))
+        yield Running(http.url, otlp_grpc)
+
+
+async def _serve_otlp_grpc(settings: ServerSettings, port: int, store: SqlStore, stack: AsyncExitStack) -> str:
+    try:
+        from agentlightning.server.otlp_grpc import OtlpGrpcServer
+    except ImportError:
+        raise ConfigError(
+            "OTLP over gRPC needs grpcio; install it with: pip install 'agent-lightning-next[otlp-grpc]'"
+        ) from None
+    tls = None
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        tls = settings.tls_cert, settings.tls_key
+    server = OtlpGrpcServer(
+        store, Access(store, settings.key), settings.host, port, tls=tls, body_limit=settings.body_limit
+    )
+    await server.start()
+    stack.push_async_callback(server.stop)
+    return server.endpoint
+
+
+async def _close_backends(models: ModelTable) -> None:
+    for entry in models:
+        if isinstance(entry.backend, HttpBackend):
+            await entry.backend.close()
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
