@@ -82,7 +82,10 @@ def create_app(
         gauges["agl_gateway_calls"] = "LLM calls being answered.", lambda: gateway.running
         routes.extend(gateway.routes())
     metrics = ServerMetrics(store, access, gauges)
-    routes += [metrics.route(), *documentation_routes(with_store=store is not None, with_gateway=gateway is not None)]
+    routes.append(metrics.route())
+    routes += documentation_routes(
+        with_store=store is not None, with_gateway=gateway is not None, protected=admin_key is not None
+    )
     label_routes(routes)
     listeners = [metrics.count, log_request] if access_log else [metrics.count]
     outermost = [Middleware(Observed, listeners=listeners)]

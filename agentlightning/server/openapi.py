@@ -46,11 +46,11 @@ _ABOUT: Final = (
 )
 
 
-def documentation_routes(*, with_store: bool, with_gateway: bool) -> list[BaseRoute]:
-    """`/openapi.json` and `/docs`, of a server with or without a store and a gateway. They need no key."""
+def documentation_routes(*, with_store: bool, with_gateway: bool, protected: bool) -> list[BaseRoute]:
+    """`/openapi.json` and `/docs` of a server with or without a store, a gateway and an admin key. They need no key."""
 
     async def spec(request: Request) -> Response:
-        return Response(_encoded(with_store, with_gateway), media_type=_JSON)
+        return Response(_encoded(with_store, with_gateway, protected), media_type=_JSON)
 
     async def page(request: Request) -> Response:
         html = importlib.resources.files("agentlightning.server").joinpath("docs.html").read_text("utf-8")
@@ -61,15 +61,15 @@ def documentation_routes(*, with_store: bool, with_gateway: bool) -> list[BaseRo
 
 
 @functools.cache
-def _encoded(with_store: bool, with_gateway: bool) -> bytes:
-    return msgspec.json.encode(document(with_store=with_store, with_gateway=with_gateway))
+def _encoded(with_store: bool, with_gateway: bool, protected: bool) -> bytes:
+    return msgspec.json.encode(document(with_store=with_store, with_gateway=with_gateway, protected=protected))
 
 
-def document(*, with_store: bool = True, with_gateway: bool = True) -> Json:
-    """The whole description."""
+def document(*, with_store: bool = True, with_gateway: bool = True, protected: bool = True) -> Json:
+    """The whole description. Without `protected` the server also answers those who show no key."""
     kinds = list(calls.all_calls())
     answers = [kind.returns() for kind in kinds]
-    shapes, components = msgspec.json.schema_components([*kinds, *answers, ErrorReply], ref_template=_SCHEMAS)
+    shapes, components = _simple(msgspec.json.schema_components([*kinds, *answers, ErrorReply], ref_template=_SCHEMAS))
     returned = shapes[len(kinds) : -1]
     paths: dict[str, Json] = {}
     if with_store:
@@ -88,7 +88,7 @@ def document(*, with_store: bool = True, with_gateway: bool = True) -> Json:
             "version": importlib.metadata.version("agent-lightning-next"),
             "description": _ABOUT,
         },
-        "security": [{"key": []}, {}],
+        "security": [{"key": []}] if protected else [{"key": []}, {}],
         "paths": paths,
         "components": {
             "schemas": components,
@@ -96,6 +96,19 @@ def document(*, with_store: bool = True, with_gateway: bool = True) -> Json:
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _simple(schema: Any) -> Any:
+    """The same schema without `prefixItems`, which many tools mistake: a pair of numbers is two items, all numbers."""
+    if isinstance(schema, list | tuple):
+        return [_simple(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    prefix = schema.get("prefixItems")
+    if prefix is not None:
+        schema = {name: value for name, value in schema.items() if name != "prefixItems"}
+        schema["items"] = prefix[0] if all(one == prefix[0] for one in prefix) else {"anyOf": prefix}
+    return {name: _simple(value) for name, value in schema.items()}
 
 
 def _operation(kind: type[Call[Any]], shape: Json, answer: Json) -> Json:
@@ -129,12 +142,12 @@ def _operation(kind: type[Call[Any]], shape: Json, answer: Json) -> Json:
 def _others(with_store: bool, with_gateway: bool) -> dict[tuple[str, str], Json]:
     """The routes that are no calls of the store, in short."""
     text = {"text/plain": {"schema": {"type": "string"}}}
-    stream = {"text/event-stream": {"schema": {"type": "string"}}}
+    stream = {"text/event-stream": {}}
     anything: Json = {_JSON: {"schema": {"type": "object"}}}
     found: dict[tuple[str, str], Json] = {
-        ("get", "/health"): _plain("Whether the process lives", "server", anything),
+        ("get", "/health"): _plain("Whether the process lives", "server", anything) | {"security": []},
         ("get", "/ready"): _plain("Whether the store answers", "server", anything)
-        | {"responses": {"200": _answered(anything), "503": _answered(anything)}},
+        | {"security": [], "responses": {"200": _answered(anything), "503": _answered(anything)}},
         ("get", "/metrics"): _plain("Counters in Prometheus's format", "server", text, "401", "403", "429"),
     }
     if with_store:
@@ -146,8 +159,10 @@ def _others(with_store: bool, with_gateway: bool) -> dict[tuple[str, str], Json]
             found["post", f"{prefix}/v1/traces"] = _plain(
                 "Spans of any OpenTelemetry exporter (OTLP over HTTP)", "otlp", anything | {
                     "application/x-protobuf": {"schema": {"type": "string", "format": "binary"}}
-                }, "400", "401", "403", "404", "413", "415", "429", "503", path=prefix, body=True,
+                }, path=prefix, body=True,
             )  # fmt: skip
+            refusals = {code: _answered(anything) for code in ("400", "401", "403", "404", "413", "415", "429", "503")}
+            found["post", f"{prefix}/v1/traces"]["responses"] |= refusals  # a google.rpc.Status
     if with_gateway:
         for prefix in ("", "/rollout/{rollout_id}/attempt/{attempt_id}") if with_store else ("",):
             found["post", f"{prefix}/v1/chat/completions"] = _plain(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -99,21 +98,30 @@ def parse_request(body: bytes, content_type: str) -> ExportTraceServiceRequest:
         if media_type == PROTOBUF:
             request.ParseFromString(body)
         else:
-            json_format.ParseDict(json.loads(body, object_hook=_ids_to_base64), request, ignore_unknown_fields=True)
-    except (DecodeError, json_format.ParseError, ValueError, RecursionError) as error:
+            message = _ids_to_base64(msgspec.json.decode(body))
+            if not isinstance(message, dict):
+                raise ValueError("it must be an object with resourceSpans")
+            json_format.ParseDict(message, request, ignore_unknown_fields=True)
+    # Where a value has another shape than its field, protobuf raises what Python's operators do.
+    except (DecodeError, json_format.ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidError(f"the body is not an OTLP trace request in {media_type}: {str(error)[:500]}") from None
     return request
 
 
-def _ids_to_base64(message: dict[str, Any]) -> dict[str, Any]:
+def _ids_to_base64(message: Any) -> Any:
     """OTLP writes ids in hex where protobuf's own JSON has base64."""
+    if isinstance(message, list):
+        return [_ids_to_base64(one) for one in message]
+    if not isinstance(message, dict):
+        return message
+    read = {name: _ids_to_base64(value) for name, value in message.items()}
     for name in _IDS_IN_JSON:
-        text = message.get(name)
+        text = read.get(name)
         if isinstance(text, str):
             if not _HEX.fullmatch(text):
                 raise ValueError(f"{name} is {text[:100]!r}; ids are hexadecimal text")
-            message[name] = base64.b64encode(bytes.fromhex(text)).decode()
-    return message
+            read[name] = base64.b64encode(bytes.fromhex(text)).decode()
+    return read
 
 
 def _span(span: otlp.Span, scope: InstrumentationScope, resource: Attributes) -> Span:

@@ -148,7 +148,10 @@ def test_a_positive_sequence_id_is_taken_from_the_span_before_the_resource():
     [
         (b"\xff\xff", PROTOBUF, "not an OTLP trace request in application/x-protobuf"),
         (b"{", JSON, "not an OTLP trace request in application/json"),
-        (b"[1]", JSON, "not an OTLP trace request"),
+        (b"[1]", JSON, "it must be an object"),
+        (b"null", JSON, "it must be an object"),
+        (b'{"resourceSpans": ["\\ud800"]}', JSON, "not an OTLP trace request"),
+        (b'{"resourceSpans": 1.5}', JSON, "not an OTLP trace request"),
         (b"[" * 100_000, JSON, "not an OTLP trace request"),
         (b"\xff", JSON, "not an OTLP trace request"),
         (b'{"resourceSpans": "x"}', JSON, "resourceSpans"),
