@@ -9,7 +9,6 @@ import contextlib
 import os
 import shlex
 import sqlite3
-from collections.abc import Generator
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
@@ -24,8 +23,8 @@ def back_up(path: Path, destination: Path, *, overwrite: bool = False) -> None:
     ConfigError if `destination` exists and is not to be overwritten, or if the store is damaged."""
     _check_store(path)
     _check_free(destination, overwrite)
-    with _drafted(path, "mode=ro", destination):
-        pass
+    with contextlib.closing(sqlite.own(destination)) if destination.exists() else contextlib.nullcontext():
+        _replace(path, "mode=ro", destination)
 
 
 def restore(source: Path, destination: Path, *, overwrite: bool = False) -> None:
@@ -33,16 +32,10 @@ def restore(source: Path, destination: Path, *, overwrite: bool = False) -> None
     it is not to be overwritten, or if the copy is damaged: then nothing is changed."""
     _check_store(source)
     _check_free(destination, overwrite)
-    owner = sqlite.own(destination)
-    try:
-        # Nobody writes a copy. Read as a file that does not change, it needs no others beside it.
-        live = source.with_name(f"{source.name}-wal").exists()
-        with _drafted(source, "mode=ro" if live else "mode=ro&immutable=1", destination):
-            # What is left of another store's log would be taken for this one's.
-            for suffix in ("-wal", "-shm"):
-                destination.with_name(destination.name + suffix).unlink(missing_ok=True)
-    finally:
-        owner.close()
+    # Nobody writes a copy. Read as a file that does not change, it needs no others beside it.
+    live = source.with_name(f"{source.name}-wal").exists()
+    with contextlib.closing(sqlite.own(destination)):
+        _replace(source, "mode=ro" if live else "mode=ro&immutable=1", destination)
 
 
 def postgres_advice(url: str, destination: Path) -> str:
@@ -69,28 +62,27 @@ def _check_free(destination: Path, overwrite: bool) -> None:
         raise ConfigError(f"{destination} exists already; choose another name, or overwrite it with --force")
 
 
-@contextlib.contextmanager
-def _drafted(path: Path, mode: str, destination: Path) -> Generator[None]:
-    """Copy the store into a draft beside `destination`, which takes its place when the block is left."""
+def _replace(path: Path, mode: str, destination: Path) -> None:
+    """Put a copy of the store in a file in the place of `destination`, or leave all as it is."""
     draft = destination.with_name(f"{destination.name}-part")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         _remove(draft)
-        try:
-            draft.touch(
-                mode=0o600
-            )  # what is in it is nobody else's business while its mode is not known to be the same
-            _copy(path, mode, draft)
-            draft.chmod(path.stat().st_mode & 0o777)
-            yield
-            draft.replace(destination)
-            _sync(destination.parent)
-        finally:
-            _remove(draft)
+        draft.touch(mode=0o600)  # what is in it is nobody else's business before it has the store's own mode
+        _copy(path, mode, draft)
+        draft.chmod(path.stat().st_mode & 0o777)
+        # What is left of another store's log would be taken for this one's.
+        for suffix in ("-wal", "-shm"):
+            destination.with_name(destination.name + suffix).unlink(missing_ok=True)
+        draft.replace(destination)
+        _sync(destination.parent)
     except OSError as error:
         raise ConfigError(f"{destination} cannot be written: {error.strerror or error}") from None
     except sqlite3.Error as error:
         raise ConfigError(f"the store {path} cannot be copied to {destination}: {error}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            _remove(draft)
 
 
 def _copy(path: Path, mode: str, draft: Path) -> None:

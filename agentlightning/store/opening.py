@@ -53,7 +53,8 @@ def open_sqlite(address: str, synchronous: sqlite.Synchronous) -> Opened:
         sqlite.prepare_file(path)
         writing = sqlite.connect(path, synchronous)
         reading = [sqlite.connect(path, synchronous, read_only=True) for _ in range(_READERS)]
-        at_hand = sqlite.connect(path, synchronous, read_only=True)
+        # Closed last, and not read-only: the last connection to close moves the log into the file.
+        at_hand = sqlite.connect(path, synchronous)
 
         def release() -> None:
             at_hand.close()

@@ -150,8 +150,8 @@ def _writing(path: Path, overwrite: bool) -> Generator[_Writer]:
         try:
             with draft.open("wb") as file:
                 writer = _ParquetWriter(file) if suffix == ".parquet" else _JsonWriter(file, suffix == ".jsonl.gz")
-                yield writer
-                writer.close()
+                with contextlib.closing(writer):
+                    yield writer
                 file.flush()
                 os.fsync(file.fileno())
             draft.replace(path)

@@ -1,0 +1,359 @@
+"""What is removed is gone and forgotten everywhere; what is kept, and what is brought in, is whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+
+from agentlightning.errors import ConflictError, InvalidError, NotFoundError
+from agentlightning.semconv import REWARD, reward_value
+from agentlightning.store import calls
+from agentlightning.store.base import LightningStore
+from agentlightning.store.retention import ended_before
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import (
+    UNATTRIBUTED,
+    And,
+    Attempt,
+    AttemptedRollout,
+    Condition,
+    Deleted,
+    EnqueueRolloutRequest,
+    Filter,
+    Rollout,
+    RolloutConfig,
+    Span,
+)
+
+pytestmark = pytest.mark.anyio
+
+EVERYTHING = And([])
+SECRET = 'Jürgen\'s secret "diary"'
+
+
+def a_span(rollout_id: str, attempt_id: str, span_id: str, name: str = "chat", **attributes) -> Span:
+    return Span(
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        sequence_id=0,
+        trace_id="t",
+        span_id=span_id,
+        name=name,
+        start_time=1.0,
+        end_time=2.0,
+        attributes=attributes,
+    )
+
+
+async def start(store: LightningStore, input: object = "a task", **fields) -> AttemptedRollout:
+    """A rollout at work, with a call and a reward."""
+    request = EnqueueRolloutRequest(input=input, **fields)
+    rollout = await store.perform(calls.StartRollout(request=request))
+    ids = rollout.rollout_id, rollout.attempt.attempt_id
+    await store.add_many_spans(
+        [a_span(*ids, "call", prompt=str(input)), a_span(*ids, "reward", REWARD, **{reward_value(0): 0.3})]
+    )
+    return rollout
+
+
+async def finish(store: LightningStore, input: object = "a task", **fields) -> Rollout:
+    rollout = await start(store, input, **fields)
+    await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded")
+    found = await store.get_rollout_by_id(rollout.rollout_id)
+    assert found is not None
+    return found
+
+
+async def delete(store: LightningStore, where: Filter = EVERYTHING, **fields) -> Deleted:
+    return await store.perform(calls.DeleteRollouts(where=where, **fields))
+
+
+# --- removing ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_removed_rollout_is_gone_with_all_that_belongs_to_it(store):
+    one, other = await finish(store), await finish(store)
+    assert await delete(store, Condition("rollout_id", "eq", one.rollout_id)) == Deleted(
+        rollouts=1, attempts=1, spans=2
+    )
+    assert await store.get_rollout_by_id(one.rollout_id) is None
+    assert await store.get_latest_attempt(one.rollout_id) is None
+    with pytest.raises(NotFoundError):
+        await store.query_spans(one.rollout_id)
+    with pytest.raises(NotFoundError):
+        await store.query_attempts(one.rollout_id)
+    assert [rollout.rollout_id for rollout in (await store.finished_after(0)).rollouts] == [other.rollout_id]
+    assert await store.perform(calls.CheckStore()) == []
+
+
+async def test_rollouts_are_removed_by_when_they_ended(store):
+    early = await finish(store)
+    late = await finish(store)
+    assert early.end_time is not None and late.end_time is not None and early.end_time < late.end_time
+    unfinished = await start(store)
+    assert (await delete(store, ended_before(late.end_time))).rollouts == 1
+    left = await store.query_rollouts()
+    assert [rollout.rollout_id for rollout in left] == [late.rollout_id, unfinished.rollout_id]
+
+
+async def test_what_nobody_could_attribute_does_not_grow_old(store):
+    await store.add_span(a_span(UNATTRIBUTED, UNATTRIBUTED, "lost"))
+    assert await delete(store, ended_before(2e9)) == Deleted()
+    assert len(await store.query_spans(UNATTRIBUTED)) == 1
+    assert (await delete(store, Condition("rollout_id", "eq", UNATTRIBUTED))).spans == 1
+
+
+async def test_more_rollouts_than_a_transaction_holds_are_all_removed(store):
+    requests = [EnqueueRolloutRequest(input=number) for number in range(450)]
+    await store.enqueue_many_rollouts(requests)
+    assert await delete(store, unfinished=True) == Deleted(rollouts=450)
+    assert (await store.statistics())["rollouts"] == 0
+
+
+async def test_unfinished_rollouts_are_left_unless_asked_for(store):
+    queued, running = await store.enqueue_rollout(1), await start(store)
+    assert await delete(store) == Deleted()
+    assert (await delete(store, unfinished=True)).rollouts == 2
+    with pytest.raises(NotFoundError):
+        await store.heartbeat(running.rollout_id, running.attempt.attempt_id, running.lease.token)
+    assert await store.get_rollout_by_id(queued.rollout_id) is None
+    assert await store.dequeue_rollout() is None
+
+
+async def test_unfinished_rollouts_can_be_chosen_by_their_status(store):
+    queued, running = await store.enqueue_rollout(1), await start(store)
+    assert (await delete(store, Condition("status", "eq", "queuing"), unfinished=True)).rollouts == 1
+    assert [rollout.rollout_id for rollout in await store.query_rollouts()] == [running.rollout_id]
+    assert await store.get_rollout_by_id(queued.rollout_id) is None
+
+
+async def test_rollouts_of_another_project_are_left(store):
+    await finish(store, project="mine")
+    yours = await finish(store, project="yours")
+    assert (await delete(store, project="mine")).rollouts == 1
+    assert [rollout.rollout_id for rollout in await store.query_rollouts()] == [yours.rollout_id]
+
+
+async def test_a_group_goes_with_its_last_rollout(store):
+    group = await store.create_group(2)
+    members = [await finish(store, group_id=group.group_id, group_index=index) for index in range(2)]
+    await delete(store, Condition("rollout_id", "eq", members[0].rollout_id))
+    left = await store.get_group(group.group_id)
+    assert left is not None and left.rollout_ids == (members[1].rollout_id,)
+    await delete(store)
+    assert await store.get_group(group.group_id) is None
+
+
+async def test_a_group_of_which_a_member_is_removed_at_work_becomes_complete(store):
+    run = await store.start_run("train", {})
+    group = await store.create_group(2, run.run_id)
+    done = await finish(store, group_id=group.group_id, group_index=0)
+    working = await start(store, group_id=group.group_id, group_index=1)
+    waiting = asyncio.create_task(store.complete_groups_after(run.run_id, 0, timeout=60))
+    await delete(store, Condition("rollout_id", "eq", working.rollout_id), unfinished=True)
+    with anyio.fail_after(60):
+        (complete,) = await waiting
+    assert complete.group_id == group.group_id and done.rollout_id in complete.rollout_ids
+    assert await store.perform(calls.CheckStore()) == []
+
+
+async def test_whoever_waits_for_a_removed_rollout_is_told(store):
+    working = await start(store)
+    waiting = asyncio.create_task(store.wait_for_rollouts([working.rollout_id], timeout=60))
+    await asyncio.sleep(0)
+    await delete(store, unfinished=True)
+    with anyio.fail_after(30):
+        with contextlib.suppress(NotFoundError):
+            # It was cancelled first, and may be seen so.
+            assert [rollout.status for rollout in await waiting] == ["cancelled"]
+    with pytest.raises(NotFoundError):
+        await store.wait_for_rollouts([working.rollout_id], timeout=60)
+
+
+async def test_whoever_waits_for_several_rollouts_is_told_that_one_was_removed(store):
+    removed, working = await start(store, "removed"), await start(store)
+    waiting = asyncio.create_task(store.wait_for_rollouts([removed.rollout_id, working.rollout_id], timeout=60))
+    await asyncio.sleep(0)
+    await delete(store, Condition("input", "contains", "removed"), unfinished=True)
+    await store.update_attempt(working.rollout_id, working.attempt.attempt_id, status="succeeded")
+    with anyio.fail_after(30), pytest.raises(NotFoundError):
+        await waiting
+
+
+async def test_rewards_can_outlive_everything_else(store):
+    rollout = await finish(store, {"question": SECRET})
+    attempts = await store.query_attempts(rollout.rollout_id)
+    assert await delete(store, keep_rewards=True) == Deleted(rollouts_trimmed=1, spans=1)
+    (reward,) = await store.query_spans(rollout.rollout_id)
+    assert reward.attributes == {reward_value(0): 0.3}
+    assert await store.get_rollout_by_id(rollout.rollout_id) == msgspec.structs.replace(rollout, input=None)
+    assert await store.query_attempts(rollout.rollout_id) == attempts
+    assert await delete(store, keep_rewards=True) == Deleted()
+    assert (await delete(store)).rollouts == 1
+
+
+async def test_an_unfinished_rollout_is_ended_before_it_is_trimmed(store):
+    working = await start(store)
+    assert (await delete(store, keep_rewards=True, unfinished=True)).rollouts_trimmed == 1
+    trimmed = await store.get_rollout_by_id(working.rollout_id)
+    assert trimmed is not None and (trimmed.status, trimmed.input) == ("cancelled", None)
+
+
+# --- leaving no trace --------------------------------------------------------------------------------------------
+
+
+async def test_the_record_of_an_erasure_does_not_hold_what_was_erased(store):
+    await finish(store, {"question": SECRET})
+    await delete(store, And([Condition("input", "contains", SECRET), Condition("mode", "eq", "train")]))
+    (record,) = await store.perform(calls.QueryAudit())
+    assert record.action == "DeleteRollouts"
+    text = msgspec.json.encode(record.detail).decode()
+    assert "secret" not in text and '"contains"' in text and '"train"' in text
+
+
+def traces(folder: Path, word: bytes) -> list[str]:
+    return [path.name for path in folder.iterdir() if word in path.read_bytes()]
+
+
+async def test_nothing_of_an_erased_rollout_is_left_in_the_files(tmp_path):
+    """Rows of all sizes, changed now and then: such as make a database move them about within its pages."""
+    store = await SqlStore.open(tmp_path / "store.db")
+
+    async def live(number: int) -> None:
+        words = ("ZEBRA " if number % 7 == 0 else "horse ") * (1, 3, 30, 300)[number % 4]
+        rollout = await start(store, words, rollout_id=f"{words[0]}{number}")
+        await store.update_rollout(rollout.rollout_id, metadata={"note": words[: 10 * (number % 50)]})
+        await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded")
+
+    await asyncio.gather(*map(live, range(300)))
+    assert traces(tmp_path, b"ZEBRA")
+    deleted = await delete(store, Condition("input", "contains", "ZEBRA"), scrub=True)
+    assert deleted.rollouts == 43
+    # Seen while the store is open, its log beside it.
+    assert traces(tmp_path, b"ZEBRA") == []
+    assert await store.perform(calls.CheckStore()) == []
+    await store.enqueue_rollout("still at work")
+    await store.close()
+    assert traces(tmp_path, b"ZEBRA") == []
+
+
+async def test_every_kind_of_store_can_be_asked_to_leave_no_trace(store):
+    await finish(store, "ZEBRA")
+    kept = await finish(store)
+    assert (await delete(store, Condition("input", "contains", "ZEBRA"), scrub=True)).rollouts == 1
+    assert [rollout.rollout_id for rollout in await store.query_rollouts()] == [kept.rollout_id]
+
+
+# --- bringing in -------------------------------------------------------------------------------------------------
+
+
+def elsewhere(**changes) -> calls.ImportRollout:
+    """A rollout of another store that was tried twice."""
+    rollout = Rollout(
+        rollout_id="ro-1",
+        input={"say": "hello"},
+        start_time=1.5,
+        end_time=9.25,
+        status="succeeded",
+        config=RolloutConfig(max_attempts=2, retry_condition=("failed",)),
+        metadata={"score": 0.3},
+    )
+    attempts = [
+        Attempt(rollout_id="ro-1", attempt_id="at-1", sequence_id=1, start_time=2.0, end_time=3.0, status="failed"),
+        Attempt(rollout_id="ro-1", attempt_id="at-2", sequence_id=2, start_time=4.0, end_time=9.0, status="succeeded"),
+    ]
+    spans = [msgspec.structs.replace(a_span("ro-1", "at-2", "s"), sequence_id=5)]
+    return calls.ImportRollout(**{"rollout": rollout, "attempts": attempts, "spans": spans, **changes})
+
+
+def changed(noun, **fields):
+    return msgspec.structs.replace(noun, **fields)
+
+
+async def test_an_imported_rollout_is_as_it_was_and_stored_once(store):
+    call = elsewhere()
+    assert await store.perform(call) is True
+    assert await store.perform(call) is False
+    assert await store.get_rollout_by_id("ro-1") == call.rollout
+    assert await store.query_attempts("ro-1") == call.attempts
+    assert await store.query_spans("ro-1") == call.spans
+    assert [rollout.rollout_id for rollout in (await store.finished_after(0)).rollouts] == ["ro-1"]
+    assert await store.perform(calls.CheckStore()) == []
+
+
+async def test_an_import_leaves_no_copy_in_the_audit_record(store):
+    await store.perform(elsewhere())
+    (record,) = await store.perform(calls.QueryAudit())
+    assert record.detail == {"rollout_id": "ro-1", "attempts": 2, "spans": 1}
+
+
+async def test_an_import_completes_a_group_that_is_here(store):
+    run = await store.start_run("train", {})
+    group = await store.create_group(1, run.run_id)
+    rollout = changed(elsewhere().rollout, group_id=group.group_id, group_index=0, run_id=run.run_id)
+    await store.perform(elsewhere(rollout=rollout))
+    (complete,) = await store.complete_groups_after(run.run_id, 0)
+    assert complete.rollout_ids == ("ro-1",)
+    assert await store.perform(calls.CheckStore()) == []
+
+
+async def test_unattributed_spans_are_imported_beside_those_that_are_here(store):
+    await store.add_span(a_span(UNATTRIBUTED, UNATTRIBUTED, "here"))
+    rollout = await store.get_rollout_by_id(UNATTRIBUTED)
+    attempts = await store.query_attempts(UNATTRIBUTED)
+    there = a_span(UNATTRIBUTED, UNATTRIBUTED, "there")
+    await store.perform(calls.ImportRollout(rollout=rollout, attempts=attempts, spans=[there]))
+    assert {span.span_id for span in await store.query_spans(UNATTRIBUTED)} == {"here", "there"}
+
+
+FIRST, SECOND = elsewhere().attempts
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rollout": changed(elsewhere().rollout, status="running", end_time=None)}, "only finished rollouts"),
+        ({"rollout": changed(elsewhere().rollout, end_time=None)}, "only finished rollouts"),
+        ({"rollout": changed(elsewhere().rollout, rollout_id="a/b")}, "rollout_id"),
+        ({"rollout": changed(elsewhere().rollout, group_index=1)}, "group_id and a group_index"),
+        ({"attempts": [FIRST, changed(SECOND, status="running")]}, "not a finished attempt"),
+        ({"attempts": [SECOND]}, "attempt 1 of ro-1 is missing"),
+        ({"attempts": [FIRST], "spans": elsewhere().spans}, "not of an attempt"),
+        ({"spans": [a_span("ro-1", "somebody-elses", "s")]}, "not of an attempt"),
+    ],
+)
+async def test_what_is_not_a_whole_finished_rollout_is_refused(store, changes, reason):
+    with pytest.raises(InvalidError, match=reason):
+        await store.perform(elsewhere(**changes))
+    assert (await store.statistics())["rollouts"] == 0
+
+
+async def test_an_import_takes_nothing_from_another_rollout(store):
+    other = await start(store)
+    attempt = changed(FIRST, attempt_id=other.attempt.attempt_id)
+    with pytest.raises(ConflictError, match="is stored already, of rollout"):
+        await store.perform(elsewhere(attempts=[attempt, SECOND]))
+    group = await store.create_group(1)
+    await finish(store, group_id=group.group_id, group_index=0)
+    with pytest.raises(ConflictError, match="is taken by rollout"):
+        await store.perform(elsewhere(rollout=changed(elsewhere().rollout, group_id=group.group_id, group_index=0)))
+    assert await store.get_rollout_by_id("ro-1") is None
+
+
+# --- checking ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_check_says_what_is_wrong(tmp_path):
+    store = await SqlStore.open(tmp_path / "store.db")
+    rollout = await finish(store)
+    with contextlib.closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as vandal:
+        vandal.execute("UPDATE rollouts SET end_time = NULL, attempts = 3")
+    problems = await store.perform(calls.CheckStore())
+    assert len(problems) == 2 and all(rollout.rollout_id in problem for problem in problems)
+    await store.close()

@@ -1,0 +1,279 @@
+"""What is exported from any store and imported into any other is the same there, to the last bit."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+from pathlib import Path
+
+import pytest
+
+from agentlightning.errors import ConfigError, ConflictError, InvalidError
+from agentlightning.semconv import REWARD, reward_value
+from agentlightning.store import calls
+from agentlightning.store.base import LightningStore
+from agentlightning.store.sql import SqlStore
+from agentlightning.store.transfer import Exported, Imported, export_rollouts, import_rollouts
+from agentlightning.types import (
+    Condition,
+    EnqueueRolloutRequest,
+    RolloutConfig,
+    SampledChoice,
+    Span,
+    SpanEvent,
+    SpanLink,
+    SpanStatus,
+    TokenCapture,
+)
+
+pytestmark = pytest.mark.anyio
+
+SUFFIXES = ["jsonl", "jsonl.gz", "parquet"]
+LOGPROB = -0.10000000149011612  # a float32
+
+TOKENS = TokenCapture(
+    prompt_token_ids=(1, 2**31 - 1, 0),
+    choices=(
+        SampledChoice(token_ids=(5, 6), logprobs=(LOGPROB, -2.5), finish_reason="stop", versions=((3, 1), (4, 1))),
+        SampledChoice(token_ids=(), logprobs=(), finish_reason="abort"),
+    ),
+)
+
+
+async def live(store: LightningStore, number: int, **fields) -> str:
+    """A rollout with everything a rollout can have: tried twice, called, rewarded."""
+    request = EnqueueRolloutRequest(
+        input={"say": f'"{number}"\n√2 \u2028 \0', "nothing": None, "n": 1.0, "big": 2**60},
+        config=RolloutConfig(max_attempts=2, retry_condition=("failed",), timeout_seconds=1e6),
+        metadata={"tags": ["a", "b"], "score": 0.1 + 0.2},
+        **fields,
+    )
+    first = await store.perform(calls.StartRollout(request=request))
+    ids = first.rollout_id, first.attempt.attempt_id
+    await store.update_attempt(*ids, status="failed", metadata={"why": "…"})
+    second = await store.start_attempt(first.rollout_id, worker_id="w")
+    ids = first.rollout_id, second.attempt.attempt_id
+    common = {"rollout_id": ids[0], "attempt_id": ids[1], "trace_id": "ab" * 16, "start_time": 1.1, "end_time": 2.2}
+    await store.add_many_spans(
+        [
+            Span(
+                **common,
+                sequence_id=7,
+                span_id="call",
+                name="chat",
+                parent_id="p",
+                status=SpanStatus(status_code="ERROR", description="no"),
+                attributes={"list": [1, 2], "mixed": [0.5, True], "text": "é"},
+                events=(SpanEvent(name="e", attributes={"k": 1}, timestamp=0.3),),
+                links=(SpanLink(trace_id="t", span_id="s"),),
+                resource={"service.name": "x"},
+                tokens=TOKENS,
+            ),
+            Span(**common, sequence_id=0, span_id="reward", name=REWARD, attributes={reward_value(0): 0.3}),
+        ]
+    )
+    await store.update_attempt(*ids, status="succeeded")
+    return first.rollout_id
+
+
+async def all_of(store: LightningStore) -> list[object]:
+    return [
+        (rollout, await store.query_attempts(rollout.rollout_id), await store.query_spans(rollout.rollout_id))
+        for rollout in await store.query_rollouts()
+    ]
+
+
+@contextlib.asynccontextmanager
+async def other_store(address: object = ":memory:"):
+    store = await SqlStore.open(address)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+async def test_rollouts_come_back_as_they_were(store, tmp_path, suffix):
+    path = tmp_path / f"rollouts.{suffix}"
+    for number in range(3):
+        await live(store, number)
+    assert await export_rollouts(store, path) == Exported(rollouts=3, attempts=6, spans=6)
+    before = await all_of(store)
+    async with other_store() as other:
+        assert await import_rollouts(other, path) == Imported(rollouts=3)
+        assert await all_of(other) == before
+        (call, reward) = await other.query_spans(before[0][0].rollout_id)
+        assert reward.attributes == {reward_value(0): 0.3}
+        assert call.tokens == TOKENS
+        assert await other.perform(calls.CheckStore()) == []
+        assert await import_rollouts(other, path) == Imported(stored_already=3)
+        again = tmp_path / f"again.{suffix}"
+        await export_rollouts(other, again)
+        if suffix == "jsonl":
+            assert again.read_bytes() == path.read_bytes()
+
+
+async def test_rollouts_move_from_sqlite_to_postgres(tmp_path, postgres_database):
+    path = tmp_path / "rollouts.parquet"
+    async with other_store(tmp_path / "store.db") as one, other_store(postgres_database) as other:
+        await live(one, 1)
+        await export_rollouts(one, path)
+        await import_rollouts(other, path)
+        assert await all_of(other) == await all_of(one)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+async def test_an_empty_store_is_a_file_without_rollouts(tmp_path, suffix):
+    path = tmp_path / f"rollouts.{suffix}"
+    async with other_store() as store:
+        assert await export_rollouts(store, path) == Exported()
+        assert await import_rollouts(store, path) == Imported()
+
+
+async def test_many_rollouts_keep_their_order(tmp_path):
+    path = tmp_path / "rollouts.jsonl.gz"
+    async with other_store() as store, other_store() as other:
+        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=number) for number in range(100)])
+        for _ in range(100):
+            rollout = await store.dequeue_rollout()
+            await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded")
+        await export_rollouts(store, path)
+        await import_rollouts(other, path)
+        assert [rollout.input for rollout in await other.query_rollouts()] == list(range(100))
+
+
+async def test_rollouts_are_chosen_by_a_filter_and_a_project(tmp_path):
+    async with other_store() as store:
+        for project in ("mine", "mine", "yours"):
+            await live(store, 1, project=project)
+        first = (await store.query_rollouts())[0]
+        where = Condition("rollout_id", "eq", first.rollout_id)
+        assert (await export_rollouts(store, tmp_path / "one.jsonl", where=where)).rollouts == 1
+        assert (await export_rollouts(store, tmp_path / "mine.jsonl", project="mine")).rollouts == 2
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+async def test_unfinished_rollouts_are_exported_and_not_imported(tmp_path, suffix):
+    path = tmp_path / f"rollouts.{suffix}"
+    async with other_store() as store, other_store() as other:
+        await store.enqueue_rollout("queued")
+        await store.start_rollout("at work")
+        superseded = await store.start_rollout("ended by its second attempt")
+        second = await store.start_attempt(superseded.rollout_id)
+        await store.update_attempt(second.rollout_id, second.attempt.attempt_id, status="succeeded")
+        await live(store, 1)
+        exported = await export_rollouts(store, path)
+        assert exported.rollouts == 4
+        imported = await import_rollouts(other, path)
+        assert imported.unfinished == exported.unfinished >= 2
+        assert imported.rollouts == 4 - imported.unfinished
+
+
+async def exported(path: Path) -> list[str]:
+    """The lines of three rollouts."""
+    async with other_store() as store:
+        for number in range(3):
+            await live(store, number)
+        await export_rollouts(store, path)
+    with path.open(newline="\n") as lines:
+        return [line.rstrip("\n") for line in lines]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda line: line[:-10],
+        lambda line: line.replace('"rollout_id"', '"rolout_id"', 1),
+        lambda line: line.replace('"status":"succeeded"', '"status":"perfect"', 1),
+        lambda line: line.replace('"sequence_id":1', '"sequence_id":3', 1),
+        lambda line: line.replace('"span_id":"call"', '"span_id":"a b"', 1),
+        lambda line: line.replace('"end_time":2.2', '"end_time":1e999', 1),
+        lambda line: "[" * 100_000,
+        lambda line: "\udc80",
+    ],
+)
+async def test_a_malformed_line_is_named_and_nothing_of_it_is_stored(tmp_path, damage):
+    path = tmp_path / "rollouts.jsonl"
+    lines = await exported(path)
+    damaged = [lines[0], "", damage(lines[1]), lines[2]]
+    assert damaged[2] != lines[1]
+    path.write_text("\n".join(damaged), errors="surrogateescape")
+    async with other_store() as store:
+        with pytest.raises(InvalidError, match=r"rollouts\.jsonl, line 3"):
+            await import_rollouts(store, path)
+        for rollout in await store.query_rollouts():
+            assert len(await store.query_spans(rollout.rollout_id)) == 2
+        assert await store.perform(calls.CheckStore()) == []
+        path.write_text("\n".join(lines))
+        await import_rollouts(store, path)
+        assert (await store.statistics())["rollouts"] == 3
+
+
+async def test_a_rollout_that_takes_anothers_place_is_a_conflict_at_its_line(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    lines = await exported(path)
+    name = lines[0].partition('"rollout_id":"')[2].partition('"')[0]
+    path.write_text("\n".join([lines[1], lines[0], lines[0].replace(name, "ro-other")]))
+    async with other_store() as store:
+        with pytest.raises(ConflictError, match=r"line 3: attempt .* is stored already"):
+            await import_rollouts(store, path)
+
+
+async def test_a_damaged_file_is_refused(tmp_path):
+    await exported(tmp_path / "rollouts.jsonl")
+    whole = gzip.compress((tmp_path / "rollouts.jsonl").read_bytes())
+    damaged = tmp_path / "damaged.jsonl.gz"
+    async with other_store() as store:
+        for data in (whole[: len(whole) // 2], b"no gzip"):
+            damaged.write_bytes(data)
+            with pytest.raises((ConfigError, InvalidError), match=r"damaged\.jsonl\.gz"):
+                await import_rollouts(store, damaged)
+        other = tmp_path / "damaged.parquet"
+        other.write_bytes(b"no Parquet, but long enough to have a footer")
+        with pytest.raises((ConfigError, InvalidError), match=r"damaged\.parquet"):
+            await import_rollouts(store, other)
+        with pytest.raises(ConfigError, match="No such file"):
+            await import_rollouts(store, tmp_path / "none.jsonl")
+
+
+async def test_a_parquet_file_of_something_else_is_refused(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    path = tmp_path / "tasks.parquet"
+    pandas.DataFrame([{"question": "2+2"}]).to_parquet(path)
+    async with other_store() as store:
+        with pytest.raises(InvalidError, match=r"tasks\.parquet, row 1 is not a rollout"):
+            await import_rollouts(store, path)
+
+
+async def test_a_parquet_file_can_be_queried_like_any_table(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    path = tmp_path / "rollouts.parquet"
+    async with other_store() as store:
+        rollout_id = await live(store, 1, project="mine")
+        await export_rollouts(store, path)
+    (row,) = pandas.read_parquet(path).to_dict("records")
+    assert (row["rollout_id"], row["status"], row["project"]) == (rollout_id, "succeeded", "mine")
+
+
+async def test_a_file_appears_once_it_is_complete_and_is_not_overwritten_unasked(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    async with other_store() as store:
+        await store.enqueue_rollout(1)
+        with pytest.raises(InvalidError):
+            await export_rollouts(store, path, where=Condition("nonsense", "eq", 1))
+        assert list(tmp_path.iterdir()) == []
+        await export_rollouts(store, path)
+        with pytest.raises(ConfigError, match="exists already"):
+            await export_rollouts(store, path)
+        await export_rollouts(store, path, overwrite=True)
+        with pytest.raises(ConfigError, match=r"must end in one of \.jsonl"):
+            await export_rollouts(store, tmp_path / "rollouts.csv")
+        with pytest.raises(ConfigError, match="cannot be written"):
+            await export_rollouts(store, tmp_path / "nowhere" / "rollouts.jsonl")
+
+
+async def test_a_parquet_export_that_fails_leaves_nothing_behind(tmp_path):
+    async with other_store() as store:
+        with pytest.raises(InvalidError):
+            await export_rollouts(store, tmp_path / "x.parquet", where=Condition("nonsense", "eq", 1))
+    assert list(tmp_path.iterdir()) == []
