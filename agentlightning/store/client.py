@@ -1,8 +1,8 @@
 """The store over HTTP: the same interface, spoken to an `agl server`.
 
 One connection pool, made inside the event loop that first uses it. Calls that may be repeated are repeated with
-jitter while the server cannot be reached; what a status code means is turned back into the typed error. This module
-knows neither SQL nor what the server is made of.
+jitter while the server cannot be reached; spans can also be posted, to be sent in the background. This module knows
+neither SQL nor what the server is made of, nor how calls are written (`store.wire`).
 """
 
 from __future__ import annotations
@@ -11,166 +11,248 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Mapping
-from types import NoneType
-from typing import Any, Final, TypeVar, cast, get_args
-from urllib.parse import quote
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
 
 import aiohttp
 import msgspec
+from yarl import URL
 
-from agentlightning.errors import (
-    AgentLightningError,
-    ConfigError,
-    ConflictError,
-    ForbiddenError,
-    InvalidError,
-    NotFoundError,
-    UnavailableError,
-)
+from agentlightning.errors import ConfigError, InvalidError, UnavailableError
 from agentlightning.store import calls
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.codec import new_id
-from agentlightning.types import EnqueueRolloutRequest, FinishedRollouts
+from agentlightning.store.spool import MAX_BYTES, RefusedSpan, SpanSpool
+from agentlightning.store.wire import MSGPACK, Answer, RetryLaterError, Wire, error_of, form_of, spans_request
+from agentlightning.types import EnqueueRolloutRequest, FinishedRollouts, Span
 
 T = TypeVar("T")
 
+PATIENCE_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 25.0  # one long poll; shorter than the idle limits of common proxies
 _ANSWER_SECONDS: Final = 60.0  # a server that is silent for longer counts as unreachable
 _FIRST_PAUSE: Final = 0.1
 _LONGEST_PAUSE: Final = 2.0
-_AGAIN: Final = (429, 503)
-_MSGPACK: Final = "application/msgpack"
-_ERRORS: Final[Mapping[int, type[AgentLightningError]]] = {
-    401: ForbiddenError,
-    403: ForbiddenError,
-    404: NotFoundError,
-    409: ConflictError,
-    413: InvalidError,
-    422: InvalidError,
-    429: UnavailableError,
-    502: UnavailableError,
-    503: UnavailableError,
-    504: UnavailableError,
+# Nothing was sent: the connection was never made.
+_UNSENT: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+# Trying again would not help. (A handshake that fails may be that of a server that is just starting.)
+_HOPELESS: Final = (aiohttp.ClientConnectorCertificateError, aiohttp.InvalidURL)
+_GIVEN_IDS: Final[Mapping[type[Call[Any]], tuple[str, str]]] = {
+    calls.StartRollout: ("attempt_id", "at"),
+    calls.StartAttempt: ("attempt_id", "at"),
+    calls.LeaseRollouts: ("lease_id", "at"),
+    calls.StartRun: ("run_id", "run"),
+    calls.CreateGroup: ("group_id", "gr"),
+    calls.AddResources: ("resources_id", "rs"),
 }
 
 
 class LightningStoreClient(LightningStore):
     """A store behind `url`. `api_key` is a key of the server, or an attempt's own; `patience` is for how many
-    seconds a call is repeated while the server cannot be reached, before it is an UnavailableError."""
+    seconds a call is repeated while the server cannot be reached, before it is an UnavailableError.
 
-    def __init__(self, url: str, api_key: str | None = None, *, patience: float = 60.0) -> None:
+    `post_spans` leaves spans to be sent in the background and `flush` waits for them. At most `spool_bytes` of them
+    are held. With a `spool_directory` they are kept there as well, and those that a killed process left there are sent
+    by the next client that names it. `on_refused` is told of spans that the server will never take; `refused` lists
+    them."""
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        *,
+        patience: float = PATIENCE_SECONDS,
+        spool_bytes: int = MAX_BYTES,
+        spool_directory: str | Path | None = None,
+        on_refused: Callable[[RefusedSpan], None] | None = None,
+    ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"the store's URL is {url!r}; it must begin with http:// or https://")
         self.url = url.rstrip("/").removesuffix("/api/v1")
-        self._headers = {"Accept": _MSGPACK, "Content-Type": _MSGPACK}
+        self._calls = f"{_checked(self.url)}/api/v1"
+        self._headers = {"Accept": MSGPACK, "Content-Type": MSGPACK}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._patience = patience
+        self._spool_bytes = spool_bytes
+        self._spool_directory = None if spool_directory is None else Path(spool_directory)
+        self._on_refused = on_refused
         self._session: aiohttp.ClientSession | None = None
+        self._spool: SpanSpool | None = None
+        self._refused: list[RefusedSpan] = []  # by the spools of before a `close`
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        """Deliver the posted spans, then close the connections. UnavailableError, also logged, says how many spans
+        could not be delivered within `patience` seconds."""
+        spool, self._spool = self._spool, None
+        try:
+            if spool is not None:
+                await spool.close()
+        finally:
+            if spool is not None:
+                self._refused.extend(spool.refused)
+            session, self._session = self._session, None
+            if session is not None:
+                await session.close()
+
+    # --- posting spans ---
+
+    async def post_spans(self, spans: Sequence[Span]) -> None:
+        """Leave spans to be sent in the background, in this order, and return. Waits while the spool is full; after
+        `patience` seconds UnavailableError says how many were not taken. InvalidError if one cannot be sent at all."""
+        await self._open_spool().post(spans)
+
+    async def flush(self, timeout: float | None = None) -> None:
+        """Return once every span posted before is stored, or refused for good and listed in `refused`.
+        UnavailableError after `timeout` seconds (None: `patience`) says how many are not; they are still sent later."""
+        if self._spool is not None or self._spool_directory is not None:
+            await self._open_spool().flush(timeout)
+
+    @property
+    def refused(self) -> list[RefusedSpan]:
+        """Posted spans that the server has refused for good, and why: the newest 1,000."""
+        return [*self._refused, *(() if self._spool is None else self._spool.refused)]
+
+    def _open_spool(self) -> SpanSpool:
+        if self._spool is None:
+            journal = None
+            if self._spool_directory is not None:
+                from agentlightning.store.journal import Journal  # POSIX only, as nothing else here is
+
+                journal = Journal(self._spool_directory)
+            self._spool = SpanSpool(
+                self._send_spans,
+                max_bytes=self._spool_bytes,
+                patience=self._patience,
+                journal=journal,
+                on_refused=self._on_refused,
+            )
+        return self._spool
+
+    async def _send_spans(self, encoded: Sequence[bytes]) -> None:
+        # Not patient here: the spool itself asks again until it has an answer.
+        answer = await self._send_until_answered(spans_request(encoded), calls.AddSpans, patience=0.0)
+        form_of(calls.AddSpans).result(answer)
+
+    # --- calls ---
 
     async def perform(self, call: Call[T]) -> T:
         call = cast(Call[T], _named(call))
+        if "timeout" not in call.__struct_fields__:
+            return await self._ask(call)
         give_up = time.monotonic() + _patience_of(call)
         while True:
             remaining = max(0.0, give_up - time.monotonic())
-            if "timeout" in call.__struct_fields__:
-                call = msgspec.structs.replace(call, timeout=min(_POLL_SECONDS, remaining))
-            answer = await self._send_until_answered(call)
+            # The same ids in every poll: a lease whose answer was lost in one is handed out again in the next.
+            call = msgspec.structs.replace(call, timeout=min(_POLL_SECONDS, remaining))
+            answer = await self._ask(call)
             if time.monotonic() >= give_up or _is_complete(call, answer):
                 return answer
 
-    async def _send_until_answered(self, call: Call[T]) -> T:
-        request = Wire.of(call)
-        patience = time.monotonic() + self._patience
-        pause = _FIRST_PAUSE
+    async def _ask(self, call: Call[T]) -> T:
+        form = form_of(type(call))
+        answer = await self._send_until_answered(form.request(call), type(call), self._patience)
+        return cast(T, form.result(answer))
+
+    async def _send_until_answered(self, request: Wire, kind: type[Call[Any]], patience: float) -> Answer:
+        """The answer that ends the call. UnavailableError if none came in time, or where asking again could do it
+        twice; ConfigError if none can come from this URL."""
+        begin = time.monotonic()
+        backoff = _FIRST_PAUSE
         while True:
             try:
-                status, answer = await self._send(request)
-                if status not in _AGAIN:
-                    return _decode(status, answer, type(call).returns())
-                fault, certain = _error(status, answer), True
+                answer = await self._send(request)
+                if answer.ends_the_call:
+                    return answer
+                fault, harmless = error_of(answer), kind.repeatable or answer.certain
+            except _HOPELESS as error:
+                raise ConfigError(f"{self.url} cannot be connected to: {error}; check the URL") from None
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 reason = str(error) or type(error).__name__
                 fault = UnavailableError(f"the server at {self.url} cannot be reached ({reason}); is it running?")
-                certain = isinstance(error, aiohttp.ClientConnectorError)
-            pause_now = pause * random.uniform(0.5, 1.0)
-            if not (call.repeatable or certain) or time.monotonic() + pause_now > patience:
-                raise fault
-            await asyncio.sleep(pause_now)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+                harmless = kind.repeatable or isinstance(error, _UNSENT)
+            pause = backoff * random.uniform(0.5, 1.0)
+            if isinstance(fault, RetryLaterError):
+                pause += fault.seconds
+            elapsed = time.monotonic() - begin
+            if not harmless:
+                raise UnavailableError(f"{fault} {kind.__name__} may have been carried out: look before you repeat it")
+            if elapsed + pause > patience:
+                if not patience:
+                    raise fault
+                raise UnavailableError(f"{fault} (tried for {elapsed:.1f} s, the patience is {patience:g} s)")
+            await asyncio.sleep(pause)
+            backoff = min(2 * backoff, _LONGEST_PAUSE)
 
-    async def _send(self, request: Wire) -> tuple[int, bytes]:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
-        limit = aiohttp.ClientTimeout(
-            total=None, sock_connect=_ANSWER_SECONDS, sock_read=request.wait + _ANSWER_SECONDS
+    async def _send(self, request: Wire) -> Answer:
+        session = self._session or self._open_session()
+        url = URL(self._calls + request.path, encoded=True)
+        limit = _TIMEOUT if not request.wait else _timeout(request.wait)
+        response = await session.request(request.method, url, data=request.body, timeout=limit, allow_redirects=False)
+        try:
+            body = await response.read()
+        finally:
+            response.release()
+        headers = response.headers
+        if response.status == 200:
+            return Answer(url=self.url, status=200, content_type=response.content_type, body=body)
+        return Answer(
+            url=self.url,
+            status=response.status,
+            content_type=response.content_type,
+            body=body,
+            retry_after=headers.get("Retry-After"),
+            location=headers.get("Location"),
         )
-        url = f"{self.url}/api/v1{request.path}"
-        async with self._session.request(
-            request.method, url, data=request.body, params=request.query, timeout=limit
-        ) as response:
-            return response.status, await response.read()
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        self._session = aiohttp.ClientSession(
+            headers=self._headers, connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
+        )
+        if self._spool_directory is not None:
+            self._open_spool()  # and with it the delivery of what was left there
+        return self._session
 
 
-class Wire(msgspec.Struct, frozen=True):
-    """A call as an HTTP request: what its route names in the path, the rest in the body or, of a GET, the query."""
+def _timeout(wait: float) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=None, sock_connect=_ANSWER_SECONDS, sock_read=wait + _ANSWER_SECONDS)
 
-    method: str
-    path: str
-    query: dict[str, str] | None
-    body: bytes | None
-    wait: float
 
-    @classmethod
-    def of(cls, call: Call[Any]) -> Wire:
-        method, _, path = call.route.partition(" ")
-        fields = {name: getattr(call, name) for name in call.__struct_fields__}
-        in_path = {name: quote(str(fields.pop(name)), safe="") for name in calls.path_fields(path)}
-        wait = fields.get("timeout") or 0.0
-        if in_path:
-            path = path.format_map(in_path)
-        if method == "GET":
-            query = {name: str(value) for name, value in fields.items() if value is not None}
-            return cls(method, path, query or None, None, wait)
-        return cls(method, path, None, msgspec.msgpack.encode(fields), wait)
+_TIMEOUT: Final = _timeout(0.0)
+
+
+def _checked(url: str) -> str:
+    """The URL, escaped where it must be; ConfigError if it names no host."""
+    try:
+        parsed = URL(url)
+        if parsed.host:
+            return str(parsed).rstrip("/")
+    except ValueError:
+        pass
+    raise ConfigError(f"the store's URL is {url!r}; expected one such as http://127.0.0.1:8000")
 
 
 def _named(call: Any) -> Any:
     """The call with every id given here that the server would make up, so that it can be repeated when its answer was
     lost and nothing is doubled."""
-
-    def named(request: EnqueueRolloutRequest) -> EnqueueRolloutRequest:
-        return msgspec.structs.replace(request, rollout_id=_given(request.rollout_id, "ro"))
-
-    replace = msgspec.structs.replace
-    match call:
-        case calls.EnqueueRollouts():
-            return replace(call, requests=[named(request) for request in call.requests])
-        case calls.StartRollout():
-            return replace(call, request=named(call.request), attempt_id=_given(call.attempt_id, "at"))
-        case calls.StartAttempt():
-            return replace(call, attempt_id=_given(call.attempt_id, "at"))
-        case calls.LeaseRollouts():
-            return replace(call, lease_id=_given(call.lease_id, "at"))
-        case calls.StartRun():
-            return replace(call, run_id=_given(call.run_id, "run"))
-        case calls.CreateGroup():
-            return replace(call, group_id=_given(call.group_id, "gr"))
-        case calls.AddResources():
-            return replace(call, resources_id=_given(call.resources_id, "rs"))
-        case _:
-            return call
+    given: dict[str, Any] = {}
+    if type(call) in _GIVEN_IDS:
+        field, prefix = _GIVEN_IDS[type(call)]
+        if getattr(call, field) is None:
+            given[field] = new_id(prefix)
+    if isinstance(call, calls.EnqueueRollouts):
+        given["requests"] = [_named_request(request) for request in call.requests]
+    elif isinstance(call, calls.StartRollout):
+        given["request"] = _named_request(call.request)
+    return msgspec.structs.replace(call, **given) if given else call
 
 
-def _given(name: str | None, kind: str) -> str:
-    return new_id(kind) if name is None else name
+def _named_request(request: EnqueueRolloutRequest) -> EnqueueRolloutRequest:
+    if request.rollout_id is not None:
+        return request
+    return msgspec.structs.replace(request, rollout_id=new_id("ro"))
 
 
 def _patience_of(call: Call[Any]) -> float:
@@ -193,20 +275,3 @@ def _is_complete(call: Call[Any], answer: Any) -> bool:
             return bool(answer.rollouts)
         case _:
             return True
-
-
-def _decode(status: int, answer: bytes, returns: Any) -> Any:
-    if status == 404 and NoneType in get_args(returns):
-        return None
-    if status >= 400:
-        raise _error(status, answer)
-    return msgspec.msgpack.decode(answer, type=returns)
-
-
-def _error(status: int, answer: bytes) -> AgentLightningError:
-    """The typed error of an answer, which a proxy in between may also have made in its own format."""
-    try:
-        message = msgspec.json.decode(answer, type=calls.ErrorReply).error.message
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        message = f"the server answered {status}: {answer[:200]!r}"
-    return _ERRORS.get(status, AgentLightningError)(message)

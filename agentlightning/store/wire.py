@@ -1,0 +1,210 @@
+"""Calls as HTTP requests, and HTTP answers as what calls return or the typed errors.
+
+This module knows the formats, and to tell a store's answer from that of a proxy or of a stranger at the same address.
+It does not know sockets, nor when a call is repeated.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from http.client import responses
+from types import NoneType
+from typing import Any, Final, get_args
+from urllib.parse import quote, urlencode
+
+import msgspec
+
+from agentlightning.errors import (
+    AgentLightningError,
+    ConfigError,
+    ConflictError,
+    ForbiddenError,
+    InvalidError,
+    NotFoundError,
+    UnavailableError,
+)
+from agentlightning.store import calls
+from agentlightning.store.calls import AdminCall, Call
+from agentlightning.types import Noun
+
+MSGPACK: Final = "application/msgpack"
+LONGEST_RETRY_AFTER: Final = 30.0  # seconds; whoever asks for more is asked again after these
+_ADMIN_SECONDS: Final = 600.0  # what an administrator's call, such as checking a large store, may take
+_TOO_MANY: Final = 429
+_AGAIN: Final = (408, 425, _TOO_MANY, 502, 503, 504)
+_ERRORS: Final[Mapping[int, type[AgentLightningError]]] = {
+    401: ForbiddenError,
+    403: ForbiddenError,
+    404: NotFoundError,
+    409: ConflictError,
+    413: InvalidError,
+    422: InvalidError,
+}
+
+_PLAIN: Final = re.compile(r"[A-Za-z0-9_.\-]+")  # as nearly all ids are, for which `quote` is slow
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_error_replies: Final = msgspec.json.Decoder(calls.ErrorReply)
+
+
+class RetryLaterError(UnavailableError):
+    """The server is there, and asks to be left alone for `seconds`."""
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+
+
+class Wire(msgspec.Struct, frozen=True):
+    """A call as a request. `path` is encoded, with the query; `wait` is for how many seconds the server may be silent
+    because it waits or works."""
+
+    method: str
+    path: str
+    body: bytes | None
+    wait: float
+
+
+class Answer(Noun, frozen=True, kw_only=True):
+    """What came back from `url`."""
+
+    url: str
+    status: int
+    content_type: str
+    body: bytes
+    retry_after: str | None = None
+    location: str | None = None
+
+    @property
+    def ends_the_call(self) -> bool:
+        """Whether asking again would be of no use: the server has done it, or has refused it."""
+        if self.status in _AGAIN:
+            return False
+        return self.status < 500 or _reply(self) is not None
+
+    @property
+    def certain(self) -> bool:
+        """Whether an answer that does not end the call says that nothing was carried out."""
+        return self.status == _TOO_MANY
+
+    @property
+    def pause(self) -> float:
+        """For how many seconds the server wants to be left alone. A date, instead, is not heeded."""
+        asked = self.retry_after or ""
+        return min(float(asked), LONGEST_RETRY_AFTER) if asked.isdecimal() else 0.0
+
+
+class Form:
+    """How the calls of one kind are written, and how their answers are read."""
+
+    def __init__(self, kind: type[Call[Any]]) -> None:
+        self._method, _, self._path = kind.route.partition(" ")
+        self._in_path = tuple(calls.path_fields(self._path))
+        self._in_body = tuple(name for name in kind.__struct_fields__ if name not in self._in_path)
+        self._waits = "timeout" in kind.__struct_fields__
+        self._own_wait = _ADMIN_SECONDS if issubclass(kind, AdminCall) else 0.0
+        self._route = kind.route
+        self._may_be_nothing = NoneType in get_args(kind.returns())
+        self._decode = msgspec.msgpack.Decoder(kind.returns()).decode
+
+    def request(self, call: Call[Any]) -> Wire:
+        """InvalidError for a value that cannot be sent at all."""
+        path = self._path
+        if self._in_path:
+            path = path.format_map({name: _in_path(str(getattr(call, name))) for name in self._in_path})
+        wait = (getattr(call, "timeout", None) or 0.0) if self._waits else self._own_wait
+        fields = {name: getattr(call, name) for name in self._in_body}
+        if self._method == "GET":
+            query = {name: str(value) for name, value in fields.items() if value is not None}
+            return Wire("GET", f"{path}?{urlencode(query)}" if query else path, None, wait)
+        return Wire(self._method, path, encode(fields, self._route), wait)
+
+    def result(self, answer: Answer) -> Any:
+        """What the call returns, or raises the typed error."""
+        if answer.status >= 300:
+            reply = _reply(answer)
+            if answer.status == 404 and self._may_be_nothing and reply is not None and reply.type == "not_found":
+                return None
+            raise error_of(answer)
+        try:
+            if answer.content_type == MSGPACK:
+                return self._decode(answer.body)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{answer.url} answered {self._route} with what this version does not understand ({error}); run the "
+                "same version of agentlightning on both sides"
+            ) from None
+        raise _stranger(answer)
+
+
+@functools.cache
+def form_of(kind: type[Call[Any]]) -> Form:
+    """The form of a kind of calls, made once."""
+    return Form(kind)
+
+
+def _in_path(value: str) -> str:
+    return value if _PLAIN.fullmatch(value) else quote(value, safe="")
+
+
+def encode(value: Any, what: str) -> bytes:
+    """msgpack; InvalidError for what has no form in it."""
+    try:
+        return _encoder.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InvalidError(f"{what} cannot be sent: {error}") from None
+
+
+def spans_request(encoded: Sequence[bytes]) -> Wire:
+    """`AddSpans` of spans that are msgpack already."""
+    body = _encoder.encode({"spans": [msgspec.Raw(span) for span in encoded]})
+    return Wire("POST", "/spans", body, 0.0)
+
+
+def error_of(answer: Answer) -> AgentLightningError:
+    """The typed error of an answer that is not a success, whoever made it."""
+    reply = _reply(answer)
+    if reply is None:
+        return _stranger(answer)
+    if answer.status == 404 and reply.type == "http":
+        return ConfigError(
+            f"{answer.url} does not know this call ({reply.message}); it must be the server of a store, of the same "
+            "version as this client"
+        )
+    if answer.ends_the_call:
+        return _ERRORS.get(answer.status, AgentLightningError)(reply.message)
+    return _unavailable(answer, reply.message)
+
+
+def _unavailable(answer: Answer, message: str) -> UnavailableError:
+    return RetryLaterError(message, answer.pause) if answer.pause else UnavailableError(message)
+
+
+def _reply(answer: Answer) -> calls.ErrorBody | None:
+    """The error as our servers write it; None if this is not from one."""
+    try:
+        return _error_replies.decode(answer.body).error
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def _stranger(answer: Answer) -> AgentLightningError:
+    """What to make of an answer that no server of ours wrote."""
+    url, status, said = answer.url, answer.status, _excerpt(answer)
+    if not answer.ends_the_call:
+        return _unavailable(answer, f"what stands before the server at {url} answered {said}; is the server running?")
+    if 300 <= status < 400:
+        return ConfigError(f"{url} redirects to {answer.location or 'nowhere'}; use the URL it redirects to")
+    if status in (401, 403, 413):
+        return _ERRORS[status](f"what stands before the server at {url} refused the request: {said}")
+    return ConfigError(f"{url} is not the server of a store: it answered {said}; check the URL")
+
+
+def _excerpt(answer: Answer) -> str:
+    """`502 Bad Gateway (text/html: 'nginx is restarting')`."""
+    text = answer.body[:20_000].decode(errors="replace")
+    title = re.search(r"<title[^>]*>(.*?)</title>", text, re.IGNORECASE | re.DOTALL)
+    said = " ".join((title[1] if title else text).split())[:120]
+    return f"{answer.status} {responses.get(answer.status, '')} ({answer.content_type or 'no content type'}: {said!r})"
