@@ -195,16 +195,13 @@ class LightningStoreClient(LightningStore):
             body = await response.read()
         finally:
             response.release()
-        headers = response.headers
-        if response.status == 200:
-            return Answer(url=self.url, status=200, content_type=response.content_type, body=body)
         return Answer(
             url=self.url,
             status=response.status,
             content_type=response.content_type,
             body=body,
-            retry_after=headers.get("Retry-After"),
-            location=headers.get("Location"),
+            retry_after=response.headers.get("Retry-After"),
+            location=response.headers.get("Location"),
         )
 
     def _open_session(self) -> aiohttp.ClientSession:
