@@ -1,0 +1,145 @@
+"""`agl keys`: a secret is shown once, to whoever asked; afterwards a key can only be ended or replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from agentlightning.cli.main import run
+from agentlightning.store import calls
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import ApiKey, Credential
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "store.db"
+    asyncio.run(_make(path))
+    return path
+
+
+async def _make(path: Path) -> None:
+    await (await SqlStore.open(path)).close()
+
+
+@pytest.fixture
+def agl(path: Path, capsys: pytest.CaptureFixture[str]):
+    """Runs one `agl keys` command on the store; its exit code, stdout and stderr."""
+
+    def command(*arguments: str) -> tuple[int, str, str]:
+        code = run(["keys", *arguments, "--store", str(path)])
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return command
+
+
+def opens(path: Path, secret: str, later: float = 0.0) -> Credential | None:
+    """What the holder of a key may do some seconds later."""
+
+    async def work() -> Credential | None:
+        store = await SqlStore.open(path, clock=lambda: time.time() + later)
+        credential = await store.perform(calls.FindKey(api_key=secret))
+        await store.close()
+        return credential
+
+    return asyncio.run(work())
+
+
+def keys_of(agl) -> list[ApiKey]:
+    code, out, _ = agl("list", "--json")
+    assert code == 0
+    return [ApiKey(**{**json.loads(line), "scopes": tuple(json.loads(line)["scopes"])}) for line in out.splitlines()]
+
+
+def issue(agl, *options: str) -> tuple[str, str]:
+    """(secret, key_id) of a new key."""
+    known = {key.key_id for key in keys_of(agl)}
+    code, out, _ = agl("issue", "ci", "--scope", "worker", *options)
+    assert code == 0
+    (new,) = (key.key_id for key in keys_of(agl) if key.key_id not in known)
+    return out.strip(), new
+
+
+def test_the_secret_is_alone_on_stdout_and_nowhere_else(agl, path: Path) -> None:
+    code, out, err = agl("issue", "ci", "--scope", "read", "--scope", "grader", "--project", "p", "--lifetime", "30d")
+    secret = out.strip()
+    assert code == 0 and out == f"{secret}\n" and secret.startswith("aglk-")
+    assert secret not in err and "not shown again" in err
+    credential = opens(path, secret)
+    assert credential is not None and (credential.scopes, credential.project) == (("read", "grader"), "p")
+    assert opens(path, secret, later=31 * 86400) is None
+    code, listed, _ = agl("list")
+    assert "ci" in listed and "valid until" in listed and secret not in listed
+    assert secret.encode() not in path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["issue", "ci"], "--scope"),
+        (["issue", "ci", "--scope", "root"], "'root' is not one of"),
+        (["issue", "ci", "--scope", "read", "--lifetime", "30"], "such as 30d or 12h"),
+        (["rotate", "key-1", "--grace", "soon"], "such as 30d or 12h"),
+    ],
+)
+def test_a_key_that_cannot_be_made_is_a_wrong_command_line(agl, arguments: list[str], hint: str) -> None:
+    code, out, err = agl(*arguments)
+    assert code == 2 and hint in err and out == ""
+
+
+def test_a_revoked_key_opens_nothing(agl, path: Path) -> None:
+    secret, key_id = issue(agl)
+    code, out, _ = agl("revoke", key_id)
+    assert code == 0 and "revoked" in out
+    assert opens(path, secret) is None
+    assert agl("revoke", key_id)[0] == 0
+
+
+@pytest.mark.parametrize("command", ["revoke", "rotate"])
+def test_a_key_that_is_not_there_is_named(agl, command: str) -> None:
+    code, _, err = agl(command, "key-none")
+    assert code == 1 and "no key 'key-none'" in err
+
+
+def test_a_rotated_key_is_replaced_by_one_like_it(agl, path: Path) -> None:
+    old, key_id = issue(agl, "--project", "p", "--lifetime", "30d")
+    code, out, err = agl("rotate", key_id)
+    new = out.strip()
+    assert code == 0 and new != old and new not in err
+    assert opens(path, old) is None
+    credential = opens(path, new)
+    assert credential is not None and (credential.scopes, credential.project) == (("worker",), "p")
+    assert opens(path, new, later=31 * 86400) is None
+    code, _, err = agl("rotate", key_id)
+    assert code == 1 and "was revoked" in err
+
+
+def test_a_rotated_key_stays_valid_for_its_grace(agl, path: Path) -> None:
+    old, key_id = issue(agl)
+    code, out, err = agl("rotate", key_id, "--grace", "1h")
+    assert code == 0 and "valid until" in err
+    assert opens(path, old) is not None and opens(path, out.strip()) is not None
+    assert opens(path, old, later=3700) is None
+    assert opens(path, out.strip(), later=3700) is not None
+
+
+def test_a_grace_does_not_lengthen_a_life(agl, path: Path) -> None:
+    old, key_id = issue(agl, "--lifetime", "30m")
+    agl("rotate", key_id, "--grace", "1h")
+    assert opens(path, old, later=1900) is None
+
+
+def test_every_use_of_power_is_on_record_without_the_secret(agl) -> None:
+    secret, key_id = issue(agl)
+    agl("revoke", key_id)
+    code, out, _ = agl("audit", "--json")
+    records = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and [record["action"] for record in records] == ["RevokeKey", "IssueKey"]
+    assert records[0]["detail"]["key_id"] == key_id and secret not in out
+    code, out, _ = agl("audit", "--limit", "1")
+    assert "RevokeKey" in out and "IssueKey" not in out

@@ -1,0 +1,294 @@
+"""`agl store` as a user types it: on a file, in PostgreSQL, and at a server that is running."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from agentlightning.cli.durations import Duration
+from agentlightning.cli.keys import keys
+from agentlightning.cli.main import run
+from agentlightning.cli.store import store
+from agentlightning.store.client import LightningStoreClient
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import Rollout
+
+KEY = "an admin's key"
+DAY = 86400.0
+
+
+async def ended(store, *inputs: object) -> None:
+    for input in inputs:
+        rollout = await store.start_rollout(input)
+        await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded")
+
+
+def fill(address: object, *inputs: object, ago: float = 0.0) -> None:
+    """Rollouts that ended some seconds ago."""
+
+    async def work() -> None:
+        store = await SqlStore.open(address, clock=lambda: time.time() - ago)
+        await ended(store, *inputs)
+        await store.close()
+
+    asyncio.run(work())
+
+
+def stored(address: object) -> list[Rollout]:
+    async def work() -> list[Rollout]:
+        store = await SqlStore.open(address)
+        found = await store.query_rollouts()
+        await store.close()
+        return found
+
+    return asyncio.run(work())
+
+
+def inputs(address: object) -> list[object]:
+    return [rollout.input for rollout in stored(address)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store.db"
+
+
+@pytest.fixture
+def agl(capsys: pytest.CaptureFixture[str]):
+    """Runs one command; its exit code, stdout and stderr."""
+
+    def command(*arguments: object) -> tuple[int, str, str]:
+        code = run([str(argument) for argument in arguments])
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return command
+
+
+@contextlib.contextmanager
+def serving(path: Path) -> Iterator[str]:
+    """An `agl server` on a store, and its URL."""
+    command = [sys.executable, "-m", "agentlightning.cli.main", "server", "--port", "0", "--store", str(path)]
+    with subprocess.Popen([*command, "--key", KEY], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        seen = ""
+        try:
+            for line in process.stderr:
+                seen += line
+                if " at http" in line:
+                    yield line.split()[-1]
+                    return
+            raise AssertionError(f"the server did not start: {seen}")
+        finally:
+            process.terminate()
+            process.stderr.read()
+
+
+# --- durations ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30d", 30 * DAY), ("12h", 43200.0), ("45m", 2700.0), ("90s", 90.0), ("1.5h", 5400.0)]
+)
+def test_a_duration_is_a_number_and_a_unit(text: str, seconds: float) -> None:
+    assert Duration().convert(text, None, None) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "30", "d", "30 d", "-1d", "1w", "1d12h", "0s", "1e3s", "²d", "nan"])
+def test_anything_else_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(click.BadParameter, match=r"no duration; write .* such as 30d or 12h|no time at all"):
+        Duration().convert(text, None, None)
+
+
+@pytest.mark.parametrize("group", [store, keys], ids=lambda group: group.name)
+def test_every_command_explains_each_of_its_options(group: click.Group) -> None:
+    for command in group.commands.values():
+        assert command.help
+        assert all(option.help for option in command.params if isinstance(option, click.Option))
+
+
+# --- which store -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [[], ["--store", "x.db", "--server", "http://127.0.0.1:1"]])
+def test_a_store_or_a_server_must_be_named(agl, options: list[str]) -> None:
+    code, _, err = agl("store", "check", *options)
+    assert code == 2 and "either --store PATH" in err
+
+
+def test_a_mistyped_path_is_not_made_a_store(agl, tmp_path: Path) -> None:
+    code, _, err = agl("store", "check", "--store", tmp_path / "typo.db")
+    assert code == 1 and "there is no store at" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_in_use_is_to_be_asked_for_at_its_server(agl, path: Path) -> None:
+    async def work() -> None:
+        store = await SqlStore.open(path)
+        command = [sys.executable, "-m", "agentlightning.cli.main", "store", "check", "--store", str(path)]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+        await store.close()
+        assert done.returncode == 1
+        assert "in use by another process" in done.stderr and "--server URL" in done.stderr
+
+    asyncio.run(work())
+
+
+# --- gc and erase ------------------------------------------------------------------------------------------------
+
+
+def test_gc_removes_what_ended_long_ago(agl, path: Path) -> None:
+    fill(path, "old", "older", ago=31 * DAY)
+    fill(path, "young")
+    arguments = ("store", "gc", "--store", path, "--older-than", "30d")
+    assert agl(*arguments, "--dry-run") == (0, "2 rollouts ended before that; nothing was removed\n", "")
+    assert len(inputs(path)) == 3
+    assert agl(*arguments, "--project", "another")[1].startswith("removed 0 rollouts")
+    assert agl(*arguments)[:2] == (0, "removed 2 rollouts, 2 attempts, 0 spans\n")
+    assert inputs(path) == ["young"]
+
+
+def test_gc_can_keep_the_rewards(agl, path: Path) -> None:
+    fill(path, "old", ago=31 * DAY)
+    code, out, _ = agl("store", "gc", "--store", path, "--older-than", "30d", "--keep-rewards")
+    assert (code, out) == (0, "removed 0 rollouts, 0 attempts, 0 spans, trimmed 1 to their rewards\n")
+    assert inputs(path) == [None]
+
+
+def test_erasing_leaves_no_trace(agl, path: Path) -> None:
+    fill(path, "my ZEBRA", "my horse")
+    code, out, _ = agl("store", "erase", "--store", path, "--task", "ZEBRA", "--yes")
+    assert (code, out) == (0, "removed 1 rollouts, 1 attempts, 0 spans\n")
+    assert [file.name for file in path.parent.iterdir() if b"ZEBRA" in file.read_bytes()] == []
+    assert inputs(path) == ["my horse"]
+
+
+def test_erasing_asks_first(agl, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(path, "one", "two")
+    command = [sys.executable, "-m", "agentlightning.cli.main", "store", "erase", "--store", str(path), "--task", "o"]
+    refused = subprocess.run(command, input="n\n", capture_output=True, text=True)
+    assert (refused.returncode, refused.stdout) == (1, "nothing was removed\n")
+    assert "erase 2 rollouts" in refused.stderr
+    agreed = subprocess.run(command, input="y\n", capture_output=True, text=True)
+    assert (agreed.returncode, agreed.stdout) == (0, "removed 2 rollouts, 2 attempts, 0 spans\n")
+
+
+def test_erasing_takes_one_rollout_or_a_run_or_says_that_there_is_none(agl, path: Path) -> None:
+    fill(path, "one", "two")
+    name = stored(path)[0].rollout_id
+    assert agl("store", "erase", "--store", path, "--rollout", name, "--yes")[:2] == (
+        0,
+        "removed 1 rollouts, 1 attempts, 0 spans\n",
+    )
+    none = (0, "no rollout matches; nothing was removed\n", "")
+    assert agl("store", "erase", "--store", path, "--run", "run-1", "--yes") == none
+    for wrong in ([], ["--task", ""], ["--task", "x", "--run", "x"]):
+        code, _, err = agl("store", "erase", "--store", path, "--yes", *wrong)
+        assert code == 2 and "one of --task TEXT, --rollout ID, --run ID" in err
+    assert inputs(path) == ["two"]
+
+
+# --- check, backup, restore --------------------------------------------------------------------------------------
+
+
+def test_check_ends_with_1_if_anything_is_wrong(agl, path: Path) -> None:
+    fill(path, "x")
+    assert agl("store", "check", "--store", path) == (0, "nothing is wrong\n", "")
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as vandal:
+        vandal.execute("UPDATE rollouts SET end_time = NULL")
+    code, out, _ = agl("store", "check", "--store", path)
+    assert code == 1 and "finished rollouts without an end time" in out
+
+
+def test_a_backup_becomes_a_store_again(agl, path: Path) -> None:
+    copy = path.parent / "copy.db"
+    fill(path, "old")
+    assert agl("store", "backup", copy, "--store", path)[0] == 0
+    fill(path, "new")
+    code, _, err = agl("store", "backup", copy, "--store", path)
+    assert code == 1 and "--force" in err
+    code, _, err = agl("store", "restore", copy, path)
+    assert code == 1 and "--force" in err
+    assert agl("store", "restore", copy, path, "--force")[0] == 0
+    assert inputs(path) == ["old"]
+
+
+@pytest.mark.parametrize("arguments", [("backup", "x.dump", "--store"), ("restore", "x.dump")])
+def test_postgres_has_programs_of_its_own_for_that(agl, arguments: tuple[str, ...]) -> None:
+    code, _, err = agl("store", *arguments, "postgresql://me:geheim@db/agl")
+    assert code == 1 and "pg_dump --format=custom" in err and "pg_restore" in err and "geheim" not in err
+
+
+# --- export and import -------------------------------------------------------------------------------------------
+
+
+def test_rollouts_move_through_a_file(agl, path: Path) -> None:
+    moved, other = path.parent / "rollouts.jsonl.gz", path.parent / "other.db"
+    fill(path, "one", "two")
+    assert agl("store", "export", moved, "--store", path)[:2] == (0, "wrote 2 rollouts, 2 attempts, 0 spans\n")
+    assert agl("store", "export", moved, "--store", path)[0] == 1
+    assert agl("store", "import", moved, "--store", other)[:2] == (0, "stored 2 rollouts\n")
+    assert agl("store", "import", moved, "--store", other)[1] == "stored 0 rollouts; 2 were stored already\n"
+    assert stored(other) == stored(path)
+
+
+def test_an_export_takes_a_filter(agl, path: Path) -> None:
+    fill(path, "one", "two")
+    where = '{"field": "input", "op": "contains", "value": "on"}'
+    arguments = ("store", "export", path.parent / "some.jsonl", "--store", path)
+    assert agl(*arguments, "--where", where)[1].startswith("wrote 1 rollouts")
+    assert agl(*arguments, "--run", "run-1", "--force")[1].startswith("wrote 0 rollouts")
+    for wrong in ("{", '{"op": "between"}', '{"op": "eq"}'):
+        code, _, err = agl(*arguments, "--force", "--where", wrong)
+        assert code == 2 and "a filter is JSON such as" in err
+
+
+# --- elsewhere ---------------------------------------------------------------------------------------------------
+
+
+def test_a_store_in_postgres_is_kept_alike(agl, tmp_path: Path, postgres_database: str) -> None:
+    fill(postgres_database, "old ZEBRA", ago=31 * DAY)
+    fill(postgres_database, "young ZEBRA", "horse")
+    moved = tmp_path / "rollouts.parquet"
+    assert agl("store", "export", moved, "--store", postgres_database)[0] == 0
+    assert agl("store", "gc", "--store", postgres_database, "--older-than", "30d")[1].startswith("removed 1 ")
+    assert agl("store", "erase", "--store", postgres_database, "--task", "ZEBRA", "--yes")[1].startswith("removed 1 ")
+    assert (
+        agl("store", "import", moved, "--store", postgres_database)[1] == "stored 2 rollouts; 1 were stored already\n"
+    )
+    assert agl("store", "check", "--store", postgres_database) == (0, "nothing is wrong\n", "")
+
+
+def test_a_running_server_is_asked_to_do_it(agl, path: Path) -> None:
+    moved, copy = path.parent / "rollouts.jsonl", path.parent / "copy.db"
+    fill(path, "my ZEBRA", "my horse")
+
+    async def running(url: str) -> str:
+        client = LightningStoreClient(url, KEY)
+        rollout = await client.start_rollout("a running ZEBRA")
+        await client.close()
+        return rollout.rollout_id
+
+    with serving(path) as url:
+        at = ("--server", url, "--key", KEY)
+        asyncio.run(running(url))
+        assert agl("store", "check", *at) == (0, "nothing is wrong\n", "")
+        assert "1 had not ended" in agl("store", "export", moved, *at)[1]
+        assert agl("store", "backup", copy, "--store", path)[0] == 0
+        assert agl("store", "erase", *at, "--task", "ZEBRA", "--yes")[1] == "removed 2 rollouts, 2 attempts, 0 spans\n"
+        traces = [file.name for file in path.parent.iterdir() if b"ZEBRA" in file.read_bytes()]
+        assert sorted(traces) == ["copy.db", "rollouts.jsonl"]
+        assert agl("store", "import", moved, *at)[1] == "stored 1 rollouts; 1 were stored already; 1 had not ended\n"
+        assert agl("store", "gc", *at, "--older-than", "30d")[1].startswith("removed 0 rollouts")
+        code, _, err = agl("store", "check", "--server", url, "--key", "another key")
+        assert code == 1 and "key" in err
+    assert len(inputs(copy)) == 3

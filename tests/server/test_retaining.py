@@ -1,0 +1,113 @@
+"""What is old goes by itself, and a store that is away for a while does not end that."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import anyio
+import pytest
+
+from agentlightning.errors import UnavailableError
+from agentlightning.server.retaining import retain
+from agentlightning.store import calls
+from agentlightning.store.base import LightningStore
+from agentlightning.store.sql import SqlStore
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def store(anyio_backend) -> AsyncIterator[SqlStore]:
+    store = await SqlStore.open(":memory:")
+    yield store
+    await store.close()
+
+
+async def ended(store: LightningStore) -> str:
+    rollout = await store.start_rollout("a task")
+    await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded")
+    return rollout.rollout_id
+
+
+@contextlib.asynccontextmanager
+async def retaining(store: LightningStore, older_than: float, **options) -> AsyncIterator[None]:
+    task = asyncio.create_task(retain(store, older_than, **options))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+
+async def until(store: SqlStore, condition: Callable[[], Awaitable[bool]]) -> None:
+    """Look again after every commit."""
+    with anyio.fail_after(60), store.events() as commits:
+        while not await condition():
+            await commits.get()
+
+
+async def until_gone(store: SqlStore, rollout_id: str) -> None:
+    async def gone() -> bool:
+        return await store.get_rollout_by_id(rollout_id) is None
+
+    await until(store, gone)
+
+
+async def test_what_is_old_goes_at_once_and_again_and_again(store, caplog):
+    caplog.set_level(logging.INFO, "agentlightning")
+    first, unfinished = await ended(store), await store.start_rollout("at work")
+    async with retaining(store, 1e-6, every_seconds=0.01):
+        await until_gone(store, first)
+        await until_gone(store, await ended(store))
+        assert await store.get_rollout_by_id(unfinished.rollout_id) is not None
+    assert "removed 1 rollouts" in caplog.text
+    assert (await store.perform(calls.QueryAudit(limit=1)))[0].actor == "retention"
+
+
+async def test_what_is_not_old_stays(store):
+    young = await ended(store)
+
+    async def looked() -> bool:
+        return len(await store.perform(calls.QueryAudit())) >= 3
+
+    async with retaining(store, 3600, every_seconds=0.001):
+        await until(store, looked)
+    assert await store.get_rollout_by_id(young) is not None
+
+
+async def test_rewards_are_kept_where_that_is_wanted(store):
+    rollout_id = await ended(store)
+
+    async def trimmed() -> bool:
+        rollout = await store.get_rollout_by_id(rollout_id)
+        return rollout is not None and rollout.input is None
+
+    async with retaining(store, 1e-6, keep_rewards=True):
+        await until(store, trimmed)
+
+
+class Away(LightningStore):
+    """A store behind a connection that is lost for the first calls."""
+
+    def __init__(self, store: LightningStore, lost: int) -> None:
+        self._store = store
+        self._lost = lost
+
+    async def perform(self, call):
+        if self._lost:
+            self._lost -= 1
+            raise UnavailableError("the database is away")
+        return await self._store.perform(call)
+
+    async def close(self) -> None: ...
+
+
+async def test_a_store_that_is_away_is_tried_again(store, caplog):
+    rollout_id = await ended(store)
+    async with retaining(Away(store, 3), 1e-6, every_seconds=0.01):
+        await until_gone(store, rollout_id)
+    assert "trying again in 0.01 s: the database is away" in caplog.text
