@@ -55,7 +55,7 @@ def runs(path: Path, server: str | None, key: str | None, as_json: bool) -> None
 async def _runs_of_server(url: str, key: str | None) -> list[ListedRun]:
     from agentlightning.store.client import LightningStoreClient
 
-    store = LightningStoreClient(url, api_key=key)
+    store = LightningStoreClient(url, api_key=key, patience=5)  # somebody sits before it
     try:
         return await _runs_of(store, url)
     finally:
