@@ -7,6 +7,7 @@ This module knows keys and scopes. It does not know routes or what they do.
 from __future__ import annotations
 
 import functools
+import hashlib
 import hmac
 import ipaddress
 from collections.abc import Iterable, Mapping
@@ -17,11 +18,12 @@ from urllib.parse import urlsplit
 import msgspec
 
 from agentlightning.errors import ForbiddenError, NotFoundError
+from agentlightning.gateway.attribution import api_key_of
 from agentlightning.semconv import REWARD
 from agentlightning.store import calls
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import AdminCall, Call
-from agentlightning.types import Credential, EnqueueRolloutRequest, KeyScope, Span
+from agentlightning.types import DEFAULT_PROJECT, UNATTRIBUTED, Credential, EnqueueRolloutRequest, KeyScope, Span
 
 C = TypeVar("C", bound=Call[Any])
 
@@ -34,18 +36,27 @@ _OPENS: Final[Mapping[KeyScope, frozenset[KeyScope]]] = {
 }
 """What a key of each scope may call. A grader reads, and writes spans with rewards."""
 
-_OF_THE_WHOLE: Final = (
-    calls.QueryWorkers,
-    calls.Statistics,
-    calls.VerifyKey,
-    calls.FindKey,
-    calls.QueryKeys,
-    calls.RevokeKey,
-    calls.QueryAudit,
-    calls.CheckStore,
-    calls.ImportRollout,
+_NAMES: Final = ("rollout_id", "run_id", "group_id", "resources_id", "parent_id")
+_MAKES: Final[Mapping[type[msgspec.Struct], str]] = {
+    EnqueueRolloutRequest: "rollout_id",
+    calls.StartRun: "run_id",
+    calls.CreateGroup: "group_id",
+    calls.AddResources: "resources_id",
+}
+"""The one id of a call that may be new, as it names what the call makes; all others must be in the caller's project."""
+
+_LOOKED_INTO: Final = (
+    calls.EnqueueRollouts,
+    calls.StartRollout,
+    calls.AddSpans,
+    calls.WaitForRollouts,
+    calls.UpdateWorker,
 )
-"""What concerns more than one project, and is closed to the keys of one."""
+
+
+def is_of_one_project(kind: type[Call[Any]]) -> bool:
+    """Whether a call can be kept to one project; others concern several, and are closed to the keys of one."""
+    return kind in _LOOKED_INTO or any(name in kind.__struct_fields__ for name in ("project", *_NAMES))
 
 
 class UnauthenticatedError(ForbiddenError):
@@ -75,7 +86,7 @@ class Scope:
                 raise ForbiddenError("an attempt's key can only add spans to its own attempt; this needs another key")
         elif kind.scope not in self.opens:
             raise ForbiddenError(f"{kind.__name__} needs a key with the scope {kind.scope!r}; {self.name} has not")
-        elif self.project is not None and kind in _OF_THE_WHOLE:
+        elif self.project is not None and not is_of_one_project(kind):
             raise ForbiddenError(f"{kind.__name__} concerns all projects, and the key {self.name} is of one")
 
     def require_admin(self) -> None:
@@ -84,13 +95,17 @@ class Scope:
             raise ForbiddenError(f"this needs an admin key of the whole store; {self.name} is not one")
 
     def require_attempts(self, spans: Iterable[Span]) -> None:
-        """ForbiddenError if a span belongs to an attempt that the caller may not touch, or holds a reward that it may
-        not give."""
+        """ForbiddenError if a span belongs to an attempt that the caller may not touch, or holds what it may not give:
+        a reward, or the token ids that a policy is trained on."""
         for span in spans:
             if self.attempt is not None and (span.rollout_id, span.attempt_id) != self.attempt:
                 raise ForbiddenError(
                     f"this key is for attempt {self.attempt[1]} of rollout {self.attempt[0]}; span {span.span_id} "
                     f"names attempt {span.attempt_id} of rollout {span.rollout_id}"
+                )
+            if self.attempt is not None and span.tokens is not None:
+                raise ForbiddenError(
+                    f"span {span.span_id} holds token ids, which only the gateway records; leave `tokens` out"
                 )
             if not self.rewards and (span.name == REWARD or any(name.startswith(_REWARDS) for name in span.attributes)):
                 raise ForbiddenError(
@@ -109,13 +124,15 @@ class Access:
 
     def __init__(self, store: LightningStore, admin_key: str | None) -> None:
         self._store = store
-        self._admin_key = admin_key
+        self._admin_key = None if admin_key is None else _digest(admin_key)
+        self._projects: dict[str, str] = {}  # of runs, which never change theirs
 
     async def scope(self, headers: Mapping[str, str]) -> Scope:
         """UnauthenticatedError if a key is needed and the caller has none that is valid, ForbiddenError if none is and
         the caller is not of this machine."""
-        key = headers.get("authorization", "").removeprefix("Bearer ").strip() or headers.get("x-api-key", "")
-        if self._admin_key is not None and hmac.compare_digest(key.encode(), self._admin_key.encode()):
+        key = api_key_of(headers)
+        # Digests are compared: they are of one length, so that not even the key's length shows in the time it takes.
+        if key and self._admin_key is not None and hmac.compare_digest(_digest(key), self._admin_key):
             return Scope("the admin key")
         credential = await self._store.perform(calls.FindKey(api_key=key)) if key else None
         if credential is not None:
@@ -141,6 +158,8 @@ class Access:
         if "project" in call.__struct_fields__:
             _check_project(scope, getattr(call, "project", None))
             call = msgspec.structs.replace(call, project=scope.project)
+        if "worker_id" in call.__struct_fields__:
+            call = msgspec.structs.replace(call, worker_id=_worker_in(scope.project, getattr(call, "worker_id", None)))
         match call:
             case calls.EnqueueRollouts():
                 requests = [await self._confined(scope, request) for request in call.requests]
@@ -149,46 +168,71 @@ class Access:
                 call = msgspec.structs.replace(call, request=await self._confined(scope, call.request))
             case calls.AddSpans():
                 for rollout_id in {span.rollout_id for span in call.spans}:
-                    _check_project(scope, await self._project_of("rollout_id", rollout_id))
+                    await self._check_name(scope, "rollout_id", rollout_id)
             case calls.WaitForRollouts():
                 for rollout_id in call.rollout_ids:
-                    _check_project(scope, await self._project_of("rollout_id", rollout_id))
+                    await self._check_name(scope, "rollout_id", rollout_id)
+            case calls.CreateGroup(run_id=None):
+                raise ForbiddenError(f"{scope.name} is a key of one project: give the group a run_id of that project")
             case _:
                 pass
-        await self._check_named(scope, call)
+        await self._check_names(scope, call)
         return call
 
     async def _confined(self, scope: Scope, request: EnqueueRolloutRequest) -> EnqueueRolloutRequest:
         _check_project(scope, request.project)
-        await self._check_named(scope, request)
+        await self._check_names(scope, request)
         return msgspec.structs.replace(request, project=scope.project)
 
-    async def _check_named(self, scope: Scope, one: msgspec.Struct) -> None:
-        """ForbiddenError if an id in a call is that of something in another project."""
-        for field in ("rollout_id", "run_id", "group_id", "resources_id", "parent_id"):
+    async def _check_names(self, scope: Scope, one: msgspec.Struct) -> None:
+        for field in _NAMES:
             value = getattr(one, field, None)
             if value is not None:
-                _check_project(scope, await self._project_of(field, value))
+                await self._check_name(scope, field, value, may_be_new=_MAKES.get(type(one)) == field)
+
+    async def _check_name(self, scope: Scope, field: str, value: str, *, may_be_new: bool = False) -> None:
+        """NotFoundError for an id that is not of the caller's project, and the same for one that is nowhere: which ids
+        other projects use is not this caller's business."""
+        project = await self._project_of(field, value)
+        if project != scope.project and not (project is None and may_be_new):
+            raise NotFoundError(f"there is no {field} {value!r} in project {scope.project}, all that this key reaches")
 
     async def _project_of(self, field: str, value: str) -> str | None:
-        """The project of what an id names; None if it names nothing yet."""
+        """The project of what an id names, "" for what belongs to none; None if it names nothing yet."""
         match field:
             case "rollout_id":
+                if value == UNATTRIBUTED:  # also before the store has made it
+                    return DEFAULT_PROJECT
                 found = await self._store.get_rollout_by_id(value)
             case "run_id":
-                found = next((run for run in await self._store.query_runs() if run.run_id == value), None)
+                if value not in self._projects:
+                    self._projects |= {run.run_id: run.project for run in await self._store.query_runs()}
+                return self._projects.get(value)
             case "group_id":
                 group = await self._store.get_group(value)
-                return None if group is None or group.run_id is None else await self._project_of("run_id", group.run_id)
+                if group is None:
+                    return None
+                return "" if group.run_id is None else await self._project_of("run_id", group.run_id)
             case _:
                 found = await self._store.get_resources_by_id(value)
         return None if found is None else found.project
 
 
 def _check_project(scope: Scope, project: str | None) -> None:
-    if project is not None and project != scope.project:
-        # Said as of something that does not exist: which ids other projects use is not this caller's business.
-        raise NotFoundError(f"there is no such thing in project {scope.project}, the only one this key reaches")
+    if project not in (None, scope.project):
+        raise NotFoundError(f"there is no project {project!r} for {scope.name}, which is a key of {scope.project}")
+
+
+def _worker_in(project: str, worker_id: str | None) -> str | None:
+    """A worker's name under a project's key, `project/worker`: workers of other projects cannot be seen or moved by
+    guessing theirs."""
+    if not worker_id or worker_id.startswith(f"{project}/"):
+        return worker_id
+    return f"{project}/{worker_id}"
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="replace")).digest()
 
 
 def is_loopback(host: str | None) -> bool:
@@ -200,6 +244,10 @@ def is_loopback(host: str | None) -> bool:
 
 
 def _require_local(headers: Mapping[str, str]) -> None:
+    if "forwarded" in headers or "x-forwarded-for" in headers:
+        raise ForbiddenError(
+            "this request came through a proxy, from who knows where; a server behind one needs an admin key"
+        )
     # A browser names the page that asks in `Origin`, and in `Host` the name that led it here.
     for caller in (f"//{headers.get('host', '')}", headers.get("origin") or "//localhost"):
         if not _is_here(caller):

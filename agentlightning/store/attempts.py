@@ -162,9 +162,10 @@ def lease(tx: Transaction, call: calls.LeaseRollouts) -> list[AttemptedRollout]:
     touch_worker(tx, call.worker_id)
     if call.lease_id is not None:
         codec.check_id(call.lease_id, "lease_id")
-        earlier = _handed_out_again(tx, f"{call.lease_id}.0")
+        earlier = _handed_out_again(tx, f"{call.lease_id}.0", project=call.project)
         if earlier is not None:
-            rest = (_handed_out_again(tx, f"{call.lease_id}.{index}") for index in range(1, call.limit))
+            names = (f"{call.lease_id}.{index}" for index in range(1, call.limit))
+            rest = (_handed_out_again(tx, name, project=call.project) for name in names)
             return [earlier, *(rollout for rollout in rest if rollout is not None)]
     of_project, values = ("", ()) if call.project is None else ("AND project = ? ", (call.project,))
     rows = tx.connection.execute(
@@ -179,7 +180,9 @@ def lease(tx: Transaction, call: calls.LeaseRollouts) -> list[AttemptedRollout]:
 def start_rollout(tx: Transaction, call: calls.StartRollout) -> AttemptedRollout:
     """Create a rollout and start its first attempt."""
     touch_worker(tx, call.worker_id)
-    earlier = None if call.attempt_id is None else _handed_out_again(tx, call.attempt_id, call.request.rollout_id)
+    earlier = None
+    if call.attempt_id is not None:
+        earlier = _handed_out_again(tx, call.attempt_id, call.request.rollout_id, call.request.project)
     if earlier is not None:
         return earlier
     return _start(tx, create_rollout(tx, call.request, queued=False), call.worker_id, call.attempt_id)
@@ -195,23 +198,26 @@ def start_attempt(tx: Transaction, call: calls.StartAttempt) -> AttemptedRollout
     return _start(tx, rollout, call.worker_id, call.attempt_id)
 
 
-def _handed_out_again(tx: Transaction, attempt_id: str, rollout_id: str | None = None) -> AttemptedRollout | None:
+def _handed_out_again(
+    tx: Transaction, attempt_id: str, rollout_id: str | None = None, project: str | None = None
+) -> AttemptedRollout | None:
     """An attempt handed out before under this id, for a caller that did not hear of it. Asking is a sign of life of
-    its worker. ConflictError if it is one of another rollout."""
+    its worker. ConflictError if it is one of another rollout or project."""
     row = tx.connection.execute(
         _STANDING + "WHERE a.attempt_id = ?" + tx.connection.for_update, (attempt_id,)
     ).fetchone()
     if row is None:
         return None
     number, before = _standing(row)
-    if rollout_id not in (None, before.rollout_id):
-        raise ConflictError(f"attempt {attempt_id} is stored already, of rollout {before.rollout_id}")
+    rollout = require_rollout(tx.connection, before.rollout_id)
+    if rollout_id not in (None, rollout.rollout_id) or project not in (None, rollout.project):
+        raise ConflictError(f"attempt {attempt_id} is stored already, of another rollout; choose another id")
     after = lifecycle.beat(before, tx.now, tx.lease_seconds)
     save_standing(tx, number, before, after)
     attempt = attempt_from_row(
         tx.connection.execute(f"SELECT {_ATTEMPT} FROM attempts WHERE number = ?", (number,)).fetchone()
     )
-    rollout = require_rollout(tx.connection, before.rollout_id)
+    rollout = require_rollout(tx.connection, before.rollout_id)  # as the sign of life left it
     return _handed_out(tx, rollout, attempt, Lease(token=number, expires=after.lease_expires))
 
 
