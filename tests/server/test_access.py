@@ -1,0 +1,266 @@
+"""Who may do what: every call with every kind of key."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.models import ModelTable
+from agentlightning.semconv import ATTEMPT_ID, REWARD, ROLLOUT_ID, reward_value
+from agentlightning.server.app import create_app
+from agentlightning.server.serve import HttpServer
+from agentlightning.store import calls
+from agentlightning.store.calls import Call
+from agentlightning.store.client import LightningStoreClient
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import (
+    EnqueueRolloutRequest,
+    SampledChoice,
+    TokenCapture,
+)
+from tests.server.conftest import ADMIN_KEY
+from tests.server.places import (
+    ADMIN,
+    EVERY,
+    OF_THE_WHOLE,
+    OPENS,
+    WORKER,
+    Caller,
+    Clock,
+    Place,
+    furnish,
+    issue,
+    otlp,
+    span_of,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def store(anyio_backend, clock) -> AsyncIterator[SqlStore]:
+    opened = await SqlStore.open(":memory:", clock=clock)
+    yield opened
+    await opened.close()
+
+
+def test_the_rules_speak_of_every_call():
+    assert set(calls.all_calls()) == ADMIN
+
+
+# --- every call with every kind of key ---------------------------------------------------------------------------
+
+
+async def statuses(store: SqlStore, caller: Caller, key_of: Callable[[Place], str] | None = None) -> dict[Any, int]:
+    """What each call is answered, each in a place of its own in project `a`."""
+    found: dict[Any, int] = {}
+    for number, (kind, make) in enumerate(EVERY.items()):
+        place = await furnish(store, f"a-{number}", "a")
+        if kind is calls.LeaseRollouts:
+            await store.perform(calls.EnqueueRollouts(requests=[EnqueueRolloutRequest(input=1, project="a")]))
+        if key_of is not None:
+            caller.key = key_of(place)
+        found[kind], _ = await caller(make(place))
+    return found
+
+
+def expected(opens: set[type[Call[Any]]], otherwise: int = 403) -> dict[Any, int]:
+    return {kind: 200 if kind in opens else otherwise for kind in EVERY}
+
+
+@pytest.mark.parametrize("scope", OPENS)
+async def test_a_key_opens_what_its_scope_says(store, http, scope):
+    assert await statuses(store, Caller(http, await issue(store, scope))) == expected(OPENS[scope])
+
+
+@pytest.mark.parametrize("scope", OPENS)
+async def test_a_key_of_a_project_opens_nothing_that_concerns_several(store, http, scope):
+    caller = Caller(http, await issue(store, scope, project="a"))
+    assert await statuses(store, caller) == expected(OPENS[scope] - OF_THE_WHOLE)
+
+
+async def test_a_key_of_two_scopes_opens_what_either_does(store, http):
+    assert await statuses(store, Caller(http, await issue(store, "read", "worker"))) == expected(WORKER)
+
+
+async def test_the_admin_key_opens_everything(store, http):
+    assert await statuses(store, Caller(http, ADMIN_KEY)) == expected(ADMIN)
+
+
+async def test_without_a_valid_key_nothing_opens(store, http, clock):
+    ended = await store.perform(calls.IssueKey(name="ended", scopes=["admin"]))
+    revoked, expired = ended.api_key, await issue(store, "admin", lifetime_seconds=10)
+    for key in (revoked, expired):
+        assert (await Caller(http, key)(calls.QueryRuns()))[0] == 200
+    await store.perform(calls.RevokeKey(key_id=ended.key_id))
+    clock.now += 11
+    elsewhere = await SqlStore.open(":memory:")
+    foreign = (await furnish(elsewhere, "f", "a")).attempt_key
+    await elsewhere.close()
+    for key in (None, "", "wrong", revoked, expired, foreign, ADMIN_KEY[:-1], ADMIN_KEY + "x", f"aglk-{'x' * 43}"):
+        caller = Caller(http, key)
+        for kind, make in EVERY.items():
+            assert (await caller(make(Place("nowhere", "a"))))[0] == 401, (key, kind)
+
+
+@pytest.mark.parametrize("which", ["attempt_key", "grading_key"])
+async def test_an_attempts_key_adds_spans_and_nothing_else(store, http, which):
+    found = await statuses(store, Caller(http, None), lambda place: getattr(place, which))
+    assert found == expected({calls.AddSpans})
+
+
+async def test_a_revoked_key_ends_at_once_and_another_takes_its_place(store, http):
+    first = await store.perform(calls.IssueKey(name="first", scopes=["read"]))
+    second = await issue(store, "read")
+    assert (await Caller(http, first.api_key)(calls.QueryRuns()))[0] == 200
+    await store.perform(calls.RevokeKey(key_id=first.key_id))
+    assert (await Caller(http, first.api_key)(calls.QueryRuns()))[0] == 401
+    assert (await Caller(http, second)(calls.QueryRuns()))[0] == 200
+
+
+@pytest.mark.parametrize("header", ["Bearer {}", "bearer {}", "BEARER  {}"])
+async def test_the_scheme_may_be_written_as_one_likes(http, header):
+    headers = {"authorization": header.format(ADMIN_KEY)}
+    assert (await Caller(http, None).request("GET", "/api/v1/runs", headers=headers))[0] == 200
+
+
+# --- rewards and tokens ------------------------------------------------------------------------------------------
+
+
+async def test_an_agents_own_key_gives_no_rewards_unless_it_was_issued_with_them(store, http):
+    place = await furnish(store, "a", "a")
+    agent, grader = Caller(http, place.attempt_key), Caller(http, place.grading_key)
+    rewarded = [
+        span_of(place, 2, name=REWARD),
+        span_of(place, 3, attributes={reward_value(0): 1.0}),
+        span_of(place, 4, attributes={reward_value(7): 1.0}),
+    ]
+    for span in rewarded:
+        status, text = await agent(calls.AddSpans(spans=[span_of(place, 5), span]))
+        assert status == 403 and "reward" in text
+        assert (await agent.request("POST", "/v1/traces", **otlp(span)))[0] == 403
+    assert len(await store.query_spans(place.rollout_id)) == 1
+    assert (await grader(calls.AddSpans(spans=rewarded[:2])))[0] == 200
+    assert (await grader.request("POST", "/v1/traces", **otlp(rewarded[2])))[0] == 200
+    assert len(await store.query_spans(place.rollout_id)) == 4
+
+
+async def test_an_attempts_key_writes_no_tokens_to_train_on(store, http):
+    place = await furnish(store, "a", "a")
+    choice = SampledChoice(token_ids=(1,), logprobs=(0.0,), finish_reason="stop")
+    forged = span_of(place, 2, tokens=TokenCapture(prompt_token_ids=(1,), choices=(choice,)))
+    for key in (place.attempt_key, place.grading_key):
+        status, text = await Caller(http, key)(calls.AddSpans(spans=[forged]))
+        assert status == 403 and "token ids" in text
+
+
+async def test_an_attempts_key_touches_no_other_attempt(store, http):
+    own, other = await furnish(store, "a", "a"), await furnish(store, "b", "a")
+    mixed = span_of(own, 2, attempt_id=other.attempt_id)
+    for key in (own.attempt_key, own.grading_key):
+        for span in (span_of(other, 2), mixed):
+            assert (await Caller(http, key)(calls.AddSpans(spans=[span_of(own, 3), span])))[0] == 403
+            claim = span_of(own, 4, attributes={ROLLOUT_ID: span.rollout_id, ATTEMPT_ID: span.attempt_id})
+            assert (await Caller(http, key).request("POST", "/v1/traces", **otlp(claim)))[0] == 403
+    assert len(await store.query_spans(own.rollout_id)) == len(await store.query_spans(other.rollout_id)) == 1
+
+
+async def test_a_worker_gives_rewards_for_what_it_runs(store, server):
+    client = LightningStoreClient(server.url, await issue(store, "worker", project="a"))
+    place = await furnish(store, "a", "a")
+    await client.add_span(span_of(place, 2, name=REWARD, attributes={reward_value(0): 1.0}))
+    await client.close()
+    assert len(await store.query_spans(place.rollout_id)) == 2
+
+
+# --- administration ----------------------------------------------------------------------------------------------
+
+
+async def test_every_use_of_an_administrative_call_names_who_made_it(store, http):
+    issued = await store.perform(calls.IssueKey(name="ops", scopes=["admin"]))
+    caller, audited = Caller(http, issued.api_key), [kind for kind in EVERY if issubclass(kind, calls.AdminCall)]
+    for number, kind in enumerate(audited):
+        place = await furnish(store, str(number), "a")
+        call = msgspec.structs.replace(EVERY[kind](place), actor="somebody else")
+        assert (await caller(call))[0] == 200
+        last, *_ = await store.perform(calls.QueryAudit(limit=1))
+        assert (last.actor, last.action) == (issued.key_id, kind.__name__)
+        assert issued.api_key not in repr(last)
+    refused = await store.perform(calls.QueryAudit())
+    assert (await Caller(http, await issue(store, "trainer"))(calls.CheckStore()))[0] == 403
+    assert len(await store.perform(calls.QueryAudit())) == len(refused) + 1  # the key that was issued, no more
+
+
+async def test_models_of_the_gateway_are_for_admins_of_the_whole(store):
+    app = create_app(store, gateway=Gateway(ModelTable(), store, require_key=True), admin_key=ADMIN_KEY)
+    place = await furnish(store, "a", "a")
+    async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
+        for key, status in (
+            (ADMIN_KEY, 200),
+            (await issue(store, "admin"), 200),
+            (await issue(store, "admin", project="a"), 403),
+            (await issue(store, "trainer"), 403),
+            (place.attempt_key, 403),
+            (None, 401),
+        ):
+            assert (await Caller(http, key).request("GET", "/api/v1/models"))[0] == status
+
+
+# --- the gateway -------------------------------------------------------------------------------------------------
+
+
+async def test_an_issued_key_is_no_attempts_key_at_the_gateway(store):
+    """With keys required it is refused; without, it is ignored like any placeholder an agent carries."""
+    place = await furnish(store, "a", "a")
+    path = f"/rollout/{place.rollout_id}/attempt/{place.attempt_id}/v1/chat/completions"
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+    for required, status in ((True, 401), (False, 404)):  # 404: nothing is wrong but that there is no model
+        app = create_app(store, gateway=Gateway(ModelTable(), store, require_key=required), admin_key=ADMIN_KEY)
+        async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
+            for key in (await issue(store, "admin"), ADMIN_KEY, "EMPTY"):
+                for url in ("/v1/chat/completions", path):
+                    assert (await Caller(http, key).request("POST", url, json=body))[0] == status
+
+
+async def test_the_gateway_turns_away_agents_whose_attempt_is_over(store):
+    app = create_app(store, gateway=Gateway(ModelTable(), store, require_key=True), admin_key=ADMIN_KEY)
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+    async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
+        ends: tuple[Callable[[Place], Call[Any]], ...] = (
+            lambda p: calls.CancelRollout(rollout_id=p.rollout_id),
+            lambda p: calls.UpdateAttempt(rollout_id=p.rollout_id, attempt_id=p.attempt_id, status="succeeded"),
+            lambda p: calls.StartAttempt(rollout_id=p.rollout_id),
+        )
+        for number, end in enumerate(ends):
+            place = await furnish(store, str(number), "a")
+            await store.perform(end(place))
+            for key in (place.attempt_key, place.grading_key):
+                headers = {"authorization": f"Bearer {key}"}
+                async with http.post("/v1/chat/completions", json=body, headers=headers) as answer:
+                    assert (answer.status, answer.headers["x-should-retry"]) == (403, "false")
+
+
+# --- without an admin key ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("header", ["forwarded", "x-forwarded-for"])
+async def test_what_a_proxy_brings_is_not_of_this_machine(store, header):
+    async with HttpServer(create_app(store)) as server, aiohttp.ClientSession(server.url) as http:
+        assert (await Caller(http, None)(calls.Statistics()))[0] == 200
+        status, text = await Caller(http, None).request("GET", "/api/v1/statistics", headers={header: "203.0.113.7"})
+        assert status == 403 and "admin key" in text
+
+
+async def test_an_issued_key_stays_narrow_without_an_admin_key(store):
+    async with HttpServer(create_app(store)) as server, aiohttp.ClientSession(server.url) as http:
+        assert (await Caller(http, await issue(store, "read"))(calls.CheckStore()))[0] == 403
