@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -35,24 +35,32 @@ def ended_before(time: float) -> Filter:
     return And([Condition("end_time", "lt", time), Condition("rollout_id", "ne", UNATTRIBUTED)])
 
 
-def delete_rollouts(tx: Transaction, call: calls.DeleteRollouts) -> tuple[Deleted, tuple[calls.DeleteRollouts, ...]]:
-    """Remove some of the rollouts that match, and say what remains to be called for; nothing when all are removed.
+class Remaining(NamedTuple):
+    """Rollouts that are still to be removed: those that match and were enqueued later than number `after`."""
+
+    call: calls.DeleteRollouts
+    after: int = 0
+
+
+def delete_rollouts(tx: Transaction, call: calls.DeleteRollouts, after: int = 0) -> tuple[Deleted, list[Remaining]]:
+    """Remove some of the rollouts that match, and say what remains to be done, the last of it first.
 
     Unfinished ones are cancelled in a transaction of their own before they are removed: whoever works on them or waits
     for them hears of that, and their groups become complete."""
     if call.unfinished:
-        active = [rollout_id for rollout_id, _ in _some(tx, call, f"rollouts.status NOT IN {TERMINAL_STATUSES}")]
+        active = [row[0] for row in _some(tx, call, after, f"rollouts.status NOT IN {TERMINAL_STATUSES}")]
         if active:
             for rollout_id in active:
                 cancel_rollout(tx, calls.CancelRollout(rollout_id=rollout_id))
+            # By their ids: a filter may have chosen them by the status that they had.
             cancelled = msgspec.structs.replace(
                 call, where=Condition("rollout_id", "in", active), project=None, unfinished=False
             )
-            return Deleted(), (call, cancelled)
+            return Deleted(), [Remaining(call, after), Remaining(cancelled)]
     untrimmed = " AND rollouts.trimmed = 0" if call.keep_rewards else ""
-    found = _some(tx, call, f"rollouts.status IN {TERMINAL_STATUSES}{untrimmed}")
+    found = _some(tx, call, after, f"rollouts.status IN {TERMINAL_STATUSES}{untrimmed}")
     deleted = Deleted()
-    for rollout_id, group_id in found:
+    for rollout_id, group_id, _ in found:
         if call.keep_rewards:
             removed = _trim(tx.connection, rollout_id)
         else:
@@ -60,16 +68,17 @@ def delete_rollouts(tx: Transaction, call: calls.DeleteRollouts) -> tuple[Delete
             tx.changes.removed.append(rollout_id)
         tx.changes.touched.append(rollout_id)
         deleted = summed(deleted, removed)
-    return deleted, (call,) if len(found) == _AT_ONCE else ()
+    return deleted, [Remaining(call, found[-1][2])] if len(found) == _AT_ONCE else []
 
 
-def _some(tx: Transaction, call: calls.DeleteRollouts, condition: str) -> list[tuple[str, str | None]]:
-    """(rollout_id, group_id) of the first rollouts that match and meet the condition."""
+def _some(tx: Transaction, call: calls.DeleteRollouts, after: int, condition: str) -> list[tuple[str, str | None, int]]:
+    """(rollout_id, group_id, number) of the first rollouts after a number that match and meet the condition."""
     matching = filters.where(in_project(call.where, call.project), fields.ROLLOUTS, tx.connection.dialect)
     return tx.connection.execute(
-        f"SELECT rollouts.rollout_id, rollouts.group_id FROM rollouts WHERE {matching.text} AND {condition} "
+        f"SELECT rollouts.rollout_id, rollouts.group_id, rollouts.number FROM rollouts "
+        f"WHERE {matching.text} AND {condition} AND rollouts.number > ? "
         f"ORDER BY rollouts.number LIMIT ?{tx.connection.for_update}",
-        (*matching.parameters, _AT_ONCE),
+        (*matching.parameters, after, _AT_ONCE),
     ).fetchall()
 
 

@@ -401,11 +401,10 @@ class SqlStore(LightningStore):
         return Credential(name=key.key_id, scopes=key.scopes, project=key.project)
 
     async def _delete_rollouts(self, call: calls.DeleteRollouts) -> Deleted:
-        deleted, further = await self._write(lambda tx: access_keys.audited(tx, call, retention.delete_rollouts))
-        remaining = list(further)
+        deleted, remaining = await self._write(lambda tx: access_keys.audited(tx, call, retention.delete_rollouts))
         while remaining:
             one = remaining.pop()
-            part, further = await self._write(lambda tx, one=one: retention.delete_rollouts(tx, one))
+            part, further = await self._write(lambda tx, one=one: retention.delete_rollouts(tx, one.call, one.after))
             remaining += further
             deleted = retention.summed(deleted, part)
         if call.scrub:
