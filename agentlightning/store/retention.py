@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from agentlightning.errors import ConflictError, InvalidError
-from agentlightning.semconv import REWARD
+from agentlightning.semconv import CALL_FLAG, REWARD
 from agentlightning.store import calls, codec, fields, filters, lifecycle
 from agentlightning.store.attempts import cancel_rollout
 from agentlightning.store.database import Connection
@@ -256,8 +256,9 @@ _RULES: Final[Sequence[_Rule]] = (
         f"(SELECT count(*) FROM rollouts r WHERE r.group_id = g.group_id AND r.status IN {TERMINAL_STATUSES})",
     ),
     _Rule(
-        "spans whose logprobs are not as long as their token ids",
-        "SELECT span_id FROM spans WHERE logprobs IS NOT NULL AND length(logprobs) NOT IN (0, length(token_ids))",
+        "spans that may be trained and whose logprobs are not as long as their token ids",
+        "SELECT span_id FROM spans WHERE logprobs IS NOT NULL AND length(logprobs) NOT IN (0, length(token_ids)) "
+        f"AND replace(attributes, '\"{CALL_FLAG}\"', '') = attributes",
     ),
 )
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
-from agentlightning.semconv import REWARD, reward_value
+from agentlightning.semconv import CALL_FLAG, REWARD, reward_value
 from agentlightning.store import calls
 from agentlightning.store.base import LightningStore
 from agentlightning.store.retention import ended_before
@@ -28,7 +28,9 @@ from agentlightning.types import (
     Filter,
     Rollout,
     RolloutConfig,
+    SampledChoice,
     Span,
+    TokenCapture,
 )
 
 pytestmark = pytest.mark.anyio
@@ -347,6 +349,19 @@ async def test_an_import_takes_nothing_from_another_rollout(store):
 
 
 # --- checking ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_call_without_a_logprob_for_each_token_must_be_flagged(store):
+    rollout = await store.start_rollout("a task")
+    ids = rollout.rollout_id, rollout.attempt.attempt_id
+    choice = SampledChoice(token_ids=(1, 2), logprobs=(-0.5,), finish_reason="stop")
+    tokens = TokenCapture(prompt_token_ids=(), choices=(choice,))
+    flagged = a_span(*ids, "flagged", **{CALL_FLAG: "ids and logprobs differ in length"})
+    await store.add_span(changed(flagged, tokens=tokens))
+    assert await store.perform(calls.CheckStore()) == []
+    await store.add_span(changed(a_span(*ids, "not-flagged"), tokens=tokens))
+    (problem,) = await store.perform(calls.CheckStore())
+    assert problem.endswith(": not-flagged")
 
 
 async def test_a_check_says_what_is_wrong(tmp_path):
