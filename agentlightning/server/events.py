@@ -76,7 +76,9 @@ class EventRoutes:
                     if any(one is None or one.keys for one in several) or _due(checked, self._heartbeat):
                         scope = await self._admit(request)  # the key may have been revoked, or have expired
                         checked = time.monotonic()
-                    yield b"".join([event async for event in self._events(several, scope)]) or _HEARTBEAT
+                    events = [event async for event in self._events(several, scope)] if several else [_HEARTBEAT]
+                    if events:
+                        yield b"".join(events)
         except (ForbiddenError, UnavailableError):
             return  # the stream ends; whoever asks again is told why
         finally:

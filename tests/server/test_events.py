@@ -1,0 +1,168 @@
+"""The event stream: what happens in the store reaches whoever listens, and nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+
+import aiohttp
+import anyio
+import msgspec
+import pytest
+
+from agentlightning.server.access import Access
+from agentlightning.server.app import create_app
+from agentlightning.server.events import EventRoutes
+from agentlightning.server.serve import HttpServer
+from agentlightning.store import calls
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import AttemptedRollout, Condition, EnqueueRolloutRequest, Span
+from tests.server.conftest import ADMIN_KEY
+
+pytestmark = pytest.mark.anyio
+
+
+class Listener:
+    """One open stream, read event by event."""
+
+    def __init__(self, answer: aiohttp.ClientResponse) -> None:
+        self.answer = answer
+
+    async def next(self) -> tuple[str, dict]:
+        """The next event; its name is "" for a heartbeat. EOFError at the end of the stream."""
+        name, data = "", {}
+        with anyio.fail_after(30):
+            while line := (await self.answer.content.readline()).decode():
+                match line.rstrip("\n").partition(": "):
+                    case ("event", _, value):
+                        name = value
+                    case ("data", _, value):
+                        data = msgspec.json.decode(value)
+                    case ("", "", ""):
+                        return name, data
+        raise EOFError
+
+    async def until(self, name: str, **wanted) -> list[tuple[str, dict]]:
+        """All events up to one with this name and these fields."""
+        passed = [await self.next()]
+        while passed[-1][0] != name or not wanted.items() <= passed[-1][1].items():
+            passed.append(await self.next())
+        return passed
+
+
+@contextlib.asynccontextmanager
+async def listening(http: aiohttp.ClientSession, key: str = ADMIN_KEY) -> AsyncGenerator[Listener]:
+    async with http.get("/api/v1/events", headers={"Authorization": f"Bearer {key}"}) as answer:
+        assert (answer.status, answer.content_type) == (200, "text/event-stream")
+        listener = Listener(answer)
+        assert await listener.next() == ("reset", {})
+        yield listener
+
+
+def span(rollout_id: str, attempt_id: str) -> Span:
+    return Span(
+        rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=0, trace_id="t", span_id="s", name="n",
+        start_time=0.0, end_time=1.0,
+    )  # fmt: skip
+
+
+async def started(store: SqlStore, project: str) -> AttemptedRollout:
+    return await store.perform(calls.StartRollout(request=EnqueueRolloutRequest(input=1, project=project)))
+
+
+async def test_the_life_of_a_rollout_is_heard(http, store):
+    async with listening(http) as listener:
+        await store.enqueue_rollout("task")
+        await listener.until("queued", project="default", count=1)
+        leased = await store.dequeue_rollout()
+        (*_, (_, event)) = await listener.until("rollout", status="preparing")
+        assert (event["rollout_id"], event["project"]) == (leased.rollout_id, "default")
+        await store.add_span(span(leased.rollout_id, leased.attempt.attempt_id))
+        await listener.until("spans", rollout_id=leased.rollout_id)
+        await store.update_attempt(leased.rollout_id, leased.attempt.attempt_id, status="succeeded")
+        (*_, (_, event)) = await listener.until("rollout", status="succeeded")
+        assert event["end_time"] is not None
+        await store.perform(calls.DeleteRollouts(where=Condition("rollout_id", "eq", leased.rollout_id)))
+        await listener.until("rollout", rollout_id=leased.rollout_id, status="deleted")
+
+
+async def test_a_complete_group_is_heard(http, store):
+    run = await store.start_run("train", {})
+    group = await store.create_group(size=1, run_id=run.run_id)
+    async with listening(http) as listener:
+        request = EnqueueRolloutRequest(input=1, run_id=run.run_id, group_id=group.group_id, group_index=0)
+        (rollout,) = await store.enqueue_many_rollouts([request])
+        await store.cancel_rollout(rollout.rollout_id)
+        await listener.until("groups", run_id=run.run_id)
+
+
+async def test_what_happens_at_once_is_said_once(http, store):
+    async with listening(http) as listener:
+        started = await store.start_rollout(1)
+        ids = started.rollout_id, started.attempt.attempt_id
+        spans = [msgspec.structs.replace(span(*ids), span_id=str(number)) for number in range(50)]
+        await store.add_many_spans(spans)
+        await store.cancel_rollout(started.rollout_id)
+        passed = await listener.until("rollout", status="cancelled")
+        await store.enqueue_rollout("the next thing")
+        passed += await listener.until("queued")
+        assert 1 <= sum(name == "spans" for name, _ in passed) <= 2
+
+
+async def test_the_key_of_a_project_hears_only_of_it(http, store):
+    issued = await store.perform(calls.IssueKey(name="reader", scopes=["read"], project="ours"))
+    async with listening(http, issued.api_key) as listener:
+        other = await started(store, "theirs")
+        await store.add_span(span(other.rollout_id, other.attempt.attempt_id))
+        await store.cancel_rollout(other.rollout_id)
+        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="secret too", project="theirs")])
+        own = await started(store, "ours")
+        passed = await listener.until("rollout", rollout_id=own.rollout_id)
+        assert {name for name, _ in passed} == {"rollout"}
+        assert "theirs" not in str(passed)
+        assert other.rollout_id not in str(passed)
+
+
+async def test_listening_needs_a_key_that_may_read(http, store):
+    attempt = await store.start_rollout(1)
+    assert (await http.get("/api/v1/events")).status == 401
+    assert (await http.get("/api/v1/events", headers={"x-api-key": attempt.api_key})).status == 403
+
+
+async def test_a_revoked_key_hears_no_more(http, store):
+    issued = await store.perform(calls.IssueKey(name="reader", scopes=["read"]))
+    async with listening(http, issued.api_key) as listener:
+        await store.perform(calls.RevokeKey(key_id=issued.key_id))
+        with pytest.raises(EOFError):
+            while True:
+                await listener.next()
+
+
+async def test_who_has_missed_something_is_told_to_read_afresh(http, store):
+    async with listening(http) as listener:
+        store._hear(None)
+        await listener.until("reset")
+
+
+async def test_a_silent_stream_shows_that_it_is_alive(store):
+    app = create_app(store)
+    routes = EventRoutes(store, Access(store, None), heartbeat_seconds=0.05)
+    app.router.routes.insert(0, routes.route())
+    async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http, http.get("/events") as answer:
+        listener = Listener(answer)
+        assert [await listener.next() for _ in range(3)] == [("reset", {}), ("", {}), ("", {})]
+
+
+async def test_a_stopping_server_ends_its_streams_and_a_client_that_leaves_is_forgotten(store):
+    server = HttpServer(create_app(store))
+    await server.start()
+    async with aiohttp.ClientSession(server.url) as http, listening(http) as listener:
+        async with listening(http):
+            pass
+        with anyio.fail_after(30):
+            while "agl_event_streams 1.0" not in await (await http.get("/metrics")).text():
+                await anyio.sleep(0.01)
+        with anyio.fail_after(4):  # less than what a server waits for requests that do not end
+            await server.stop()
+        with pytest.raises(EOFError):
+            await listener.next()

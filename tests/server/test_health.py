@@ -1,0 +1,115 @@
+"""What operators ask of a server: whether it lives, whether it can work, and how much it does."""
+
+from __future__ import annotations
+
+import aiohttp
+import anyio
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from agentlightning.server.app import create_app
+from agentlightning.server.remembered import Remembered
+from agentlightning.server.serve import HttpServer
+from agentlightning.store.client import LightningStoreClient
+from tests.server.conftest import ADMIN_KEY
+
+pytestmark = pytest.mark.anyio
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+
+
+async def metrics(http: aiohttp.ClientSession) -> dict[tuple[str, ...], float]:
+    """Every sample by its name and the values of its labels."""
+    answer = await http.get("/metrics", headers=ADMIN)
+    assert (answer.status, answer.content_type) == (200, "text/plain")
+    families = text_string_to_metric_families(await answer.text())
+    return {(one.name, *one.labels.values()): one.value for family in families for one in family.samples}
+
+
+async def test_a_server_is_ready_while_its_store_answers(http, store):
+    answer = await http.get("/ready")
+    assert (answer.status, await answer.json()) == (200, {"status": "ready"})
+
+
+async def test_a_server_whose_store_is_gone_lives_but_is_not_ready(http, store):
+    await store.close()
+    assert (await http.get("/health")).status == 200
+    answer = await http.get("/ready")
+    assert (answer.status, (await answer.json())["reason"]) == (503, "the store is closed")
+
+
+async def test_a_server_without_a_store_is_ready():
+    async with HttpServer(create_app(None)) as server, aiohttp.ClientSession(server.url) as http:
+        assert (await http.get("/ready")).status == 200
+        assert (await http.get("/metrics")).status == 200
+
+
+async def test_metrics_count_requests_by_route_and_what_is_stored(http, store):
+    await store.enqueue_many_rollouts([])
+    await store.enqueue_rollout("waits")
+    started = await store.start_rollout("runs")
+    for _ in range(3):
+        await http.get(f"/api/v1/rollouts/{started.rollout_id}", headers=ADMIN)
+    await http.get("/api/v1/rollouts/ro-nowhere", headers=ADMIN)
+    await http.get("/no/such/path")
+    found = await metrics(http)
+    assert found["agl_requests_total", "GET", "/api/v1/rollouts/{rollout_id}", "200"] == 3
+    assert found["agl_requests_total", "GET", "/api/v1/rollouts/{rollout_id}", "404"] == 1
+    assert found["agl_requests_total", "GET", "unmatched", "404"] == 1
+    assert found["agl_request_seconds_count", "GET", "/api/v1/rollouts/{rollout_id}"] == 4
+    assert found["agl_rollouts", "queuing"] == found["agl_queue_length",] == 1
+    assert found["agl_rollouts", "preparing"] == 1
+    assert found["agl_spans",] == 0
+    assert found["process_resident_memory_bytes",] > 1e6
+    assert not any(started.rollout_id in label for name in found for label in name)
+
+
+async def test_metrics_show_who_waits_and_who_listens(http, server, store):
+    client = LightningStoreClient(server.url, ADMIN_KEY)
+    async with anyio.create_task_group() as tasks, http.get("/api/v1/events", headers=ADMIN):
+        tasks.start_soon(lambda: client.dequeue_rollout(timeout=60))
+        with anyio.fail_after(30):
+            while (found := await metrics(http))["agl_long_polls",] != 1:
+                await anyio.sleep(0.01)
+        assert found["agl_event_streams",] == 1
+        await store.enqueue_rollout("ends the wait")
+    await client.close()
+
+
+async def test_metrics_need_a_key_that_may_read_the_whole_store(http, store):
+    attempt = await store.start_rollout(1)
+    assert (await http.get("/metrics")).status == 401
+    assert (await http.get("/metrics", headers={"x-api-key": attempt.api_key})).status == 403
+
+
+async def test_a_poll_whose_client_left_is_no_failure_of_the_server(http, server):
+    with anyio.move_on_after(0.3):
+        await http.get("/api/v1/finished-rollouts?timeout=60", headers=ADMIN)
+    with anyio.fail_after(30):
+        while ("agl_requests_total", "GET", "/api/v1/finished-rollouts", "499") not in await metrics(http):
+            await anyio.sleep(0.01)
+
+
+async def test_an_answer_is_asked_for_once_however_many_want_it():
+    asked = 0
+
+    async def ask() -> int:
+        nonlocal asked
+        asked += 1
+        await anyio.sleep(0)
+        if asked == 1:
+            raise LookupError("at first")
+        return asked
+
+    remembered = Remembered(ask, 1000)
+    with pytest.raises(LookupError):
+        await remembered.get()
+    found: list[int] = []
+
+    async def want() -> None:
+        found.append(await remembered.get())
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(5):
+            tasks.start_soon(want)
+    assert found == [2] * 5
+    assert await remembered.get() == 2

@@ -1,0 +1,95 @@
+"""The description of the interface is complete, is true under fuzzing, and can be read offline."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anyio
+import pytest
+
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.models import ModelTable
+from agentlightning.server.app import create_app
+from agentlightning.server.openapi import document
+from agentlightning.server.serve import HttpServer
+from agentlightning.store import calls
+from agentlightning.store.sql import SqlStore
+
+pytestmark = pytest.mark.anyio
+KEY = "an admin's key"
+CHECKS = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,ignored_auth,"
+    "unsupported_method"
+)
+
+
+def references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if "$ref" in value:
+            yield value["$ref"]
+        for each in value.values():
+            yield from references(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from references(each)
+
+
+@pytest.mark.parametrize("with_store", [True, False])
+def test_every_reference_leads_somewhere(with_store):
+    whole = document(with_store=with_store)
+    for reference in set(references(whole)):
+        place: Any = whole
+        for step in reference.removeprefix("#/").split("/"):
+            place = place[step]
+
+
+def test_every_call_is_described_with_its_fields_where_they_travel():
+    paths = document()["paths"]
+    for kind in calls.all_calls():
+        method, _, path = kind.route.partition(" ")
+        operation = paths[f"/api/v1{path}"][method.lower()]
+        parameters = {one["name"]: one["in"] for one in operation.get("parameters", ())}
+        body = operation.get("requestBody", {"content": {"application/json": {"schema": {"properties": {}}}}})
+        in_body = body["content"]["application/json"]["schema"]["properties"]
+        expected = set(kind.__struct_fields__) - ({"actor"} if issubclass(kind, calls.AdminCall) else set())
+        assert set(parameters) | set(in_body) == expected, kind
+        assert [name for name, place in parameters.items() if place == "path"] == calls.path_fields(path)
+        assert not in_body or method != "GET"
+        assert {"200", "401", "403", "404", "409", "413", "422", "429", "503"} == set(operation["responses"])
+
+
+async def test_the_page_needs_neither_a_key_nor_the_internet(http):
+    page = await http.get("/docs")
+    assert (page.status, page.content_type) == (200, "text/html")
+    text = await page.text()
+    assert "openapi.json" in text
+    assert "http://" not in text
+    assert "https://" not in text
+    described = await (await http.get("/openapi.json")).json()
+    assert described["openapi"].startswith("3.1")
+    assert described["security"] == [{"key": []}]
+    assert "/v1/chat/completions" not in described["paths"]  # this server has no gateway
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+async def test_no_request_breaks_the_server_or_its_word(kind, request, tmp_path):
+    address = request.getfixturevalue("postgres_database") if kind == "postgres" else tmp_path / "store.db"
+    store = await SqlStore.open(address)
+    gateway = Gateway(ModelTable(), store, require_key=True)
+    async with HttpServer(create_app(store, gateway=gateway, admin_key=KEY, longest_poll=0.05)) as server:
+        command = [str(Path(sys.executable).with_name("st")), "run", f"{server.url}/openapi.json"]
+        command += ["--header", f"Authorization: Bearer {KEY}", "--checks", CHECKS]
+        command += ["--phases", "coverage,fuzzing", "--max-examples", "5", "--request-timeout", "30"]
+        command += ["--generation-database", "none", "--warnings", "off", "--no-color"]
+        done = await anyio.run_process(command, check=False, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout.decode()[-6000:]
+        async with aiohttp.ClientSession(server.url) as http:
+            assert (await http.get("/ready")).status == 200
+    assert await store.perform(calls.CheckStore()) == []
+    await store.close()
