@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import aiohttp
+import anyio
 import pytest
 
 from agentlightning.server.app import create_app
@@ -12,6 +13,13 @@ from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
 
 ADMIN_KEY = "an admin's key"
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Wait for what nothing announces."""
+    with anyio.fail_after(60):
+        while not await condition():  # noqa: ASYNC110
+            await anyio.sleep(0.01)
 
 
 @pytest.fixture

@@ -102,7 +102,9 @@ async def test_an_attempts_key_is_narrow_where_there_is_no_admin_key_too(store):
 )
 async def test_without_an_admin_key_no_web_page_of_elsewhere_is_served(store, headers, status):
     async with HttpServer(create_app(store)) as server, aiohttp.ClientSession(server.url) as http:
-        answer = await http.post("/api/v1/rollouts", data=b'{"requests": []}', headers={"content-type": "text/plain", **headers})
+        answer = await http.post(
+            "/api/v1/rollouts", data=b'{"requests": []}', headers={"content-type": "text/plain", **headers}
+        )
         assert answer.status == status, await answer.text()
 
 
@@ -148,3 +150,20 @@ async def test_two_spans_of_one_batch_keep_their_order(server, store):
     ]
     assert [span.sequence_id for span in await client.add_many_spans(spans)] == [1, 2]
     await client.close()
+
+
+async def test_no_web_page_of_elsewhere_is_let_in(http):
+    origin = {"Origin": "https://evil.example", "Access-Control-Request-Method": "GET"}
+    for method, path in (("OPTIONS", "/api/v1/statistics"), ("GET", "/api/v1/statistics"), ("GET", "/health")):
+        answer = await http.request(method, path, headers={**ADMIN, **origin})
+        assert not [name for name in answer.headers if name.lower().startswith("access-control")]
+
+
+async def test_a_poll_is_answered_before_a_proxy_would_cut_it(store):
+    app = create_app(store, longest_poll=0.05)
+    rollout = await store.enqueue_rollout("nobody runs it")
+    async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
+        for timeout in (1e308, 3600, None):
+            body = {"rollout_ids": [rollout.rollout_id], "timeout": timeout}
+            answer = await http.post("/api/v1/rollouts/wait", json=body)
+            assert (answer.status, await answer.json()) == (200, [])

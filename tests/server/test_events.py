@@ -17,7 +17,7 @@ from agentlightning.server.serve import HttpServer
 from agentlightning.store import calls
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import AttemptedRollout, Condition, EnqueueRolloutRequest, Span
-from tests.server.conftest import ADMIN_KEY
+from tests.server.conftest import ADMIN_KEY, until
 
 pytestmark = pytest.mark.anyio
 
@@ -159,9 +159,11 @@ async def test_a_stopping_server_ends_its_streams_and_a_client_that_leaves_is_fo
     async with aiohttp.ClientSession(server.url) as http, listening(http) as listener:
         async with listening(http):
             pass
-        with anyio.fail_after(30):
-            while "agl_event_streams 1.0" not in await (await http.get("/metrics")).text():
-                await anyio.sleep(0.01)
+
+        async def one_is_open() -> bool:
+            return "agl_event_streams 1.0" in await (await http.get("/metrics")).text()
+
+        await until(one_is_open)
         with anyio.fail_after(4):  # less than what a server waits for requests that do not end
             await server.stop()
         with pytest.raises(EOFError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import aiohttp
 import anyio
+import anyio.lowlevel
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -11,7 +12,7 @@ from agentlightning.server.app import create_app
 from agentlightning.server.remembered import Remembered
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.client import LightningStoreClient
-from tests.server.conftest import ADMIN_KEY
+from tests.server.conftest import ADMIN_KEY, until
 
 pytestmark = pytest.mark.anyio
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
@@ -67,10 +68,12 @@ async def test_metrics_show_who_waits_and_who_listens(http, server, store):
     client = LightningStoreClient(server.url, ADMIN_KEY)
     async with anyio.create_task_group() as tasks, http.get("/api/v1/events", headers=ADMIN):
         tasks.start_soon(lambda: client.dequeue_rollout(timeout=60))
-        with anyio.fail_after(30):
-            while (found := await metrics(http))["agl_long_polls",] != 1:
-                await anyio.sleep(0.01)
-        assert found["agl_event_streams",] == 1
+
+        async def both_show() -> bool:
+            found = await metrics(http)
+            return found["agl_long_polls",] == found["agl_event_streams",] == 1
+
+        await until(both_show)
         await store.enqueue_rollout("ends the wait")
     await client.close()
 
@@ -84,9 +87,11 @@ async def test_metrics_need_a_key_that_may_read_the_whole_store(http, store):
 async def test_a_poll_whose_client_left_is_no_failure_of_the_server(http, server):
     with anyio.move_on_after(0.3):
         await http.get("/api/v1/finished-rollouts?timeout=60", headers=ADMIN)
-    with anyio.fail_after(30):
-        while ("agl_requests_total", "GET", "/api/v1/finished-rollouts", "499") not in await metrics(http):
-            await anyio.sleep(0.01)
+
+    async def it_was_counted() -> bool:
+        return ("agl_requests_total", "GET", "/api/v1/finished-rollouts", "499") in await metrics(http)
+
+    await until(it_was_counted)
 
 
 async def test_an_answer_is_asked_for_once_however_many_want_it():
@@ -95,7 +100,7 @@ async def test_an_answer_is_asked_for_once_however_many_want_it():
     async def ask() -> int:
         nonlocal asked
         asked += 1
-        await anyio.sleep(0)
+        await anyio.lowlevel.checkpoint()
         if asked == 1:
             raise LookupError("at first")
         return asked

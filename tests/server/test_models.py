@@ -26,7 +26,7 @@ KEY = "a key of the admin"
 async def served() -> AsyncIterator[tuple[HttpServer, ModelTable, SqlStore]]:
     store = await SqlStore.open(":memory:")
     models = ModelTable()
-    app = create_app(store, gateway=Gateway(models, store), admin_key=KEY)
+    app = create_app(store, gateway=Gateway(models, store, require_key=True), admin_key=KEY, body_limit=10_000)
     async with HttpServer(app) as http:
         yield http, models, store
     await store.close()
@@ -72,3 +72,17 @@ async def test_only_the_admin_key_changes_the_table_and_no_key_is_shown() -> Non
 async def test_a_server_that_is_not_there_is_named() -> None:
     with pytest.raises(UnavailableError, match="agl server"):
         await register_model("http://127.0.0.1:1", entry(), base_url="http://127.0.0.1:1/v1", api_key=None)
+
+
+async def test_a_keyed_server_shows_its_models_to_attempts_only_and_takes_no_endless_registration() -> None:
+    async with served() as (http, models, store):
+        models.put(entry())
+        attempt = await store.start_rollout("task")
+        async with aiohttp.ClientSession(http.url) as session:
+            for headers, status in (({}, 401), ({"x-api-key": "wrong"}, 401), ({"x-api-key": attempt.api_key}, 200)):
+                for path in ("/v1/models", "/v1/models/writer"):
+                    async with session.get(path, headers=headers) as answer:
+                        assert answer.status == status, path
+            headers = {"authorization": f"Bearer {KEY}"}
+            async with session.put("/api/v1/models/m", data=b" " * 10_001, headers=headers) as answer:
+                assert answer.status == 413

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 
+import aiohttp
 import pytest
+import trustme
 
 from agentlightning.errors import ConfigError, ForbiddenError, UnavailableError
 from agentlightning.server.app import create_app
@@ -15,6 +18,14 @@ from agentlightning.store.client import LightningStoreClient
 pytestmark = pytest.mark.anyio
 
 ADMIN_KEY = "an admin's key"  # of the `server` fixture
+# Of nothing in the world; its password is "secret".
+LOCKED_KEY = """-----BEGIN ENCRYPTED PRIVATE KEY-----
+MIGbMFcGCSqGSIb3DQEFDTBKMCkGCSqGSIb3DQEFDDAcBAj3ZBP+FFsQ1wICCAAw
+DAYIKoZIhvcNAgkFADAdBglghkgBZQMEASoEEKIdosBI2dBAqqwqkTvBYAwEQP3U
+vrl1/WL9I0YBCi12HwIBL9d/aPPSqe7BxC+FQoriV1lcaDZaPudQP+ebwML/Evum
+EUgDe6uJC9vWWPUh0tU=
+-----END ENCRYPTED PRIVATE KEY-----
+"""
 
 
 async def test_a_taken_port_is_explained(store):
@@ -37,6 +48,45 @@ async def test_other_machines_are_only_served_with_an_admin_key(store):
         pass
     with pytest.raises(ConfigError, match="8 characters"):
         create_app(store, admin_key="short")
+
+
+async def test_with_a_certificate_the_server_speaks_https_alone(store, tmp_path):
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
+    for number, part in enumerate(issued.cert_chain_pems):
+        part.write_to_path(certificate, append=number > 0)
+    issued.private_key_pem.write_to_path(key)
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    async with HttpServer(create_app(store), tls_cert=certificate, tls_key=key) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        async with aiohttp.ClientSession(server.url) as http:
+            answer = await http.get("/api/v1/statistics", ssl=trusting)
+            assert answer.status == 200
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await http.get("/health")
+        async with aiohttp.ClientSession(server.url.replace("https", "http")) as http:
+            with pytest.raises(aiohttp.ClientError):
+                await http.get("/health")
+
+
+async def test_unusable_certificates_are_explained(store, tmp_path):
+    issued = trustme.CA().issue_cert("127.0.0.1")
+    certificate, key, other, locked = (tmp_path / name for name in ("cert", "key", "other", "locked"))
+    issued.cert_chain_pems[0].write_to_path(certificate)
+    issued.private_key_pem.write_to_path(key)
+    trustme.CA().issue_cert("127.0.0.1").private_key_pem.write_to_path(other)
+    locked.write_text(LOCKED_KEY)
+    for cert_file, key_file, complaint in (
+        (certificate, None, "both"),
+        (tmp_path / "none", key, "none"),
+        (certificate, other, "cannot be used"),
+        (key, certificate, "cannot be used"),
+        (certificate, locked, "unencrypted"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            HttpServer(create_app(store), tls_cert=cert_file, tls_key=key_file)
 
 
 async def test_a_stopping_server_does_not_wait_for_long_polls(store):

@@ -1,0 +1,148 @@
+"""`agl server` as a process: what it acknowledged outlives SIGTERM, and its options do what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from agentlightning.errors import ConfigError, UnavailableError
+from agentlightning.server.service import ServerSettings, running_server
+from agentlightning.store.client import LightningStoreClient
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import Rollout, Span
+from tests.server.conftest import until
+
+pytestmark = pytest.mark.anyio
+ROOT = Path(__file__).parents[2]
+KEY = "the-admin-key"
+
+
+@contextlib.contextmanager
+def server_process(directory: Path, *options: str) -> Generator[tuple[subprocess.Popen[str], str]]:
+    """`agl server` on a free port, and its URL; killed at the end if it still runs."""
+    command = [sys.executable, "-c", "from agentlightning.cli.main import main; main()", "server", "--port", "0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "AGL_KEY": KEY}
+    with subprocess.Popen(
+        [*command, *options], cwd=directory, env=environment, text=True, stderr=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.stderr is not None
+            greeting = process.stderr.readline()
+            found = re.search(r" at (https?://\S+?)(,|$)", greeting)
+            assert found, greeting + process.stderr.read()
+            yield process, found[1]
+        finally:
+            process.kill()
+
+
+async def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """The exit code of a process that is ending, and the rest of what it said."""
+    _, err = await asyncio.to_thread(process.communicate, None, 60)
+    return process.returncode, err
+
+
+async def write_until_refused(url: str, acknowledged: list[Rollout]) -> None:
+    client = LightningStoreClient(url, KEY, patience=0.1)
+    with contextlib.suppress(UnavailableError):
+        while True:
+            acknowledged.append(await client.enqueue_rollout(len(acknowledged)))
+    await client.close()
+
+
+async def test_sigterm_loses_nothing_and_lets_nobody_hang(tmp_path):
+    acknowledged: list[Rollout] = []
+    with server_process(tmp_path, "--store", "store.db") as (process, url):
+        poller = LightningStoreClient(url, KEY, patience=0.1)
+        never = await poller.enqueue_rollout("nobody runs it")
+        poll = asyncio.create_task(poller.wait_for_rollouts([never.rollout_id], timeout=60))
+        writers = [asyncio.create_task(write_until_refused(url, acknowledged)) for _ in range(8)]
+
+        async def many_are_acknowledged() -> bool:
+            assert process.poll() is None
+            return len(acknowledged) >= 200
+
+        await until(many_are_acknowledged)
+        process.send_signal(signal.SIGTERM)
+        code, err = await finish(process)
+        await asyncio.gather(*writers)
+        with pytest.raises(UnavailableError):
+            await poll
+        await poller.close()
+    assert (code, err) == (0, "stopping\n")
+    store = await SqlStore.open(tmp_path / "store.db")
+    stored = {rollout.rollout_id for rollout in await store.query_rollouts()}
+    assert {rollout.rollout_id for rollout in acknowledged} <= stored
+    await store.close()
+
+
+async def test_requests_are_logged_as_json_where_that_is_asked_for(tmp_path):
+    with server_process(tmp_path, "--log-format", "json", "--access-log") as (process, url):
+        async with aiohttp.ClientSession(url, headers={"Authorization": f"Bearer {KEY}"}) as http:
+            assert (await http.get("/api/v1/statistics")).status == 200
+        process.send_signal(signal.SIGTERM)
+        code, err = await finish(process)
+    assert code == 0
+    (line,) = [json.loads(line) for line in err.splitlines() if line.startswith("{")]
+    assert (line["method"], line["route"], line["status"]) == ("GET", "/api/v1/statistics", 200)
+    assert KEY not in err
+
+
+async def test_a_hook_sees_each_span_before_it_is_written(tmp_path):
+    (tmp_path / "hook.py").write_text("def quiet(span):\n    return None if span.name == 'private' else span\n")
+    with server_process(tmp_path, "--redact", "hook.py:quiet", "--capture", "tokens") as (_, url):
+        client = LightningStoreClient(url, KEY)
+        started = await client.start_rollout(1)
+        ids = {"rollout_id": started.rollout_id, "attempt_id": started.attempt.attempt_id}
+        for name in ("private", "public"):
+            await client.add_span(
+                Span(**ids, sequence_id=0, trace_id="t", span_id=name, name=name, start_time=0.0, end_time=1.0)
+            )
+        assert [span.name for span in await client.query_spans(started.rollout_id)] == ["public"]
+        await client.close()
+
+
+async def test_what_is_old_is_removed_while_the_server_runs(tmp_path):
+    path = tmp_path / "store.db"
+    old = await SqlStore.open(path, clock=lambda: time.time() - 100 * 86400)
+    rollout = await old.enqueue_rollout("old")
+    await old.cancel_rollout(rollout.rollout_id)
+    await old.close()
+    async with running_server(ServerSettings(store=str(path), retain_seconds=30 * 86400.0)) as running:
+        client = LightningStoreClient(running.url)
+
+        async def it_is_gone() -> bool:
+            return await client.get_rollout_by_id(rollout.rollout_id) is None
+
+        await until(it_is_gone)
+        await client.close()
+
+
+async def test_one_server_speaks_http_and_otlp_over_grpc(tmp_path):
+    pytest.importorskip("grpc")
+    async with running_server(ServerSettings(store=":memory:", otlp_grpc_port=0)) as running:
+        assert running.otlp_grpc is not None
+        assert running.otlp_grpc.startswith("http://127.0.0.1:")
+
+
+async def test_what_cannot_be_served_leaves_nothing_open(tmp_path):
+    path = str(tmp_path / "store.db")
+    with pytest.raises(ConfigError, match="key"):
+        async with running_server(ServerSettings(store=path, host="0.0.0.0")):
+            pass
+    with pytest.raises(ConfigError, match="rate limit"):
+        async with running_server(ServerSettings(store=path, rate_limit=0.0)):
+            pass
+    async with running_server(ServerSettings(store=path)):
+        pass
