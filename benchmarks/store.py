@@ -1,10 +1,10 @@
 """What the store costs over HTTP: whole lives of rollouts, spans in bulk, how fast a waiter is woken, and how all of
 that holds when there are a million spans and more in it.
 
-    python benchmarks/store.py [--rounds 5] [--rollouts 3000] [--spans 1000000] [--store PATH|postgresql://…] [--json FILE]
+    python benchmarks/store.py [--rounds 5] [--rollouts 3200] [--spans 1000000] [--store PATH|URL] [--json FILE]
 
-The server has one core for itself, this load generator another. Beside the figures stand the floors of the same run: the
-cost of one fsync on this disk, a request that does nothing, and SQLite alone with the same rows.
+The server has one core for itself, this load generator another. Beside the figures stand the floors of the same run:
+the cost of one fsync on this disk, a request that does nothing, and SQLite alone with the same rows.
 """
 
 from __future__ import annotations

@@ -118,6 +118,8 @@ async def _serve(
 @address_options(8123)
 @click.option("--store", "address", metavar="PATH|URL", default="agentlightning.sqlite", show_default=True,
               help="SQLite file, created if there is none, or postgresql://user@host:port/database.")  # fmt: skip
+@click.option("--synchronous", type=click.Choice(["FULL", "NORMAL"]), default="FULL", show_default=True,
+              help="NORMAL: what was acknowledged last may be lost in a power cut.")  # fmt: skip
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help=KEY_HELP)
 @click.option("--tls-cert", type=FILE, help="Certificate and its chain (PEM), to speak HTTPS.")
 @click.option("--tls-key", type=FILE, help="Private key of --tls-cert (PEM).")
@@ -125,7 +127,8 @@ async def _serve(
               help="Requests per second of one caller, by key or address; more are answered 429.")  # fmt: skip
 @click.option("--body-limit", type=click.IntRange(min=1), metavar="MIB", default=64, show_default=True,
               help="Largest request.")  # fmt: skip
-@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
+              help="How the log is written: for people, or an object a line for machines.")  # fmt: skip
 @click.option("--access-log", is_flag=True, help="Log a line for every request.")
 @click.option("--otlp-grpc-port", type=click.IntRange(0, 65535), metavar="PORT",
               help="Take OpenTelemetry spans over gRPC at this port too (usually 4317).")  # fmt: skip

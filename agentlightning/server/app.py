@@ -7,6 +7,7 @@ This module wires routes and turns typed errors into answers. It does not open s
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 from starlette.applications import Starlette
@@ -57,31 +58,15 @@ def create_app(
     if admin_key is not None and len(admin_key) < 8:
         raise ConfigError("the admin key is shorter than 8 characters; choose one that cannot be guessed")
 
-    routes: list[BaseRoute] = HealthRoutes(store).routes()
-    gauges: dict[str, tuple[str, Callable[[], int]]] = {}
-    stops: list[Callable[[], None]] = []
-    access: Access | None = None
-    innermost: list[Middleware] = []
+    parts = _Parts()
     if store is not None:
-        access = Access(store, admin_key)
-        polls = LongPolls(longest_poll)
-        stops.append(polls.stop)
-        gauges["agl_long_polls"] = "Calls that wait for something to answer with.", polls.__len__
-        innermost.append(Middleware(StoreRest, store=store, access=access, polls=polls, body_limit=body_limit))
-        beside: list[BaseRoute] = []
-        if isinstance(store, SqlStore):
-            events = EventRoutes(store, access)
-            stops.append(events.stop)
-            gauges["agl_event_streams"] = "Callers that listen to events.", lambda: events.open
-            beside.append(events.route())
-        if gateway is not None:
-            beside += ModelRoutes(gateway.models, access, body_limit).routes()
-        routes.append(Mount(PREFIX, routes=beside))
-        routes.extend(OtlpRoutes(store, access, body_limit).routes())
+        parts = _parts_of(store, Access(store, admin_key), gateway, body_limit, longest_poll)
+    routes = [*HealthRoutes(store).routes(), *parts.routes]
+    gauges = parts.gauges
     if gateway is not None:
         gauges["agl_gateway_calls"] = "LLM calls being answered.", lambda: gateway.running
         routes.extend(gateway.routes())
-    metrics = ServerMetrics(store, access, gauges)
+    metrics = ServerMetrics(store, parts.access, gauges)
     routes.append(metrics.route())
     routes += documentation_routes(
         with_store=store is not None, with_gateway=gateway is not None, protected=admin_key is not None
@@ -93,12 +78,42 @@ def create_app(
         outermost.append(Middleware(RateLimit, buckets=Buckets(rate_limit)))
     app = Starlette(
         routes=routes,
-        middleware=[*outermost, *innermost],
+        middleware=[*outermost, *parts.innermost],
         exception_handlers={AgentLightningError: _typed_error, HTTPException: _http_error, Exception: _defect},
     )
     app.state.protected = admin_key is not None
-    app.state.stop_waiting = tuple(stops)
+    app.state.stop_waiting = tuple(parts.stops)
     return app
+
+
+@dataclass
+class _Parts:
+    """What an open store adds to an application: routes, middleware, gauges, and what ends its long answers."""
+
+    access: Access | None = None
+    routes: list[BaseRoute] = field(default_factory=list[BaseRoute])
+    innermost: list[Middleware] = field(default_factory=list[Middleware])
+    gauges: dict[str, tuple[str, Callable[[], int]]] = field(default_factory=dict[str, tuple[str, Callable[[], int]]])
+    stops: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+
+
+def _parts_of(
+    store: LightningStore, access: Access, gateway: Gateway | None, body_limit: int, longest_poll: float
+) -> _Parts:
+    polls = LongPolls(longest_poll)
+    parts = _Parts(access, stops=[polls.stop])
+    parts.gauges["agl_long_polls"] = "Calls that wait for something to answer with.", polls.__len__
+    parts.innermost.append(Middleware(StoreRest, store=store, access=access, polls=polls, body_limit=body_limit))
+    beside: list[BaseRoute] = []
+    if isinstance(store, SqlStore):
+        events = EventRoutes(store, access)
+        parts.stops.append(events.stop)
+        parts.gauges["agl_event_streams"] = "Callers that listen to events.", lambda: events.open
+        beside.append(events.route())
+    if gateway is not None:
+        beside += ModelRoutes(gateway.models, access, body_limit).routes()
+    parts.routes = [Mount(PREFIX, routes=beside), *OtlpRoutes(store, access, body_limit).routes()]
+    return parts
 
 
 def _typed_error(request: Request, error: Exception) -> Response:

@@ -271,8 +271,9 @@ async def test_unknown_durability_is_refused(tmp_path):
 async def test_the_queue_and_the_clocks_are_found_by_an_index(tmp_path):
     await _make_store(tmp_path / "store.db")
     connection = sqlite3.connect(tmp_path / "store.db")
+    queued = "status IN ('queuing', 'requeuing')"
     for query, index in (
-        ("SELECT * FROM rollouts WHERE status IN ('queuing', 'requeuing') ORDER BY priority DESC, number", "rollouts_queued"),
+        (f"SELECT * FROM rollouts WHERE {queued} ORDER BY priority DESC, number", "rollouts_queued"),
         ("SELECT * FROM attempts WHERE status IN ('preparing', 'running') AND check_time <= 1", "attempts_watched"),
         ("SELECT MIN(check_time) FROM attempts WHERE status IN ('preparing', 'running')", "attempts_watched"),
     ):
