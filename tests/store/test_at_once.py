@@ -1,0 +1,83 @@
+"""Whatever is asked of a store, in whatever order and by however many at once: nothing in it is wrong afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from agentlightning.errors import ConflictError, NotFoundError
+from agentlightning.store import calls
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import AttemptStatus, Condition, EnqueueRolloutRequest, RolloutConfig, Span
+
+pytestmark = pytest.mark.anyio
+
+ENDS: list[AttemptStatus] = ["succeeded", "failed", "timeout", "unresponsive", "cancelled"]
+
+
+@pytest.fixture(params=["memory", "file", "postgres"])
+def addresses(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[str]]:
+    """How to open a store: twice where two servers may share it."""
+    match request.param:
+        case "memory":
+            yield [":memory:"]
+        case "file":
+            yield [str(tmp_path / "store.db")]
+        case _:
+            yield [request.getfixturevalue("postgres_database")] * 2
+
+
+@pytest.mark.parametrize("operations", [300, pytest.param(5000, marks=pytest.mark.slow)])
+async def test_whatever_happens_at_once_leaves_nothing_wrong(addresses: list[str], operations: int) -> None:
+    chance = random.Random(operations)
+    async with AsyncExitStack() as stack:
+        stores: list[SqlStore] = []
+        for address in addresses:
+            stores.append(await SqlStore.open(address, lease_seconds=0.2))
+            stack.push_async_callback(stores[-1].close)
+        await stores[0].start_run("train", {}, "run")
+        names = [f"r{number}" for number in range(operations // 10)]
+
+        async def one() -> None:
+            await asyncio.sleep(chance.uniform(0, operations / 1000))
+            store, name, attempt_id = chance.choice(stores), chance.choice(names), f"{chance.choice(names)}-attempt"
+            config = RolloutConfig(max_attempts=3, retry_condition=("failed", "unresponsive"))
+            group, index = f"g{chance.randrange(5)}", chance.randrange(3)
+            latest = await store.get_latest_attempt(name)
+            of_latest = {"rollout_id": name, "attempt_id": "none" if latest is None else latest.attempt_id}
+            plain = EnqueueRolloutRequest(input=1, rollout_id=name, config=config)
+            member = EnqueueRolloutRequest(
+                input=1, rollout_id=name, config=config, group_id=group, group_index=index, run_id="run"
+            )
+            span = Span(**of_latest, sequence_id=0, trace_id="t", span_id=name, name="n", start_time=0.0, end_time=1.0)
+            call = chance.choice(
+                [
+                    calls.CreateGroup(size=3, run_id="run", group_id=group),
+                    calls.EnqueueRollouts(requests=[plain]),
+                    calls.EnqueueRollouts(requests=[member]),
+                    calls.LeaseRollouts(limit=3, lease_id=chance.choice(["l1", "l2", None])),
+                    calls.StartAttempt(rollout_id=name, attempt_id=attempt_id),
+                    calls.StartRollout(request=plain, attempt_id=attempt_id),
+                    calls.AddSpans(spans=[span]),
+                    calls.UpdateAttempt(**of_latest, status=chance.choice(ENDS)),
+                    calls.UpdateRollout(rollout_id=name, status=chance.choice(["requeuing", "succeeded"])),
+                    calls.CancelRollout(rollout_id=name),
+                    calls.DeleteRollouts(where=Condition("rollout_id", "eq", name), unfinished=chance.random() < 0.5),
+                ]
+            )
+            try:
+                await store.perform(call)
+            except (ConflictError, NotFoundError):
+                return
+            done.append(type(call).__name__)
+
+        done: list[str] = []
+        await asyncio.gather(*(one() for _ in range(operations)))
+        assert len(done) > operations / 5
+        for store in stores:
+            assert await store.perform(calls.CheckStore()) == []

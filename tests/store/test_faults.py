@@ -1,0 +1,428 @@
+"""What the store survives: each fault is brought about for real, in the middle of work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from anyio import to_thread
+
+from agentlightning.errors import ConflictError, UnavailableError
+from agentlightning.server.app import create_app
+from agentlightning.server.serve import HttpServer
+from agentlightning.store import calls, postgres
+from agentlightning.store.client import LightningStoreClient
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
+from tests.postgres import PostgresServer
+from tests.store.server_process import LONGEST_FILE, ServerProcess
+from tests.store.storm import BATCH, Storm, span_of
+
+pytestmark = pytest.mark.anyio
+
+
+@contextlib.asynccontextmanager
+async def served(address: Path | str, tmp_path: Path, **options: str) -> AsyncIterator[ServerProcess]:
+    server = ServerProcess(address, tmp_path / "server.log", **options)
+    try:
+        await to_thread.run_sync(server.start)
+        yield server
+    finally:
+        await to_thread.run_sync(server.kill)
+
+
+@contextlib.asynccontextmanager
+async def connected(server: ServerProcess, *, patience: float = 60.0) -> AsyncIterator[LightningStoreClient]:
+    client = LightningStoreClient(server.url, patience=patience)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+@contextlib.asynccontextmanager
+async def opened(address: Path | str, **options: Any) -> AsyncIterator[SqlStore]:
+    store = await SqlStore.open(address, **options)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+# --- the server is killed ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+@pytest.mark.parametrize(
+    ("rounds", "writes"),
+    [
+        pytest.param(2, 150),
+        pytest.param(12, 400, marks=pytest.mark.slow),
+        pytest.param(60, 1000, marks=pytest.mark.soak),
+    ],
+)
+async def test_a_server_killed_in_a_write_storm_loses_and_doubles_nothing(kind, rounds, writes, tmp_path, request):
+    address = tmp_path / "store.db" if kind == "sqlite" else request.getfixturevalue("postgres_database")
+    async with served(address, tmp_path) as server, connected(server) as client, Storm([client]) as storm:
+        for round in range(rounds):
+            await storm.blow(writes + 7 * round)
+            await to_thread.run_sync(server.restart)
+        await storm.calm()
+        await to_thread.run_sync(server.kill)
+        async with opened(address) as store:
+            await storm.check(store)
+        assert sorted(storm.feed) == sorted(storm.ended)
+        assert len(storm.ended) == BATCH * len(storm.asked)
+
+
+# --- PostgreSQL is stopped ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rounds", "writes"),
+    [
+        pytest.param(2, 150),
+        pytest.param(10, 400, marks=pytest.mark.slow),
+        pytest.param(60, 800, marks=pytest.mark.soak),
+    ],
+)
+async def test_postgresql_killed_and_restarted_under_load_loses_and_doubles_nothing(
+    rounds, writes, postgres_server: PostgresServer, postgres_database
+):
+    async with opened(postgres_database) as one, opened(postgres_database) as other, Storm([one, other]) as storm:
+        for round in range(rounds):
+            await storm.blow(writes + 7 * round)
+            if round % 2:
+                await to_thread.run_sync(postgres_server.restart, "immediate")
+            else:
+                await to_thread.run_sync(postgres_server.kill)
+                await to_thread.run_sync(postgres_server.start)
+        await storm.blow(writes)
+        await storm.calm()
+        await storm.check(one)
+        assert sorted(storm.feed) == sorted(storm.ended)
+
+
+async def test_who_waits_is_woken_by_another_server_after_postgresql_was_restarted(
+    postgres_server: PostgresServer, postgres_database
+):
+    async with opened(postgres_database) as one, opened(postgres_database) as other:
+        leased = await one.start_rollout(1)
+        waiting = asyncio.create_task(other.wait_for_rollouts([leased.rollout_id]))
+        await other.statistics()
+        await to_thread.run_sync(postgres_server.restart, "immediate")
+        await one.update_attempt(leased.rollout_id, leased.attempt.attempt_id, status="succeeded")
+        async with asyncio.timeout(60):
+            (finished,) = await waiting
+        assert finished.status == "succeeded"
+
+
+async def test_a_restart_of_postgresql_is_no_more_than_a_pause(postgres_server: PostgresServer, postgres_database):
+    async with opened(postgres_database) as store:
+        for mode in ("fast", "immediate"):
+            leased = await store.start_rollout(mode)
+            await to_thread.run_sync(postgres_server.restart, mode)
+            answers = await asyncio.gather(
+                store.heartbeat(leased.rollout_id, leased.attempt.attempt_id, leased.lease.token),
+                store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i) for i in range(3)]),
+                *(store.query_attempts(leased.rollout_id) for _ in range(10)),
+            )
+            assert answers[0].status == "preparing"
+        assert len(await store.query_rollouts()) == 8
+
+
+class Cut:
+    """A wire to PostgreSQL, cut at the first COMMIT after it was `armed`: before it gets there, or its answer back."""
+
+    def __init__(self, url: str, *, delivered: bool) -> None:
+        self._url = urlsplit(url)
+        self._delivered = delivered
+        self.armed = False
+        self.cuts = 0
+
+    @contextlib.asynccontextmanager
+    async def url(self) -> AsyncIterator[str]:
+        server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            yield self._url.geturl().replace(f":{self._url.port}/", f":{port}/")
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(self._url.hostname, self._url.port)
+        answers = asyncio.create_task(self._answer(there, writer))
+        try:
+            while data := await reader.read(65536):
+                if self.armed and b"COMMIT" in data:
+                    self.armed = False
+                    self.cuts += 1
+                    if self._delivered:
+                        answers.cancel()
+                        await asyncio.wait([answers])
+                        back.write(data)
+                        await there.read(1)  # it has answered, and so it has committed
+                    return
+                back.write(data)
+        finally:
+            answers.cancel()
+            writer.close()
+            back.close()
+
+    async def _answer(self, there: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await there.read(65536):
+            writer.write(data)
+
+
+@pytest.mark.parametrize("delivered", [True, False])
+async def test_a_commit_whose_answer_is_lost_is_neither_lost_nor_doubled(delivered, postgres_database):
+    wire = Cut(postgres_database, delivered=delivered)
+    async with wire.url() as url, opened(postgres_database) as direct:
+        store = await SqlStore.open(url)
+        wire.armed = True
+        queued = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i) for i in range(3)])
+        assert wire.cuts == 1
+        assert await direct.query_rollouts() == queued
+        await store.close()
+
+
+async def test_while_postgresql_is_away_callers_wait_and_then_are_told(
+    postgres_server: PostgresServer, postgres_database, monkeypatch
+):
+    monkeypatch.setattr(postgres, "_PATIENCE_SECONDS", 0.5)
+    async with opened(postgres_database) as store:
+        await to_thread.run_sync(postgres_server.stop, "immediate")
+        calls = [store.enqueue_rollout(1), store.start_rollout(2), *(store.statistics() for _ in range(20))]
+        async with asyncio.timeout(60):
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(answer) for answer in answers} == {UnavailableError}
+        waiting = asyncio.create_task(store.enqueue_rollout(3))
+        await to_thread.run_sync(postgres_server.start)
+        with contextlib.suppress(UnavailableError):
+            await waiting
+        await store.enqueue_rollout(4)
+        kept = {rollout.input for rollout in await store.query_rollouts()}
+        assert kept in ({4}, {3, 4})
+
+
+# --- a worker is killed or comes back as a ghost -----------------------------------------------------------------
+
+WORKER = """
+import asyncio, sys
+from agentlightning.errors import ConflictError
+from agentlightning.store.client import LightningStoreClient
+
+async def main():
+    store = LightningStoreClient(sys.argv[1])
+    leased = await store.dequeue_many_rollouts(int(sys.argv[2]), worker_id="worker", timeout=60)
+    for rollout in leased:
+        print(rollout.rollout_id, flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    for rollout in leased:
+        try:
+            await store.update_attempt(
+                rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded", lease=rollout.lease.token)
+            print("accepted", flush=True)
+        except ConflictError as error:
+            print("refused", error, flush=True)
+
+asyncio.run(main())
+"""
+
+
+@contextlib.asynccontextmanager
+async def worker(url: str, rollouts: int) -> AsyncIterator[tuple[asyncio.subprocess.Process, list[str]]]:
+    """A process that holds leases, does nothing, and ends its attempts when it gets a line."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", WORKER, url, str(rollouts), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        lines = [await asyncio.wait_for(process.stdout.readline(), 60) for _ in range(rollouts)]
+        yield process, [line.decode().strip() for line in lines]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def test_the_rollouts_of_a_killed_worker_are_retried_or_failed_as_configured(tmp_path):
+    configs = [
+        RolloutConfig(max_attempts=2, retry_condition=("unresponsive",)),
+        RolloutConfig(max_attempts=2, retry_condition=("failed",)),
+        RolloutConfig(),
+    ]
+    async with opened(tmp_path / "store.db", lease_seconds=0.5) as store, HttpServer(create_app(store)) as server:
+        queued = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, config=one) for one in configs])
+        async with worker(server.url, 3) as (process, held):
+            assert held == [rollout.rollout_id for rollout in queued]
+            process.kill()
+            again = await store.dequeue_rollout(timeout=60)
+            assert (again.rollout_id, again.attempt.sequence_id) == (held[0], 2)
+            failed = await store.wait_for_rollouts(held[1:], timeout=60)
+        assert [rollout.status for rollout in failed] == ["failed", "failed"]
+        assert (await store.get_latest_attempt(held[1])).status == "unresponsive"
+
+
+async def test_a_worker_that_comes_back_after_its_rollout_was_given_away_is_refused(tmp_path):
+    config = RolloutConfig(max_attempts=2, retry_condition=("unresponsive",))
+    async with opened(tmp_path / "store.db", lease_seconds=0.5) as store, HttpServer(create_app(store)) as server:
+        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, config=config)])
+        async with worker(server.url, 1) as (ghost, (rollout_id,)):
+            ghost.send_signal(signal.SIGSTOP)
+            again = await store.dequeue_rollout(timeout=60)
+            assert again.rollout_id == rollout_id
+            ghost.send_signal(signal.SIGCONT)
+            ghost.stdin.write(b"go on\n")
+            answer = await asyncio.wait_for(ghost.stdout.readline(), 60)
+        assert answer.startswith(b"refused")
+        attempts = await store.query_attempts(rollout_id)
+        assert [attempt.status for attempt in attempts[:1]] == ["unresponsive"]
+        assert (await store.get_rollout_by_id(rollout_id)).status not in ("succeeded",)
+        with pytest.raises(ConflictError, match="does not hold"):
+            await store.heartbeat(rollout_id, again.attempt.attempt_id, again.lease.token - 1)
+
+
+async def test_a_lease_that_was_asked_for_again_is_not_taken_back():
+    """Its first caller was cut off, which the store learns only after the caller has asked again."""
+    async with opened(":memory:") as store:
+        await store.enqueue_rollout(1)
+        first = asyncio.create_task(store.dequeue_many_rollouts(1, lease_id="l"))
+        await asyncio.sleep(0)
+        first.cancel()
+        (leased,) = await store.dequeue_many_rollouts(1, lease_id="l")
+        await store.statistics()
+        beat = await store.heartbeat(leased.rollout_id, leased.attempt.attempt_id, leased.lease.token)
+        assert beat.status == "preparing"
+        assert await store.perform(calls.CheckStore()) == []
+
+
+# --- the clock of the machine jumps ------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[-86_400.0, 86_400.0], ids=["back", "forward"])
+def jump(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Sets the clock of the machine by a day, as far as this process can see."""
+    real = time.time
+    return lambda: monkeypatch.setattr(time, "time", lambda: real() + request.param)
+
+
+async def test_no_lease_ends_early_when_the_clock_jumps(jump, tmp_path):
+    async with opened(tmp_path / "store.db", lease_seconds=60.0) as store:
+        config = RolloutConfig(timeout_seconds=10_000, unresponsive_seconds=10_000)
+        leased = await store.start_rollout(1, config=config)
+        jump()
+        assert await store.expire_overdue() == 0
+        beat = await store.heartbeat(leased.rollout_id, leased.attempt.attempt_id, leased.lease.token)
+        assert beat.status == "preparing"
+        assert beat.lease_expires - leased.lease.expires < 3600, "the store's time does not jump"
+
+
+async def test_no_lease_lives_for_ever_when_the_clock_jumps(jump, tmp_path):
+    async with opened(tmp_path / "store.db", lease_seconds=0.5) as store:
+        left = await store.start_rollout(1)
+        jump()
+        (failed,) = await store.wait_for_rollouts([left.rollout_id], timeout=60)
+        assert failed.status == "failed"
+
+
+async def test_leases_get_their_grace_when_a_store_is_opened_after_the_clock_jumped(jump, tmp_path):
+    async with opened(tmp_path / "store.db") as store:
+        leased = await store.start_rollout(1, config=RolloutConfig(unresponsive_seconds=1000))
+    jump()
+    async with opened(tmp_path / "store.db", lease_seconds=60.0) as store:
+        beat = await store.heartbeat(leased.rollout_id, leased.attempt.attempt_id, leased.lease.token)
+        assert beat.status == "preparing"
+    async with opened(tmp_path / "store.db", lease_seconds=0.5) as store:
+        (ended,) = await store.wait_for_rollouts([leased.rollout_id], timeout=60)
+        assert ended.status == "failed"
+
+
+async def test_a_timeout_is_not_lengthened_by_a_clock_that_was_set_back(tmp_path):
+    now = 100_000.0
+    async with opened(tmp_path / "store.db", clock=lambda: now) as store:
+        timed = await store.start_rollout(1, config=RolloutConfig(timeout_seconds=60))
+    now = 1000.0
+    async with opened(tmp_path / "store.db", clock=lambda: now) as store:
+        now = 1025.0
+        await store.heartbeat(timed.rollout_id, timed.attempt.attempt_id, timed.lease.token)
+        now = 1050.0
+        await store.heartbeat(timed.rollout_id, timed.attempt.attempt_id, timed.lease.token)
+        now = 1061.0
+        assert await store.expire_overdue() == 1
+        assert (await store.get_latest_attempt(timed.rollout_id)).status == "timeout"
+
+
+# --- the disk is full --------------------------------------------------------------------------------------------
+
+
+async def fill(store: LightningStoreClient) -> tuple[set[str], list[str]]:
+    """Enqueue until the store refuses; what was acknowledged, and the ids of the batch that was not."""
+    acknowledged: set[str] = set()
+    for number in range(10_000):
+        batch = [f"{number}-{i}" for i in range(BATCH)]
+        requests = [EnqueueRolloutRequest(input="x" * 5000, rollout_id=name) for name in batch]
+        try:
+            await store.enqueue_many_rollouts(requests)
+        except UnavailableError as error:
+            assert "could not be written" in str(error)
+            return acknowledged, batch
+        acknowledged.update(batch)
+    raise AssertionError("the disk was never full")
+
+
+async def check_recovery(client: LightningStoreClient, acknowledged: set[str], refused: list[str]) -> None:
+    """With space again, and without a restart: everything acknowledged is there, nothing else, and work goes on."""
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(UnavailableError):
+                assert await client.perform(calls.CheckStore()) == []
+                break
+    assert {rollout.rollout_id for rollout in await client.query_rollouts()} == acknowledged
+    await client.enqueue_many_rollouts([EnqueueRolloutRequest(input="y" * 5000, rollout_id=name) for name in refused])
+    leased = await client.dequeue_rollout()
+    await client.add_span(span_of(leased, "s"))
+    await client.update_attempt(leased.rollout_id, leased.attempt.attempt_id, status="succeeded")
+
+
+async def test_a_full_disk_is_said_and_survived(tmp_path):
+    path = tmp_path / "store.db"
+    async with served(path, tmp_path) as server, connected(server, patience=0.3) as client:
+        await client.enqueue_rollout(0)
+        await client.update_rollout((await client.query_rollouts())[0].rollout_id, status="cancelled")
+        server.limit_files(300_000)
+        acknowledged, refused = await fill(client)
+        done = (await client.finished_after()).rollouts[0].rollout_id
+        assert {rollout.rollout_id for rollout in await client.query_rollouts()} == {*acknowledged, done}, "readable"
+        server.limit_files(LONGEST_FILE)
+        await check_recovery(client, {*acknowledged, done}, refused)
+        await to_thread.run_sync(server.restart)
+        assert acknowledged < {rollout.rollout_id for rollout in await client.query_rollouts()}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", directory]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("only root, outside of a container, can mount a small file system")
+    yield directory
+    subprocess.run(["umount", "--lazy", directory], check=True)
+
+
+async def test_a_file_system_without_space_is_said_and_survived(small_disk, tmp_path):
+    async with served(small_disk / "store.db", tmp_path) as server, connected(server, patience=0.3) as client:
+        ballast = small_disk / "ballast"
+        ballast.write_bytes(b"\0" * 2_000_000)
+        acknowledged, refused = await fill(client)
+        ballast.unlink()
+        await check_recovery(client, acknowledged, refused)
