@@ -47,6 +47,7 @@ T = TypeVar("T")
 
 LEASE_SECONDS: Final = 30.0
 _RETRY_SECONDS: Final = 1.0
+_FEW: Final = 8  # rows
 _REMOVE_SECRETS: Final = redaction("full")
 _log: Final = logging.getLogger(__name__)
 
@@ -115,6 +116,7 @@ class SqlStore(LightningStore):
         self._rollout_rows = Snapshots()
         self._attempt_rows = Snapshots()  # the latest attempt of a rollout
         self._keys: dict[str, ApiKey] = {}  # issued ones that were shown to be valid, by secret
+        self._closed = False
         self._watchdog: asyncio.Task[None] | None = None
         self._others: Mapping[type[Call[Any]], Callable[[Any], Awaitable[Any]]] = {
             calls.LeaseRollouts: self._lease_rollouts,
@@ -179,6 +181,7 @@ class SqlStore(LightningStore):
         if self._watchdog is not None:
             self._watchdog.cancel()
             await asyncio.wait([self._watchdog])
+        self._closed = True
         await self._reader.close()
         await self._writer.close()
         # Woken, they look again, and are told that the store is closed.
@@ -206,6 +209,17 @@ class SqlStore(LightningStore):
         return self._reader.submit(
             lambda connection: operation(Transaction(connection, now, self._lease_seconds, self._opened.secret))
         )
+
+    async def _look_up(self, operation: Callable[[Connection], T], rows: int = 1) -> T:
+        """Read rows by their ids: a few at once, without a thread."""
+        connection = self._opened.at_hand
+        if connection is not None and not self._closed and rows <= _FEW:
+            try:
+                return operation(connection)
+            except Exception as error:
+                if connection.trouble(error) is None:
+                    raise
+        return await self._read(lambda tx: operation(tx.connection))
 
     def _write(self, operation: Callable[[Transaction], T]) -> asyncio.Future[T]:
         changes = Changes()
@@ -315,14 +329,14 @@ class SqlStore(LightningStore):
         _check_timeout(call.timeout)
         rollout_ids = list(dict.fromkeys(call.rollout_ids))
 
-        def terminal(tx: Transaction) -> list[Rollout]:
-            return rollouts.terminal_among(tx.connection, rollout_ids)
+        def terminal(connection: Connection) -> list[Rollout]:
+            return rollouts.terminal_among(connection, rollout_ids)
 
         give_up = math.inf if call.timeout is None else _give_up(call.timeout)
         while True:
             with self._finishes.expect(rollout_ids) as countdown:
                 # Watched before it is looked at: nothing can finish unseen in between.
-                finished = await self._read(terminal)
+                finished = await self._look_up(terminal, len(rollout_ids))
                 for rollout in finished:
                     countdown.done(rollout.rollout_id)
                 remaining = give_up - time.monotonic()
@@ -355,17 +369,17 @@ class SqlStore(LightningStore):
                 return answer
 
     async def _get_rollout(self, call: calls.GetRollout) -> Rollout | None:
-        def read(tx: Transaction) -> tuple[Any, ...] | None:
-            return rollouts.rollout_row(tx.connection, call.rollout_id)
+        def read(connection: Connection) -> tuple[Any, ...] | None:
+            return rollouts.rollout_row(connection, call.rollout_id)
 
-        row = await self._rollout_rows.get(call.rollout_id, lambda: self._read(read))
+        row = await self._rollout_rows.get(call.rollout_id, lambda: self._look_up(read))
         return None if row is None else rollouts.rollout_from_row(row)
 
     async def _get_latest_attempt(self, call: calls.GetLatestAttempt) -> Attempt | None:
-        def read(tx: Transaction) -> tuple[Any, ...] | None:
-            return attempts.latest_attempt_row(tx.connection, call.rollout_id)
+        def read(connection: Connection) -> tuple[Any, ...] | None:
+            return attempts.latest_attempt_row(connection, call.rollout_id)
 
-        row = await self._attempt_rows.get(call.rollout_id, lambda: self._read(read))
+        row = await self._attempt_rows.get(call.rollout_id, lambda: self._look_up(read))
         return None if row is None else attempts.attempt_from_row(row)
 
     async def _add_spans(self, call: calls.AddSpans) -> list[int]:
