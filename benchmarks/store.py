@@ -27,7 +27,7 @@ from pathlib import Path
 import aiohttp
 
 from agentlightning.store.client import LightningStoreClient
-from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Span
+from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, FinishedRollouts, Span
 
 WORKERS = 32
 SPANS = 6
@@ -101,25 +101,43 @@ async def measure(server: Server, count: int, work: Callable[[], Awaitable[None]
 
 
 async def full_life(server: Server, store: LightningStoreClient, rollouts: int) -> dict[str, float]:
-    """Enqueue, lease, six spans in one batch, succeeded, seen by a waiter: each a request of its own, 32 at once."""
+    """Enqueue, lease, six spans in one batch, succeeded, each a request of its own, by 32 workers at once; and a waiter
+    who follows the feed of finished rollouts until it has seen them all."""
+    each = rollouts // WORKERS
+    cursor = (await newest(store)).cursor
+    seen = 0
 
     async def worker() -> None:
-        for index in range(rollouts // WORKERS):
-            (queued,) = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={"task": index})])
+        for index in range(each):
+            await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={"task": index})])
             rollout = await store.dequeue_rollout(timeout=5)
             assert rollout is not None and rollout.lease is not None
             await store.add_many_spans([span_of(rollout, number) for number in range(SPANS)])
-            waiting = asyncio.create_task(store.wait_for_rollouts([rollout.rollout_id]))
             await store.update_attempt(
                 rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded", lease=rollout.lease.token
             )
-            assert (await waiting)[0].status == "succeeded"
-            del queued
 
-    async def all_workers() -> None:
-        await asyncio.gather(*(worker() for _ in range(WORKERS)))
+    async def waiter() -> None:
+        nonlocal cursor, seen
+        while seen < each * WORKERS:
+            page = await store.finished_after(cursor, timeout=5)
+            cursor, seen = page.cursor, seen + len(page.rollouts)
 
-    return await measure(server, rollouts // WORKERS * WORKERS, all_workers)
+    async def everybody() -> None:
+        await asyncio.gather(waiter(), *(worker() for _ in range(WORKERS)))
+
+    return await measure(server, each * WORKERS, everybody)
+
+
+async def newest(store: LightningStoreClient) -> FinishedRollouts:
+    """The end of the feed."""
+    page = await store.finished_after(0, limit=1)
+    while page.rollouts:
+        last = page
+        page = await store.finished_after(page.cursor, limit=1000)
+        if not page.rollouts:
+            return last
+    return page
 
 
 async def bulk(server: Server, store: LightningStoreClient, spans: int) -> dict[str, float]:

@@ -42,7 +42,7 @@ _INSERT: Final = (
 )
 _STANDING: Final = """
 SELECT a.number, r.rollout_id, a.attempt_id, r.status, a.status, a.sequence_id, r.attempts, r.config, a.start_time,
-       a.last_activity, a.lease_expires, a.end_time, r.end_time, a.last_heartbeat_time
+       a.last_activity, a.lease_expires, a.end_time, r.end_time, a.last_heartbeat_time, a.span_sequence
 FROM attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id
 """
 _QUEUED: Final = "('queuing', 'requeuing')"
@@ -84,32 +84,41 @@ def _standing(row: Sequence[Any]) -> tuple[int, Standing]:
 def load_standing(connection: Connection, rollout_id: str, attempt_id: str) -> tuple[int, Standing]:
     """An attempt's number in the store and its standing, which nobody else changes before the commit; NotFoundError
     if the rollout has no such attempt."""
+    return load_with_sequence(connection, rollout_id, attempt_id)[:2]
+
+
+def load_with_sequence(connection: Connection, rollout_id: str, attempt_id: str) -> tuple[int, Standing, int]:
+    """What `load_standing` gives, and the highest sequence id of the attempt's spans."""
     row = connection.execute(_STANDING + "WHERE a.attempt_id = ?" + connection.for_update, (attempt_id,)).fetchone()
     if row is None or row[1] != rollout_id:
         raise NotFoundError(f"there is no attempt {attempt_id!r} of a rollout {rollout_id!r}")
-    return _standing(row)
+    return *_standing(row), row[-1]
 
 
-def save_standing(tx: Transaction, number: int, before: Standing, after: Standing) -> None:
-    """Write what the lifecycle changed of an attempt and of its rollout."""
-    if after == before:
-        return
-    tx.connection.execute(
-        "UPDATE attempts SET status = ?, end_time = ?, last_activity = ?, lease_expires = ?, last_heartbeat_time = ? "
-        "WHERE number = ?",
-        (
-            after.attempt_status,
-            after.end_time,
-            after.last_activity,
-            after.lease_expires,
-            after.last_heartbeat_time,
-            number,
-        ),
-    )
-    if after.attempt_status != before.attempt_status or after.last_heartbeat_time != before.last_heartbeat_time:
+def save_standing(
+    tx: Transaction, number: int, before: Standing, after: Standing, span_sequence: int | None = None
+) -> None:
+    """Write what the lifecycle changed of an attempt and of its rollout, and the sequence id its spans have reached."""
+    columns: dict[str, Any] = {}
+    moved = after.attempt_status != before.attempt_status
+    if after != before:
+        columns = {
+            "status": after.attempt_status,
+            "end_time": after.end_time,
+            "last_activity": after.last_activity,
+            "lease_expires": after.lease_expires,
+            "last_heartbeat_time": after.last_heartbeat_time,
+        }
+    if moved and after.attempt_status in lifecycle.ACTIVE:
+        columns["check_time"] = lifecycle.deadline(after)
+        tx.changes.set_deadline(columns["check_time"])
+    if span_sequence is not None:
+        columns["span_sequence"] = span_sequence
+    if columns:
+        values = " = ?, ".join(columns)
+        tx.connection.execute(f"UPDATE attempts SET {values} = ? WHERE number = ?", (*columns.values(), number))
+    if moved or after.last_heartbeat_time != before.last_heartbeat_time:
         tx.changes.touched.append(after.rollout_id)
-    if after.attempt_status != before.attempt_status and after.attempt_status in lifecycle.ACTIVE:
-        _watch(tx, number, after)
     if after.rollout_status != before.rollout_status:
         set_status(tx, after.rollout_id, after.rollout_status)
 

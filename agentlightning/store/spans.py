@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 
 from agentlightning.errors import NotFoundError
 from agentlightning.store import calls, codec, lifecycle
-from agentlightning.store.attempts import load_standing, save_standing
+from agentlightning.store.attempts import load_standing, load_with_sequence, save_standing
 from agentlightning.store.codec import SpanColumns
 from agentlightning.store.database import Connection
 from agentlightning.store.rollouts import require_rollout
@@ -38,8 +38,7 @@ def add_spans(tx: Transaction, spans: Sequence[Span], columns: Sequence[SpanColu
     for (rollout_id, attempt_id), indices in sorted(by_attempt.items()):
         if rollout_id == attempt_id == UNATTRIBUTED:
             _lay_out_unattributed(tx)
-        number, before = load_standing(tx.connection, rollout_id, attempt_id)
-        (highest,) = tx.connection.execute("SELECT span_sequence FROM attempts WHERE number = ?", (number,)).fetchone()
+        number, before, highest = load_with_sequence(tx.connection, rollout_id, attempt_id)
         for index in indices:
             row = columns[index]
             if row is None:
@@ -50,8 +49,7 @@ def add_spans(tx: Transaction, spans: Sequence[Span], columns: Sequence[SpanColu
                 continue
             highest = max(highest, sequence_id)
             stored[index] = sequence_id
-        tx.connection.execute("UPDATE attempts SET span_sequence = ? WHERE number = ?", (highest, number))
-        save_standing(tx, number, before, lifecycle.hear(before, tx.now, tx.lease_seconds))
+        save_standing(tx, number, before, lifecycle.hear(before, tx.now, tx.lease_seconds), highest)
         tx.changes.spans.append(rollout_id)
     return stored
 
