@@ -40,9 +40,15 @@ if TYPE_CHECKING:
     from agentlightning.tracing.rewards import get_reward_value as get_reward_value
     from agentlightning.trainer import Trainer as Trainer
     from agentlightning.types import LLM as LLM
+    from agentlightning.types import And as And
     from agentlightning.types import Attempt as Attempt
     from agentlightning.types import AttemptedRollout as AttemptedRollout
+    from agentlightning.types import Condition as Condition
+    from agentlightning.types import EnqueueRolloutRequest as EnqueueRolloutRequest
     from agentlightning.types import NamedResources as NamedResources
+    from agentlightning.types import Not as Not
+    from agentlightning.types import Or as Or
+    from agentlightning.types import Order as Order
     from agentlightning.types import PromptTemplate as PromptTemplate
     from agentlightning.types import Rollout as Rollout
     from agentlightning.types import RolloutConfig as RolloutConfig
@@ -73,9 +79,15 @@ _HOMES = {
     "agentlightning.trainer": ("Trainer",),
     "agentlightning.types": (
         "LLM",
+        "And",
         "Attempt",
         "AttemptedRollout",
+        "Condition",
+        "EnqueueRolloutRequest",
         "NamedResources",
+        "Not",
+        "Or",
+        "Order",
         "PromptTemplate",
         "Rollout",
         "RolloutConfig",

@@ -182,18 +182,19 @@ async def _server(settings: ServerSettings) -> None:
 @click.argument("agent", metavar="FILE.py:NAME")
 @click.option("--server", metavar="URL", required=True, help="The `agl server` to lease rollouts from.")
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
+@click.option("--project", metavar="NAME", help="Lease only rollouts of this project.")
 @click.option("--concurrency", type=click.IntRange(min=1), default=64, show_default=True, help="Rollouts at once.")
-def runner(agent: str, server: str, key: str | None, concurrency: int) -> None:
+def runner(agent: str, server: str, key: str | None, concurrency: int, project: str | None) -> None:
     """Lease rollouts from a server and run AGENT on them, until stopped.
 
     The first Ctrl-C (or SIGTERM) lets the rollouts at hand finish; the second hands them back to be retried."""
     try:
-        asyncio.run(_runner(agent, server, key, concurrency))
+        asyncio.run(_runner(agent, server, key, concurrency, project))
     except asyncio.CancelledError:
         raise click.Abort from None
 
 
-async def _runner(agent: str, url: str, key: str | None, concurrency: int) -> None:
+async def _runner(agent: str, url: str, key: str | None, concurrency: int, project: str | None) -> None:
     from agentlightning.data.references import load_reference
     from agentlightning.runner.runner import Runner
     from agentlightning.store.client import LightningStoreClient
@@ -201,7 +202,7 @@ async def _runner(agent: str, url: str, key: str | None, concurrency: int) -> No
     loaded = load_reference(agent)
     store = LightningStoreClient(url, api_key=key)
     try:
-        working = Runner(store, loaded, concurrency=concurrency)
+        working = Runner(store, loaded, concurrency=concurrency, project=project)
         task = asyncio.current_task()
         assert task is not None
         click.echo(f"{working.worker_id} runs {agent} for {url}, up to {concurrency} at once", err=True)

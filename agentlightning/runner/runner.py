@@ -68,7 +68,8 @@ class Flight:
 class Runner:
     """Leases rollouts from a store and runs an agent on them, up to `concurrency` at once.
 
-    `worker_id` names this worker and must be unique; the default is. `endpoint_override` is the gateway's URL as seen
+    `worker_id` names this worker and must be unique; the default is. With a `project` only its rollouts are leased.
+    `endpoint_override` is the gateway's URL as seen
     from here, where that differs from the one in the resources. While the store cannot be reached, calls are repeated
     for `patience_seconds`; then `run` ends with UnavailableError. ConfigError for an agent that cannot be run."""
 
@@ -79,6 +80,7 @@ class Runner:
         *,
         concurrency: int = 64,
         worker_id: str | None = None,
+        project: str | None = None,
         hooks: Sequence[Hook] = (),
         endpoint_override: str | None = None,
         patience_seconds: float = 60.0,
@@ -89,6 +91,7 @@ class Runner:
         self.agent = as_agent(agent)
         self.agent.check()
         self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._project = project
         self._concurrency = concurrency
         self._hooks = tuple(hooks)
         self._patience = patience_seconds
@@ -158,7 +161,7 @@ class Runner:
 
     async def _dequeue(self) -> list[AttemptedRollout]:
         free = self._concurrency - len(self._flights)
-        return await self.store.dequeue_many_rollouts(free, self.worker_id, POLL_SECONDS)
+        return await self.store.dequeue_many_rollouts(free, self.worker_id, POLL_SECONDS, project=self._project)
 
     # --- one attempt ---
 
