@@ -77,7 +77,7 @@ async def test_the_page_needs_neither_a_key_nor_the_internet(http):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgres", marks=pytest.mark.soak)])
 async def test_no_request_breaks_the_server_or_its_word(kind, request, tmp_path):
     address = request.getfixturevalue("postgres_database") if kind == "postgres" else tmp_path / "store.db"
     store = await SqlStore.open(address)

@@ -417,18 +417,18 @@ def agree(new_address: Callable[[], str], examples: int, steps: int = 40) -> Non
     )
 
 
-@pytest.mark.parametrize("examples", [25, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [25, pytest.param(400, marks=pytest.mark.soak)])
 def test_a_store_in_memory_agrees_with_the_model(examples: int) -> None:
     agree(lambda: ":memory:", examples)
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [10, pytest.param(150, marks=pytest.mark.soak)])
 def test_a_store_in_a_file_agrees_with_the_model(examples: int, tmp_path: Path) -> None:
     number = itertools.count()
     agree(lambda: str(tmp_path / f"{next(number)}.db"), examples)
 
 
-@pytest.mark.parametrize(("examples", "steps"), [(2, 12), pytest.param(10, 40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("examples", "steps"), [(2, 12), pytest.param(10, 40, marks=pytest.mark.soak)])
 def test_a_store_in_postgresql_agrees_with_the_model(examples: int, steps: int, postgres_database: str) -> None:
     number = itertools.count()
     with psycopg.connect(postgres_database, autocommit=True) as connection:

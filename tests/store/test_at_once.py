@@ -32,7 +32,7 @@ def addresses(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[s
             yield [request.getfixturevalue("postgres_database")] * 2
 
 
-@pytest.mark.parametrize("operations", [300, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("operations", [300, pytest.param(5000, marks=pytest.mark.soak)])
 async def test_whatever_happens_at_once_leaves_nothing_wrong(addresses: list[str], operations: int) -> None:
     chance = random.Random(operations)
     async with AsyncExitStack() as stack:
