@@ -9,6 +9,9 @@ import pytest
 
 from tests.postgres import PostgresServer, find_binaries
 
+# gRPC's threads disturb processes that are forked beside them, such as a PostgreSQL server under another user.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
 
 @pytest.fixture
 def anyio_backend() -> str:
