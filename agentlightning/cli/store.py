@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
 
 _POSTGRES: Final = ("postgresql://", "postgres://")
+_PATIENCE_SECONDS: Final = 10.0
 
 
 @click.group()
@@ -54,7 +55,8 @@ async def open_store(
     if server is not None:
         from agentlightning.store.client import LightningStoreClient
 
-        opened: LightningStore = LightningStoreClient(server, key)
+        # Somebody waits before a terminal: a mistyped URL should not take a minute.
+        opened: LightningStore = LightningStoreClient(server, key, patience=_PATIENCE_SECONDS)
     else:
         from agentlightning.store.sql import SqlStore
 

@@ -141,9 +141,9 @@ class Access:
             _require_local(headers)
             return Scope()
         raise UnauthenticatedError(
-            "the key is not valid here; send one of this server's keys as `Authorization: Bearer …`"
+            "the key is not valid here; send one of this server's keys as `Authorization: Bearer …` (`agl`: AGL_KEY)"
             if key
-            else "this server needs a key; send it as `Authorization: Bearer …`"
+            else "this server needs a key; send it as `Authorization: Bearer …` (`agl` takes it from AGL_KEY)"
         )
 
     async def confine(self, scope: Scope, call: C) -> C:

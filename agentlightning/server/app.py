@@ -124,6 +124,8 @@ def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     message = f"{error.detail}: {request.method} {request.url.path}"
+    if error.status_code == 404:
+        message += "; /docs lists what there is"
     return refusal(error.status_code, "http", message, error.headers)
 
 

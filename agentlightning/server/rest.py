@@ -182,6 +182,9 @@ class StoreRest:
             fields = {**dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)), **fields}
             data = b""
         else:
+            encoding = headers.get("content-encoding", "identity")
+            if encoding != "identity":
+                raise InvalidError(f"the body is in the Content-Encoding {encoding!r}; send it as it is")
             data = await receive_body(receive, self._body_limit)
         try:
             asked = endpoint.decode(fields, data, _MSGPACK in headers.get("content-type", ""))

@@ -44,8 +44,8 @@ class HttpServer:
     ) -> None:
         if not is_loopback(host) and not getattr(app.state, "protected", False):
             raise ConfigError(
-                f"without an admin key the server is only for this machine; set one to serve on {host}, or serve on "
-                "127.0.0.1"
+                f"without an admin key the server is only for this machine; set one (AGL_KEY) to serve on {host}, or "
+                "serve on 127.0.0.1"
             )
         self._app = app
         self._host = host

@@ -168,7 +168,10 @@ class LightningStoreClient(LightningStore):
                     return answer
                 fault, harmless = error_of(answer), kind.repeatable or answer.certain
             except _HOPELESS as error:
-                raise ConfigError(f"{self.url} cannot be connected to: {error}; check the URL") from None
+                raise ConfigError(
+                    f"{self.url} cannot be connected to: {error}; check the URL (and for a certificate of your own "
+                    "authority, SSL_CERT_FILE)"
+                ) from None
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 reason = str(error) or type(error).__name__
                 fault = UnavailableError(f"the server at {self.url} cannot be reached ({reason}); is it running?")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+
 import aiohttp
 import msgspec
 import pytest
@@ -112,7 +114,7 @@ async def test_without_an_admin_key_no_web_page_of_elsewhere_is_served(store, he
     ("method", "path", "body", "status", "message"),
     [
         ("GET", "/rollouts/ro-nowhere", None, 404, "ro-nowhere"),
-        ("GET", "/nowhere", None, 404, "/api/v1/nowhere"),
+        ("GET", "/nowhere", None, 404, "/api/v1/nowhere; /docs"),
         ("DELETE", "/rollouts", None, 405, "DELETE"),
         ("POST", "/rollouts", b"[{", 422, "/api/v1/rollouts"),
         ("POST", "/rollouts", b'{"requests": [{"inputs": 1}]}', 422, "inputs"),
@@ -131,6 +133,13 @@ async def test_what_is_wrong_with_a_request_is_said(http, method, path, body, st
     answer = await http.request(method, f"/api/v1{path}", data=body, headers=ADMIN)
     assert answer.status == status
     assert message in await error_of(answer)
+
+
+async def test_a_body_in_an_encoding_that_is_not_read_is_refused(http):
+    headers = {"Content-Encoding": "gzip", **ADMIN}
+    answer = await http.post("/api/v1/rollouts", data=gzip.compress(b'{"requests": []}'), headers=headers)
+    assert answer.status == 422
+    assert "'gzip'" in await error_of(answer)
 
 
 async def test_ids_in_urls_are_decoded_once(server, store):
