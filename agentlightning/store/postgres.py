@@ -244,16 +244,22 @@ class Listener:
         self._thread.join()
 
     def _listen(self) -> None:
+        lost = False
         while not self._stopping.is_set():
             try:
                 with _connect(self._url) as connection:
                     connection.execute(f"LISTEN {_CHANNEL}")
+                    if lost:
+                        _log.warning("listening for the changes of other servers again")
+                        lost = False
                     self._heard(None)
                     while not self._stopping.is_set():
                         for notice in connection.notifies(timeout=0.5):
                             self._hear(notice.payload)
             except psycopg.Error as error:
-                _log.warning("not listening for the changes of other servers, trying again: %s", error)
+                if not lost:  # said once, however long it lasts
+                    _log.warning("not listening for the changes of other servers, trying until it works: %s", error)
+                lost = True
                 self._stopping.wait(_PAUSE_SECONDS)
 
     def _hear(self, payload: str) -> None:

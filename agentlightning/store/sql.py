@@ -25,7 +25,7 @@ from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.database import Connection, DatabaseThread, Readers
 from agentlightning.store.opening import Opened, open_postgres, open_sqlite
-from agentlightning.store.redaction import redaction
+from agentlightning.store.redaction import redaction, text_without_secrets
 from agentlightning.store.scrubbing import scrub
 from agentlightning.store.snapshots import Snapshots
 from agentlightning.store.spans import Redact
@@ -162,6 +162,10 @@ class SqlStore(LightningStore):
             raise ConfigError(f"lease_seconds is {lease_seconds}; it must be positive")
         if str(address).startswith(("postgresql://", "postgres://")):
             opened = await asyncio.to_thread(open_postgres, str(address), synchronous)
+        elif "://" in str(address):  # a path would lose a slash, and become a directory of that name
+            raise ConfigError(
+                f"{text_without_secrets(str(address))!r} is no store; give a path (SQLite) or a postgresql:// URL"
+            )
         else:
             opened = await asyncio.to_thread(open_sqlite, str(address), synchronous)
         store = cls(str(address), opened, _steady(opened.now) if clock is None else clock, lease_seconds, redact)

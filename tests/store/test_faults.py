@@ -127,6 +127,27 @@ async def test_who_waits_is_woken_by_another_server_after_postgresql_was_restart
         assert finished.status == "succeeded"
 
 
+async def test_that_postgresql_is_away_is_logged_once_and_that_it_is_back(
+    postgres_server: PostgresServer, postgres_database, caplog
+):
+    def wait_for(words: str, times: int) -> None:
+        give_up = time.monotonic() + 60
+        while said(words) < times and time.monotonic() < give_up:
+            time.sleep(0.05)
+        assert said(words) == times
+
+    def said(words: str) -> int:
+        return sum(words in record.getMessage() for record in caplog.records)
+
+    async with opened(postgres_database):
+        for outage in (1, 2):
+            await to_thread.run_sync(postgres_server.kill)
+            await to_thread.run_sync(wait_for, "not listening", outage)
+            await to_thread.run_sync(postgres_server.start)
+            await to_thread.run_sync(wait_for, "other servers again", outage)
+            assert said("not listening") == outage
+
+
 async def test_a_restart_of_postgresql_is_no_more_than_a_pause(postgres_server: PostgresServer, postgres_database):
     async with opened(postgres_database) as store:
         for mode in ("fast", "immediate"):

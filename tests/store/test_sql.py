@@ -263,6 +263,15 @@ async def test_a_directory_without_permission_is_refused(tmp_path):
         await SqlStore.open(tmp_path / "store.db")
 
 
+@pytest.mark.parametrize("url", ["mysql://me:geheim1@db/agl", "sqlite:///store.db", "file:///store.db"])
+async def test_a_url_of_something_else_is_not_made_a_directory(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="give a path") as refused:
+        await SqlStore.open(url)
+    assert "geheim1" not in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
 async def test_unknown_durability_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="OFF"):
         await SqlStore.open(tmp_path / "store.db", synchronous="OFF")
