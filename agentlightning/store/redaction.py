@@ -195,6 +195,11 @@ _KEYS: Final[tuple[tuple[tuple[str, ...], re.Pattern[str], str | Callable[[re.Ma
             r"(?i:(?P<scheme>\bbearer(?: |\\[nrt])+))(?:(?=[A-Za-z._~+/-]*\d)[\w.~+/-]{8,}|[\w.~+/-]{24,})=*",
             rf"\g<scheme>{REDACTED}",
         ),
+        (  # a header as text: what follows the scheme is the secret, whatever it looks like
+            ("uthorization:", "UTHORIZATION:"),
+            r"(?i:(?P<scheme>\bauthorization: ?(?:bearer|basic|token) ))[\w.~+/-]{8,}=*",
+            rf"\g<scheme>{REDACTED}",
+        ),
         (("asic", "ASIC"), r"(?i:(?P<scheme>\bbasic +))(?P<key>[A-Za-z0-9+/]{8,})=*", _basic),
         (("@",), r"(?P<user>://[^\s/:@\"']{0,100}:)[^\s/@\"']{1,200}@", rf"\g<user>{REDACTED}@"),
     )

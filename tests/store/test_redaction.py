@@ -106,6 +106,8 @@ SECRETS = [
     ("AKIAIOSFODNN7EXAMPLE", REDACTED),
     ("Bearer 8kd0f7g6s5", f"Bearer {REDACTED}"),
     ("authorization: bearer abcdefghijklmnopqrstuvwxyz", f"authorization: bearer {REDACTED}"),
+    ("GET /\r\nAuthorization: Bearer correct-horse\r\n", f"GET /\r\nAuthorization: Bearer {REDACTED}\r\n"),
+    ("curl -H 'Authorization: Token letmein-please'", f"curl -H 'Authorization: Token {REDACTED}'"),
     ("Basic dXNlcjpwYXNzd29yZA==", f"Basic {REDACTED}"),
     ("postgresql://agl:hunter2@db:5432/agl", f"postgresql://agl:{REDACTED}@db:5432/agl"),
     ('{"api_key": "hunter2", "n": 1}', f'{{"api_key": "{REDACTED}", "n": 1}}'),
