@@ -6,7 +6,6 @@ Of a key only a digest is stored. This module knows rows; what a scope opens is 
 from __future__ import annotations
 
 import hashlib
-import math
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
@@ -26,14 +25,21 @@ T = TypeVar("T")
 PREFIX: Final = "aglk-"
 _KEY: Final = "key_id, name, scopes, project, create_time, expire_time, revoke_time"
 _LONGEST_DETAIL: Final = 2000  # characters
+_LONGEST_NAME: Final = 200  # characters
+_LONGEST_LIFETIME: Final = 1e10  # seconds: three centuries, and still a date
 
 
 def issue(tx: Transaction, call: calls.IssueKey) -> IssuedKey:
     """Make a key; its secret is in the answer and nowhere else."""
     if not call.scopes:
         raise InvalidError("a key without scopes opens nothing; give some of read, worker, grader, trainer, admin")
-    if call.lifetime_seconds is not None and not call.lifetime_seconds > 0:
-        raise InvalidError(f"lifetime_seconds is {call.lifetime_seconds}; it must be positive, or None for no limit")
+    if not (1 <= len(call.name) <= _LONGEST_NAME and call.name.isprintable()):
+        raise InvalidError(f"the key's name is {call.name[:50]!r}; give 1 to {_LONGEST_NAME} printable characters")
+    if call.lifetime_seconds is not None and not 0 < call.lifetime_seconds <= _LONGEST_LIFETIME:
+        raise InvalidError(
+            f"lifetime_seconds is {call.lifetime_seconds}; it must be positive and at most {_LONGEST_LIFETIME:g}, or "
+            "None for no limit"
+        )
     api_key = PREFIX + secrets.token_urlsafe(32)
     key = ApiKey(
         key_id=codec.new_id("key"),
@@ -58,7 +64,7 @@ def issue_for_attempt(tx: Transaction, call: calls.IssueAttemptKey) -> str:
 
 def revoke(tx: Transaction, call: calls.RevokeKey) -> ApiKey:
     """End a key for good, at once or after a while; one that has ended, or ends earlier, stays as it is."""
-    if not 0 <= call.after_seconds < math.inf:
+    if not 0 <= call.after_seconds <= _LONGEST_LIFETIME:
         raise InvalidError(f"after_seconds is {call.after_seconds}; give 0 for now, or how many seconds from now")
     if call.after_seconds == 0:
         tx.connection.execute(

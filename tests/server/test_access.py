@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from agentlightning.errors import InvalidError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelTable
 from agentlightning.semconv import ATTEMPT_ID, REWARD, ROLLOUT_ID, reward_value
@@ -117,6 +119,33 @@ async def test_without_a_valid_key_nothing_opens(store, http, clock):
 async def test_an_attempts_key_adds_spans_and_nothing_else(store, http, which):
     found = await statuses(store, Caller(http, None), lambda place: getattr(place, which))
     assert found == expected({calls.AddSpans})
+
+
+@pytest.mark.parametrize(
+    ("fields", "hint"),
+    [
+        ({"name": ""}, "printable"),
+        ({"name": "two\nlines"}, "printable"),
+        ({"name": "n" * 201}, "1 to 200"),
+        ({"scopes": []}, "some of read"),
+        ({"lifetime_seconds": 0.0}, "positive"),
+        ({"lifetime_seconds": math.nan}, "positive"),
+        ({"lifetime_seconds": 1e30}, "at most"),
+        ({"project": ""}, "letters"),
+    ],
+)
+async def test_a_key_that_nobody_could_make_sense_of_is_not_issued(store, fields, hint):
+    with pytest.raises(InvalidError, match=hint):
+        await store.perform(calls.IssueKey(**{"name": "k", "scopes": ["read"], **fields}))
+    assert await store.perform(calls.QueryKeys()) == []
+
+
+async def test_a_key_does_not_end_beyond_all_dates(store):
+    issued = await store.perform(calls.IssueKey(name="k", scopes=["read"]))
+    with pytest.raises(InvalidError, match="after_seconds"):
+        await store.perform(calls.RevokeKey(key_id=issued.key_id, after_seconds=1e30))
+    (key,) = await store.perform(calls.QueryKeys())
+    assert key.expire_time is None
 
 
 async def test_a_revoked_key_ends_at_once_and_another_takes_its_place(store, http):
