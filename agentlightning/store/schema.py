@@ -136,7 +136,8 @@ ALTER TABLE rollouts ADD COLUMN project TEXT NOT NULL DEFAULT 'default';
 ALTER TABLE rollouts ADD COLUMN priority {integer} NOT NULL DEFAULT 0;
 ALTER TABLE rollouts ADD COLUMN finished_index {integer};
 ALTER TABLE rollouts ADD COLUMN trimmed {integer} NOT NULL DEFAULT 0;
-UPDATE rollouts SET finished_index = number WHERE status IN ('succeeded', 'failed', 'cancelled');
+UPDATE rollouts SET finished_index = number WHERE status IN ('succeeded', 'failed', 'cancelled')
+    AND rollout_id <> 'unattributed';
 CREATE TABLE counters (
     name TEXT PRIMARY KEY,
     value {integer} NOT NULL

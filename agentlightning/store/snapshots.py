@@ -12,10 +12,12 @@ from typing import Any, Final, TypeAlias
 Row: TypeAlias = tuple[Any, ...]
 
 _KEPT: Final = 4096
+_LONGEST: Final = 32_768  # characters: the inputs of rollouts may be of any length, and memory is not
 
 
 class Snapshots:
-    """Up to 4096 rows by key, as of the last commit that the event loop was told of. For one event loop."""
+    """Up to 4096 rows by key, none of them long, as of the last commit that the event loop was told of. For one event
+    loop."""
 
     def __init__(self) -> None:
         self._rows: dict[str, Row | object] = {}
@@ -29,7 +31,7 @@ class Snapshots:
         marker = self._rows[key] = object()
         row = await read()
         if self._rows.get(key) is marker:
-            if row is None:
+            if row is None or sum(len(value) for value in row if isinstance(value, str)) > _LONGEST:
                 del self._rows[key]
             else:
                 self._rows[key] = row

@@ -109,7 +109,7 @@ class SqlStore(LightningStore):
         self._redact = redact
         self._queued = QueueWaiters()
         self._finished = Signal()
-        self._groups: dict[str, Signal] = {}
+        self._complete = Signal()  # groups
         self._finishes = FinishWaiters()
         self._alarm = Alarm()
         self._subscribers: Subscribers[Changes] = Subscribers()
@@ -253,9 +253,8 @@ class SqlStore(LightningStore):
             self._finishes.finished(changes.finished)
             self._finished.raise_()
         self._finishes.removed(changes.removed)
-        for run_id in changes.runs_with_groups:
-            if run_id in self._groups:
-                self._groups[run_id].raise_()
+        if changes.runs_with_groups:
+            self._complete.raise_()
         self._alarm.set(changes.deadline)
         self._subscribers.publish(changes)
 
@@ -273,8 +272,8 @@ class SqlStore(LightningStore):
     def _wake_all(self) -> None:
         self._finishes.wake_all()
         self._queued.wake_all()
-        for signal in (self._finished, *self._groups.values()):
-            signal.raise_()
+        self._finished.raise_()
+        self._complete.raise_()
 
     # --- the watchdog ---
 
@@ -357,8 +356,9 @@ class SqlStore(LightningStore):
         )
 
     async def _complete_groups_after(self, call: calls.CompleteGroupsAfter) -> list[Group]:
-        signal = self._groups.setdefault(call.run_id, Signal())
-        return await self._poll(signal, lambda tx: rollouts.complete_groups(tx.connection, call), bool, call.timeout)
+        return await self._poll(
+            self._complete, lambda tx: rollouts.complete_groups(tx.connection, call), bool, call.timeout
+        )
 
     async def _poll(
         self, signal: Signal, read: Callable[[Transaction], T], found: Callable[[T], bool], timeout: float

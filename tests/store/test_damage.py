@@ -130,11 +130,13 @@ INSERT INTO rollouts (rollout_id, input, start_time, end_time, status, mode, run
     config, metadata, attempts)
 VALUES ('done', '"a"', 1, 2, 'succeeded', 'train', 'run', 'g', 0, '{}', '{"k":1}', 1),
     ('busy', '"b"', 3, NULL, 'running', 'train', 'run', NULL, NULL, '{}', '{}', 1),
-    ('waits', '"c"', 4, NULL, 'queuing', 'val', NULL, NULL, NULL, '{}', '{}', 0);
+    ('waits', '"c"', 4, NULL, 'queuing', 'val', NULL, NULL, NULL, '{}', '{}', 0),
+    ('unattributed', 'null', 5, 5, 'succeeded', 'val', NULL, NULL, NULL, '{}', '{}', 1);
 INSERT INTO attempts (attempt_id, rollout_id, sequence_id, start_time, end_time, status, metadata, last_activity,
     lease_expires, check_time, span_sequence)
 VALUES ('a1', 'done', 1, 1, 2, 'succeeded', '{}', 1, 31, 31, 1),
-    ('a2', 'busy', 1, 3, NULL, 'running', '{}', 3, 33, 33, 0);
+    ('a2', 'busy', 1, 3, NULL, 'running', '{}', 3, 33, 33, 0),
+    ('unattributed', 'unattributed', 1, 5, 5, 'succeeded', '{}', 5, 5, 5, 0);
 INSERT INTO spans (attempt, span_id, sequence_id, trace_id, name, start_time, end_time, status_code, attributes)
 VALUES (1, 's', 1, 't', 'n', 1, 2, 'OK', '{"agentlightning.reward.0.value":0.3}');
 INSERT INTO resources (version, resources_id, resources, create_time, metadata) VALUES (1, 'rs', '{}', 1, '{}');
@@ -188,6 +190,7 @@ async def test_a_store_of_the_first_layout_is_brought_to_the_present_one(old_sto
                 ("done", "a", "default", 0),
                 ("busy", "b", "default", 0),
                 ("waits", "c", "default", 0),
+                ("unattributed", None, "default", 0),
             ]
             (span,) = await store.query_spans("done")
             assert span.attributes == {"agentlightning.reward.0.value": 0.3}
