@@ -45,6 +45,7 @@ SELECT a.number, r.rollout_id, a.attempt_id, r.status, a.status, a.sequence_id, 
        a.last_activity, a.lease_expires, a.end_time, r.end_time, a.last_heartbeat_time, a.span_sequence
 FROM attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id
 """
+_HELD_SECONDS: Final = 0.25  # until another look at what another server was holding
 _QUEUED: Final = "('queuing', 'requeuing')"
 _ACTIVE: Final = "('preparing', 'running')"
 
@@ -257,7 +258,10 @@ def withdraw(tx: Transaction, leased: Sequence[AttemptedRollout]) -> None:
     """Undo leases that nobody was told of: the attempts never were, and their rollouts are queued again. Those that
     their caller has asked for again are left to it."""
     for rollout in leased:
-        _, standing = load_standing(tx.connection, rollout.rollout_id, rollout.attempt.attempt_id)
+        try:
+            _, standing = load_standing(tx.connection, rollout.rollout_id, rollout.attempt.attempt_id)
+        except NotFoundError:
+            continue  # removed meanwhile
         asked_again = standing.last_heartbeat_time is not None
         if standing.attempt_status != "preparing" or not standing.is_latest or asked_again:
             continue
@@ -340,6 +344,8 @@ def expire(tx: Transaction, limit: int = 500) -> int:
             ended += 1
     (earliest,) = tx.connection.execute(f"SELECT MIN(check_time) FROM attempts WHERE status IN {_ACTIVE}").fetchone()
     tx.changes.deadline = math.inf if earliest is None else earliest
+    if tx.changes.deadline <= tx.now and len(rows) < limit:
+        tx.changes.deadline = tx.now + _HELD_SECONDS  # what is still overdue was passed over: another server holds it
     return ended
 
 

@@ -78,7 +78,8 @@ def open_postgres(url: str, synchronous: sqlite.Synchronous) -> Opened:
 
     writing = postgres.open_database(url, synchronous)
     reading = [postgres.open_database(url, synchronous, writing=False) for _ in range(_READERS)]
-    origin = new_id("server")
+    secret = read_secret(writing)
+    channel, origin = postgres.channel_of(secret), new_id("server")
     listeners: list[postgres.Listener] = []
 
     def listen(hear: Hear) -> None:
@@ -87,7 +88,7 @@ def open_postgres(url: str, synchronous: sqlite.Synchronous) -> Opened:
         def heard(changes: Changes | None) -> None:
             loop.call_soon_threadsafe(hear, changes)
 
-        listeners.append(postgres.Listener(url, origin, heard))
+        listeners.append(postgres.Listener(url, channel, origin, heard))
 
     def release() -> None:
         for listener in listeners:
@@ -96,13 +97,13 @@ def open_postgres(url: str, synchronous: sqlite.Synchronous) -> Opened:
     return Opened(
         writing,
         reading,
-        read_secret(writing),
+        secret,
         # Whatever the database's default: groups are complete by what other servers have just committed.
         "BEGIN ISOLATION LEVEL READ COMMITTED",
         release,
         postgres.read_clock(writing),
         shared=True,
-        notify=lambda connection, changes: postgres.notify(connection, origin, changes),
+        notify=lambda connection, changes: postgres.notify(connection, channel, origin, changes),
         listen=listen,
     )
 

@@ -7,8 +7,8 @@ This module knows psycopg and nothing of what the rows mean. It is imported only
 from __future__ import annotations
 
 import base64
-import contextlib
 import functools
+import hashlib
 import logging
 import threading
 import time
@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import msgspec
 import psycopg
+from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import TransactionStatus
 
@@ -26,7 +27,6 @@ from agentlightning.store.database import Connection, Cursor, Dialect, Trouble
 from agentlightning.store.sqlite import Synchronous
 from agentlightning.store.transaction import Changes
 
-_CHANNEL: Final = "agentlightning_store"
 _LOCK: Final = 0x41474C53  # one server at a time lays out the tables
 _LONGEST_PAYLOAD: Final = 7900  # bytes; PostgreSQL refuses notifications of 8000
 _PATIENCE_SECONDS: Final = 10.0
@@ -206,11 +206,18 @@ def read_clock(connection: PostgresConnection) -> float:
     return now
 
 
-def notify(connection: Connection, origin: str, changes: Changes) -> None:
+def channel_of(secret: bytes) -> str:
+    """Where the servers of one store talk: other schemas of the database may hold other stores."""
+    return f"agentlightning_{hashlib.sha256(secret).hexdigest()[:32]}"
+
+
+def notify(connection: Connection, channel: str, origin: str, changes: Changes) -> None:
     """Tell the other servers, at the commit, what this transaction changed."""
+    if changes == Changes():
+        return
     for part in _parts(changes):
         payload = f"{origin} {base64.b64encode(msgspec.msgpack.encode(part)).decode()}"
-        connection.execute("SELECT pg_notify(?, ?)", (_CHANNEL, payload))
+        connection.execute("SELECT pg_notify(?, ?)", (channel, payload))
 
 
 def _parts(changes: Changes) -> list[Changes]:
@@ -229,10 +236,11 @@ def _parts(changes: Changes) -> list[Changes]:
 
 class Listener:
     """Hears, in a thread of its own, what other servers changed. `heard` gets their changes, and None after the
-    connection was lost for a while: then anything may have changed."""
+    connection was lost for a while, or for what another release says: then anything may have changed."""
 
-    def __init__(self, url: str, origin: str, heard: Callable[[Changes | None], None]) -> None:
+    def __init__(self, url: str, channel: str, origin: str, heard: Callable[[Changes | None], None]) -> None:
         self._url = url
+        self._channel = channel
         self._origin = origin
         self._heard = heard
         self._stopping = threading.Event()
@@ -248,7 +256,7 @@ class Listener:
         while not self._stopping.is_set():
             try:
                 with _connect(self._url) as connection:
-                    connection.execute(f"LISTEN {_CHANNEL}")
+                    connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self._channel)))
                     if lost:
                         _log.warning("listening for the changes of other servers again")
                         lost = False
@@ -266,5 +274,8 @@ class Listener:
         origin, _, encoded = payload.partition(" ")
         if origin == self._origin:
             return
-        with contextlib.suppress(msgspec.DecodeError, ValueError):  # another release's: nothing to learn from it
-            self._heard(msgspec.msgpack.decode(base64.b64decode(encoded), type=Changes))
+        try:
+            changes = msgspec.msgpack.decode(base64.b64decode(encoded), type=Changes)
+        except (msgspec.DecodeError, ValueError):
+            changes = None
+        self._heard(changes)

@@ -38,6 +38,8 @@ def add_resources(tx: Transaction, call: calls.AddResources) -> ResourcesUpdate:
     if call.parent_id is not None:
         require(tx.connection, "resources", "resources_id", call.parent_id)
     project = project_of(tx.connection, call.project, call.run_id)
+    # Whoever numbers holds the counter until the commit, as in `rollouts.settle`.
+    tx.connection.execute("SELECT value FROM counters WHERE name = 'finished'" + tx.connection.for_update)
     (version,) = tx.connection.execute("SELECT COALESCE(MAX(version), 0) + 1 FROM resources").fetchone()
     row = (
         call.resources_id or codec.new_id("rs"),
@@ -220,21 +222,24 @@ _GONE_AFTER_LEASES: Final = 3
 def update_worker(tx: Transaction, call: calls.UpdateWorker) -> Worker:
     stats = None if call.heartbeat_stats is None else codec.to_json(call.heartbeat_stats, "heartbeat_stats")
     touch_worker(tx, call.worker_id, stats)
-    return next(worker for worker in query_workers(tx) if worker.worker_id == call.worker_id)
+    return query_workers(tx, call.worker_id)[0]
 
 
-def query_workers(tx: Transaction) -> list[Worker]:
-    """All workers, with the newest attempt each is busy with."""
+def query_workers(tx: Transaction, worker_id: str | None = None) -> list[Worker]:
+    """All workers, or the one of that name, with the newest attempt each is busy with."""
+    of_worker, values = ("", ()) if worker_id is None else ("AND worker_id = ? ", (worker_id,))
     holding: dict[str, tuple[str, str]] = {
         worker: (rollout_id, attempt_id)
         for worker, rollout_id, attempt_id in tx.connection.execute(
             "SELECT worker_id, rollout_id, attempt_id FROM attempts "
-            "WHERE status IN ('preparing', 'running') AND worker_id IS NOT NULL ORDER BY number"
+            f"WHERE status IN ('preparing', 'running') AND worker_id IS NOT NULL {of_worker}ORDER BY number",
+            values,
         )
     }
     workers: list[Worker] = []
     for name, last_heartbeat_time, stats in tx.connection.execute(
-        "SELECT worker_id, last_heartbeat_time, heartbeat_stats FROM workers ORDER BY worker_id"
+        f"SELECT worker_id, last_heartbeat_time, heartbeat_stats FROM workers WHERE true {of_worker}ORDER BY worker_id",
+        values,
     ):
         rollout_id, attempt_id = holding.get(name, (None, None))
         silent = tx.now - last_heartbeat_time > _GONE_AFTER_LEASES * tx.lease_seconds

@@ -171,7 +171,8 @@ def create_rollout(tx: Transaction, request: EnqueueRolloutRequest, *, queued: b
         codec.check_id(request.rollout_id, "rollout_id")
         if request.rollout_id == UNATTRIBUTED:
             raise InvalidError(f"rollout_id {UNATTRIBUTED!r} is reserved for what nobody could attribute; use another")
-        stored = rollout_row(tx.connection, request.rollout_id)
+        # Who starts an attempt on it decides by its status, which must not change before that.
+        stored = rollout_row(tx.connection, request.rollout_id, "" if queued else tx.connection.for_update)
         if stored is not None:
             if not codec.same_json(stored[1], codec.to_json(request.input, "the input of the rollout")):
                 raise ConflictError(f"rollout {request.rollout_id} is stored already, with another input")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import psycopg
@@ -11,8 +12,9 @@ import pytest
 from anyio import to_thread
 
 from agentlightning.errors import ConflictError
-from agentlightning.store import calls
+from agentlightning.store import attempts, calls, postgres
 from agentlightning.store.sql import SqlStore
+from agentlightning.store.transaction import Changes
 from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
 from tests.store.storm import follow
 
@@ -177,6 +179,108 @@ async def test_the_same_names_given_to_both_at_once_are_stored_once(stores):
     with pytest.raises(ConflictError, match="stored already"):
         await stores[1].perform(calls.StartAttempt(rollout_id="r-1", attempt_id="a"))
     assert await stores[0].perform(calls.CheckStore()) == []
+
+
+async def test_resources_added_by_many_servers_at_once_all_get_a_version(postgres_database):
+    async with contextlib.AsyncExitStack() as stack:
+        several = [await stack.enter_async_context(two_stores(postgres_database)) for _ in range(2)]
+
+        async def add(store: SqlStore) -> list[int]:
+            return [(await store.add_resources({})).version for _ in range(20)]
+
+        versions = await asyncio.gather(*(add(store) for pair in several for store in pair))
+    assert all(own == sorted(own) for own in versions)
+    assert sorted(itertools.chain(*versions)) == list(range(1, 81))
+
+
+async def test_no_attempt_is_started_on_a_rollout_that_is_just_being_ended(postgres_database, stores):
+    asked = EnqueueRolloutRequest(input=1, rollout_id="r")
+    await stores[0].enqueue_many_rollouts([asked])
+    with await to_thread.run_sync(psycopg.connect, postgres_database) as other:
+        other.execute("UPDATE rollouts SET status = 'cancelled', end_time = 1 WHERE rollout_id = 'r'")
+        starting = asyncio.create_task(stores[0].perform(calls.StartRollout(request=asked)))
+        await until(lambda: to_thread.run_sync(_somebody_waits_for_a_lock, postgres_database))
+        other.commit()
+    with pytest.raises(ConflictError, match="cancelled"):
+        await starting
+    assert (await stores[1].get_rollout_by_id("r")).status == "cancelled"
+
+
+def _somebody_waits_for_a_lock(url: str) -> bool:
+    with psycopg.connect(url) as connection:
+        return connection.execute("SELECT 1 FROM pg_locks WHERE NOT granted").fetchone() is not None
+
+
+async def test_an_attempt_that_another_holds_on_to_is_not_looked_at_without_a_pause(postgres_database):
+    async with two_stores(postgres_database, lease_seconds=0.2) as (one, _):
+        await one.start_rollout(1)
+        with await to_thread.run_sync(psycopg.connect, postgres_database) as other:
+            other.execute("SELECT 1 FROM attempts FOR UPDATE")
+            before = one._clock()
+            while one._clock() < before + 0.5:  # longer than the lease
+                await one.statistics()
+            now = await one._write(lambda tx: (attempts.expire(tx), tx.changes.deadline > tx.now))
+        assert now == (0, True)
+        async with asyncio.timeout(30):
+            (ended,) = await one.wait_for_rollouts([(await one.query_rollouts())[0].rollout_id], LONG)
+        assert ended.status == "failed"
+
+
+async def until_they_listen(url: str, servers: int) -> None:
+    def count() -> int:
+        with psycopg.connect(url) as connection:
+            sql = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'LISTEN %'"
+            return connection.execute(sql).fetchone()[0]
+
+    async def all_listen() -> bool:
+        return await to_thread.run_sync(count) == servers
+
+    await until(all_listen)
+
+
+async def hear_until(heard: asyncio.Queue[Changes | None], what: Callable[[Changes], bool]) -> list[Changes]:
+    """The changes that are heard up to the one that is meant."""
+    several: list[Changes] = []
+    async with asyncio.timeout(30):
+        while not several or not what(several[-1]):
+            changes = await heard.get()
+            several += [] if changes is None else [changes]
+    return several
+
+
+async def test_stores_in_two_schemas_of_a_database_do_not_hear_each_other(postgres_database):
+    def make_schemas() -> None:
+        with psycopg.connect(postgres_database) as connection:
+            connection.execute("CREATE SCHEMA a; CREATE SCHEMA b")
+
+    await to_thread.run_sync(make_schemas)
+    in_a, in_b = (f"{postgres_database}?options=-csearch_path%3D{name}" for name in "ab")
+    async with two_stores(in_a) as (one, _), two_stores(in_b) as (near, far):
+        with far.events() as heard:
+            await until_they_listen(postgres_database, 4)
+            await one.enqueue_rollout(1)
+            rollout = await near.enqueue_rollout(2)
+            await near.cancel_rollout(rollout.rollout_id)
+            changes = await hear_until(heard, lambda changes: changes.finished == [rollout.rollout_id])
+        assert sum(one.queued.get("default", 0) for one in changes) == 1
+
+
+async def test_what_another_release_tells_and_this_one_cannot_read_may_be_anything(postgres_database, stores):
+    one, other = stores
+    with one.events() as heard:
+        await until_they_listen(postgres_database, 2)
+        await other.enqueue_rollout(1)
+        await hear_until(heard, lambda changes: bool(changes.queued))
+
+        def tell() -> None:
+            with psycopg.connect(postgres_database) as connection:
+                channel = postgres.channel_of(one._opened.secret)
+                connection.execute("SELECT pg_notify(%s, 'server-x in-words-of-its-own')", (channel,))
+
+        await to_thread.run_sync(tell)
+        async with asyncio.timeout(30):
+            while await heard.get() is not None:
+                pass
 
 
 async def test_the_clocks_of_a_server_that_is_gone_run_out_at_the_other(postgres_database):

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from agentlightning.errors import ConfigError, InvalidError, UnavailableError
+from agentlightning.store import attempts, calls
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import EnqueueRolloutRequest, RolloutConfig, Span
+from agentlightning.types import Condition, EnqueueRolloutRequest, RolloutConfig, Span
 
 pytestmark = pytest.mark.anyio
 
@@ -141,6 +142,17 @@ async def test_the_leases_of_a_cancelled_call_are_put_back():
         while len(leased) < 3:
             leased += await store.dequeue_many_rollouts(3, timeout=5)
     assert sorted((rollout.input, rollout.attempt.sequence_id) for rollout in leased) == [(0, 1), (1, 1), (2, 1)]
+    await store.close()
+
+
+async def test_leases_are_put_back_although_one_of_the_rollouts_was_removed_meanwhile():
+    store = await SqlStore.open(":memory:")
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i) for i in range(3)])
+    leased = await store.dequeue_many_rollouts(3)
+    removed = Condition("rollout_id", "eq", leased[0].rollout_id)
+    await store.perform(calls.DeleteRollouts(where=removed, unfinished=True))
+    await store._write(lambda tx: attempts.withdraw(tx, leased))
+    assert [rollout.input for rollout in await store.dequeue_many_rollouts(3)] == [1, 2]
     await store.close()
 
 
