@@ -111,6 +111,8 @@ def prepare_file(path: Path) -> None:
             with contextlib.closing(_open(str(draft))) as connection:
                 _lay_out(connection)
                 connection.execute("PRAGMA journal_mode = WAL")
+            # Prompts and the secret that keys are signed with: not for the machine's other users.
+            draft.chmod(0o600)
             draft.replace(path)
         else:
             with contextlib.closing(_open(str(path))) as connection:

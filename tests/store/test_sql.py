@@ -289,6 +289,11 @@ async def test_unknown_durability_is_refused(tmp_path):
         await SqlStore.open(tmp_path / "store.db", synchronous="OFF")
 
 
+async def test_a_new_store_is_for_its_owner_alone(tmp_path):
+    await _make_store(tmp_path / "store.db")
+    assert (tmp_path / "store.db").stat().st_mode & 0o777 == 0o600
+
+
 async def test_the_queue_and_the_clocks_are_found_by_an_index(tmp_path):
     await _make_store(tmp_path / "store.db")
     connection = sqlite3.connect(tmp_path / "store.db")
