@@ -54,6 +54,10 @@ class Call(Noun, Generic[T], frozen=True, kw_only=True):
     repeatable: ClassVar[bool] = True
     audited: ClassVar[bool] = False
 
+    def may_repeat(self) -> bool:
+        """Whether doing it twice does no more than doing it once."""
+        return self.repeatable
+
     @classmethod
     def returns(cls) -> Any:
         """The type T."""
@@ -129,6 +133,9 @@ class UpdateRollout(Call[Rollout], frozen=True, kw_only=True):
     rollout_id: str
     status: RolloutStatus | None = None
     metadata: dict[str, Any] | None = None
+
+    def may_repeat(self) -> bool:
+        return self.status != "requeuing"  # again, it would end the attempt that was started meanwhile
 
 
 class CancelRollout(Call[Rollout], frozen=True, kw_only=True):

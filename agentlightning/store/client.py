@@ -133,7 +133,7 @@ class LightningStoreClient(LightningStore):
 
     async def _send_spans(self, encoded: Sequence[bytes]) -> None:
         # Not patient here: the spool itself asks again until it has an answer.
-        answer = await self._send_until_answered(spans_request(encoded), calls.AddSpans, patience=0.0)
+        answer = await self._send_until_answered(spans_request(encoded), "AddSpans", True, patience=0.0)
         form_of(calls.AddSpans).result(answer)
 
     # --- calls ---
@@ -153,10 +153,12 @@ class LightningStoreClient(LightningStore):
 
     async def _ask(self, call: Call[T]) -> T:
         form = form_of(type(call))
-        answer = await self._send_until_answered(form.request(call), type(call), self._patience)
+        answer = await self._send_until_answered(
+            form.request(call), type(call).__name__, call.may_repeat(), self._patience
+        )
         return cast(T, form.result(answer))
 
-    async def _send_until_answered(self, request: Wire, kind: type[Call[Any]], patience: float) -> Answer:
+    async def _send_until_answered(self, request: Wire, name: str, may_repeat: bool, patience: float) -> Answer:
         """The answer that ends the call. UnavailableError if none came in time, or where asking again could do it
         twice; ConfigError if none can come from this URL."""
         begin = time.monotonic()
@@ -166,7 +168,7 @@ class LightningStoreClient(LightningStore):
                 answer = await self._send(request)
                 if answer.ends_the_call:
                     return answer
-                fault, harmless = error_of(answer), kind.repeatable or answer.certain
+                fault, harmless = error_of(answer), may_repeat or answer.certain
             except _HOPELESS as error:
                 raise ConfigError(
                     f"{self.url} cannot be connected to: {error}; check the URL (and for a certificate of your own "
@@ -175,13 +177,13 @@ class LightningStoreClient(LightningStore):
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 reason = str(error) or type(error).__name__
                 fault = UnavailableError(f"the server at {self.url} cannot be reached ({reason}); is it running?")
-                harmless = kind.repeatable or isinstance(error, _UNSENT)
+                harmless = may_repeat or isinstance(error, _UNSENT)
             pause = backoff * random.uniform(0.5, 1.0)
             if isinstance(fault, RetryLaterError):
                 pause += fault.seconds
             elapsed = time.monotonic() - begin
             if not harmless:
-                raise UnavailableError(f"{fault} {kind.__name__} may have been carried out: look before you repeat it")
+                raise UnavailableError(f"{fault} {name} may have been carried out: look before you repeat it")
             if elapsed + pause > patience:
                 if not patience:
                     raise fault

@@ -143,6 +143,15 @@ async def test_a_call_that_could_be_done_twice_is_not_repeated(lossy):
     assert len(await sql.perform(calls.QueryKeys())) == 1
 
 
+async def test_a_rollout_is_not_requeued_a_second_time_by_repetition(lossy):
+    client, proxy, sql = lossy
+    leased = await sql.start_rollout(1)
+    proxy.cuts = 1
+    with pytest.raises(UnavailableError, match="UpdateRollout may have been carried out"):
+        await client.update_rollout(leased.rollout_id, status="requeuing")
+    assert (await sql.get_rollout_by_id(leased.rollout_id)).status == "requeuing"
+
+
 # --- a server that goes away -------------------------------------------------------------------------------------
 
 
