@@ -1,0 +1,147 @@
+"""Callers that cost next to nothing: one keep-alive connection each, over bare sockets, and when each byte came.
+
+They know HTTP/1.1 as far as a server here answers it, and nothing of what is in a body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+
+@dataclass
+class Calls:
+    """Answered calls: seconds from the first request to the last answer, and of each call the seconds to the first
+    byte of the body and to the last."""
+
+    seconds: float = 0.0
+    first: list[float] = field(default_factory=list[float])
+    whole: list[float] = field(default_factory=list[float])
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+
+class Caller(asyncio.Protocol):
+    """Sends `request` again and again: once now, and once more after each answer for which `go_on()` holds."""
+
+    def __init__(self, request: bytes, calls: Calls, go_on: Callable[[], bool]) -> None:
+        self._request = request
+        self._calls = calls
+        self._go_on = go_on
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._received = b""
+        self._sent = self._first = 0.0
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport: asyncio.Transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._done.done():
+            self._done.set_exception(exc or ConnectionResetError("the server hung up before its answer was complete"))
+
+    def start(self) -> asyncio.Future[None]:
+        """Send the first request. The future is resolved with the last answer."""
+        self._done = asyncio.get_running_loop().create_future()
+        self._send()
+        return self._done
+
+    def close(self) -> None:
+        if not self._done.done():
+            self._done.cancel()
+        self._transport.close()
+
+    def _send(self) -> None:
+        self._first = 0.0
+        self._sent = time.perf_counter()
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        received = self._received = self._received + data if self._received else data
+        body = received.find(b"\r\n\r\n") + 4
+        if body < 4 or len(received) == body:
+            return
+        self._first = self._first or now
+        place = received.find(b"content-length: ", 0, body)
+        if place < 0:
+            whole = received.endswith(b"\r\n0\r\n\r\n")  # it is chunked
+        else:
+            whole = len(received) >= body + int(received[place + 16 : received.index(b"\r", place)])
+        if whole:
+            self._received = b""
+            self._answered(received, now)
+
+    def _answered(self, received: bytes, now: float) -> None:
+        if not received.startswith(b"HTTP/1.1 200"):
+            self._done.set_exception(ConnectionError(received[:500].decode(errors="replace")))
+            return
+        self._calls.first.append(self._first - self._sent)
+        self._calls.whole.append(now - self._sent)
+        if self._go_on():
+            self._send()
+        else:
+            self._done.set_result(None)
+
+
+def post(url: str, body: bytes, api_key: str = "none") -> bytes:
+    """The bytes of a request such as an SDK sends."""
+    parts = urlsplit(url)
+    head = (
+        f"POST {parts.path} HTTP/1.1\r\nhost: {parts.netloc}\r\nauthorization: Bearer {api_key}\r\n"
+        f"accept: application/json\r\ncontent-type: application/json\r\nuser-agent: OpenAI/Python 2.8.0\r\n"
+        f"accept-encoding: gzip, deflate\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+async def connect(url: str, request: bytes, calls: Calls, go_on: Callable[[], bool] = lambda: False) -> Caller:
+    parts = urlsplit(url)
+    loop = asyncio.get_running_loop()
+    _, caller = await loop.create_connection(
+        lambda: Caller(request, calls, go_on), parts.hostname or "", parts.port or 80
+    )
+    return caller
+
+
+async def call_for(seconds: float, url: str, requests: Sequence[bytes]) -> Calls:
+    """One caller for each request, all at once, for so many seconds. What is being answered at the end counts.
+
+    ConnectionError, with the answer, if a call is not answered with 200."""
+    calls = Calls()
+    end = 0.0
+    callers = [await connect(url, request, calls, lambda: time.perf_counter() < end) for request in requests]
+    begin = time.perf_counter()
+    end = begin + seconds
+    await asyncio.gather(*(caller.start() for caller in callers))
+    calls.seconds = time.perf_counter() - begin
+    for caller in callers:
+        caller.close()
+    return calls
+
+
+async def call_each(count: int, url: str, requests: Sequence[bytes]) -> Calls:
+    """One caller for each request, all at once: it connects, which is part of the time, and makes `count` calls."""
+    calls = Calls()
+
+    async def call(request: bytes) -> None:
+        further = iter(range(count - 1))
+        caller = await connect(url, request, calls, lambda: next(further, None) is not None)
+        await caller.start()
+        caller.close()
+
+    begin = time.perf_counter()
+    await asyncio.gather(*map(call, requests))
+    calls.seconds = time.perf_counter() - begin
+    return calls
+
+
+async def call_in_turn(count: int, callers: Sequence[Caller]) -> None:
+    """Each of the callers makes a call, one after the other, `count` times."""
+    for _ in range(count):
+        for caller in callers:
+            await caller.start()
