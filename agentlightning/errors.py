@@ -41,13 +41,15 @@ class UnavailableError(AgentLightningError):
 class BackendError(AgentLightningError):
     """A model backend refused or failed a call.
 
-    `status` is the HTTP status for the agent; `code` is the machine-readable OpenAI error code.
+    `status` is the HTTP status for the agent; `code` is the machine-readable OpenAI error code; `retry_after` tells
+    the agent when to ask again.
     """
 
     def __init__(self, message: str, *, status: int = 502, code: str = "backend_error") -> None:
         super().__init__(message)
         self.status = status
         self.code = code
+        self.retry_after: str | None = None
 
 
 class TrainingError(AgentLightningError):

@@ -10,6 +10,7 @@ MESSAGE: Final = "agentlightning.message"
 OBJECT: Final = "agentlightning.object"
 EXCEPTION: Final = "agentlightning.exception"
 OPERATION: Final = "agentlightning.operation"
+UNDELIVERED: Final = "agentlightning.call.undelivered"  # a span that only says which call's answer nobody received
 REWARD: Final = "agentlightning.reward"
 
 # Resource attributes that bind a span to its attempt.
@@ -31,11 +32,18 @@ def reward_value(index: int) -> str:
 
 # On a gateway call, beside its token ids (which are stored as binary, not as attributes).
 CALL_INDEX: Final = "agentlightning.call.index"  # 0, 1, 2 … within the attempt
+CALL_ENDPOINT: Final = "agentlightning.call.endpoint"  # the protocol it came in, such as `chat/completions`
 CALL_STREAM: Final = "agentlightning.call.stream"
+CALL_REQUEST: Final = "agentlightning.call.request"  # JSON of the request as it came, without messages and tools
+CALL_PROMPT: Final = "agentlightning.call.prompt"  # the text that was continued, where there were no messages
+CALL_RESPONSE: Final = "agentlightning.call.response"  # the answer as it came, of endpoints that are passed through
 CALL_SAMPLING: Final = "agentlightning.call.sampling"  # JSON of the sampling that was in effect
 CALL_OVERRIDDEN: Final = "agentlightning.call.overridden"  # JSON of what the agent asked instead, if it differed
 CALL_FLAG: Final = "agentlightning.call.untrainable"  # why this call must not be trained, absent if it may
+CALL_DISCARDS: Final = "agentlightning.call.discards"  # indices of calls whose answers nobody received
 CALL_BACKEND: Final = "agentlightning.call.backend"
+CALL_FIRST_VERSION: Final = "agentlightning.call.policy_version.first"  # of the first sampled token
+CALL_LAST_VERSION: Final = "agentlightning.call.policy_version.last"
 CALL_TRAINABLE: Final = "agentlightning.call.trainable"  # False for a frozen model
 CALL_TIME_TO_FIRST_TOKEN: Final = "agentlightning.call.time_to_first_token"  # seconds
 RECORDED_SPLICE: Final = "agentlightning.call.spliced_tokens"  # prompt tokens taken from recorded answers

@@ -29,7 +29,7 @@ from agentlightning.data.datasets import load_dataset
 from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
-from agentlightning.gateway.http_backend import HttpBackend
+from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.learner.base import AdamW
 from agentlightning.runner.agent import LitAgent, as_agent
@@ -302,8 +302,8 @@ class Trainer:
         if isinstance(upstream, LLM):
             key = upstream.api_key or os.environ.get("OPENAI_API_KEY")
             # Hosted APIs refuse to be asked for token ids, and nothing here trains on their answers.
-            hosted = HttpBackend(upstream.endpoint, api_key=key, captures_tokens=False)
-            return ModelEntry(upstream.model, hosted, trainable=False)
+            hosted = HttpBackend(upstream.endpoint, kind="openai", api_key=key)
+            return ModelEntry(upstream.model, hosted, trainable=False, train=None, val=None)
         return None
 
     async def _lend_to_server(self, stack: AsyncExitStack, entry: ModelEntry) -> None:

@@ -9,14 +9,23 @@ import asyncio
 import hashlib
 import string
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from itertools import groupby
 from typing import Any
 
 from agentlightning.engine.request import GenerationRequest, SampledToken
 from agentlightning.engine.service import EngineService
-from agentlightning.errors import BackendError
-from agentlightning.gateway.backend import STOPPED_BY_STRING, BackendEvent, ChatCall, Delta, Finished, Started
+from agentlightning.gateway.backend import (
+    STOPPED_BY_STRING,
+    BackendEvent,
+    Delta,
+    Finished,
+    ModelCall,
+    RelayedAnswer,
+    RelayedCall,
+    Started,
+    unsupported,
+)
 from agentlightning.gateway.chat.recorded import EncodedPrompt, RecordedAnswers
 from agentlightning.gateway.chat.stop_strings import StopStrings
 from agentlightning.gateway.chat.template import ChatTemplate
@@ -48,47 +57,63 @@ class EmbeddedBackend:
 
     `service` is started and closed by its owner. The seed of a call decides its random numbers alone."""
 
+    name = "embedded"
     captures_tokens = True
+    relays: frozenset[str] = frozenset()
 
     def __init__(self, service: EngineService, chat: ChatTemplate) -> None:
         self._service = service
         self._chat = chat
         self._recorded = RecordedAnswers(chat)
 
-    async def chat(self, call: ChatCall) -> AsyncGenerator[BackendEvent, None]:
-        """See `Backend.chat`. BackendError 400 names what a free-running sampler cannot honour."""
-        variables = _check(call)
-        tools = [] if call.tool_choice == "none" else call.tools
-        if tools:
-            self._chat.tool_call_parser()  # refuses tools before anything is computed
-        text = self._chat.render(call.messages, tools, **variables)
-        prompt = self._recorded.encode(call.session, text)
+    async def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
+        """See `Backend.answer`. BackendError 400 names what a free-running sampler cannot honour."""
+        prompt = self._prompt(call)
+        tools = call.prompt is None and call.tool_choice != "none" and bool(call.tools)
         requests = [self._request(call, index, prompt) for index in range(call.sampling.n)]
         if call.stream:  # a request that cannot be served is refused before the stream begins
             self._service.engine.check(requests[0])
         choices = [
-            self._choice(call, index, prompt, request, parse_tools=bool(tools))
-            for index, request in enumerate(requests)
+            self._choice(call, index, prompt, request, parse_tools=tools) for index, request in enumerate(requests)
         ]
         yield Started(prompt.token_ids, prompt.spliced_tokens)
         async with aclosing(choices[0] if len(choices) == 1 else _merged(choices)) as events:
             async for event in events:
                 yield event
 
-    def _request(self, call: ChatCall, index: int, prompt: EncodedPrompt) -> GenerationRequest:
+    async def count_tokens(self, call: ModelCall) -> int:
+        return len(self._prompt(call).token_ids)
+
+    def relay(self, call: RelayedCall) -> AbstractAsyncContextManager[RelayedAnswer]:
+        raise unsupported(call.path, "the embedded engine answers with text only")
+
+    async def close(self) -> None:
+        """The service belongs to its owner."""
+
+    def _prompt(self, call: ModelCall) -> EncodedPrompt:
+        variables = _check(call)
+        if call.prompt is not None:
+            ids = self._chat.encode(call.prompt) if isinstance(call.prompt, str) else call.prompt
+            return EncodedPrompt("", ids)
+        tools = [] if call.tool_choice == "none" else call.tools
+        if tools:
+            self._chat.tool_call_parser()  # refuses tools before anything is computed
+        return self._recorded.encode(call.session, self._chat.render(call.messages, tools, **variables))
+
+    def _request(self, call: ModelCall, index: int, prompt: EncodedPrompt) -> GenerationRequest:
         sampling = call.sampling
         return GenerationRequest(
             prompt_token_ids=prompt.token_ids,
             max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
+            temperature=1.0 if sampling.temperature is None else sampling.temperature,
+            top_p=1.0 if sampling.top_p is None else sampling.top_p,
+            top_k=sampling.top_k or 0,
             seed=None if sampling.seed is None else choice_seed(sampling.seed, index),
             stop_token_ids=self._chat.stop_token_ids,
         )
 
     async def _choice(
-        self, call: ChatCall, index: int, prompt: EncodedPrompt, request: GenerationRequest, *, parse_tools: bool
+        self, call: ModelCall, index: int, prompt: EncodedPrompt, request: GenerationRequest, *, parse_tools: bool
     ) -> AsyncGenerator[BackendEvent, None]:
         writer = _ChoiceWriter(call, index, self._chat, parse_tools=parse_tools)
         if call.stream or call.sampling.stop:
@@ -101,14 +126,15 @@ class EmbeddedBackend:
             tokens = await self._service.complete(request)
             for _, run in groupby(tokens, key=lambda token: token.version):
                 yield writer.delta(list(run))
-        self._recorded.record(call.session, prompt, writer.token_ids)
+        if call.prompt is None:
+            self._recorded.record(call.session, prompt, writer.token_ids)
         yield writer.finished()
 
 
 class _ChoiceWriter:
     """Turns one choice's sampled tokens into deltas: characters whole, stop strings cut, tool calls parsed."""
 
-    def __init__(self, call: ChatCall, index: int, chat: ChatTemplate, *, parse_tools: bool) -> None:
+    def __init__(self, call: ModelCall, index: int, chat: ChatTemplate, *, parse_tools: bool) -> None:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._call = call
@@ -141,13 +167,19 @@ class _ChoiceWriter:
             token_ids=ids,
             logprobs=tuple(token.logprob for token in tokens),
             version=tokens[-1].version,
-            tokens=tuple(map(self._token_bytes.__getitem__, ids)) if self._call.logprobs else (),
+            logprob_entries=tuple(map(self._entry, tokens)) if self._call.logprobs else (),
         )
 
     def finished(self) -> Finished:
         assert self.finish_reason is not None, "the engine ended a generation without saying why"
         reason = "tool_calls" if self._tool_calls and self.finish_reason == "stop" else self.finish_reason
-        return Finished(self._index, reason, STOPPED_BY_STRING if self._stops.matched is not None else None)
+        stopped = self._stops.matched
+        return Finished(self._index, reason, None if stopped is None else STOPPED_BY_STRING, stopped)
+
+    def _entry(self, token: SampledToken) -> dict[str, Any]:
+        written = self._token_bytes[token.token_id]
+        text = written.decode(errors="replace")
+        return {"token": text, "logprob": token.logprob, "bytes": list(written), "top_logprobs": []}
 
     def _openai_delta(self, parts: list[Part]) -> dict[str, Any]:
         delta: dict[str, Any] = {}
@@ -179,21 +211,19 @@ def _tool_call_id(name: str) -> str:
     return "".join(_LETTERS[number // 62**place % 62] for place in range(9))
 
 
-def _check(call: ChatCall) -> dict[str, Any]:
+def _check(call: ModelCall) -> dict[str, Any]:
     """Template variables of the call; BackendError 400 for what would constrain the sampling or is unknown."""
+    if call.top_logprobs:
+        raise unsupported("top_logprobs", "only the sampled token's logprob is known; leave it out or set it to 0")
     if call.tool_choice not in (None, "none", "auto"):
-        raise _unsupported("tool_choice", "it forces a call; the embedded engine samples freely: use 'auto' or 'none'")
+        raise unsupported("tool_choice", "it forces a call; the embedded engine samples freely: use 'auto' or 'none'")
     variables: dict[str, Any] = {}
     for name, value in call.extra.items():
         if name == "chat_template_kwargs" and isinstance(value, dict):
             variables = value
         elif name not in _NEUTRAL or (_NEUTRAL[name] is not None and value not in (_NEUTRAL[name] or ())):
-            raise _unsupported(name, f"the embedded engine cannot honour {name}={value!r}; leave it out")
+            raise unsupported(name, f"the embedded engine cannot honour {name}={value!r}; leave it out")
     return variables
-
-
-def _unsupported(name: str, why: str) -> BackendError:
-    return BackendError(f"{name} is not supported: {why}", status=400, code="unsupported_parameter")
 
 
 async def _merged(choices: list[AsyncGenerator[BackendEvent, None]]) -> AsyncGenerator[BackendEvent, None]:

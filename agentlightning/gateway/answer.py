@@ -16,19 +16,22 @@ class Choice:
     """One choice so far. `versions` is run-length: `[[3, 10], [4, 2]]` is ten tokens of version 3, two of 4."""
 
     def __init__(self) -> None:
-        self.text: dict[str, list[str]] = {"content": []}
+        self.text: dict[str, list[str]] = {}
+        self.other: dict[str, Any] = {}
         self.tool_calls: list[dict[str, Any]] = []
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
-        self.tokens: list[bytes] = []
+        self.logprob_entries: list[Any] = []
         self.versions: list[list[int]] = []
+        self.last_version: int | None = None
         self.finish_reason: FinishReason | None = None
+        self.stop_string: str | None = None
         self.untrainable: str | None = None
 
     def add(self, event: Delta) -> None:
         self.token_ids.extend(event.token_ids)
         self.logprobs.extend(event.logprobs)
-        self.tokens.extend(event.tokens)
+        self.logprob_entries.extend(event.logprob_entries)
         if event.token_ids:
             if self.versions and self.versions[-1][0] == event.version:
                 self.versions[-1][1] += len(event.token_ids)
@@ -38,8 +41,13 @@ class Choice:
             if name == "tool_calls":
                 for part in value or ():
                     self._add_tool_call(part)
-            elif name != "role" and isinstance(value, str):
-                self.text.setdefault(name, []).append(value)
+            elif isinstance(value, str):
+                if name != "role":
+                    self.text.setdefault(name, []).append(value)
+            elif isinstance(value, list):
+                self.other.setdefault(name, []).extend(value)
+            elif value is not None:
+                self.other[name] = value
 
     def _add_tool_call(self, part: dict[str, Any]) -> None:
         """A tool-call delta: the first of an index brings id and name, later ones more of the arguments."""
@@ -51,12 +59,17 @@ class Choice:
         call["function"]["name"] += function.get("name") or ""
         call["function"]["arguments"] += function.get("arguments") or ""
 
+    def string(self, name: str) -> str:
+        """The text of one field of the message, such as `content` or `reasoning_content`."""
+        return "".join(self.text.get(name, ()))
+
     def message(self) -> dict[str, Any]:
         """The assistant message of the chat-completions protocol; content is None beside tool calls without text."""
-        message: dict[str, Any] = {"role": "assistant"}
-        message.update({name: "".join(parts) for name, parts in self.text.items()})
+        content = self.string("content")
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if self.tool_calls else "")}
+        message |= {name: "".join(parts) for name, parts in self.text.items() if name != "content"}
+        message |= self.other
         if self.tool_calls:
-            message["content"] = message["content"] or None
             message["tool_calls"] = self.tool_calls
         return message
 
@@ -67,6 +80,8 @@ class Answer:
     def __init__(self, n: int) -> None:
         self.prompt_token_ids: tuple[int, ...] = ()
         self.spliced_tokens = 0
+        self.replica = ""
+        self.extra: dict[str, Any] = {}
         self.choices = [Choice() for _ in range(n)]
         self.usage: Usage | None = None
         self.first_token_time: float | None = None
@@ -78,11 +93,16 @@ class Answer:
                     self.first_token_time = time.monotonic()
                 self.choices[event.index].add(event)
             case Finished():
-                self.choices[event.index].finish_reason = event.finish_reason
-                self.choices[event.index].untrainable = event.untrainable
+                choice = self.choices[event.index]
+                choice.finish_reason = event.finish_reason
+                choice.stop_string = event.stop_string
+                choice.untrainable = event.untrainable
+                choice.last_version = event.version
             case Started():
                 self.prompt_token_ids = event.prompt_token_ids
                 self.spliced_tokens = event.spliced_tokens
+                self.replica = event.replica
+                self.extra = event.extra
             case Usage():
                 self.usage = event
 

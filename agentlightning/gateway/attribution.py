@@ -6,36 +6,44 @@ Knows the store's rollouts, attempts and keys, and numbers each attempt's calls.
 from __future__ import annotations
 
 import asyncio
+import hmac
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from agentlightning import semconv
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.openai import CallRefused
+from agentlightning.gateway.request import CallRefused
 from agentlightning.store.base import LightningStore
+from agentlightning.store.calls import FindKey
 from agentlightning.store.lifecycle import ENDS, TERMINAL
 from agentlightning.tracing.context import AttemptTracer
-from agentlightning.types import Attempt, Mode, Rollout
+from agentlightning.types import DEFAULT_PROJECT, UNATTRIBUTED, Attempt, Credential, Mode, Rollout
 
 _ENDED = ENDS - {"unresponsive"}  # which a call revives while its retry has not started
+_ADMIN: Final = Credential(name="the admin key", scopes=("admin",))
+_CALLERS: Final = frozenset({"worker", "trainer", "admin"})  # scopes whose keys may call without an attempt
+_BODIES_REMEMBERED: Final = 256  # per attempt
 
 
 @dataclass
 class Caller:
     """The attempt a call belongs to, with what its rollout says about sampling; numbers the attempt's calls.
 
-    `sample` names the rollout within its run: what the algorithm called it (`metadata["sample"]`), so that a repeated
-    run draws the same random numbers, or else its id."""
+    `mode` is None for calls that no attempt made. `sample` names the rollout within its run: what the algorithm called
+    it (`metadata["sample"]`), so that a repeated run draws the same random numbers, or else its id."""
 
     rollout_id: str
     attempt_id: str
     trace_id: str
-    mode: Mode
-    run_seed: int
-    sample: str
+    mode: Mode | None
+    project: str = DEFAULT_PROJECT
+    run_seed: int = 0
+    sample: str = ""
+    running: int = 0
     _next_index: int = field(default=0, repr=False)
+    _answered: OrderedDict[int, list[int]] = field(default_factory=OrderedDict[int, list[int]], repr=False)
 
     def take_call_index(self) -> int:
         """0, 1, 2 …, each given once."""
@@ -43,53 +51,84 @@ class Caller:
         self._next_index += 1
         return index
 
+    def note_answered(self, body: int, call_index: int) -> None:
+        """Remember that the request whose body has this hash was answered."""
+        self._answered.setdefault(body, []).append(call_index)
+        self._answered.move_to_end(body)
+        if len(self._answered) > _BODIES_REMEMBERED:
+            self._answered.popitem(last=False)
+
+    def retried(self, body: int) -> list[int]:
+        """The calls that a client repeats because it did not hear their answer. Of several with the same body it
+        cannot be told which one was lost: all are named."""
+        return self._answered.pop(body, [])
+
 
 class Attributor:
-    """Resolves calls to attempts. Remembers up to `remembered` attempts and as many keys, least recently used out.
+    """Resolves calls to attempts. Remembers up to `remembered` attempts, least recently used out, save those with
+    running calls.
 
-    With `require_key` a call needs a key signed by the store; without, a path that names the attempt is enough and
-    foreign keys are ignored, as agents carry placeholders such as `EMPTY`."""
+    With an `admin_key` a call needs a key: its attempt's, one issued with the scope worker, trainer or admin, or the
+    admin key itself. Without, a path that names the attempt is enough and foreign keys are ignored, as agents carry
+    placeholders such as `EMPTY`."""
 
-    def __init__(self, store: LightningStore | None, *, require_key: bool = False, remembered: int = 10_000) -> None:
-        if require_key and store is None:
-            raise ConfigError("require_key needs a store: keys are signed by it; give the gateway its store")
+    def __init__(self, store: LightningStore | None, *, admin_key: str | None = None, remembered: int = 10_000) -> None:
+        if admin_key is not None and store is None:
+            raise ConfigError("admin_key needs a store, which keeps the other keys; give the gateway its store")
         self._store = store
-        self._require_key = require_key
+        self._admin_key = admin_key
         self._remembered = remembered
         self._callers: OrderedDict[tuple[str, str], Caller] = OrderedDict()
-        self._keys: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        self._keys: OrderedDict[str, Credential] = OrderedDict()
         self._meeting = asyncio.Lock()
+        self._nobody = Caller(UNATTRIBUTED, UNATTRIBUTED, AttemptTracer(UNATTRIBUTED, UNATTRIBUTED).trace_id, None)
 
     async def attribute(self, path_ids: tuple[str, str] | None, api_key: str | None) -> Caller | None:
-        """The caller, or None for a call that names no attempt.
+        """The caller, `UNATTRIBUTED` for a call that names no attempt; None without a store.
 
         CallRefused: 401 without a key where one is required, 403 for a key of another attempt, an attempt that has
         ended or a rollout that is terminal, 404 for ids the store does not know."""
-        key_ids = await self.check_key(api_key)
+        credential = await self.check_key(api_key)
         if self._store is None:
             return None
+        key_ids = credential.attempt if credential else None
         if path_ids and key_ids and path_ids != key_ids:
             _refuse(403, "wrong_attempt", "the API key belongs to another attempt than the URL names; use one of them")
         ids = path_ids or key_ids
-        return await self._caller(self._store, *ids) if ids else None
+        if ids is None:
+            return self._nobody
+        caller = await self._caller(self._store, *ids)
+        if credential and credential.project not in (None, caller.project):
+            _refuse(404, "rollout_not_found", f"there is no rollout {ids[0]!r} in the project of this key")
+        return caller
 
-    async def check_key(self, api_key: str | None) -> tuple[str, str] | None:
-        """The ids of the attempt whose key this is, None for a foreign one. CallRefused (401) where one is required."""
-        key_ids = await self._key_ids(self._store, api_key) if self._store is not None and api_key else None
-        if self._require_key and key_ids is None:
-            _refuse(401, "invalid_api_key", "the API key is missing or was not issued here; use the attempt's own key")
-        return key_ids
+    async def check_key(self, api_key: str | None) -> Credential | None:
+        """What the key allows, None for a foreign one. CallRefused (401, 403) where one is required."""
+        if self._store is None:
+            return None
+        if api_key and self._admin_key is not None and hmac.compare_digest(api_key.encode(), self._admin_key.encode()):
+            return _ADMIN
+        credential = await self._credential(self._store, api_key) if api_key else None
+        if self._admin_key is not None:
+            if credential is None:
+                _refuse(
+                    401, "invalid_api_key", "the API key is missing or was not issued here; use the attempt's own key"
+                )
+            if credential.attempt is None and not _CALLERS.intersection(credential.scopes):
+                _refuse(403, "key_scope", f"the key {credential.name} may not call models; it needs the scope worker")
+        return credential
 
-    async def _key_ids(self, store: LightningStore, api_key: str) -> tuple[str, str] | None:
+    async def _credential(self, store: LightningStore, api_key: str) -> Credential | None:
+        """Keys of attempts are remembered; others can be revoked."""
         if api_key in self._keys:
             self._keys.move_to_end(api_key)
             return self._keys[api_key]
-        ids = await store.verify_api_key(api_key)
-        if ids is not None:
-            self._keys[api_key] = ids
+        credential = await store.perform(FindKey(api_key=api_key))
+        if credential is not None and credential.attempt is not None:
+            self._keys[api_key] = credential
             if len(self._keys) > self._remembered:
                 self._keys.popitem(last=False)
-        return ids
+        return credential
 
     async def _caller(self, store: LightningStore, rollout_id: str, attempt_id: str) -> Caller:
         attempt = await store.get_latest_attempt(rollout_id)
@@ -132,13 +171,17 @@ class Attributor:
                 attempt_id=attempt.attempt_id,
                 trace_id=AttemptTracer(*ids).trace_id,  # the runner's spans and ours make one trace
                 mode=rollout.mode,
+                project=rollout.project,
                 run_seed=seed if isinstance(seed, int) else 0,
                 sample=str(rollout.metadata.get("sample", rollout.rollout_id)),
                 _next_index=next_index,
             )
             self._callers[ids] = caller
             if len(self._callers) > self._remembered:
-                self._callers.popitem(last=False)
+                # One with a running call stays: what it numbered is not in the store yet.
+                oldest = next((name for name, one in self._callers.items() if not one.running), ids)
+                if oldest != ids:
+                    del self._callers[oldest]
             return caller
 
 

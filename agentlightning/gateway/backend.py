@@ -1,31 +1,36 @@
 """What answers an LLM call behind the gateway: one small protocol for the embedded engine and for HTTP servers.
 
-A backend receives a `ChatCall` (an OpenAI chat request whose sampling the gateway has already decided) and yields
-events as tokens are produced. It does not know rollouts, spans or the store.
+A backend receives a `ModelCall` (whose sampling the gateway has already decided) and yields events as tokens are
+produced. It does not know rollouts, spans or the store, nor which protocol the agent speaks.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
+from agentlightning.errors import BackendError
 from agentlightning.types import FinishReason
 
 # Names the session to a gateway further upstream, which cannot know the attempt.
 SESSION_HEADER = "x-agentlightning-session"
 # Why an answer that a stop string cut is not trained.
 STOPPED_BY_STRING = "ended by a stop string"
+# Why an answer sampled under a grammar is not trained.
+CONSTRAINED = "constrained by a grammar"
 
 
 @dataclass(frozen=True)
 class Sampling:
     """The effective sampling of one call. `top_k=0` and `top_p=1.0` mean no truncation; `temperature=0` is greedy
-    (argmax, with logprobs of temperature 1). `seed` fixes the random numbers of the call."""
+    (argmax, with logprobs of temperature 1). None leaves the choice to the backend: a hosted model has defaults of its
+    own, and some refuse to be told. `seed` fixes the random numbers of the call."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: float | None = 1.0
+    top_p: float | None = 1.0
+    top_k: int | None = 0
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     seed: int | None = None
@@ -33,78 +38,143 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class ChatCall:
-    """One chat completion to be made. `session` names the attempt (prefix affinity, recorded ids), None if unknown.
+class ModelCall:
+    """One answer to be made: to a chat's `messages`, or a continuation of `prompt` (text or token ids) as it stands.
 
-    `request_id` is unique to the call; ids of tool calls are derived from it. `messages`, `tools` and `tool_choice` are
-    as in the OpenAI chat-completions protocol. `logprobs` asks for `Delta.tokens`. Without `stream` nobody sees the
-    answer before its end, and a backend may yield it in one piece. `extra` holds request fields for backends that pass
-    them through; a backend that cannot honour one raises BackendError(status=400)."""
+    `session` names the attempt (prefix affinity, recorded ids), None if unknown. `request_id` is unique to the call;
+    ids of tool calls are derived from it. `messages`, `tools` and `tool_choice` are as in the OpenAI chat-completions
+    protocol. `logprobs` asks for `Delta.logprob_entries`, with the `top_logprobs` likeliest tokens in each. Without
+    `stream` nobody sees the answer before its end, and a backend yields it in as few pieces as it can. `extra` holds
+    request fields for backends that pass them through; a backend that cannot honour one raises
+    BackendError(status=400)."""
 
     request_id: str
     model: str
     messages: list[dict[str, Any]]
+    prompt: str | tuple[int, ...] | None = None
     tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     tool_choice: Any = None
     sampling: Sampling = field(default_factory=Sampling)
     session: str | None = None
     logprobs: bool = False
+    top_logprobs: int = 0
     stream: bool = False
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
 class Started:
-    """First event: the exact prompt (empty where the backend does not tell) and how much of it was recorded ids."""
+    """First event: the exact prompt (empty where the backend does not tell), how much of it was recorded ids, and who
+    answers (empty: the backend itself). `extra` are fields of the answer as a whole that the agent gets as they are
+    (`system_fingerprint`)."""
 
     prompt_token_ids: tuple[int, ...]
     spliced_tokens: int = 0
+    replica: str = ""
+    extra: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
 class Delta:
-    """Newly produced part of one choice: an OpenAI `delta` object (content, tool_calls …) that may be empty while
-    text is held back, with the token ids and logprobs behind it and the policy version that sampled them. `tokens`
-    are the bytes of each token, present where the call asked for `logprobs`."""
+    """Newly produced part of one choice: an OpenAI `delta` object (content, tool_calls, reasoning_content …) that may
+    be empty while text is held back, with the token ids and logprobs behind it and the policy version that sampled
+    them. The text of a continued prompt is `content` too. `logprob_entries`, one per token where the call asked for
+    `logprobs`, are entries of OpenAI's `logprobs.content`: `{token, logprob, bytes, top_logprobs}`, decoded or raw
+    JSON."""
 
     index: int
     delta: dict[str, Any]
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     version: int = 0
-    tokens: tuple[bytes, ...] = ()
+    logprob_entries: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
 class Finished:
-    """Last event of one choice. `untrainable` says why the choice must not be trained, where the backend knows it,
-    such as a stop string that ended the text without the policy having sampled an end."""
+    """Last event of one choice. `stop_string` is the stop string that ended it. `untrainable` says why the choice must
+    not be trained, where the backend knows it, such as a stop string that ended the text without the policy having
+    sampled an end. `version` is the policy version in force at the end, where the backend cannot tell which tokens
+    were sampled by which: the deltas then name the oldest it may have been."""
 
     index: int
     finish_reason: FinishReason
     untrainable: str | None = None
+    stop_string: str | None = None
+    version: int | None = None
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts as a remote backend reports them, over all choices; the embedded engine's are its ids' own."""
+    """Token counts as a remote backend reports them, over all choices; the embedded engine's are its ids' own.
+    `details` are OpenAI's `prompt_tokens_details` and `completion_tokens_details` where it gives them."""
 
     prompt_tokens: int
     completion_tokens: int
+    details: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 BackendEvent: TypeAlias = Started | Delta | Finished | Usage
 
 
+@dataclass(frozen=True)
+class RelayedCall:
+    """A request that a backend answers in the agent's own protocol: `body` goes to `{base_url}/{path}` as it is, with
+    those of the agent's headers that are let through (lower-case names)."""
+
+    path: str
+    body: bytes
+    headers: dict[str, str]
+    session: str | None = None
+
+
+@dataclass(frozen=True)
+class RelayedAnswer:
+    """What came back, as it comes: `parts` are the bytes of the body, `headers` those that are let through."""
+
+    status: int
+    headers: dict[str, str]
+    parts: AsyncGenerator[bytes, None]
+    replica: str = ""
+
+
 class Backend(Protocol):
-    """Answers chat calls. `captures_tokens` says whether exact ids and logprobs are returned."""
+    """Answers calls. `name` is what spans say of it, such as its URL. `captures_tokens` says whether exact ids and
+    logprobs are returned. `relays` are the endpoints (`embeddings`, `responses` …) that it answers in their own
+    protocol; all others reach it as `ModelCall`s."""
 
-    captures_tokens: bool
+    @property
+    def name(self) -> str: ...
 
-    def chat(self, call: ChatCall) -> AsyncGenerator[BackendEvent, None]:
+    @property
+    def captures_tokens(self) -> bool: ...
+
+    @property
+    def relays(self) -> frozenset[str]: ...
+
+    def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
         """Yield Started, then deltas, one Finished per choice, and Usage where it is reported.
 
         Closing the iterator cancels the generation.
 
         Raises BackendError with an HTTP status and a code for everything that cannot be answered."""
         ...
+
+    def relay(self, call: RelayedCall) -> AbstractAsyncContextManager[RelayedAnswer]:
+        """The backend's own answer to an endpoint among `relays`, refusals and all. Leaving the block early cancels it.
+
+        BackendError where it cannot be reached."""
+        ...
+
+    async def count_tokens(self, call: ModelCall) -> int:
+        """How many tokens the call's prompt has. BackendError 400 where the backend cannot count."""
+        ...
+
+    async def close(self) -> None:
+        """End connections, once the calls under way have been answered. What its owner closes (an engine) stays."""
+        ...
+
+
+def unsupported(name: str, why: str) -> BackendError:
+    """The refusal of a request field that a backend cannot honour."""
+    return BackendError(f"{name} is not supported: {why}", status=400, code="unsupported_parameter")

@@ -1,4 +1,4 @@
-"""From a request to a call that is under way, and from its answer to a committed span.
+"""From a request to a call that is under way, and from its answer to a stored span.
 
 Ties models, attribution, capture and the store together. Knows no HTTP: `gateway.routes` speaks it.
 """
@@ -9,181 +9,226 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import Attributor, Caller, api_key_of
-from agentlightning.gateway.backend import SESSION_HEADER, BackendEvent, ChatCall, Sampling
-from agentlightning.gateway.capture import ABORTED, FAILED, CallRecord, call_span
-from agentlightning.gateway.models import ModelEntry, ModelTable
-from agentlightning.gateway.openai import ChatRequest, parse_chat_request
+from agentlightning.gateway.backend import SESSION_HEADER, BackendEvent, ModelCall, Sampling
+from agentlightning.gateway.capture import ABORTED, FAILED, CallRecord, call_span, undelivered_span
+from agentlightning.gateway.endpoints.base import Endpoint, Head
+from agentlightning.gateway.holding import Gate
+from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
+from agentlightning.gateway.recording import Recorder
+from agentlightning.gateway.request import CallRequest
 from agentlightning.gateway.seeds import call_seed
-from agentlightning.store.base import LightningStore
+from agentlightning.gateway.statistics import CallStatistics
+
+_LEFT_OPEN = Sampling(temperature=None, top_p=None, top_k=None)
+# How the SDKs of OpenAI and Anthropic say that they repeat a request.
+RETRY_HEADER = "x-stainless-retry-count"
 
 
 class ClientGone(Exception):
     """The agent no longer listens: its call is cancelled and recorded as aborted."""
 
 
-class Gate:
-    """Lets calls through, holds them while weights change, and knows how many are running."""
+@dataclass(frozen=True)
+class Recorders:
+    """Where spans go: those of attempts, and those of calls that no attempt made."""
 
-    def __init__(self) -> None:
-        self.running = 0
-        self._open = asyncio.Event()
-        self._open.set()
-        self._idle = asyncio.Event()
-        self._idle.set()
+    attributed: Recorder
+    unattributed: Recorder
 
-    def hold(self) -> None:
-        self._open.clear()
-
-    def release(self) -> None:
-        self._open.set()
-
-    async def passed(self) -> None:
-        """Return as soon as calls are let through."""
-        await self._open.wait()
-
-    async def idle(self) -> None:
-        """Return when no call is running; those that wait to pass do not count."""
-        await self._idle.wait()
-
-    def enter(self) -> None:
-        self.running += 1
-        self._idle.clear()
-
-    def leave(self) -> None:
-        self.running -= 1
-        if self.running == 0:
-            self._idle.set()
+    def of(self, caller: Caller) -> Recorder:
+        return self.unattributed if caller.mode is None else self.attributed
 
 
 class CallOpener:
-    """Turns requests into running calls. Without a store nothing is attributed or captured."""
+    """Turns requests into running calls. Without recorders nothing is captured."""
 
-    def __init__(self, models: ModelTable, store: LightningStore | None, *, require_key: bool) -> None:
-        self.gate = Gate()
+    def __init__(self, models: ModelTable, attributor: Attributor, recorders: Recorders | None) -> None:
+        self.statistics = CallStatistics()
         self._models = models
-        self._store = store
-        self._attributor = Attributor(store, require_key=require_key)
+        self._attributor = attributor
+        self._recorders = recorders
+        self._run = secrets.token_hex(4)  # two gateways may number the calls of one attempt: their ids differ in this
 
     async def admit(self, headers: Mapping[str, str]) -> None:
         """CallRefused (401) for a caller who would need a key and has none that was issued here."""
         await self._attributor.check_key(api_key_of(headers))
 
-    async def open(self, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None) -> RunningCall:
+    async def open(
+        self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None
+    ) -> RunningCall:
         """Check, attribute and start a call; use it as `async with`. `headers` has lower-case names.
 
         Raises BackendError (and its kin CallRefused) for everything that cannot be answered."""
         caller = await self._attributor.attribute(path_ids, api_key_of(headers))
-        request = parse_chat_request(body)
+        request = endpoint.read(body)
         entry = self._models.resolve(request.model)
-        await self.gate.passed()
-        call_index = caller.take_call_index() if caller else 0
+        gate = self._models.gate(entry.name)
+        if gate.held:
+            await gate.passed()
+        numbered = caller is not None and caller.mode is not None
+        call_index = caller.take_call_index() if caller is not None and numbered else None
         sampling, overridden = _effective_sampling(request, entry, caller, call_index)
-        request_id = f"{caller.attempt_id}-{call_index}" if caller else secrets.token_hex(12)
-        chat = ChatCall(
+        request_id = secrets.token_hex(12) if caller is None or not numbered else f"{caller.attempt_id}-{call_index}"
+        response_id = endpoint.id_prefix + (f"{request_id}-{self._run}" if numbered else request_id)
+        model = request.model if entry.name == ANY else entry.name
+        call = ModelCall(
             request_id=request_id,
-            model=entry.name,
+            model=model,
             messages=request.messages,
+            prompt=request.prompt,
             tools=request.tools,
             tool_choice=request.tool_choice,
             sampling=sampling,
-            session=caller.attempt_id if caller else headers.get(SESSION_HEADER),
+            session=caller.attempt_id if caller is not None and numbered else headers.get(SESSION_HEADER),
             logprobs=request.logprobs,
+            top_logprobs=request.top_logprobs,
             stream=request.stream,
-            extra=request.extra if _decided_by_run(caller) else request.extra | request.shaping,
+            extra=request.extra if _decided_by_run(entry, caller) else request.extra | request.shaping,
         )
-        record = None
-        if caller is not None:
+        recording = None
+        if caller is not None and self._recorders is not None:
+            body_hash = hash(body)
             record = CallRecord(
                 caller=caller,
                 call_index=call_index,
+                endpoint=endpoint.path,
+                operation=endpoint.operation,
                 request=request,
+                model=model,
                 entry=entry,
                 sampling=sampling,
                 overridden=overridden,
-                response_id=f"chatcmpl-{request_id}",
+                response_id=response_id,
                 traceparent=headers.get("traceparent"),
                 start_time=time.time(),
+                discards=caller.retried(body_hash) if numbered and _is_retry(headers) else [],
             )
-        return RunningCall(self, request, chat, entry, record)
+            recording = _Recording(record, body_hash, self._recorders.of(caller), self.statistics)
+        head = Head(response_id, model, int(time.time()))
+        return RunningCall(request, head, call, entry, gate, recording, self.statistics)
 
-    async def commit(self, record: CallRecord, answer: Answer, started: float, error: BaseException | None) -> None:
-        """Store the call's span; when this returns it is durable. `started` is on the monotonic clock."""
-        assert self._store is not None, "a call is only recorded where it was attributed, which takes a store"
-        first = answer.first_token_time
+
+def _is_retry(headers: Mapping[str, str]) -> bool:
+    return headers.get(RETRY_HEADER, "0") != "0"
+
+
+class _Recording:
+    """Turns one call into its spans."""
+
+    def __init__(self, record: CallRecord, body_hash: int, recorder: Recorder, statistics: CallStatistics) -> None:
+        self.record = record
+        self._body_hash = body_hash
+        self._recorder = recorder
+        self._statistics = statistics
+        self._started = time.monotonic()
+        record.caller.running += 1
+
+    async def store(self, answer: Answer, error: BaseException | None) -> None:
+        record, first = self.record, answer.first_token_time
         span = call_span(
             record,
             answer,
-            end_time=record.start_time + (time.monotonic() - started),
-            time_to_first_token=None if first is None else first - started,
+            end_time=record.start_time + (time.monotonic() - self._started),
+            time_to_first_token=None if first is None else first - self._started,
             error=error,
         )
-        await self._store.add_many_spans([span])
+        self._statistics.captured(span)
+        try:
+            await self._recorder.record(span)
+        finally:
+            record.caller.running -= 1
+        if error is None and record.call_index is not None:
+            record.caller.note_answered(self._body_hash, record.call_index)
+
+    async def store_undelivered(self) -> None:
+        if self.record.call_index is not None:
+            self._statistics.undelivered += 1
+            await self._recorder.record(undelivered_span(self.record, time=time.time()))
 
 
 class RunningCall:
     """One call under way. Leaving its `async with` block without `commit` records it as failed or aborted."""
 
     def __init__(
-        self, opener: CallOpener, request: ChatRequest, chat: ChatCall, entry: ModelEntry, record: CallRecord | None
+        self,
+        request: CallRequest,
+        head: Head,
+        call: ModelCall,
+        entry: ModelEntry,
+        gate: Gate,
+        recording: _Recording | None,
+        statistics: CallStatistics,
     ) -> None:
         self.request = request
         self.answer = Answer(request.n)
-        self.response_id = f"chatcmpl-{chat.request_id}"
-        self.model = entry.name
-        self._opener = opener
-        self._chat = chat
+        self.head = head
+        self._call = call
         self._entry = entry
-        self._record = record
-        self._started = time.monotonic()
+        self._gate = gate
+        self._recording = recording
+        self._recorded = False
+        self._statistics = statistics
 
     def events(self) -> AsyncGenerator[BackendEvent, None]:
         """The backend's events; closing the iterator cancels the generation."""
-        return self._entry.backend.chat(self._chat)
+        return self._entry.backend.answer(self._call)
 
     async def commit(self) -> None:
         """Store the finished call. When this returns the call is durable; only then may its end be sent."""
-        record, self._record = self._record, None
-        if record is not None:
-            await self._opener.commit(record, self.answer, self._started, None)
+        self._statistics.count(self.head.model, "answered")
+        self._recorded = True
+        if self._recording is not None:
+            await self._recording.store(self.answer, None)
+
+    async def undelivered(self) -> None:
+        """The client left between the commit and the end of its answer: note that nobody received it."""
+        if self._recording is not None:
+            await self._recording.store_undelivered()
 
     async def __aenter__(self) -> RunningCall:
-        self._opener.gate.enter()
+        self._gate.enter()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            record, self._record = self._record, None
-            if record is not None and error is not None:
+            if error is not None and not self._recorded:
                 aborted = isinstance(error, ClientGone | asyncio.CancelledError)
+                self._statistics.count(self.head.model, "aborted" if aborted else "failed")
                 self.answer.abort(ABORTED if aborted else FAILED)
-                await self._opener.commit(record, self.answer, self._started, error)
+                if self._recording is not None:
+                    await self._recording.store(self.answer, error)
         finally:
-            self._opener.gate.leave()
+            self._gate.leave()
 
 
-def _decided_by_run(caller: Caller | None) -> bool:
-    return caller is not None and caller.mode != "test"
+def _decided_by_run(entry: ModelEntry, caller: Caller | None) -> bool:
+    return _run_sampling(entry, caller) is not None
+
+
+def _run_sampling(entry: ModelEntry, caller: Caller | None) -> Sampling | None:
+    """What the run decides about sampling: None in test mode, without an attempt, or where the entry leaves it open."""
+    if caller is None:
+        return None
+    return {"train": entry.train, "val": entry.val}.get(caller.mode or "test")
 
 
 def _effective_sampling(
-    request: ChatRequest, entry: ModelEntry, caller: Caller | None, call_index: int
+    request: CallRequest, entry: ModelEntry, caller: Caller | None, call_index: int | None
 ) -> tuple[Sampling, dict[str, Any]]:
     """(the sampling in effect, what the agent asked instead where that differs).
 
-    In train and val mode the model entry decides temperature, top_p and top_k and there are no penalties; in test
-    mode and without attribution the agent does."""
-    decided = None
-    if caller is not None and caller.mode != "test":
-        decided = entry.train if caller.mode == "train" else entry.val
-    default = decided or Sampling()
+    Where the run decides, its temperature, top_p and top_k hold without penalties; elsewhere the agent's do."""
+    decided = _run_sampling(entry, caller)
+    # What nobody decides: a policy is sampled as it is, a hosted model as its maker has set it.
+    default = decided or (Sampling() if entry.backend.captures_tokens else _LEFT_OPEN)
     shape = Sampling(
         temperature=_first(None if decided else request.temperature, default.temperature),
         top_p=_first(None if decided else request.top_p, default.top_p),
@@ -191,7 +236,7 @@ def _effective_sampling(
     )
     limits = [limit for limit in (request.max_tokens, default.max_tokens) if limit is not None]
     seed = request.seed
-    if seed is None and caller is not None:
+    if seed is None and caller is not None and call_index is not None and entry.backend.captures_tokens:
         seed = call_seed(caller.run_seed, caller.sample, call_index)
     sampling = replace(shape, max_tokens=min(limits, default=None), stop=request.stop, seed=seed, n=request.n)
     asked = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k", "max_tokens")}
@@ -202,5 +247,5 @@ def _effective_sampling(
 _Number = TypeVar("_Number", int, float)
 
 
-def _first(asked: _Number | None, default: _Number) -> _Number:
+def _first(asked: _Number | None, default: _Number | None) -> _Number | None:
     return default if asked is None else asked

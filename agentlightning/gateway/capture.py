@@ -18,7 +18,7 @@ from agentlightning.gateway.answer import Answer, Choice
 from agentlightning.gateway.attribution import Caller
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.models import ModelEntry
-from agentlightning.gateway.openai import ChatRequest
+from agentlightning.gateway.request import CallRequest
 from agentlightning.types import Attributes, SampledChoice, Span, SpanStatus, TokenCapture
 
 _TRACEPARENT = re.compile(r"^[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}$")
@@ -34,17 +34,23 @@ NOT_FINITE = "logprob is not finite"
 
 @dataclass
 class CallRecord:
-    """What was decided about a call before it was made, and when it began. Times are seconds since the epoch."""
+    """What was decided about a call before it was made, and when it began. Times are seconds since the epoch.
+
+    `call_index` is None for calls that no attempt made; `discards` are the calls this one repeats."""
 
     caller: Caller
-    call_index: int
-    request: ChatRequest
+    call_index: int | None
+    endpoint: str
+    operation: str
+    request: CallRequest
+    model: str
     entry: ModelEntry
     sampling: Sampling
     overridden: dict[str, Any]
     response_id: str
     traceparent: str | None
     start_time: float
+    discards: list[int]
 
 
 def call_span(
@@ -56,28 +62,20 @@ def call_span(
     error: BaseException | None,
 ) -> Span:
     """The span of a finished, failed or aborted call. The same call always gets the same span id."""
-    caller = record.caller
-    trace_id, parent_id = _trace(record)
     attributes = _attributes(record, answer)
     if time_to_first_token is not None:
         attributes[semconv.CALL_TIME_TO_FIRST_TOKEN] = time_to_first_token
     flag = untrainable_reason(answer, record.entry.backend.captures_tokens)
     if flag:
         attributes[semconv.CALL_FLAG] = flag
-    return Span(
-        rollout_id=caller.rollout_id,
-        attempt_id=caller.attempt_id,
-        sequence_id=0,  # the store numbers it
-        trace_id=trace_id,
-        span_id=_hex("span", caller.attempt_id, record.call_index)[:16],
-        parent_id=parent_id,
-        name=f"chat {record.entry.name}",
-        start_time=record.start_time,
-        end_time=end_time,
-        status=SpanStatus(status_code="ERROR", description=str(error) or flag) if error else SpanStatus(),
-        attributes=attributes,
-        tokens=_tokens(answer),
-    )
+    status = SpanStatus(status_code="ERROR", description=str(error) or flag) if error else SpanStatus()
+    return _span(record, f"{record.operation} {record.model}", attributes, end_time, status, _tokens(answer))
+
+
+def undelivered_span(record: CallRecord, *, time: float) -> Span:
+    """Says that nobody received the answer of a call whose span is stored already."""
+    assert record.call_index is not None
+    return _span(record, semconv.UNDELIVERED, {semconv.CALL_DISCARDS: [record.call_index]}, time, SpanStatus(), None)
 
 
 def untrainable_reason(answer: Answer, captures_tokens: bool) -> str | None:
@@ -101,35 +99,77 @@ def untrainable_reason(answer: Answer, captures_tokens: bool) -> str | None:
     return None
 
 
+def _span(
+    record: CallRecord,
+    name: str,
+    attributes: Attributes,
+    end_time: float,
+    status: SpanStatus,
+    tokens: TokenCapture | None,
+) -> Span:
+    trace_id, parent_id = _trace(record)
+    return Span(
+        rollout_id=record.caller.rollout_id,
+        attempt_id=record.caller.attempt_id,
+        sequence_id=0,  # the store numbers it
+        trace_id=trace_id,
+        span_id=hashlib.blake2b(f"{name}\x1f{record.response_id}".encode(), digest_size=8).hexdigest(),
+        parent_id=parent_id,
+        name=name,
+        start_time=record.start_time,
+        end_time=end_time,
+        status=status,
+        attributes=attributes,
+        tokens=tokens,
+    )
+
+
 def _attributes(record: CallRecord, answer: Answer) -> Attributes:
     request, sampling, counts = record.request, record.sampling, answer.token_counts()
     attributes: Attributes = {
-        semconv.GEN_AI_OPERATION: "chat",
+        semconv.GEN_AI_OPERATION: record.operation,
         semconv.GEN_AI_REQUEST_MODEL: request.model,
-        semconv.GEN_AI_RESPONSE_MODEL: record.entry.name,
+        semconv.GEN_AI_RESPONSE_MODEL: record.model,
         semconv.GEN_AI_RESPONSE_ID: record.response_id,
         semconv.GEN_AI_FINISH_REASONS: [choice.finish_reason or "abort" for choice in answer.choices],
         semconv.GEN_AI_INPUT_TOKENS: counts.prompt_tokens,
         semconv.GEN_AI_OUTPUT_TOKENS: counts.completion_tokens,
-        semconv.GEN_AI_TEMPERATURE: sampling.temperature,
-        semconv.GEN_AI_TOP_P: sampling.top_p,
-        semconv.GEN_AI_INPUT_MESSAGES: request.messages_json,
-        semconv.GEN_AI_OUTPUT_MESSAGES: msgspec.json.encode([c.message() for c in answer.choices]).decode(),
-        semconv.CALL_INDEX: record.call_index,
+        semconv.GEN_AI_OUTPUT_MESSAGES: _json([choice.message() for choice in answer.choices]),
+        semconv.CALL_ENDPOINT: record.endpoint,
         semconv.CALL_STREAM: request.stream,
-        semconv.CALL_SAMPLING: msgspec.json.encode(sampling).decode(),
-        semconv.CALL_BACKEND: type(record.entry.backend).__name__,
+        semconv.CALL_REQUEST: request.request_json,
+        semconv.CALL_SAMPLING: _json(sampling),
+        semconv.CALL_BACKEND: answer.replica or record.entry.backend.name,
         semconv.CALL_TRAINABLE: record.entry.trainable,
     }
-    if sampling.max_tokens is not None:
-        attributes[semconv.GEN_AI_MAX_TOKENS] = sampling.max_tokens
-    if record.overridden:
-        attributes[semconv.CALL_OVERRIDDEN] = msgspec.json.encode(record.overridden).decode()
-    if request.tools_json:
-        attributes[semconv.GEN_AI_TOOL_DEFINITIONS] = request.tools_json
-    if answer.spliced_tokens:
-        attributes[semconv.RECORDED_SPLICE] = answer.spliced_tokens
-    return attributes
+    if request.prompt is None:
+        attributes[semconv.GEN_AI_INPUT_MESSAGES] = request.messages_json or _json(request.messages)
+    elif isinstance(request.prompt, str):
+        attributes[semconv.CALL_PROMPT] = request.prompt
+    optional = {
+        semconv.GEN_AI_TEMPERATURE: sampling.temperature,
+        semconv.GEN_AI_TOP_P: sampling.top_p,
+        semconv.GEN_AI_MAX_TOKENS: sampling.max_tokens,
+        semconv.CALL_INDEX: record.call_index,
+        semconv.CALL_DISCARDS: record.discards or None,
+        semconv.CALL_OVERRIDDEN: _json(record.overridden) if record.overridden else None,
+        semconv.GEN_AI_TOOL_DEFINITIONS: request.tools_json or (_json(request.tools) if request.tools else None),
+        semconv.RECORDED_SPLICE: answer.spliced_tokens or None,
+        **_versions(answer),
+    }
+    return attributes | {name: value for name, value in optional.items() if value is not None}
+
+
+def _versions(answer: Answer) -> dict[str, int | None]:
+    """The policy versions of the first and the last token, over all choices."""
+    sampled = [choice for choice in answer.choices if choice.versions]
+    if not sampled:
+        return {}
+    last = max(max(choice.versions[-1][0], choice.last_version or 0) for choice in sampled)
+    return {
+        semconv.CALL_FIRST_VERSION: min(choice.versions[0][0] for choice in sampled),
+        semconv.CALL_LAST_VERSION: last,
+    }
 
 
 def _tokens(answer: Answer) -> TokenCapture | None:
@@ -158,5 +198,5 @@ def _trace(record: CallRecord) -> tuple[str, str | None]:
     return record.caller.trace_id, None
 
 
-def _hex(*parts: str | int) -> str:
-    return hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=16).hexdigest()
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,4 +1,4 @@
-"""Which backend answers a model name, and how it samples in train and val mode.
+"""Which backend answers a model name, how it samples in train and val mode, and the gate in front of it.
 
 The table knows names and backends. It does not know requests, rollouts or what a backend is made of.
 """
@@ -8,26 +8,39 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backend import Backend, Sampling
+from agentlightning.gateway.holding import Gate
 
 _log = logging.getLogger(__name__)
+ANY: Final = "*"
+"""The name of an entry that answers every name not registered; its backend is asked for that name."""
 
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """One model behind the gateway.
+    """One model behind the gateway, under its name and its `aliases`.
 
     In train mode every call samples with `train`'s temperature, top_p and top_k, in val mode with `val`'s, whatever
-    the agent asked; `max_tokens` of either is a ceiling for the agent's own. Calls of a model that is not `trainable`
-    are captured and never trained."""
+    the agent asked; `max_tokens` of either is a ceiling for the agent's own. Where one of them is None the agent
+    decides. Calls of a model that is not `trainable` are captured and never trained."""
 
     name: str
     backend: Backend
     trainable: bool = True
-    train: Sampling = field(default_factory=Sampling)
-    val: Sampling = field(default_factory=Sampling)
+    train: Sampling | None = field(default_factory=Sampling)
+    val: Sampling | None = field(default_factory=Sampling)
+    aliases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.trainable and not self.backend.captures_tokens:
+            raise ConfigError(
+                f"the model {self.name!r} cannot be trained: its backend {self.backend.name} returns no token ids. "
+                "Serve it with vLLM or SGLang, or register it with trainable=False (evaluation, prompt optimisation "
+                "and fine-tuning on its answers work)"
+            )
 
 
 class ModelTable:
@@ -35,42 +48,66 @@ class ModelTable:
 
     def __init__(self, entries: Iterable[ModelEntry] = ()) -> None:
         self._entries: dict[str, ModelEntry] = {}
+        self._names: dict[str, ModelEntry] = {}  # aliases too
+        self._gates: dict[str, Gate] = {}
         self._noticed: set[str] = set()
         for entry in entries:
             if entry.name in self._entries:
                 raise ConfigError(f"two models are called {entry.name!r}; give each its own name")
-            self._entries[entry.name] = entry
+            self.put(entry)
 
     def __iter__(self) -> Iterator[ModelEntry]:
         return iter(self._entries.values())
 
+    def get(self, name: str) -> ModelEntry | None:
+        """The entry of exactly this name, or alias."""
+        return self._names.get(name)
+
     def put(self, entry: ModelEntry) -> ModelEntry | None:
-        """Add an entry, or replace the one of its name, which is returned. Running calls keep the backend they have."""
-        replaced = self._entries.get(entry.name)
+        """Add an entry, or replace the one of its name, which is returned. Running calls keep the backend they have.
+        ConfigError if it takes a name of another entry."""
+        for name in (entry.name, *entry.aliases):
+            other = self._names.get(name)
+            if other is not None and other.name != entry.name:
+                raise ConfigError(f"the name {name!r} is taken by the model {other.name!r}; choose another")
+        replaced = self.remove(entry.name)
         self._entries[entry.name] = entry
+        self._names |= dict.fromkeys((entry.name, *entry.aliases), entry)
         return replaced
 
     def remove(self, name: str) -> ModelEntry | None:
         """Take an entry away and return it, or None where there is none of that name."""
-        return self._entries.pop(name, None)
+        entry = self._entries.pop(name, None)
+        if entry is not None:
+            self._names = {name: one for name, one in self._names.items() if one is not entry}
+        return entry
+
+    def gate(self, name: str) -> Gate:
+        """The gate in front of the model of this name; it outlives the entry, which may be replaced behind it."""
+        return self._gates.setdefault(name, Gate())
+
+    def gates(self) -> Iterable[Gate]:
+        return self._gates.values()
 
     def resolve(self, name: str) -> ModelEntry:
-        """The entry called `name`; for a name nobody registered, the one trainable model, with a notice in the log.
+        """The entry called `name`; for a name nobody registered, the one called `ANY`, or else the one trainable model,
+        with a notice in the log.
 
         BackendError 404 lists the names where there is not exactly one trainable model."""
-        if name in self._entries:
-            return self._entries[name]
-        trainable = [entry for entry in self._entries.values() if entry.trainable]
-        if len(trainable) != 1:
+        entry = self._names.get(name) or self._names.get(ANY)
+        if entry is not None:
+            return entry
+        entries = [entry for entry in self._entries.values() if entry.trainable]
+        if len(entries) != 1:
             raise BackendError(
-                f"no model is called {name!r}; the models here are: {', '.join(sorted(self._entries)) or 'none'}",
+                f"no model is called {name!r}; the models here are: {', '.join(sorted(self._names)) or 'none'}",
                 status=404,
                 code="model_not_found",
             )
-        self._notice(name, trainable[0].name)
-        return trainable[0]
+        self._notice(name, entries[0].name)
+        return entries[0]
 
     def _notice(self, asked: str, answered: str) -> None:
         if asked not in self._noticed and len(self._noticed) < 1000:  # names come from outside: bounded
             self._noticed.add(asked)
-            _log.warning("no model is called %r: its calls are answered by the trainable model %r", asked, answered)
+            _log.warning("no model is called %r: its calls are answered by the model %r", asked, answered)

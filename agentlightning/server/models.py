@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute, Route
 
 from agentlightning.errors import ConfigError, InvalidError, UnavailableError
 from agentlightning.gateway.backend import Sampling
-from agentlightning.gateway.http_backend import HttpBackend
+from agentlightning.gateway.backends.http import HttpBackend, Kind
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.access import Access
 from agentlightning.server.observing import note_caller
@@ -31,10 +31,10 @@ class ModelRegistration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     base_url: str
     model: str | None = None
     api_key: str | None = None
-    captures_tokens: bool = True
+    kind: Kind = "vllm"
     trainable: bool = True
-    train: Sampling = msgspec.field(default_factory=Sampling)
-    val: Sampling = msgspec.field(default_factory=Sampling)
+    train: Sampling | None = msgspec.field(default_factory=Sampling)
+    val: Sampling | None = msgspec.field(default_factory=Sampling)
 
 
 class ModelRoutes:
@@ -64,9 +64,7 @@ class ModelRoutes:
             asked = msgspec.json.decode(await read_body(request, self._body_limit), type=ModelRegistration)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidError(f"not a model registration: {error}") from None
-        backend = HttpBackend(
-            asked.base_url, api_key=asked.api_key, model=asked.model, captures_tokens=asked.captures_tokens
-        )
+        backend = HttpBackend(asked.base_url, kind=asked.kind, api_key=asked.api_key, model=asked.model)
         name = str(request.path_params["name"])
         entry = ModelEntry(name, backend, trainable=asked.trainable, train=asked.train, val=asked.val)
         self._retire(self._models.put(entry))
@@ -119,7 +117,7 @@ async def _call(method: str, server: str, name: str, api_key: str | None, body: 
 
 def _described(entry: ModelEntry) -> dict[str, Any]:
     """What may be shown of an entry: never a key."""
-    url = entry.backend.base_url if isinstance(entry.backend, HttpBackend) else None
+    url = entry.backend.name if isinstance(entry.backend, HttpBackend) else None
     return {
         "name": entry.name,
         "base_url": url,

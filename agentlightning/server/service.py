@@ -15,7 +15,7 @@ from pathlib import Path
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.http_backend import HttpBackend
+from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelTable
 from agentlightning.server.access import Access
 from agentlightning.server.app import BODY_LIMIT, create_app
@@ -70,10 +70,9 @@ async def running_server(settings: ServerSettings) -> AsyncGenerator[Running]:
         stack.push_async_callback(store.close)
         models = ModelTable()  # they come and go: each trainer that joins brings its own
         stack.push_async_callback(_close_backends, models)
-        keyed = settings.key is not None
         app = create_app(
             store,
-            gateway=Gateway(models, store, require_key=keyed, body_limit=settings.body_limit),
+            gateway=Gateway(models, store, admin_key=settings.key, body_limit=settings.body_limit),
             admin_key=settings.key,
             body_limit=settings.body_limit,
             rate_limit=settings.rate_limit,

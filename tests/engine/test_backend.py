@@ -13,7 +13,7 @@ from agentlightning.engine.backend import EmbeddedBackend
 from agentlightning.engine.service import EngineService
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.backend import ChatCall, Delta, Finished, Sampling, Started
+from agentlightning.gateway.backend import Delta, Finished, ModelCall, Sampling, Started
 from tests.gateway.talker import PLAIN, SEARCH_TOOL, make_talker, user
 from tests.gateway.world import talking
 
@@ -28,14 +28,14 @@ async def engine() -> AsyncIterator[tuple[EmbeddedBackend, EngineService]]:
         yield pair
 
 
-def chat_call(text: str = "hello", **fields: Any) -> ChatCall:
+def chat_call(text: str = "hello", **fields: Any) -> ModelCall:
     defaults = {"request_id": "r", "model": "m", "messages": user(text), "sampling": Sampling(temperature=0.0)}
-    return ChatCall(**{**defaults, **fields})
+    return ModelCall(**{**defaults, **fields})
 
 
-async def answered(backend: EmbeddedBackend, call: ChatCall) -> Answer:
+async def answered(backend: EmbeddedBackend, call: ModelCall) -> Answer:
     answer = Answer(call.sampling.n)
-    async for event in backend.chat(call):
+    async for event in backend.answer(call):
         answer.add(event)
     return answer
 
@@ -72,7 +72,7 @@ async def test_every_token_carries_the_version_that_sampled_it(
     backend, service = engine
     await service.update_weights(1)
     answer = Answer(1)
-    async with aclosing(backend.chat(chat_call("count", stream=True))) as events:
+    async with aclosing(backend.answer(chat_call("count", stream=True))) as events:
         async for event in events:
             answer.add(event)
             if len(answer.choices[0].token_ids) == 3 and service.version == 1:
@@ -87,7 +87,7 @@ async def test_closing_the_iterator_frees_the_engine(engine: tuple[EmbeddedBacke
     backend, service = engine
     for n in (1, 4):
         sampling = replace(FREE, n=n, max_tokens=400)
-        async with aclosing(backend.chat(chat_call(sampling=sampling, stream=True))) as events:
+        async with aclosing(backend.answer(chat_call(sampling=sampling, stream=True))) as events:
             async for event in events:
                 if isinstance(event, Delta):
                     break

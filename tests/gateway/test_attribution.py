@@ -68,7 +68,7 @@ async def test_a_key_of_another_attempt_than_the_path_is_refused(gateway_world: 
 
 
 async def test_a_required_key_must_be_one_of_the_stores(tmp_path: Path) -> None:
-    async with world(tmp_path, require_key=True) as strict:
+    async with world(tmp_path, admin_key="an-admin-key") as strict:
         attempted = await strict.attempt()
         for key in ("EMPTY", f"{attempted.api_key}x"):
             with pytest.raises(openai.AuthenticationError):

@@ -239,11 +239,6 @@ async def test_a_prompt_that_does_not_fit_is_refused_before_a_stream_begins(gate
     assert caught.value.code == "context_length_exceeded"
 
 
-async def test_other_endpoints_of_the_protocol_say_that_they_are_not_served(gateway_world: World) -> None:
-    with pytest.raises(openai.NotFoundError, match="chat/completions"):
-        await gateway_world.client().responses.create(model="policy", input="hello")
-
-
 async def test_a_gateway_without_a_store_serves_and_attributes_nothing(tmp_path: Path) -> None:
     async with world(tmp_path, store=False) as bare:
         answer = await bare.client().chat.completions.create(model="policy", messages=user("hello"), temperature=0)

@@ -18,8 +18,8 @@ from starlette.routing import Route
 from agentlightning import semconv
 from agentlightning.errors import BackendError
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.backend import BackendEvent, ChatCall, Delta, Finished, Sampling, Started, Usage
-from agentlightning.gateway.http_backend import HttpBackend
+from agentlightning.gateway.backend import BackendEvent, Delta, Finished, ModelCall, Sampling, Started, Usage
+from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.store.sql import SqlStore
 from tests.gateway.talker import SEARCH_TOOL, user
@@ -78,13 +78,13 @@ class Upstream:
                 await backend.close()
 
 
-def simple_call(**fields: Any) -> ChatCall:
-    return ChatCall(**{"request_id": "r", "model": "m", "messages": user("hello"), **fields})
+def simple_call(**fields: Any) -> ModelCall:
+    return ModelCall(**{"request_id": "r", "model": "m", "messages": user("hello"), **fields})
 
 
-async def events_of(upstream: Upstream, call: ChatCall | None = None, **options: Any) -> list[BackendEvent]:
+async def events_of(upstream: Upstream, call: ModelCall | None = None, **options: Any) -> list[BackendEvent]:
     async with upstream.backend(**options) as backend:
-        return [event async for event in backend.chat(call or simple_call())]
+        return [event async for event in backend.answer(call or simple_call())]
 
 
 async def test_ids_logprobs_and_usage_are_asked_for_and_read() -> None:
@@ -146,7 +146,7 @@ async def test_a_failing_upstream_is_a_typed_error(upstream: Upstream, status: i
 async def test_an_unreachable_upstream_is_a_503_after_retries(caplog: pytest.LogCaptureFixture) -> None:
     backend = HttpBackend("http://127.0.0.1:9/v1")
     with pytest.raises(BackendError, match="cannot be reached") as caught:
-        [event async for event in backend.chat(simple_call())]
+        [event async for event in backend.answer(simple_call())]
     await backend.close()
     assert caught.value.status == 503
     assert "trying again" in caplog.text

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.gateway.http_backend import HttpBackend
+from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 
 

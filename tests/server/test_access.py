@@ -231,7 +231,7 @@ async def test_every_use_of_an_administrative_call_names_who_made_it(store, http
 
 
 async def test_models_of_the_gateway_are_for_admins_of_the_whole(store):
-    app = create_app(store, gateway=Gateway(ModelTable(), store, require_key=True), admin_key=ADMIN_KEY)
+    app = create_app(store, gateway=Gateway(ModelTable(), store, admin_key=ADMIN_KEY), admin_key=ADMIN_KEY)
     place = await furnish(store, "a", "a")
     async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
         for key, status in (
@@ -254,7 +254,9 @@ async def test_an_issued_key_is_no_attempts_key_at_the_gateway(store):
     path = f"/rollout/{place.rollout_id}/attempt/{place.attempt_id}/v1/chat/completions"
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
     for required, status in ((True, 401), (False, 404)):  # 404: nothing is wrong but that there is no model
-        app = create_app(store, gateway=Gateway(ModelTable(), store, require_key=required), admin_key=ADMIN_KEY)
+        app = create_app(
+            store, gateway=Gateway(ModelTable(), store, admin_key=ADMIN_KEY if required else None), admin_key=ADMIN_KEY
+        )
         async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
             for key in (await issue(store, "admin"), ADMIN_KEY, "EMPTY"):
                 for url in ("/v1/chat/completions", path):
@@ -262,7 +264,7 @@ async def test_an_issued_key_is_no_attempts_key_at_the_gateway(store):
 
 
 async def test_the_gateway_turns_away_agents_whose_attempt_is_over(store):
-    app = create_app(store, gateway=Gateway(ModelTable(), store, require_key=True), admin_key=ADMIN_KEY)
+    app = create_app(store, gateway=Gateway(ModelTable(), store, admin_key=ADMIN_KEY), admin_key=ADMIN_KEY)
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
     async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
         ends: tuple[Callable[[Place], Call[Any]], ...] = (

@@ -11,7 +11,7 @@ import pytest
 from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Sampling
-from agentlightning.gateway.http_backend import HttpBackend
+from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.app import create_app
 from agentlightning.server.models import register_model, unregister_model
@@ -26,7 +26,7 @@ KEY = "a key of the admin"
 async def served() -> AsyncIterator[tuple[HttpServer, ModelTable, SqlStore]]:
     store = await SqlStore.open(":memory:")
     models = ModelTable()
-    app = create_app(store, gateway=Gateway(models, store, require_key=True), admin_key=KEY, body_limit=10_000)
+    app = create_app(store, gateway=Gateway(models, store, admin_key=KEY), admin_key=KEY, body_limit=10_000)
     async with HttpServer(app) as http:
         yield http, models, store
     await store.close()

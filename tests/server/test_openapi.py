@@ -81,7 +81,7 @@ async def test_the_page_needs_neither_a_key_nor_the_internet(http):
 async def test_no_request_breaks_the_server_or_its_word(kind, request, tmp_path):
     address = request.getfixturevalue("postgres_database") if kind == "postgres" else tmp_path / "store.db"
     store = await SqlStore.open(address)
-    gateway = Gateway(ModelTable(), store, require_key=True)
+    gateway = Gateway(ModelTable(), store, admin_key=KEY)
     async with HttpServer(create_app(store, gateway=gateway, admin_key=KEY, longest_poll=0.05)) as server:
         command = [str(Path(sys.executable).with_name("st")), "run", f"{server.url}/openapi.json"]
         command += ["--header", f"Authorization: Bearer {KEY}", "--checks", CHECKS]

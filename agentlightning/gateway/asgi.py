@@ -1,0 +1,164 @@
+"""What the gateway's routes need of ASGI: bodies read, answers sent, disconnects noticed, errors in the right shape.
+
+Plain ASGI under Starlette's routing: every call passes here, and a framework's request and response objects would cost
+more than the work itself. Knows no models, stores or tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NoReturn
+
+from starlette.types import Message, Receive, Scope, Send
+
+from agentlightning.errors import (
+    AgentLightningError,
+    BackendError,
+    ConfigError,
+    InvalidError,
+    NotFoundError,
+    UnavailableError,
+)
+from agentlightning.gateway.calls import ClientGone
+from agentlightning.gateway.request import CallRefused
+
+_log = logging.getLogger(__name__)
+
+
+class Reply:
+    """What is sent back. `encode` writes an error as the protocol does; `in_stream`, which a stream sets, writes one
+    that comes after its first part."""
+
+    def __init__(self, send: Send, encode: Callable[[BackendError], bytes]) -> None:
+        self.in_stream: Callable[[BackendError], bytes] | None = None
+        self._send = send
+        self._encode = encode
+        self._began = False
+
+    async def json(self, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        await self.start(status, (b"content-type", b"application/json"), length, *headers)
+        await self.body(body, more=False)
+
+    async def part(self, chunk: bytes, *, more: bool = True) -> None:
+        """One part of an event stream."""
+        if not self._began:
+            kind = (b"content-type", b"text/event-stream; charset=utf-8")
+            await self.start(200, kind, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+        await self.body(chunk, more=more)
+
+    async def fail(self, error: BackendError) -> None:
+        if self._began:
+            await self.body(self.in_stream(error) if self.in_stream else b"", more=False)
+            return
+        # SDKs retry some refusals on their own; an attempt that has ended does not come back.
+        headers = [(b"x-should-retry", b"false")] if error.status in (401, 403) else []
+        if error.retry_after is not None:
+            headers.append((b"retry-after", error.retry_after.encode("latin-1", "ignore")))
+        await self.json(error.status, self._encode(error), *headers)
+
+    async def start(self, status: int, *headers: tuple[bytes, bytes]) -> None:
+        self._began = True
+        await self._guarded({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def body(self, body: bytes, *, more: bool) -> None:
+        await self._guarded({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def _guarded(self, message: Message) -> None:
+        try:
+            await self._send(message)
+        except OSError as error:  # how an ASGI server says that the client has gone
+            raise ClientGone from error
+
+
+class ClientWatch:
+    """Cancels the surrounding task when its client disconnects, until disarmed; `gone` tells of it ever after.
+
+    The watcher is the only extra task of a call. Cancellation by others (a server shutting down) passes through."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.gone = False
+        self._receive = receive
+        self._armed = True
+        self._answering: asyncio.Task[Any] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> ClientWatch:
+        self._answering = asyncio.current_task()
+        self._watcher = asyncio.create_task(self._watch())
+        return self
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.gone = True
+        if self._armed and self._answering is not None:
+            self._answering.cancel()
+
+    def disarm(self) -> None:
+        """From here on the call is complete and is committed whether or not its client still listens."""
+        self._armed = False
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._watcher is not None
+        self._watcher.cancel()
+        if self.gone and self._armed and isinstance(error, asyncio.CancelledError):
+            assert self._answering is not None
+            if self._answering.uncancel() == 0:
+                raise ClientGone from None
+
+
+async def read_body(headers: dict[str, str], receive: Receive, limit: int) -> bytes:
+    """The request's whole body. CallRefused (413) above `limit` bytes, ClientGone if it never comes whole."""
+    if int(headers.get("content-length") or 0) > limit:
+        _refuse_size(limit)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            _refuse_size(limit)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _refuse_size(limit: int) -> NoReturn:
+    raise CallRefused(f"the request body is larger than {limit} bytes; send less", status=413, code="body_too_large")
+
+
+def headers_of(scope: Scope) -> dict[str, str]:
+    """The request's headers, with lower-case names."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def path_ids_of(scope: Scope) -> tuple[str, str] | None:
+    """The rollout and attempt that the path names."""
+    params = scope["path_params"]
+    return (params["rollout_id"], params["attempt_id"]) if "rollout_id" in params else None
+
+
+def as_backend_error(error: Exception) -> BackendError:
+    """What an agent is told. An error that is not one of ours is logged in full and told in one sentence."""
+    if isinstance(error, BackendError):
+        return error
+    statuses: dict[type[AgentLightningError], int] = {
+        ConfigError: 400,
+        NotFoundError: 404,
+        InvalidError: 422,
+        UnavailableError: 503,
+    }
+    for kind, status in statuses.items():
+        if isinstance(error, kind):
+            return BackendError(str(error), status=status, code=kind.__name__)
+    _log.exception("a call failed unexpectedly", exc_info=error)
+    return BackendError("the gateway failed to answer this call; its log has the details", status=500, code="internal")

@@ -1,0 +1,403 @@
+"""Any server of OpenAI's protocols as a backend: vLLM, this project's own, a hosted API.
+
+Asks for exact token ids the way vLLM gives them (`return_token_ids`, logprobs, usage). A streamed call is streamed
+upstream, so that a disconnect cancels there and partial answers are known; one that nobody sees before its end is not.
+Knows that protocol; no models, spans or store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+
+from agentlightning.errors import BackendError, ConfigError, nearest
+from agentlightning.gateway.backend import (
+    CONSTRAINED,
+    SESSION_HEADER,
+    STOPPED_BY_STRING,
+    BackendEvent,
+    Delta,
+    Finished,
+    ModelCall,
+    RelayedAnswer,
+    RelayedCall,
+    Started,
+    Usage,
+    unsupported,
+)
+from agentlightning.gateway.backends.connection import Connection, KeyHeader, event_data
+from agentlightning.types import FinishReason
+
+Kind: TypeAlias = Literal["vllm", "openai", "azure", "anthropic"]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a kind of server can do: whether it tells token ids, which endpoints it answers in their own protocol, and
+    the header that brings its key."""
+
+    captures_tokens: bool
+    relays: frozenset[str]
+    key_header: KeyHeader = "authorization"
+
+
+_OPENAI_RELAYS: Final = frozenset({"responses", "embeddings", "models"})
+KINDS: Final[dict[str, _Kind]] = {
+    "vllm": _Kind(captures_tokens=True, relays=frozenset({"embeddings"})),
+    "openai": _Kind(captures_tokens=False, relays=_OPENAI_RELAYS),
+    "azure": _Kind(captures_tokens=False, relays=_OPENAI_RELAYS, key_header="api-key"),
+    "anthropic": _Kind(captures_tokens=False, relays=frozenset({"messages", "messages/count_tokens", "models"})),
+}
+# What comes back with an answer that was passed through.
+_RELAYED_HEADERS: Final = ("content-type", "request-id", "x-request-id", "retry-after", "openai-processing-ms")
+_FINISH_REASONS: dict[str, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    "tool_calls": "tool_calls",
+    "function_call": "tool_calls",
+    "content_filter": "content_filter",
+}
+
+
+class HttpBackend:
+    """A server at `base_url`, such as `http://host:8000/v1`.
+
+    `kind` is one of `KINDS`: `vllm` (also another gateway of this project) is asked for token ids, hosted APIs
+    (`openai` and whatever imitates it, `azure`, `anthropic`) are not, and their answers cannot be trained on. `model`
+    is the server's name for the model, if it is not the one it is called here. `version` is the policy version of the
+    weights it holds, where it does not tell itself."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        kind: Kind = "vllm",
+        api_key: str | None = None,
+        model: str | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        if kind not in KINDS:
+            raise ConfigError(f"there is no kind of backend {kind!r}; {nearest(kind, KINDS)}")
+        self.kind = kind
+        self.captures_tokens = KINDS[kind].captures_tokens
+        self.relays = KINDS[kind].relays
+        self.model = model
+        self.version = 0
+        self.connection = Connection(
+            base_url, api_key=api_key, key_header=KINDS[kind].key_header, timeout_seconds=timeout_seconds
+        )
+
+    @property
+    def name(self) -> str:
+        return self.connection.base_url
+
+    async def close(self) -> None:
+        await self.connection.close()
+
+    async def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
+        """See `Backend.answer`. BackendError carries the server's own status and message for what it refuses, 502 for
+        what it fails at, 503 where it cannot be reached, and 504 where it falls silent."""
+        reader = _AnswerReader(call, self.captures_tokens, self.version)
+        path = "chat/completions" if call.prompt is None else "completions"
+        body = msgspec.json.encode(self._body(call))
+        async with self.connection.accepted(self.connection.url(path), body, _session(call)) as response:
+            if call.stream:
+                async for data in event_data(response.content):
+                    for event in reader.read(data):
+                        yield event
+            else:
+                for event in reader.read(await response.read()):
+                    yield event
+        for event in reader.end(self.version):
+            yield event
+
+    async def count_tokens(self, call: ModelCall) -> int:
+        """Asks vLLM's tokenizer. BackendError 400 for hosted APIs, which have none to ask."""
+        if self.kind != "vllm":
+            raise unsupported("count_tokens", f"{self.name} does not count tokens before it answers")
+        asked = {"model": self.model or call.model, "messages": call.messages, "tools": call.tools or None}
+        url = f"{self.connection.root}/tokenize"
+        async with self.connection.accepted(url, msgspec.json.encode(asked)) as response:
+            try:
+                return msgspec.json.decode(await response.read(), type=_Counted).count
+            except msgspec.DecodeError as error:
+                raise BackendError(f"{url} did not answer with a count: {error}") from None
+
+    @asynccontextmanager
+    async def relay(self, call: RelayedCall) -> AsyncGenerator[RelayedAnswer]:
+        """See `Backend.relay`."""
+        headers = call.headers | ({SESSION_HEADER: call.session} if call.session else {})
+        async with self.connection.posted(self.connection.url(call.path), call.body, headers) as response:
+            kept = {name: response.headers[name] for name in _RELAYED_HEADERS if name in response.headers}
+            yield RelayedAnswer(response.status, kept, _parts(response))
+
+    def _body(self, call: ModelCall) -> dict[str, Any]:
+        sampling = call.sampling
+        chat = call.prompt is None
+        optional: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or None,
+            "max_tokens": sampling.max_tokens,
+            "stop": list(sampling.stop) or None,
+            "seed": sampling.seed,
+            "n": sampling.n if sampling.n > 1 else None,
+            "tools": call.tools or None,
+            "tool_choice": call.tool_choice,
+            "stream_options": {"include_usage": True} if call.stream else None,
+            "return_token_ids": True if self.captures_tokens else None,
+        }
+        if self.kind in ("openai", "azure") and chat:  # models that reason refuse the older name
+            optional["max_completion_tokens"] = optional.pop("max_tokens")
+        if self.captures_tokens or call.logprobs:
+            optional["logprobs"] = True if chat else call.top_logprobs
+            optional["top_logprobs"] = (call.top_logprobs or None) if chat else None
+        return {
+            **call.extra,
+            "model": self.model or call.model,
+            **({"messages": call.messages} if chat else {"prompt": call.prompt}),
+            "stream": call.stream,
+            **{name: value for name, value in optional.items() if value is not None},
+        }
+
+
+def _session(call: ModelCall) -> dict[str, str] | None:
+    return None if call.session is None else {SESSION_HEADER: call.session}
+
+
+async def _parts(response: Any) -> AsyncGenerator[bytes, None]:
+    async for part in response.content.iter_any():
+        yield part
+
+
+# --- what comes back ----------------------------------------------------------------------------------------------
+
+
+class _Counted(msgspec.Struct):
+    count: int
+
+
+class _TokenLogprob(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    """Of a chat (`content`), or of a continued prompt."""
+
+    content: list[_TokenLogprob] | None = None
+    token_logprobs: list[float | None] | None = None
+
+
+class _WrittenLogprobs(msgspec.Struct):
+    """The same where the agent asked for them too: `content` holds each entry as it was written."""
+
+    content: list[msgspec.Raw] | None = None
+    token_logprobs: list[float | None] | None = None
+    tokens: list[str] = []
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _Said(msgspec.Struct):
+    """Of a chunk (`delta`), of a whole answer (`message`), or of a continued prompt (`text`)."""
+
+    index: int = 0
+    delta: dict[str, Any] | None = None
+    message: dict[str, Any] | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: tuple[int, ...] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    policy_versions: list[tuple[int, int]] | None = None
+
+
+class _Choice(_Said):
+    logprobs: _Logprobs | None = None
+
+
+class _WrittenChoice(_Said):
+    logprobs: _WrittenLogprobs | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int = 0
+    prompt_tokens_details: dict[str, Any] | None = None
+    completion_tokens_details: dict[str, Any] | None = None
+
+
+class _Error(msgspec.Struct):
+    message: str = "no message"
+
+
+class _Told(msgspec.Struct):
+    usage: _Usage | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    policy_version: int | None = None
+    system_fingerprint: str | None = None
+    service_tier: str | None = None
+    error: _Error | None = None
+
+
+class _Chunk(_Told):
+    choices: list[_Choice] = []
+
+
+class _WrittenChunk(_Told):
+    choices: list[_WrittenChoice] = []
+
+
+_CHUNK = msgspec.json.Decoder(_Chunk)
+_WRITTEN_CHUNK = msgspec.json.Decoder(_WrittenChunk)
+_ENTRY = msgspec.json.Decoder(_TokenLogprob)
+
+
+class _AnswerReader:
+    """Chunks of one answer, or the whole of it → backend events. The usage it reports comes last."""
+
+    def __init__(self, call: ModelCall, captures_tokens: bool, version: int) -> None:
+        self._call = call
+        self._captures_tokens = captures_tokens
+        self._version = version
+        self._started = False
+        self._told_version = False
+        self._unfinished = set(range(call.sampling.n))
+        self._ends: list[tuple[_Said, FinishReason]] = []
+        self._usage: _Usage | None = None
+        self._decoder = _WRITTEN_CHUNK if call.logprobs else _CHUNK
+
+    def read(self, data: bytes) -> list[BackendEvent]:
+        try:
+            chunk = self._decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BackendError(f"the backend sent something that is no chat completion: {error}") from None
+        if chunk.error is not None:
+            raise BackendError(f"the backend failed in mid-answer: {chunk.error.message}")
+        events: list[BackendEvent] = []
+        if not self._started:
+            self._started = True
+            events.append(Started(_prompt_ids(chunk), extra=_extra(chunk)))
+        self._usage = chunk.usage or self._usage
+        if chunk.policy_version is not None:
+            self._told_version, self._version = True, chunk.policy_version
+        for choice in chunk.choices:
+            events.extend(self._read_choice(choice))
+        return events
+
+    def _read_choice(self, choice: _Choice | _WrittenChoice) -> list[BackendEvent]:
+        if choice.index not in range(self._call.sampling.n):
+            raise BackendError(f"the backend sent choice {choice.index}, which was not asked for")
+        if choice.finish_reason is not None and choice.index in self._unfinished:
+            self._unfinished.discard(choice.index)
+            self._ends.append((choice, _FINISH_REASONS.get(choice.finish_reason, "abort")))
+        delta = _delta(choice)
+        ids, logprobs = choice.token_ids or (), _values(choice.logprobs)
+        if not (delta or ids or logprobs):
+            return []
+        entries = _entries(choice.logprobs) if self._call.logprobs else ()
+        runs = choice.policy_versions
+        if not runs or sum(count for _, count in runs) != len(ids):
+            return [Delta(choice.index, delta, ids, logprobs, self._version, entries)]
+        self._told_version = True
+        deltas: list[BackendEvent] = []
+        start = 0
+        for version, count in runs:
+            part = slice(start, start + count)
+            deltas.append(Delta(choice.index, delta, ids[part], logprobs[part], version, entries[part]))
+            delta, start = {}, start + count
+        return deltas
+
+    def end(self, version: int) -> list[BackendEvent]:
+        """The ends of the choices and the usage; `version` is what the server's weights are called now."""
+        if self._unfinished:
+            raise BackendError("the backend ended its answer before every choice was finished")
+        last = None if self._told_version or version == self._version else version
+        events: list[BackendEvent] = [
+            Finished(
+                choice.index,
+                reason,
+                self._untrainable(choice),
+                choice.stop_reason if isinstance(choice.stop_reason, str) else None,
+                last,
+            )
+            for choice, reason in self._ends
+        ]
+        if self._usage is not None:
+            events.append(_usage(self._usage))
+        return events
+
+    def _untrainable(self, choice: _Said) -> str | None:
+        if constrained(self._call):
+            return CONSTRAINED
+        if choice.finish_reason not in _FINISH_REASONS:
+            return "the backend aborted the answer"
+        return STOPPED_BY_STRING if isinstance(choice.stop_reason, str) else None
+
+
+def constrained(call: ModelCall) -> bool:
+    """Whether a grammar narrows what may be sampled: a forced tool call, JSON, vLLM's structured outputs."""
+    if call.tool_choice not in (None, "none", "auto") or "structured_outputs" in call.extra:
+        return True
+    response_format = call.extra.get("response_format")
+    if response_format is not None and response_format != {"type": "text"}:
+        return True
+    return any(name.startswith("guided_") for name in call.extra)
+
+
+def _prompt_ids(chunk: _Chunk | _WrittenChunk) -> tuple[int, ...]:
+    if chunk.prompt_token_ids is not None:
+        return chunk.prompt_token_ids
+    return next((choice.prompt_token_ids for choice in chunk.choices if choice.prompt_token_ids), ())
+
+
+def _extra(chunk: _Told) -> dict[str, Any]:
+    told = {"system_fingerprint": chunk.system_fingerprint, "service_tier": chunk.service_tier}
+    return {name: value for name, value in told.items() if value is not None}
+
+
+def _delta(choice: _Said) -> dict[str, Any]:
+    if choice.text is not None:
+        return {"content": choice.text} if choice.text else {}
+    said = choice.delta if choice.delta is not None else choice.message or {}
+    return {name: value for name, value in said.items() if name != "role" and value not in (None, "", [])}
+
+
+def _values(logprobs: _Logprobs | _WrittenLogprobs | None) -> tuple[float, ...]:
+    if logprobs is None:
+        return ()
+    if isinstance(logprobs, _Logprobs):
+        if logprobs.content is not None:
+            return tuple([token.logprob for token in logprobs.content])
+    elif logprobs.content is not None:
+        return tuple(_ENTRY.decode(entry).logprob for entry in logprobs.content)
+    return tuple(float("nan") if value is None else value for value in logprobs.token_logprobs or ())
+
+
+def _entries(logprobs: _Logprobs | _WrittenLogprobs | None) -> tuple[Any, ...]:
+    """Entries of `logprobs.content`; those of a continued prompt are brought into that form."""
+    if not isinstance(logprobs, _WrittenLogprobs):
+        return ()
+    if logprobs.content is not None:
+        return tuple(logprobs.content)
+    tops = logprobs.top_logprobs or [None] * len(logprobs.tokens)
+    return tuple(
+        _entry(token, logprob) | {"top_logprobs": [_entry(other, value) for other, value in (top or {}).items()]}
+        for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs or (), tops, strict=False)
+    )
+
+
+def _entry(token: str, logprob: float | None) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+
+
+def _usage(usage: _Usage) -> Usage:
+    details = {
+        "prompt_tokens_details": usage.prompt_tokens_details,
+        "completion_tokens_details": usage.completion_tokens_details,
+    }
+    told = {name: value for name, value in details.items() if value is not None}
+    return Usage(usage.prompt_tokens, usage.completion_tokens, told)

@@ -1,0 +1,100 @@
+"""The seam between the gateway and a protocol: requests in, answers and errors out.
+
+Knows no backends, rollouts or HTTP server.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from agentlightning.errors import BackendError
+from agentlightning.gateway.answer import Answer
+from agentlightning.gateway.backend import Delta, Started, Usage
+from agentlightning.gateway.request import CallRefused, CallRequest
+
+
+@dataclass(frozen=True)
+class Head:
+    """What an answer says of itself: its id, the model's name here, and when it was made (seconds since the epoch)."""
+
+    response_id: str
+    model: str
+    created: int
+
+
+class StreamWriter(Protocol):
+    """Writes one streamed answer as server-sent events; empty bytes where the client gets nothing."""
+
+    def started(self, event: Started) -> bytes:
+        """What comes before the first token."""
+        ...
+
+    def delta(self, event: Delta) -> bytes: ...
+
+    def end(self, answer: Answer) -> bytes:
+        """How each choice finished, usage and the end of the stream: sent when the call has been stored."""
+        ...
+
+    def error(self, error: BackendError) -> bytes:
+        """An error in mid-stream, as the protocol's SDKs expect it."""
+        ...
+
+
+class Endpoint(Protocol):
+    """One protocol under `/v1/{path}`. `operation` is its `gen_ai.operation.name`; `id_prefix` begins the ids of its
+    answers."""
+
+    path: str
+    operation: str
+    id_prefix: str
+
+    def read(self, body: bytes) -> CallRequest:
+        """The request in `body`. CallRefused (400) names the field that is missing, of the wrong type, out of range or
+        not supported."""
+        ...
+
+    def whole(self, request: CallRequest, answer: Answer, head: Head) -> bytes:
+        """The body of an answer that is not streamed."""
+        ...
+
+    def stream(self, request: CallRequest, head: Head) -> StreamWriter: ...
+
+    def error(self, error: BackendError) -> bytes:
+        """The body of an answer with `error.status`."""
+        ...
+
+
+# --- what OpenAI's endpoints share --------------------------------------------------------------------------------
+
+_ERROR_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+def openai_error(error: BackendError) -> bytes:
+    """`{"error": {message, type, param, code}}`, as OpenAI's SDKs read it."""
+    kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    param = error.param if isinstance(error, CallRefused) else None
+    return msgspec.json.encode({"error": {"message": str(error), "type": kind, "param": param, "code": error.code}})
+
+
+def openai_usage(usage: Usage) -> dict[str, Any]:
+    """The `usage` of chat completions and completions."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        **usage.details,
+    }
+
+
+def server_sent(data: Any, event: str | None = None) -> bytes:
+    """One server-sent event with JSON data."""
+    name = b"" if event is None else b"event: " + event.encode() + b"\n"
+    return name + b"data: " + msgspec.json.encode(data) + b"\n\n"

@@ -1,0 +1,141 @@
+"""What an agent asks for, whichever protocol it speaks: the chat form of a request, and how bodies are read into it.
+
+Knows JSON bodies and nothing else: no backends, no rollouts, no HTTP server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from agentlightning.errors import BackendError
+
+# Fields other than temperature, top_p and top_k that shape the distribution tokens are sampled from.
+SHAPING_FIELDS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "logit_bias")
+MAX_CHOICES = 128
+
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class CallRefused(BackendError):
+    """The gateway itself refuses a call. `param` names the request field at fault, where there is one."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):
+        super().__init__(message, status=status, code=code)
+        self.param = param
+
+
+@dataclass(frozen=True)
+class CallRequest:
+    """A request in the form of chat completions, whatever protocol it came in; None and empty mean not given.
+
+    `prompt` continues a text or token ids instead of answering `messages`. `continues` names an earlier response whose
+    conversation comes before `messages`. `messages_json` and `tools_json` are the agent's own bytes where it wrote
+    them in this form. `shaping` holds penalties and the like (see `SHAPING_FIELDS`), `extra` every field the gateway
+    does not read. `original` is what the endpoint's own writer needs of the request, `request_json` the body without
+    its messages and tools, as the span keeps it."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    prompt: str | tuple[int, ...] | None = None
+    continues: str | None = None
+    messages_json: str | None = None
+    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    tools_json: str | None = None
+    tool_choice: Any = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+    return_token_ids: bool = False
+    shaping: dict[str, Any] = field(default_factory=dict[str, Any])
+    extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    original: Any = None
+    request_json: str = "{}"
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields of one protocol that the gateway reads: their types, what may be said more of their shape, and their
+    ranges. All others are passed on unread."""
+
+    types: Mapping[str, Any]
+    shapes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+
+    def __post_init__(self) -> None:
+        decoders = {name: msgspec.json.Decoder(type_) for name, type_ in self.types.items()}
+        shapes = {name: msgspec.json.Decoder(type_) for name, type_ in self.shapes.items()}
+        object.__setattr__(self, "_decoders", decoders)
+        object.__setattr__(self, "_shape_decoders", shapes)
+
+    def read(self, body: bytes) -> tuple[dict[str, Any], dict[str, Any], dict[str, msgspec.Raw]]:
+        """(fields the gateway reads, all others, every field as it was written); nulls count as not given.
+
+        CallRefused (400) names the field that is of the wrong type or out of range."""
+        try:
+            raw = _OBJECT.decode(body)
+        except NOT_JSON as error:
+            raise CallRefused(f"the request body is not a JSON object: {error}", code="invalid_json") from None
+        values: dict[str, Any] = {}
+        others: dict[str, Any] = {}
+        for name, value in raw.items():
+            if bytes(value) != b"null":
+                (values if name in self.types else others)[name] = self._decoded(name, value)
+        return values, others, raw
+
+    def _decoded(self, name: str, raw: msgspec.Raw) -> Any:
+        decoders, shapes = self._decoders, self._shape_decoders  # type: ignore[attr-defined]
+        try:
+            if name in shapes:
+                shapes[name].decode(raw)
+            value = decoders[name].decode(raw) if name in decoders else msgspec.json.decode(raw)
+        except NOT_JSON as error:
+            what, _, place = str(error).partition(" - at `$")
+            field = name + place.removesuffix("`")
+            if "[...]" in field and name in shapes:
+                field = field.replace("[...]", _position(shapes[name], raw), 1)
+            raise CallRefused(f"{field} cannot be used: {what}", param=field) from None
+        if name in self.ranges:
+            low, high = self.ranges[name]
+            if not low <= value <= high:
+                raise CallRefused(f"{name} is {value}; it must lie between {low} and {high}", param=name)
+        return value
+
+
+def _position(decoder: Any, raw: msgspec.Raw) -> str:
+    """`[3]` for the fourth item if that is the first unusable one; `[...]` where it cannot be told."""
+    for position, item in enumerate(msgspec.json.decode(raw, type=list[msgspec.Raw])):
+        try:
+            decoder.decode(b"[" + bytes(item) + b"]")
+        except NOT_JSON:
+            return f"[{position}]"
+    return "[...]"
+
+
+def require(values: Mapping[str, Any], *names: str) -> None:
+    """CallRefused (400) for the first field that is required and was not given."""
+    for name in names:
+        if name not in values:
+            raise CallRefused(f"the request has no {name!r}, which is required", param=name)
+
+
+def stop_strings(stop: Any) -> tuple[str, ...]:
+    """The `stop` field, one string or several, without empty ones."""
+    return (stop,) if isinstance(stop, str) and stop else tuple(text for text in stop or () if text)
+
+
+def rest_json(raw: Mapping[str, msgspec.Raw], *without: str) -> str:
+    """The request body without some fields, each as the agent wrote it."""
+    return msgspec.json.encode({name: value for name, value in raw.items() if name not in without}).decode()

@@ -1,0 +1,364 @@
+"""Where text tokenised anew differs from what was recorded: the six kinds, and what is no drift."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from agentlightning import semconv
+from agentlightning.gateway.chat.drift import Comparison, DriftCheck, DriftReport, RecordedCall, recorded_call
+from agentlightning.gateway.chat.drift_kinds import Drift, Kind
+from agentlightning.gateway.chat.recorded import RecordedAnswers
+from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.learner.tiny import make_tokenizer
+from agentlightning.types import SampledChoice, Span, TokenCapture
+from tests.gateway.talker import CALL, SEARCH_TOOL, make_talker, user
+from tests.gateway.world import world
+
+END = "<|end|>"
+LEARNED = ["there", "there is", "hello, friend", "yes, no, and then?", CALL]
+TOKENIZER = make_tokenizer(LEARNED * 4, 400)
+TEMPLATE = str(TOKENIZER.chat_template)
+ANSWER = "{{- '<|assistant|>' + text(message.content) -}}"  # where the template writes an earlier answer
+
+
+def make_chat(template: str = TEMPLATE, normalizer: normalizers.Normalizer | None = None) -> ChatTemplate:
+    """The tiny tokenizer, with a template or a normalizer of its own."""
+    tokenizer = Tokenizer.from_str(TOKENIZER.backend_tokenizer.to_str())
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    return ChatTemplate(tokenizer, template, special_tokens=TOKENIZER.special_tokens_map)
+
+
+CHAT = make_chat()
+
+
+def letters(text: str) -> tuple[int, ...]:
+    """The text in tokens of one character each."""
+    return tuple(token_id for letter in text for token_id in CHAT.encode(letter))
+
+
+def asked(text: str = "hello", *, chat: ChatTemplate = CHAT, **more: Any) -> RecordedCall:
+    """A call that has not been answered."""
+    known = {"model": "policy", "start_time": 0.0, "answers": (), "replies": [], "messages": user(text), **more}
+    prompt = chat.encode(chat.render(known["messages"], known.get("tools", ())))
+    return RecordedCall(**{"rollout_id": "ro", "attempt_id": "at", "call_index": 0, "prompt": prompt, **known})
+
+
+def answered(call: RecordedCall, sampled: tuple[int, ...], **message: Any) -> RecordedCall:
+    return replace(call, answers=(sampled,), replies=[{"role": "assistant", **message}])
+
+
+def followed(call: RecordedCall, *, chat: ChatTemplate = CHAT, reply: dict[str, Any] | None = None) -> RecordedCall:
+    """The next call of the same conversation, its prompt rendered and tokenised as a whole."""
+    messages = [*call.messages, reply or call.replies[0], *user("and then?")]
+    return asked(chat=chat, messages=messages, tools=call.tools, call_index=1)
+
+
+def compared(*calls: RecordedCall, chat: ChatTemplate = CHAT) -> list[Comparison]:
+    check = DriftCheck(chat)
+    return [comparison for call in calls for comparison in check.compare(call)]
+
+
+def drift(*calls: RecordedCall, chat: ChatTemplate = CHAT) -> dict[str, Drift]:
+    """The drift in these calls, by check."""
+    return {one.check: one.drift for one in compared(*calls, chat=chat) if one.drift is not None}
+
+
+def kinds(*calls: RecordedCall, chat: ChatTemplate = CHAT) -> dict[str, Kind]:
+    return {check: found.kind for check, found in drift(*calls, chat=chat).items()}
+
+
+# --- the six kinds ------------------------------------------------------------------------------------------------
+
+
+def test_a_split_is_the_same_text_in_other_tokens() -> None:
+    sampled = (*letters("there"), *CHAT.encode(", friend" + END))
+    call = answered(asked(), sampled, content="there, friend")
+    found = drift(call, followed(call))
+    assert {check: one.kind for check, one in found.items()} == {"answer": "split", "history": "split"}
+    assert found["answer"].tokens == 5  # up to the last token that differs
+    assert found["history"].tokens == len(sampled)  # up to the answer's end
+    assert found["answer"].recorded[:5] == tuple("there")
+    assert "".join(found["answer"].anew).startswith("there, f")
+    assert found["history"].before[-1] == "<|assistant|>"
+
+
+def test_special_tokens_that_the_policy_spelled_out_become_special() -> None:
+    call = answered(asked(), (*letters("a<|end|>"), *CHAT.encode(END)), content="a<|end|>")
+    assert kinds(call, followed(call)) == {"answer": "special token", "history": "special token"}
+
+
+def test_special_tokens_within_an_answer_are_lost_from_the_text() -> None:
+    call = answered(asked(), CHAT.encode(f"a<|user|>b{END}"), content="ab")
+    assert kinds(call, followed(call)) == {"history": "special token"}
+
+
+def test_an_id_beyond_the_vocabulary_has_no_text() -> None:
+    found = drift(answered(asked(), (*CHAT.encode("a"), 999_999, *CHAT.encode(END))))["answer"]
+    assert (found.kind, found.recorded) == ("special token", ("#999999", END))
+
+
+@pytest.mark.parametrize("sampled", ["\nyes", "yes\n"])
+def test_white_space_that_the_template_trims_is_a_turn_boundary(sampled: str) -> None:
+    chat = make_chat(TEMPLATE.replace(ANSWER, ANSWER.replace("content)", "content) | trim")))
+    call = answered(asked(), CHAT.encode(sampled + END), content=sampled)
+    assert kinds(call, followed(call, chat=chat), chat=chat) == {"history": "turn boundary"}
+
+
+def test_a_token_that_reaches_across_an_answers_end_is_a_turn_boundary() -> None:
+    chat = make_chat("{% for message in messages %}{{ message.role }}:{{ message.content }} {% endfor %}assistant:")
+    call = answered(asked(chat=chat), CHAT.encode("yes,"), content="yes,")
+    found = drift(call, followed(call, chat=chat), chat=chat)
+    assert (found["history"].kind, found["history"].tokens) == ("turn boundary", 1)
+    assert (found["history"].recorded, found["history"].anew[0]) == ((",",), ", ")
+
+
+def test_an_answer_that_a_stop_string_cut_is_a_turn_boundary() -> None:
+    call = answered(asked(), CHAT.encode("yes STOP it"), content="yes")
+    assert kinds(call, followed(call)) == {"history": "turn boundary"}
+
+
+@pytest.mark.parametrize("sampled", [CALL.replace(" ", ""), f"Let me look.\n{CALL}", f"{CALL}\n{CALL}"])
+def test_tool_calls_are_written_as_the_template_does(sampled: str) -> None:
+    tool_call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": '{"q":"sun"}'}}
+    content = "Let me look." if sampled.startswith("Let") else None
+    reply = {"content": content, "tool_calls": [tool_call] * sampled.count(CALL[:11])}
+    call = answered(asked("weather", tools=[SEARCH_TOOL]), CHAT.encode(sampled + END), **reply)
+    assert kinds(call, followed(call)) == {"history": "tool call"}
+
+
+def test_normalisation_keeps_the_words_and_changes_their_bytes() -> None:
+    chat = make_chat(normalizer=normalizers.NFC())
+    said = "cafe\u0301 au lait"
+    call = answered(asked(), CHAT.encode(said + END), content=said)
+    assert kinds(call, followed(call, chat=chat), chat=chat) == {"answer": "normalisation", "history": "normalisation"}
+
+
+def test_half_a_character_is_no_text() -> None:
+    call = answered(asked(), letters("漢")[:1], content="\ufffd")
+    assert kinds(call, followed(call)) == {"answer": "normalisation", "history": "normalisation"}
+
+
+def test_a_template_that_rewrites_the_past_is_found_in_the_history() -> None:
+    chat = make_chat(TEMPLATE.replace(ANSWER, ANSWER.replace("content)", "content).split('</think>')[-1]")))
+    said = "<think>hm</think>yes"
+    call = answered(asked(), CHAT.encode(said + END), content=said)
+    assert kinds(call, followed(call, chat=chat), chat=chat) == {"history": "template"}
+
+
+def test_a_prompt_from_another_template_is_found() -> None:
+    call, more = asked(), CHAT.encode("<|system|>Be brief.<|end|>")
+    found = drift(replace(call, prompt=(*more, *call.prompt)))["prompt"]
+    assert (found.kind, found.tokens) == ("template", len(more))
+    call = answered(call, CHAT.encode(f"yes{END}"), content="yes")
+    later = followed(call)
+    assert kinds(call, replace(later, prompt=(*more, *later.prompt)))["history"] == "template"
+
+
+# --- what is no drift ---------------------------------------------------------------------------------------------
+
+TOKENS = st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=20)
+
+
+@given(TOKENS, TOKENS)
+def test_a_prompt_that_extends_what_was_sampled_has_not_drifted(sampled: list[int], more: list[int]) -> None:
+    call = answered(asked(), tuple(sampled), content="whatever it was")
+    later = replace(followed(call), prompt=(*call.prompt, *sampled, *more))
+    (history,) = (one for one in compared(call, later) if one.check == "history")
+    assert history.drift is None
+    assert history.tokens == len(call.prompt) + len(sampled)
+
+
+@given(TOKENS, TOKENS)
+def test_any_other_prompt_has(sampled: list[int], prompt: list[int]) -> None:
+    call = answered(asked(), (*sampled, *CHAT.encode("a")), content="whatever it was")
+    later = replace(followed(call), prompt=(*call.prompt, *prompt, *CHAT.encode("b")))
+    (history,) = (one for one in compared(call, later) if one.check == "history")
+    extends = later.prompt[: history.tokens] == (*call.prompt, *call.answers[0])
+    assert (history.drift is None) == extends
+    assert history.drift is None or 1 <= history.drift.tokens <= len(call.answers[0])
+
+
+@given(TOKENS)
+def test_an_answer_drifts_exactly_where_its_text_has_other_tokens(sampled: list[int]) -> None:
+    found = drift(answered(asked(), tuple(sampled))).get("answer")
+    anew = CHAT.encode(TOKENIZER.decode(sampled))
+    assert (found is None) == (anew == tuple(sampled))
+    assert found is None or found.kind in ("split", "special token", "normalisation")
+    assert found is None or 1 <= found.tokens <= len(sampled)
+
+
+@given(st.text(max_size=30))
+def test_text_that_is_tokenised_as_a_whole_does_not_drift(text: str) -> None:
+    call = answered(asked(text), CHAT.encode(text + END), content=text)
+    assert kinds(call, followed(call)) == {}
+
+
+def test_recorded_answers_in_a_prompt_are_there_on_purpose() -> None:
+    recorded, call = RecordedAnswers(CHAT), asked()
+    sampled = (*letters("there"), *CHAT.encode(END))
+    recorded.record("at", recorded.encode("at", CHAT.render(call.messages)), list(sampled))
+    call = answered(call, sampled, content="there")
+    later = followed(call)
+    prompt = recorded.encode("at", CHAT.render(later.messages))
+    spliced = replace(later, prompt=prompt.token_ids, spliced_tokens=prompt.spliced_tokens)
+    assert prompt.spliced_tokens == 6
+    assert kinds(call, spliced) == {"answer": "split"}
+    assert kinds(replace(spliced, spliced_tokens=0)) == {"prompt": "split"}
+
+
+@pytest.mark.anyio
+async def test_a_conversation_with_the_embedded_engine_does_not_drift(tmp_path: Path) -> None:
+    async with world(tmp_path) as built:
+        attempted = await built.attempt()
+        client = built.client(attempted)
+        messages = user("weather")
+        for text in ("both", "hello"):
+            answer = await client.chat.completions.create(model="policy", messages=messages, tools=[SEARCH_TOOL])
+            messages = [*messages, answer.choices[0].message.model_dump(exclude_none=True), *user(text)]
+        spans = await built.spans(attempted)
+    chat = ChatTemplate.from_pretrained(make_talker().tokenizer)
+    checked = compared(*filter(None, map(recorded_call, spans)), chat=chat)
+    assert [one.check for one in checked] == ["answer", "prompt", "answer", "history", "prompt"]
+    assert not any(one.drift for one in checked)
+
+
+# --- which calls are compared -------------------------------------------------------------------------------------
+
+
+def histories(*calls: RecordedCall) -> list[int | None]:
+    """Which calls' answers were found in later prompts."""
+    return [one.call_index for one in compared(*calls) if one.check == "history"]
+
+
+def test_an_answer_is_recognised_however_a_framework_writes_it() -> None:
+    arguments = {"name": "search", "arguments": '{"q": "sun"}'}
+    call = answered(asked(), CHAT.encode(CALL), content=None, tool_calls=[{"id": "1", "function": arguments}])
+    sent = {"id": "x", "function": {"name": "search", "arguments": '{"q":"sun"}'}}
+    assert histories(call, followed(call, reply={"role": "assistant", "content": "", "tool_calls": [sent]})) == [0]
+    call = answered(asked(), CHAT.encode("yes"), content="yes\n")
+    parts = {"role": "assistant", "content": [{"type": "text", "text": "yes"}]}
+    assert histories(call, followed(call, reply=parts)) == [0]
+
+
+def test_an_answer_that_the_agent_changed_is_not_compared() -> None:
+    call = answered(asked(), CHAT.encode("yes"), content="yes")
+    assert histories(call, followed(call, reply={"role": "assistant", "content": "no"})) == []
+    assert histories(call, replace(followed(call), attempt_id="another")) == []
+    assert histories(call, replace(followed(call), model="judge")) == []
+
+
+def test_of_several_choices_the_one_the_agent_used_is_compared() -> None:
+    replies = [{"role": "assistant", "content": text} for text in ("there", "there is")]
+    call = replace(asked(), answers=(CHAT.encode("there"), letters("there is")), replies=replies)
+    assert kinds(call, followed(call, reply=replies[0])) == {"answer": "split"}
+    assert kinds(call, followed(call, reply=replies[1])) == {"answer": "split", "history": "split"}
+
+
+def test_each_answer_is_compared_with_the_next_prompt_and_remembered_for_a_while() -> None:
+    first = answered(asked(), CHAT.encode(f"yes{END}"), content="yes")
+    second = answered(followed(first), CHAT.encode(f"no{END}"), content="no")
+    assert histories(first, second, replace(followed(second), call_index=2)) == [0, 1]
+    check = DriftCheck(CHAT, remembered=1)
+    assert [len(check.compare(call)) for call in (first, replace(second, messages=user("new")), second)] == [2, 2, 2]
+
+
+def test_prompts_are_rendered_with_what_the_request_said() -> None:
+    dated = make_chat("{{ strftime_now('%Y') }}{{ mood }}{{ tools | tojson }}{{ messages[0].content }}")
+    year = datetime.fromtimestamp(1e9).year
+    call = asked(start_time=1e9, tools=[SEARCH_TOOL], variables={"mood": "calm"})
+    with_tools = replace(call, prompt=dated.encode(f"{year}calm{json.dumps([SEARCH_TOOL])}hello"))
+    without = replace(call, prompt=dated.encode(f"{year}calmnullhello"))  # tool_choice was none
+    assert kinds(with_tools, without, chat=dated) == {}
+
+
+def test_prompts_that_the_template_refuses_are_counted() -> None:
+    check = DriftCheck(CHAT)
+    picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    assert check.compare(replace(asked(), messages=picture)) == []
+    assert check.refused == 1 and "text only" in check.refusal
+
+
+# --- spans --------------------------------------------------------------------------------------------------------
+
+
+def span(attributes: dict[str, Any], tokens: TokenCapture | None) -> Span:
+    ids = {"rollout_id": "ro", "attempt_id": "at", "trace_id": "t", "span_id": "s"}
+    return Span(
+        **ids, sequence_id=1, name="chat policy", start_time=1.0, end_time=2.0, attributes=attributes, tokens=tokens
+    )
+
+
+def test_a_span_becomes_a_recorded_call() -> None:
+    choice = SampledChoice(token_ids=(3, 4), logprobs=(-0.1, -0.2), finish_reason="stop")
+    tokens = TokenCapture(prompt_token_ids=(1, 2), choices=(choice,))
+    reply = {"role": "assistant", "content": "hi"}
+    attributes = {
+        semconv.CALL_INDEX: 7,
+        semconv.GEN_AI_RESPONSE_MODEL: "policy",
+        semconv.GEN_AI_INPUT_MESSAGES: json.dumps(user("hello")),
+        semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps([reply]),
+        semconv.GEN_AI_TOOL_DEFINITIONS: json.dumps([SEARCH_TOOL]),
+        semconv.CALL_REQUEST: json.dumps({"seed": 1, "chat_template_kwargs": {"enable_thinking": False}}),
+        semconv.RECORDED_SPLICE: 2,
+    }
+    call = recorded_call(span(attributes, tokens))
+    assert call is not None
+    assert (call.call_index, call.model, call.start_time, call.spliced_tokens) == (7, "policy", 1.0, 2)
+    assert (call.prompt, call.answers) == ((1, 2), ((3, 4),))
+    assert (call.messages, call.replies, call.tools) == (user("hello"), [reply], [SEARCH_TOOL])
+    assert call.variables == {"enable_thinking": False}
+    assert recorded_call(span(attributes, None)) is None
+
+
+@pytest.mark.parametrize("attributes", [{}, {semconv.GEN_AI_INPUT_MESSAGES: "[redacted]"}])
+def test_without_its_messages_only_an_answer_can_be_compared(attributes: dict[str, Any]) -> None:
+    choice = SampledChoice(token_ids=letters("there"), logprobs=(0.0,) * 5, finish_reason="stop")
+    call = recorded_call(span(attributes, TokenCapture(prompt_token_ids=(1,), choices=(choice,))))
+    assert call is not None
+    assert kinds(call) == {"answer": "split"}
+    assert len(compared(call)) == 1
+
+
+# --- other tokenizers, and sums -----------------------------------------------------------------------------------
+
+
+def test_tokenizers_that_are_not_byte_level_are_told_apart_by_the_same_kinds() -> None:
+    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁ab漢", "▁a", "▁ab"]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    merges = [("▁", "a"), ("▁a", "b")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.Metaspace(), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["</s>"])
+    chat = ChatTemplate(tokenizer, "{{ messages[0].content }}", special_tokens={})
+
+    def sampled(*tokens: str) -> dict[str, Kind]:
+        return kinds(replace(asked(), messages=[], answers=(tuple(vocabulary[token] for token in tokens),)), chat=chat)
+
+    assert sampled("▁ab", "</s>") == {}
+    assert sampled("▁a", "b", "</s>") == {"answer": "split"}
+    assert sampled("▁a", "<0xE6>", "<0xBC>", "<0xA2>") == {"answer": "split"}
+    assert sampled("▁a", "<0xE6>", "<0xBC>") == {"answer": "normalisation"}
+
+
+def test_a_report_sums_up_and_keeps_an_example_of_each() -> None:
+    report = DriftReport(limit=1)
+    calls = [replace(asked(), messages=[], answers=(letters("there"),), call_index=index) for index in range(3)]
+    clean = replace(asked(), messages=[], answers=(CHAT.encode("hello"),))
+    for one in compared(*calls, clean):
+        report.add(one)
+    (row,) = report.found()
+    tokens = 15 + len(clean.answers[0])
+    assert (row.check, row.kind, row.calls, row.tokens) == ("answer", "split", 3, 15)
+    assert (row.share_of_calls, row.share_of_tokens) == (0.75, 15 / tokens)
+    assert [example.call_index for example in report.examples] == [0]
