@@ -248,19 +248,20 @@ async def test_models_of_the_gateway_are_for_admins_of_the_whole(store):
 # --- the gateway -------------------------------------------------------------------------------------------------
 
 
-async def test_an_issued_key_is_no_attempts_key_at_the_gateway(store):
-    """With keys required it is refused; without, it is ignored like any placeholder an agent carries."""
+async def test_a_key_that_may_work_calls_without_an_attempt(store):
+    """With keys required, one that may only read is refused and a placeholder unknown; without, any is ignored."""
     place = await furnish(store, "a", "a")
     path = f"/rollout/{place.rollout_id}/attempt/{place.attempt_id}/v1/chat/completions"
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
-    for required, status in ((True, 401), (False, 404)):  # 404: nothing is wrong but that there is no model
-        app = create_app(
-            store, gateway=Gateway(ModelTable(), store, admin_key=ADMIN_KEY if required else None), admin_key=ADMIN_KEY
-        )
+    keys = {await issue(store, "worker"): 404, ADMIN_KEY: 404, await issue(store, "read"): 403, "EMPTY": 401}
+    for required in (True, False):
+        gateway = Gateway(ModelTable(), store, admin_key=ADMIN_KEY if required else None)
+        app = create_app(store, gateway=gateway, admin_key=ADMIN_KEY)
         async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
-            for key in (await issue(store, "admin"), ADMIN_KEY, "EMPTY"):
+            for key, status in keys.items():
                 for url in ("/v1/chat/completions", path):
-                    assert (await Caller(http, key).request("POST", url, json=body))[0] == status
+                    answered = (await Caller(http, key).request("POST", url, json=body))[0]
+                    assert answered == (status if required else 404)  # nothing is wrong but that there is no model
 
 
 async def test_the_gateway_turns_away_agents_whose_attempt_is_over(store):
