@@ -21,6 +21,11 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
 
+# Why a call does not train, beyond what the gateway says of it.
+NOT_RECEIVED = "nobody received the answer"
+CALL_MISSING = "another call of the attempt was not recorded"
+
+
 @dataclass(frozen=True)
 class Transition:
     """One sampled answer of the policy.
@@ -67,10 +72,12 @@ def trace_rollout(rollout: Rollout, spans: Sequence[Span], *, models: Iterable[s
     final = _final_attempt(spans)
     calls = sorted((span for span in final if span.tokens is not None), key=_call_order)
     wanted = None if models is None else frozenset(models)
+    incomplete = CALL_MISSING if _lacks_a_call(final) else None
+    discarded = _discarded(final)
     transitions: list[Transition] = []
     excluded: Counter[str] = Counter()
     for span in calls:
-        reason = _why_not(span, wanted)
+        reason = incomplete or (NOT_RECEIVED if _index(span) in discarded else None) or _why_not(span, wanted)
         if reason:
             excluded[reason] += 1
             continue
@@ -94,8 +101,25 @@ def _final_attempt(spans: Sequence[Span]) -> list[Span]:
     return [span for span in spans if span.attempt_id == last]
 
 
+def _index(span: Span) -> int | None:
+    index = span.attributes.get(semconv.CALL_INDEX)
+    return index if isinstance(index, int) else None
+
+
 def _call_order(span: Span) -> tuple[int, float, int]:
-    return int(span.attributes.get(semconv.CALL_INDEX, 0)), span.start_time, span.sequence_id  # type: ignore[arg-type]
+    return _index(span) or 0, span.start_time, span.sequence_id
+
+
+def _lacks_a_call(spans: Sequence[Span]) -> bool:
+    """Calls 0, 1 and 3 without 2 are not what the agent did: nothing of such an attempt trains."""
+    indices = {index for span in spans if (index := _index(span)) is not None}
+    return any(index not in indices for index in range(len(indices)))
+
+
+def _discarded(spans: Sequence[Span]) -> set[int]:
+    """Indices of calls whose answers nobody received: the client asked again, or had left."""
+    named = [span.attributes.get(semconv.CALL_DISCARDS, ()) for span in spans]
+    return {index for indices in named if isinstance(indices, Sequence) for index in indices if isinstance(index, int)}
 
 
 def _why_not(span: Span, wanted: frozenset[str] | None) -> str | None:
@@ -129,7 +153,7 @@ def _transition(span: Span, index: int, choice: SampledChoice) -> Transition:
         rollout_id=span.rollout_id,
         attempt_id=span.attempt_id,
         span_id=span.span_id,
-        call_index=int(span.attributes.get(semconv.CALL_INDEX, 0)),  # type: ignore[arg-type]
+        call_index=_index(span) or 0,
         choice=index,
         model=_model(span),
         prompt_ids=np.asarray(span.tokens.prompt_token_ids, np.int32),

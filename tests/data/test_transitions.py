@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -91,3 +92,24 @@ def test_choices_nobody_is_known_to_have_used_are_counted_not_trained() -> None:
 def test_an_attempt_without_a_call_is_empty_not_an_error() -> None:
     assert trace_rollout(rollout(), []).transitions == ()
     assert trace_rollout(rollout(), [reward(0.5)]).reward == 0.5
+
+
+def test_an_attempt_that_lacks_a_call_trains_nothing_and_says_so() -> None:
+    traced = trace_rollout(rollout(), [call(0), call(1), call(3), reward(1.0)])
+    assert traced.transitions == ()
+    assert traced.excluded == {"another call of the attempt was not recorded": 3}
+
+
+def test_a_call_that_failed_without_tokens_is_no_gap() -> None:
+    failed = msgspec.structs.replace(call(1), tokens=None)
+    assert [one.call_index for one in trace_rollout(rollout(), [call(0), failed, call(2)]).transitions] == [0, 2]
+
+
+def test_an_answer_that_nobody_received_is_not_trained() -> None:
+    retried = call(1, **{semconv.CALL_DISCARDS: [0]})
+    left = msgspec.structs.replace(
+        call(9), name=semconv.UNDELIVERED, attributes={semconv.CALL_DISCARDS: [2]}, tokens=None
+    )
+    traced = trace_rollout(rollout(), [call(0), retried, call(2), left, call(3)])
+    assert [one.call_index for one in traced.transitions] == [1, 3]
+    assert traced.excluded == {"nobody received the answer": 2}
