@@ -24,6 +24,7 @@ COMMANDS = {
     "server": "serving",
     "runner": "serving",
     "runs": "inspecting",
+    "drift": "drift",
     "store": "store",
     "keys": "keys",
 }

@@ -361,4 +361,4 @@ def test_a_report_sums_up_and_keeps_an_example_of_each() -> None:
     tokens = 15 + len(clean.answers[0])
     assert (row.check, row.kind, row.calls, row.tokens) == ("answer", "split", 3, 15)
     assert (row.share_of_calls, row.share_of_tokens) == (0.75, 15 / tokens)
-    assert [example.call_index for example in report.examples] == [0]
+    assert [example.call_index for example in report.examples()] == [0]

@@ -1,0 +1,179 @@
+"""The command that compares recorded token ids with the tokenisation of their text: `agl drift`.
+
+This module reads a store page by page and prints; what drift is and how its kinds are told is the business of
+`agentlightning.gateway.chat.drift`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+import msgspec
+
+from agentlightning import semconv
+from agentlightning.cli.store import open_store
+from agentlightning.errors import ConfigError
+from agentlightning.types import And, Condition, Filter
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from agentlightning.gateway.chat.drift import Comparison, DriftCheck, DriftReport, Found
+    from agentlightning.gateway.chat.template import ChatTemplate
+
+_AT_ONCE: Final = 32  # spans held in memory, each with a whole prompt
+_SEPARATOR: Final = "·"
+_UNITS: Final = {"answer": "answers", "history": "histories", "prompt": "prompts"}
+
+
+@click.command()
+@click.argument("address", metavar="[STORE]", required=False)
+@click.option("--tokenizer", "source", metavar="ID|DIR", required=True, help="The model's: directory or hub id.")
+@click.option("--run", "run_id", metavar="ID", help="Only calls of this run.")
+@click.option("--model", metavar="NAME", help="Only calls that this model answered.")
+@click.option("--examples", type=click.IntRange(min=0), default=1, show_default=True, help="Per check and kind.")
+@click.option("--server", metavar="URL", help="The `agl server` that has the store open, instead of STORE.")
+@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def drift(
+    address: str | None,
+    source: str,
+    run_id: str | None,
+    model: str | None,
+    examples: int,
+    server: str | None,
+    key: str | None,
+    as_json: bool,
+) -> None:
+    """Compare what was sampled with its text tokenised anew.
+
+    STORE is a SQLite file or a postgresql:// URL."""
+    if (address is None) == (server is None):
+        raise click.UsageError("say which store: either STORE (a file or a postgresql:// URL), or --server URL")
+    check, report = asyncio.run(_compare(address, server, key, source, _calls(run_id, model), examples))
+    if as_json:
+        print(msgspec.json.encode(_summary(check, report)).decode())
+        return
+    _show(check, report)
+
+
+def _calls(run_id: str | None, model: str | None) -> Filter:
+    asked = (
+        (True, Condition("has_tokens", "eq", True)),
+        (run_id, Condition("run_id", "eq", run_id)),
+        (model, Condition(f"attributes.{semconv.GEN_AI_RESPONSE_MODEL}", "eq", model)),
+    )
+    return And([condition for value, condition in asked if value is not None])
+
+
+async def _compare(
+    address: str | None, server: str | None, key: str | None, source: str, where: Filter, examples: int
+) -> tuple[DriftCheck, DriftReport]:
+    async with open_store(address, server, key) as store:
+        chat = _load_chat(source)
+        from agentlightning.gateway.chat.drift import DriftCheck, DriftReport, recorded_call
+
+        check, report = DriftCheck(chat), DriftReport(examples)
+        cursor = None
+        while True:
+            # In the order of attempts, and in each as its calls were finished: earlier ones come before later ones.
+            page = await store.page_spans(where, limit=_AT_ONCE, cursor=cursor)
+            for call in filter(None, map(recorded_call, page.items)):
+                for comparison in check.compare(call):
+                    report.add(comparison)
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+    if not report.compared["answer"].calls:
+        asked = " of that run or model" if len(where.of) > 1 else ""
+        raise ConfigError(
+            f"{address or server} holds no calls with exact token ids{asked}; the gateway captures them where the "
+            "backend returns them, and `agl runs` lists runs"
+        )
+    return check, report
+
+
+def _load_chat(source: str) -> ChatTemplate:
+    """ConfigError says why there is none."""
+    if source.startswith((".", "/", "~")) and not Path(source).exists():
+        raise ConfigError(f"tokenizer path {source} does not exist")
+    try:
+        from transformers import AutoTokenizer
+
+        from agentlightning.gateway.chat.template import ChatTemplate
+    except ImportError:
+        raise ConfigError(
+            "agl drift needs transformers; install it with: pip install 'agent-lightning-next[train]'"
+        ) from None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"cannot load the tokenizer {source!r}: {reason}. Give a model's or tokenizer's directory, or its id on "
+            "the Hugging Face hub (which must be reachable, or in its local cache)"
+        ) from None
+    return ChatTemplate.from_pretrained(tokenizer)
+
+
+# --- what is shown ------------------------------------------------------------------------------------------------
+
+
+def _summary(check: DriftCheck, report: DriftReport) -> dict[str, Any]:
+    """The object that `--json` prints."""
+    return {
+        "compared": report.compared,
+        "drift": report.found(),
+        "refused_prompts": check.refused,
+        "examples": report.examples(),
+    }
+
+
+def _show(check: DriftCheck, report: DriftReport) -> None:
+    from rich.console import Console
+
+    compared = [f"{tally.calls:,} {_UNITS[name]} ({tally.tokens:,} tokens)" for name, tally in report.compared.items()]
+    print(f"compared {', '.join(compared)}")
+    if check.refused:
+        print(f"{check.refused:,} prompts were left out, which this tokenizer's template refuses: {check.refusal}")
+    found = report.found()
+    if not found:
+        print("no drift")
+        return
+    # Ids are there to be copied: a narrow terminal wraps lines rather than cutting them.
+    Console().print(_table(found))
+    for example in report.examples():
+        print("\n".join(_lines(example)))
+
+
+def _table(found: list[Found]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("check", "kind", "calls", "share", "tokens", "share"):
+        table.add_column(name, justify="left" if name in ("check", "kind") else "right")
+    for row in found:
+        shares = f"{row.share_of_calls:.2%}", f"{row.share_of_tokens:.2%}"
+        table.add_row(row.check, row.kind, f"{row.calls:,}", shares[0], f"{row.tokens:,}", shares[1])
+    return table
+
+
+def _lines(example: Comparison) -> list[str]:
+    drift = example.drift
+    assert drift is not None, "only drift is kept as an example"
+    call = "" if example.call_index is None else f", call {example.call_index}"
+    before = _SEPARATOR.join(map(_visible, drift.before))
+    return [
+        f"{example.check}, {drift.kind}: rollout {example.rollout_id}, attempt {example.attempt_id}{call}",
+        f"    recorded  {before} » {_SEPARATOR.join(map(_visible, drift.recorded))}",
+        f"    anew      {before} » {_SEPARATOR.join(map(_visible, drift.anew))}",
+    ]
+
+
+def _visible(text: str) -> str:
+    """A line break as `\\n`, and nothing that a terminal would obey."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,288 @@
+"""Drift: where tokens made anew from text differ from those that were recorded.
+
+Agents keep text, and text is tokenised again: by the chat template at the next call, by tools that train from
+transcripts. Three checks compare recorded ids with ids made anew; `chat.drift_kinds` tells why they differ:
+
+    answer    the sampled ids, and the tokenisation of their own text
+                  can drift by split, special token and normalisation
+    history   prompt and sampled ids of a call, and the next prompt of the conversation, which should begin with them
+                  (1, 2) + (7, 8), later (1, 2, 7, 8, 3, 4)  →  no drift
+                  (1, 2) + (7, 8), later (1, 2, 9, 3, 4)     →  drift of 2 tokens, of any kind
+    prompt    the recorded prompt, and the recorded messages rendered and tokenised anew
+                  can drift by split, special token and template
+
+Prompts that repeat recorded answers in their own ids (`chat.recorded`) do so on purpose, which is no drift: a history
+agrees with them, and before such a prompt is compared with its rendering, its own text is tokenised anew too.
+
+This module does not know where spans come from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
+
+import msgspec
+
+from agentlightning import semconv
+from agentlightning.errors import BackendError
+from agentlightning.gateway.chat.drift_kinds import Classifier, Drift, Ids, Kind, canonical
+from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.types import Span
+
+T = TypeVar("T")
+Check: TypeAlias = Literal["answer", "history", "prompt"]
+CHECKS: Final[tuple[Check, ...]] = get_args(Check)
+
+
+# --- what was recorded --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """What the span of a call says about its tokens. `answers` are the sampled ids of each choice, `replies` their
+    messages; `variables` are those the request gave the template. Without `messages` (they were not captured, or the
+    call continued a plain prompt) only answers can be compared."""
+
+    rollout_id: str
+    attempt_id: str
+    call_index: int | None
+    model: str
+    start_time: float
+    prompt: Ids
+    answers: tuple[Ids, ...]
+    replies: list[dict[str, Any]]
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    variables: dict[str, Any] = field(default_factory=dict[str, Any])
+    spliced_tokens: int = 0
+
+
+class _Request(msgspec.Struct):
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class _Part(msgspec.Struct):
+    text: str | None = None
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class _ToolCall(msgspec.Struct):
+    function: _Function
+
+
+class _Message(msgspec.Struct):
+    content: str | list[_Part] | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+def recorded_call(span: Span) -> RecordedCall | None:
+    """None for a span without exact ids. Attributes that are missing or were redacted count as empty."""
+    if span.tokens is None:
+        return None
+    of = span.attributes.get
+    index, spliced = of(semconv.CALL_INDEX), of(semconv.RECORDED_SPLICE)
+    dicts = list[dict[str, Any]]
+    return RecordedCall(
+        rollout_id=span.rollout_id,
+        attempt_id=span.attempt_id,
+        call_index=index if isinstance(index, int) else None,
+        model=str(of(semconv.GEN_AI_RESPONSE_MODEL, "")),
+        start_time=span.start_time,
+        prompt=span.tokens.prompt_token_ids,
+        answers=tuple(choice.token_ids for choice in span.tokens.choices),
+        replies=_decoded(of(semconv.GEN_AI_OUTPUT_MESSAGES), dicts) or [],
+        messages=_decoded(of(semconv.GEN_AI_INPUT_MESSAGES), dicts) or [],
+        tools=_decoded(of(semconv.GEN_AI_TOOL_DEFINITIONS), dicts) or [],
+        variables=(_decoded(of(semconv.CALL_REQUEST), _Request) or _Request()).chat_template_kwargs,
+        spliced_tokens=spliced if isinstance(spliced, int) else 0,
+    )
+
+
+def _decoded(text: object, kind: type[T]) -> T | None:
+    try:
+        return msgspec.json.decode(text, type=kind) if isinstance(text, str) else None
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+# --- what is found ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One check of `tokens` recorded ids of a call; in a history it is the earlier call's."""
+
+    check: Check
+    rollout_id: str
+    attempt_id: str
+    call_index: int | None
+    tokens: int
+    drift: Drift | None
+
+
+@dataclass
+class Tally:
+    calls: int = 0
+    tokens: int = 0
+
+    def count(self, tokens: int) -> None:
+        self.calls += 1
+        self.tokens += tokens
+
+
+@dataclass(frozen=True)
+class Found:
+    """All drift of a kind in a check; the shares are of what was compared."""
+
+    check: Check
+    kind: Kind
+    calls: int
+    tokens: int
+    share_of_calls: float
+    share_of_tokens: float
+
+
+class DriftReport:
+    """Comparisons summed up, with up to `limit` examples of each check and kind."""
+
+    def __init__(self, limit: int) -> None:
+        self.compared = {check: Tally() for check in CHECKS}
+        self._limit = limit
+        self._found: defaultdict[tuple[Check, Kind], Tally] = defaultdict(Tally)
+        self._examples: defaultdict[tuple[Check, Kind], list[Comparison]] = defaultdict(list)
+
+    def add(self, comparison: Comparison) -> None:
+        self.compared[comparison.check].count(comparison.tokens)
+        if comparison.drift is not None:
+            row = comparison.check, comparison.drift.kind
+            self._found[row].count(comparison.drift.tokens)
+            if len(self._examples[row]) < self._limit:
+                self._examples[row].append(comparison)
+
+    def found(self) -> list[Found]:
+        """In the order of `CHECKS`, and in each the most frequent kind first."""
+        rows = [
+            Found(check, kind, tally.calls, tally.tokens, tally.calls / of.calls, tally.tokens / of.tokens)
+            for (check, kind), tally in self._found.items()
+            for of in (self.compared[check],)
+        ]
+        return sorted(rows, key=lambda row: (CHECKS.index(row.check), -row.calls))
+
+    def examples(self) -> list[Comparison]:
+        """In the order of `found`."""
+        return [example for row in self.found() for example in self._examples[row.check, row.kind]]
+
+
+# --- the checks ---------------------------------------------------------------------------------------------------
+
+
+class DriftCheck:
+    """Compares calls as they come, each after those in its history. The last `remembered` answers are looked for in
+    later prompts. `refused` counts prompts that the template refuses to render, `refusal` is what it says."""
+
+    def __init__(self, chat: ChatTemplate, *, remembered: int = 128) -> None:
+        self.refused = 0
+        self.refusal = ""
+        self._chat = chat
+        self._classifier = Classifier(chat)
+        self._remembered = remembered
+        self._answered: OrderedDict[bytes, tuple[RecordedCall, int]] = OrderedDict()
+
+    def compare(self, call: RecordedCall) -> list[Comparison]:
+        """What the call's answers, history and prompt are compared with. A history is compared with the last of the
+        answers in it; that one's prompt has been compared with those before."""
+        found = [self._answer(call, index) for index in range(len(call.answers))]
+        if call.messages:
+            prefixes = list(_prefixes(call))
+            found += filter(None, (self._history(call, prefixes), self._prompt(call)))
+            for index, reply in enumerate(call.replies[: len(call.answers)]):
+                self._answered[_answered(prefixes[-1], reply)] = call, index
+            while len(self._answered) > self._remembered:
+                self._answered.popitem(last=False)
+        return found
+
+    def _answer(self, call: RecordedCall, index: int) -> Comparison:
+        sampled = call.answers[index]
+        anew = self._anew(sampled)
+        drift = self._classifier.of_answer(sampled, anew) if sampled != anew else None
+        return _comparison("answer", call, len(sampled), drift)
+
+    def _history(self, later: RecordedCall, prefixes: list[bytes]) -> Comparison | None:
+        for place in reversed(range(len(later.messages))):
+            message = later.messages[place]
+            if message.get("role") != "assistant":
+                continue
+            call, index = self._answered.get(_answered(prefixes[place], message), (None, 0))
+            if call is None:  # an answer that the agent has changed, or one from elsewhere
+                continue
+            recorded = (*call.prompt, *call.answers[index])
+            drift = None
+            if later.prompt[: len(recorded)] != recorded:
+                calls_tools = bool(call.replies[index].get("tool_calls"))
+                drift = self._classifier.of_history(call.prompt, call.answers[index], later.prompt, calls_tools)
+            return _comparison("history", call, len(recorded), drift)
+        return None
+
+    def _prompt(self, call: RecordedCall) -> Comparison | None:
+        recorded = self._anew(call.prompt) if call.spliced_tokens else call.prompt
+        try:
+            rendered = self._rendered(call, call.tools)
+            # Where an agent offers tools but lets none be called, some servers leave them out and some do not.
+            if rendered != recorded and call.tools and self._rendered(call, []) == recorded:
+                rendered = recorded
+        except BackendError as error:
+            self.refused += 1
+            self.refusal = str(error)
+            return None
+        drift = self._classifier.of_prompt(recorded, rendered) if recorded != rendered else None
+        return _comparison("prompt", call, len(recorded), drift)
+
+    def _rendered(self, call: RecordedCall, tools: list[dict[str, Any]]) -> Ids:
+        """The prompt as of the time of the call, for templates that tell the model the date."""
+        clock = datetime.fromtimestamp(call.start_time)
+        return self._chat.encode(
+            self._chat.render(call.messages, tools, **{"strftime_now": clock.strftime, **call.variables})
+        )
+
+    def _anew(self, ids: Ids) -> Ids:
+        return self._chat.encode(self._chat.token_bytes.text(list(ids)))
+
+
+def _comparison(check: Check, call: RecordedCall, tokens: int, drift: Drift | None) -> Comparison:
+    return Comparison(check, call.rollout_id, call.attempt_id, call.call_index, tokens, drift)
+
+
+def _prefixes(call: RecordedCall) -> Iterator[bytes]:
+    """Digests of what the call asked up to each message, excluded, and of all of it: len(messages) + 1 in all."""
+    asked = (call.rollout_id, call.attempt_id, call.model, call.tools, call.variables)
+    digest = hashlib.blake2b(msgspec.json.encode(asked, order="sorted"), digest_size=16)
+    yield digest.digest()
+    for message in call.messages:
+        digest.update(msgspec.json.encode(message, order="sorted"))
+        yield digest.digest()
+
+
+def _answered(prefix: bytes, message: Mapping[str, Any]) -> bytes:
+    """Names an answer by what was asked and its words, which frameworks send back in one of several notations."""
+    try:
+        said = msgspec.convert(message, _Message)
+    except msgspec.ValidationError:
+        return prefix + msgspec.json.encode(message, order="sorted")
+    content = said.content or ""
+    text = content if isinstance(content, str) else "".join(part.text or "" for part in content)
+    calls = [(call.function.name, _arguments(call.function)) for call in said.tool_calls or ()]
+    return prefix + msgspec.json.encode((canonical(text), calls), order="sorted")
+
+
+def _arguments(function: _Function) -> object:
+    parsed = _decoded(function.arguments, dict[str, Any])
+    return function.arguments if parsed is None else parsed

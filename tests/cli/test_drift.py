@@ -1,0 +1,179 @@
+"""`agl drift` as a user types it: on a store with a little drift in it, and on what it cannot work with."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentlightning import semconv
+from agentlightning.cli.main import run
+from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.learner.tiny import make_tokenizer
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import EnqueueRolloutRequest, SampledChoice, Span, TokenCapture
+
+TOKENIZER = make_tokenizer(["there", "hello", "and then?"] * 4, 300)
+CHAT = ChatTemplate.from_pretrained(TOKENIZER)
+END = "<|end|>"
+
+
+def letters(text: str) -> tuple[int, ...]:
+    return tuple(token_id for letter in text for token_id in CHAT.encode(letter))
+
+
+def span(index: int, messages: list[dict[str, Any]], sampled: tuple[int, ...], said: str, **ids: Any) -> Span:
+    choice = SampledChoice(token_ids=sampled, logprobs=(-0.1,) * len(sampled), finish_reason="stop")
+    attributes = {
+        semconv.CALL_INDEX: index,
+        semconv.GEN_AI_RESPONSE_MODEL: ids.pop("model", "policy"),
+        semconv.GEN_AI_INPUT_MESSAGES: json.dumps(messages),
+        semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps([{"role": "assistant", "content": said}]),
+    }
+    return Span(
+        **ids,
+        sequence_id=index + 1,
+        trace_id="0" * 32,
+        span_id=f"{index:016x}",
+        name="chat policy",
+        start_time=float(index),
+        end_time=index + 0.5,
+        attributes=attributes,
+        tokens=TokenCapture(prompt_token_ids=CHAT.encode(CHAT.render(messages)), choices=(choice,)),
+    )
+
+
+def fill(path: Path, answers: list[tuple[tuple[int, ...], str]], **more: Any) -> None:
+    """A store with one conversation, in which the policy gave these answers."""
+
+    async def work() -> None:
+        store = await SqlStore.open(path)
+        await store.start_run("train", {}, "run-1")
+        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="task", run_id="run-1")])
+        leased = await store.dequeue_rollout()
+        assert leased is not None
+        ids = {"rollout_id": leased.rollout_id, "attempt_id": leased.attempt.attempt_id, **more}
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
+        for index, (sampled, said) in enumerate(answers):
+            await store.add_many_spans([span(index, messages, sampled, said, **ids)])
+            answer = {"role": "assistant", "content": said}
+            messages = [*messages, answer, {"role": "user", "content": "and then?"}]
+        await store.close()
+
+    asyncio.run(work())
+
+
+SPLIT = (*letters("there"), *CHAT.encode(END)), "there"
+CLEAN = CHAT.encode("there" + END), "there"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    TOKENIZER.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store.db"
+
+
+@pytest.fixture
+def agl(capsys: pytest.CaptureFixture[str]):
+    """Runs one command; its exit code, stdout and stderr."""
+
+    def command(*arguments: object) -> tuple[int, str, str]:
+        code = run([str(argument) for argument in arguments])
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return command
+
+
+def test_a_table_by_check_and_kind_and_an_example_of_each(path: Path, tokenizer: Path, agl) -> None:
+    fill(path, [SPLIT, CLEAN, CLEAN])
+    code, out, err = agl("drift", path, "--tokenizer", tokenizer)
+    assert (code, err) == (0, "")
+    lines = [line.split() for line in out.splitlines()]
+    assert out.startswith("compared 3 answers (")
+    assert ["answer", "split", "1", "33.33%", "5"] in [line[:5] for line in lines]
+    assert ["history", "split", "1", "50.00%", "6"] in [line[:5] for line in lines]
+    assert "    recorded  <|user|>·hello·<|end|>·<|assistant|> » t·h·e·r·e·<|end|>" not in out  # three tokens before
+    assert " » t·h·e·r·e·<|end|>\n" in out
+    assert f" » {'·'.join(CHAT.tokenizer.encode('there<|end|>').tokens)}\n" in out
+    assert ", call 0\n" in out
+
+
+def test_without_drift_it_says_so(path: Path, tokenizer: Path, agl) -> None:
+    fill(path, [CLEAN, CLEAN])
+    code, out, _ = agl("drift", path, "--tokenizer", tokenizer)
+    assert code == 0 and out.endswith("no drift\n")
+    assert "2 answers" in out and "1 histories" in out and "2 prompts" in out
+
+
+def test_a_store_is_read_page_by_page_and_conversations_go_on_across_pages(path: Path, tokenizer: Path, agl) -> None:
+    fill(path, [SPLIT] * 70)
+    code, out, _ = agl("drift", path, "--tokenizer", tokenizer, "--json", "--examples", 2)
+    found = json.loads(out)
+    assert code == 0
+    assert [(row["check"], row["kind"], row["calls"]) for row in found["drift"]] == [
+        ("answer", "split", 70),
+        ("history", "split", 69),
+    ]
+    assert found["compared"]["history"]["calls"] == 69
+    assert [example["call_index"] for example in found["examples"]] == [0, 1, 0, 1]
+    assert found["examples"][0]["drift"]["recorded"] == [*"there", END]
+    assert found["drift"][0]["share_of_calls"] == 1.0 and found["refused_prompts"] == 0
+
+
+def test_a_run_and_a_model_can_be_picked(path: Path, tokenizer: Path, agl) -> None:
+    fill(path, [SPLIT])
+    for picked in (["--run", "run-1"], ["--model", "policy"]):
+        assert agl("drift", path, "--tokenizer", tokenizer, *picked)[0] == 0
+    for missed in (["--run", "run-2"], ["--model", "judge"]):
+        code, _, err = agl("drift", path, "--tokenizer", tokenizer, *missed)
+        assert code == 1 and "no calls with exact token ids of that run or model" in err
+
+
+def test_what_a_terminal_would_obey_is_spelled_out(path: Path, tokenizer: Path, agl) -> None:
+    fill(path, [((*letters("there"), *CHAT.encode("\x1b[2J\n" + END)), "there\x1b[2J\n")])
+    _, out, _ = agl("drift", path, "--tokenizer", tokenizer)
+    assert "\x1b" not in out and "\\x1b" in out and "\\n" in out
+
+
+def test_a_store_without_captured_calls_is_named(path: Path, tokenizer: Path, agl) -> None:
+    fill(path, [])
+    code, _, err = agl("drift", path, "--tokenizer", tokenizer)
+    assert code == 1
+    assert err.startswith(f"error: {path} holds no calls with exact token ids;")
+
+
+def test_a_missing_store_is_named_and_not_made(path: Path, tokenizer: Path, agl) -> None:
+    code, _, err = agl("drift", path, "--tokenizer", tokenizer)
+    assert code == 1 and err.startswith(f"error: there is no store at {path}")
+    assert not path.exists()
+
+
+def test_a_tokenizer_that_cannot_be_used_is_named(path: Path, tmp_path: Path, agl) -> None:
+    fill(path, [SPLIT])
+    bare = make_tokenizer(["hello"], 300)
+    bare.chat_template = None
+    bare.save_pretrained(tmp_path / "bare")
+    (tmp_path / "empty").mkdir()
+    for name, words in (
+        ("bare", "no chat template"),
+        ("empty", "cannot load the tokenizer"),
+        ("none", "does not exist"),
+    ):
+        code, _, err = agl("drift", path, "--tokenizer", tmp_path / name)
+        assert code == 1 and err.startswith("error: ") and words in err
+
+
+def test_one_store_has_to_be_named(agl) -> None:
+    for stores in ([], ["store.db", "--server", "http://127.0.0.1:1"]):
+        code, _, err = agl("drift", *stores, "--tokenizer", "x")
+        assert code == 2 and "say which store" in err
