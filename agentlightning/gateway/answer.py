@@ -82,6 +82,7 @@ class Answer:
         self.spliced_tokens = 0
         self.replica = ""
         self.extra: dict[str, Any] = {}
+        self.response_json: str | None = None  # of an answer that was passed through
         self.choices = [Choice() for _ in range(n)]
         self.usage: Usage | None = None
         self.first_token_time: float | None = None

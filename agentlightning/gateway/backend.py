@@ -11,6 +11,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
+import msgspec
+
 from agentlightning.errors import BackendError
 from agentlightning.types import FinishReason
 
@@ -119,11 +121,13 @@ BackendEvent: TypeAlias = Started | Delta | Finished | Usage
 
 @dataclass(frozen=True)
 class RelayedCall:
-    """A request that a backend answers in the agent's own protocol: `body` goes to `{base_url}/{path}` as it is, with
-    those of the agent's headers that are let through (lower-case names)."""
+    """A request that a backend answers in the agent's own protocol: `body`, the fields as the agent wrote them, goes
+    to `{base_url}/{path}` with the backend's own name for `model`, and with those of the agent's headers that are let
+    through (lower-case names)."""
 
     path: str
-    body: bytes
+    model: str
+    body: dict[str, msgspec.Raw]
     headers: dict[str, str]
     session: str | None = None
 

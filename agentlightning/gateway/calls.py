@@ -9,15 +9,26 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
+import msgspec
+
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import Attributor, Caller, api_key_of
-from agentlightning.gateway.backend import SESSION_HEADER, BackendEvent, ModelCall, Sampling
+from agentlightning.gateway.backend import (
+    SESSION_HEADER,
+    BackendEvent,
+    ModelCall,
+    RelayedAnswer,
+    RelayedCall,
+    Sampling,
+)
 from agentlightning.gateway.capture import ABORTED, FAILED, CallRecord, call_span, undelivered_span
 from agentlightning.gateway.endpoints.base import Endpoint, Head
+from agentlightning.gateway.endpoints.passed_through import HEADERS, read_fields, read_request
 from agentlightning.gateway.holding import Gate
 from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
 from agentlightning.gateway.recording import Recorder
@@ -66,8 +77,7 @@ class CallOpener:
 
         Raises BackendError (and its kin CallRefused) for everything that cannot be answered."""
         caller = await self._attributor.attribute(path_ids, api_key_of(headers))
-        request = endpoint.read(body)
-        entry = self._models.resolve(request.model)
+        request, entry, fields = self._read(endpoint, body)
         gate = self._models.gate(entry.name)
         if gate.held:
             await gate.passed()
@@ -111,7 +121,22 @@ class CallOpener:
             )
             recording = _Recording(record, body_hash, self._recorders.of(caller), self.statistics)
         head = Head(response_id, model, int(time.time()))
-        return RunningCall(request, head, call, entry, gate, recording, self.statistics)
+        running = RunningCall(request, head, call, entry, gate, recording, self.statistics)
+        if fields is not None:
+            kept = {name: value for name, value in headers.items() if name in HEADERS}
+            running.relayed = RelayedCall(endpoint.path, model, fields, kept, call.session)
+        return running
+
+    def _read(self, endpoint: Endpoint, body: bytes) -> tuple[CallRequest, ModelEntry, dict[str, msgspec.Raw] | None]:
+        """The request and who answers it; and its fields, if that one does so in the agent's own protocol."""
+        if any(endpoint.path in entry.backend.relays for entry in self._models):
+            fields = read_fields(body)
+            request = read_request(fields)
+            entry = self._models.resolve(request.model)
+            if endpoint.path in entry.backend.relays:
+                return request, entry, fields
+        request = endpoint.read(body)
+        return request, self._models.resolve(request.model), None
 
 
 def _is_retry(headers: Mapping[str, str]) -> bool:
@@ -168,6 +193,7 @@ class RunningCall:
         self.request = request
         self.answer = Answer(request.n)
         self.head = head
+        self.relayed: RelayedCall | None = None
         self._call = call
         self._entry = entry
         self._gate = gate
@@ -178,6 +204,11 @@ class RunningCall:
     def events(self) -> AsyncGenerator[BackendEvent, None]:
         """The backend's events; closing the iterator cancels the generation."""
         return self._entry.backend.answer(self._call)
+
+    def relay(self) -> AbstractAsyncContextManager[RelayedAnswer]:
+        """The backend's own answer to a call that is passed through."""
+        assert self.relayed is not None
+        return self._entry.backend.relay(self.relayed)
 
     async def commit(self) -> None:
         """Store the finished call. When this returns the call is durable; only then may its end be sent."""

@@ -150,6 +150,7 @@ def _attributes(record: CallRecord, answer: Answer) -> Attributes:
         semconv.GEN_AI_TEMPERATURE: sampling.temperature,
         semconv.GEN_AI_TOP_P: sampling.top_p,
         semconv.GEN_AI_MAX_TOKENS: sampling.max_tokens,
+        semconv.CALL_RESPONSE: answer.response_json,
         semconv.CALL_INDEX: record.call_index,
         semconv.CALL_DISCARDS: record.discards or None,
         semconv.CALL_OVERRIDDEN: _json(record.overridden) if record.overridden else None,

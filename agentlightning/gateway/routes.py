@@ -17,13 +17,18 @@ from agentlightning.errors import BackendError
 from agentlightning.gateway.asgi import ClientWatch, Reply, as_backend_error, headers_of, path_ids_of, read_body
 from agentlightning.gateway.backend import Delta, Started
 from agentlightning.gateway.calls import CallOpener, ClientGone, RunningCall
+from agentlightning.gateway.capture import FAILED
 from agentlightning.gateway.endpoints.base import Endpoint, openai_error
 from agentlightning.gateway.endpoints.chat_completions import ChatCompletions
+from agentlightning.gateway.endpoints.passed_through import AnswerCopy, Embeddings
 from agentlightning.gateway.models import ModelTable
 from agentlightning.gateway.request import CallRefused
 
 _PREFIX: Final = "/rollout/{rollout_id}/attempt/{attempt_id}"
-_ENDPOINTS: Final[tuple[Endpoint, ...]] = (ChatCompletions(),)
+_ENDPOINTS: Final[tuple[Endpoint, ...]] = (
+    ChatCompletions(),
+    Embeddings(),
+)
 
 
 def gateway_routes(calls: CallOpener, models: ModelTable, *, body_limit: int, attributed: bool) -> list[BaseRoute]:
@@ -79,8 +84,12 @@ class _Answering(_Route):
         async with ClientWatch(receive) as watch:
             call = await self._calls.open(self.endpoint, body, headers, path_ids_of(scope))
             async with call:
-                deliver = self._stream if call.request.stream else self._whole
-                await deliver(call, reply, watch)
+                if call.relayed is not None:
+                    await self._pass_through(call, reply, watch)
+                elif call.request.stream:
+                    await self._stream(call, reply, watch)
+                else:
+                    await self._whole(call, reply, watch)
 
     async def _whole(self, call: RunningCall, reply: Reply, watch: ClientWatch) -> None:
         async with aclosing(call.events()) as events:
@@ -106,6 +115,33 @@ class _Answering(_Route):
                     await reply.part(chunk)
         if await _commit(call, watch):
             await reply.part(writer.end(call.answer), more=False)
+
+    async def _pass_through(self, call: RunningCall, reply: Reply, watch: ClientWatch) -> None:
+        """The backend's own bytes: a stream as it comes, its end when the call is committed; an answer as a whole."""
+        copy, streamed = AnswerCopy(), call.request.stream
+        reply.in_stream = lambda error: b"event: error\ndata: " + self.endpoint.error(error) + b"\n\n"
+        async with call.relay() as answer:
+            if answer.status in (401, 403):
+                raise BackendError("the backend refused the gateway's key", code="backend_key_refused")
+            call.answer.replica = answer.replica
+            headers = [(name.encode(), value.encode("latin-1", "replace")) for name, value in answer.headers.items()]
+            parts: list[bytes] = []
+            if streamed:
+                await reply.start(answer.status, *headers)
+            async for part in answer.parts:
+                copy.add(part)
+                if streamed:
+                    await reply.body(part, more=True)
+                else:
+                    parts.append(part)
+            if answer.status >= 400:
+                call.answer.abort(FAILED)
+            else:
+                copy.read_into(call.answer, streamed=streamed)
+        if await _commit(call, watch):
+            if not streamed:
+                await reply.start(answer.status, *headers)
+            await reply.body(b"".join(parts), more=False)
 
 
 async def _commit(call: RunningCall, watch: ClientWatch) -> bool:

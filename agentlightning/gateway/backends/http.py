@@ -131,7 +131,8 @@ class HttpBackend:
     async def relay(self, call: RelayedCall) -> AsyncGenerator[RelayedAnswer]:
         """See `Backend.relay`."""
         headers = call.headers | ({SESSION_HEADER: call.session} if call.session else {})
-        async with self.connection.posted(self.connection.url(call.path), call.body, headers) as response:
+        body = msgspec.json.encode({**call.body, "model": self.model or call.model})
+        async with self.connection.posted(self.connection.url(call.path), body, headers) as response:
             kept = {name: response.headers[name] for name in _RELAYED_HEADERS if name in response.headers}
             yield RelayedAnswer(response.status, kept, _parts(response))
 

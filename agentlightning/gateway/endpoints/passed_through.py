@@ -1,0 +1,174 @@
+"""Requests that a backend answers in the agent's own protocol: read just enough to route them and to record them.
+
+Knows the wire formats of OpenAI's embeddings and responses and of Anthropic's messages. Knows no backends and no HTTP.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from agentlightning.errors import BackendError
+from agentlightning.gateway.answer import Answer
+from agentlightning.gateway.backend import Delta, Finished, Usage
+from agentlightning.gateway.endpoints.base import Head, StreamWriter, openai_error
+from agentlightning.gateway.request import NOT_JSON, CallRefused, CallRequest, rest_json
+from agentlightning.types import FinishReason
+
+# What is let through of the agent's headers: nothing that names a key or an account.
+HEADERS: Final = frozenset({"accept", "anthropic-beta", "anthropic-version", "openai-beta", "user-agent"})
+_INPUTS: Final = ("messages", "input")  # fields that hold what the model is told
+_KEPT_BYTES: Final = 8 * 1024 * 1024  # of one answer, for its span
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class Embeddings:
+    """`POST /v1/embeddings`: only backends that embed answer it, in their own words."""
+
+    path = "embeddings"
+    operation = "embeddings"
+    id_prefix = "embd-"
+
+    def read(self, body: bytes) -> CallRequest:
+        raise CallRefused(
+            "the backend of this model makes no embeddings; name a model that is registered with an HTTP backend",
+            code="unsupported_endpoint",
+            param="model",
+        )
+
+    def whole(self, request: CallRequest, answer: Answer, head: Head) -> bytes:
+        raise AssertionError("embeddings are only ever passed through")
+
+    def stream(self, request: CallRequest, head: Head) -> StreamWriter:
+        raise AssertionError("embeddings are only ever passed through")
+
+    def error(self, error: BackendError) -> bytes:
+        return openai_error(error)
+
+
+def read_fields(body: bytes) -> dict[str, msgspec.Raw]:
+    """The request's fields as they were written. CallRefused (400) without a `model`."""
+    try:
+        fields = _OBJECT.decode(body)
+        msgspec.json.decode(fields.get("model", b"null"), type=str)
+    except NOT_JSON as error:
+        raise CallRefused(f"the body must be a JSON object that names a model: {error}", param="model") from None
+    return fields
+
+
+def read_request(fields: dict[str, msgspec.Raw]) -> CallRequest:
+    """What routing and the span need of a request; everything else of it is the backend's affair."""
+    said = next((fields[name] for name in _INPUTS if name in fields), None)
+    stream = fields.get("stream")
+    tools = fields.get("tools")
+    return CallRequest(
+        model=msgspec.json.decode(fields["model"], type=str),
+        messages=[],
+        messages_json=None if said is None else bytes(said).decode(errors="replace"),
+        tools_json=None if tools is None else bytes(tools).decode(errors="replace"),
+        stream=stream is not None and bytes(stream) == b"true",
+        request_json=rest_json(fields, "tools", *_INPUTS),
+    )
+
+
+class AnswerCopy:
+    """Gathers the bytes of an answer that is passed through, and reads them into an `Answer` at its end."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def add(self, part: bytes) -> None:
+        self._size += len(part)
+        if self._size <= _KEPT_BYTES:
+            self._parts.append(part)
+
+    def read_into(self, answer: Answer, *, streamed: bool) -> None:
+        """What was said, the tools called, the usage, and the body itself. An answer in a form that is not known, or
+        too large to be kept, leaves the body out, and nothing fails."""
+        body = b"".join(self._parts)
+        whole = None if self._size > _KEPT_BYTES else _streamed(body) if streamed else _decoded(body)
+        if whole is None:
+            answer.add(Finished(0, "stop"))
+            return
+        usage = whole.get("usage")
+        if isinstance(usage, dict):
+            given = usage.get("input_tokens", usage.get("prompt_tokens", 0))
+            answer.add(Usage(int(given or 0), int(usage.get("output_tokens") or 0)))
+        if "data" not in whole:  # vectors are not kept
+            answer.response_json = msgspec.json.encode(whole).decode()
+        answer.add(Delta(0, _message(whole)))
+        answer.add(Finished(0, _finish_reason(whole)))
+
+
+def _decoded(body: bytes) -> dict[str, Any] | None:
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except NOT_JSON:
+        return None
+
+
+def _streamed(body: bytes) -> dict[str, Any] | None:
+    """The whole answer at the end of an event stream: the last event that holds it (responses), or what the events of
+    a message add up to."""
+    message: dict[str, Any] | None = None
+    for line in body.split(b"\n"):
+        event = _decoded(line[5:]) if line.startswith(b"data:") else None
+        if event is None:
+            continue
+        if isinstance(event.get("response"), dict):
+            message = event["response"]
+        elif event.get("type") == "message_start":
+            message = event["message"]
+        elif message is not None:
+            _add_event(message, event)
+    return message
+
+
+def _add_event(message: dict[str, Any], event: dict[str, Any]) -> None:
+    """One event of Anthropic's stream into the message it belongs to."""
+    content: list[dict[str, Any]] = message.setdefault("content", [])
+    match event:
+        case {"type": "content_block_start", "content_block": dict(block)}:
+            content.append(block)
+        case {"type": "content_block_delta", "delta": dict(delta)} if content:
+            for name, value in delta.items():
+                if name == "partial_json":
+                    content[-1]["partial_json"] = content[-1].get("partial_json", "") + value
+                elif name != "type" and isinstance(value, str):
+                    content[-1][name] = (content[-1].get(name) or "") + value
+        case {"type": "content_block_stop"} if content and "partial_json" in content[-1]:
+            content[-1]["input"] = _decoded(content[-1].pop("partial_json").encode() or b"{}") or {}
+        case {"type": "message_delta"}:
+            message |= event.get("delta") or {}
+            message["usage"] = {**(message.get("usage") or {}), **(event.get("usage") or {})}
+        case _:
+            pass
+
+
+def _message(whole: dict[str, Any]) -> dict[str, Any]:
+    """The chat form of what was said: text and tool calls of a response or a message."""
+    text: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for item in whole.get("output") or whole.get("content") or []:
+        match item:
+            case {"type": "message", "content": list(parts)}:
+                text += [part["text"] for part in parts if isinstance(part.get("text"), str)]
+            case {"type": "text", "text": str(said)}:
+                text.append(said)
+            case {"type": "function_call", "name": name, "arguments": arguments}:
+                calls.append({"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}})
+            case {"type": "tool_use", "name": name, "input": given}:
+                arguments = msgspec.json.encode(given).decode()
+                calls.append({"id": item.get("id"), "function": {"name": name, "arguments": arguments}})
+            case _:
+                pass
+    return {"content": "".join(text)} | ({"tool_calls": calls} if calls else {})
+
+
+_ENDS: Final[dict[Any, FinishReason]] = {"max_tokens": "length", "incomplete": "length", "tool_use": "tool_calls"}
+
+
+def _finish_reason(whole: dict[str, Any]) -> FinishReason:
+    return _ENDS.get(whole.get("stop_reason") or whole.get("status"), "stop")

@@ -1,0 +1,200 @@
+"""Endpoints that a backend answers in the agent's own protocol: routed, recorded, and otherwise left alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from agentlightning import semconv
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.backends.http import HttpBackend, Kind
+from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import UNATTRIBUTED
+from tests.gateway.talker import user
+from tests.gateway.world import World, serving
+
+pytestmark = pytest.mark.anyio
+
+EMBEDDED = {
+    "object": "list",
+    "data": [{"object": "embedding", "index": 0, "embedding": [0.1, 0.2]}],
+    "model": "upstream-embedder",
+    "usage": {"prompt_tokens": 4, "total_tokens": 4},
+}
+SEARCHED = {
+    "id": "resp_1",
+    "object": "response",
+    "created_at": 1,
+    "model": "gpt",
+    "status": "completed",
+    "output": [
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "Sunny.", "annotations": []}],
+        },
+    ],
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "tools": [],
+    "usage": {"input_tokens": 7, "output_tokens": 2, "total_tokens": 9},
+}
+MESSAGE_EVENTS: list[dict[str, Any]] = [
+    {"type": "message_start", "message": {"id": "msg_1", "role": "assistant", "usage": {"input_tokens": 5}}},
+    {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Let me "}},
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "look."}},
+    {"type": "content_block_stop", "index": 0},
+    {"type": "content_block_start", "index": 1, "content_block": {"type": "tool_use", "id": "t1", "name": "search"}},
+    {"type": "content_block_delta", "index": 1, "delta": {"type": "input_json_delta", "partial_json": '{"q": '}},
+    {"type": "content_block_delta", "index": 1, "delta": {"type": "input_json_delta", "partial_json": '"sun"}'}},
+    {"type": "content_block_stop", "index": 1},
+    {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": {"output_tokens": 9}},
+    {"type": "message_stop"},
+]
+
+
+def sent(event: dict[str, Any]) -> str:
+    return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
+
+
+class Hosted:
+    """A hosted API of several endpoints; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any], dict[str, str]]] = []
+        self.status = 200
+        self.breaks_off = False
+
+    async def answer(self, request: Request) -> Response:
+        body = await request.json()
+        self.asked.append((request.url.path, body, dict(request.headers)))
+        if self.status != 200:
+            return JSONResponse({"error": {"message": "no", "type": "x", "code": "y", "param": None}}, self.status)
+        if request.url.path == "/v1/embeddings":
+            return JSONResponse(EMBEDDED, headers={"x-request-id": "up-1", "set-cookie": "secret=1"})
+        if not body.get("stream"):
+            return JSONResponse(SEARCHED)
+        if request.url.path == "/v1/responses":
+            events = [{"type": "response.created", "response": {**SEARCHED, "status": "in_progress", "output": []}}]
+            events.append({"type": "response.completed", "response": SEARCHED})
+        else:
+            events = MESSAGE_EVENTS
+        return StreamingResponse(self._events(events), media_type="text/event-stream")
+
+    async def _events(self, events: list[dict[str, Any]]) -> AsyncIterator[str]:
+        for event in events:
+            yield sent(event)
+            if self.breaks_off:
+                raise ConnectionResetError
+
+
+@asynccontextmanager
+async def before(hosted: Hosted, directory: Path, kind: Kind = "openai") -> AsyncIterator[World]:
+    paths = ("embeddings", "responses", "messages")
+    app = Starlette(routes=[Route(f"/v1/{path}", hosted.answer, methods=["POST"]) for path in paths])
+    store = await SqlStore.open(directory / "store.sqlite", synchronous="NORMAL")
+    async with serving(app) as url:
+        backend = HttpBackend(f"{url}/v1", kind=kind, api_key="backend-key", model="upstream-name")
+        gateway = Gateway(ModelTable([ModelEntry("hosted", backend, trainable=False, train=None, val=None)]), store)
+        async with serving(Starlette(routes=gateway.routes())) as front:
+            built = World(front, store, gateway, None)  # type: ignore[arg-type]
+            yield built
+            for client in built.clients:
+                await client.close()
+        await gateway.close()
+    await store.close()
+
+
+async def test_embeddings_reach_the_backend_under_its_own_name_and_key(tmp_path: Path) -> None:
+    hosted = Hosted()
+    async with before(hosted, tmp_path) as front:
+        attempted = await front.attempt()
+        client = front.client(attempted, default_headers={"cookie": "agent=1"})
+        raw = await client.embeddings.with_raw_response.create(model="hosted", input="hello", encoding_format="float")
+        (span,) = await front.spans(attempted)
+    assert raw.parse().data[0].embedding == [0.1, 0.2]
+    assert raw.headers["x-request-id"] == "up-1" and "set-cookie" not in raw.headers
+    path, body, headers = hosted.asked[0]
+    assert (path, body["model"], headers["authorization"]) == ("/v1/embeddings", "upstream-name", "Bearer backend-key")
+    assert "cookie" not in headers
+    assert span.name == "embeddings hosted"
+    assert span.attributes[semconv.GEN_AI_INPUT_TOKENS] == 4
+    assert semconv.CALL_RESPONSE not in span.attributes
+
+
+async def test_what_only_the_hosted_api_knows_passes_through(tmp_path: Path) -> None:
+    async with before(Hosted(), tmp_path) as front:
+        attempted = await front.attempt()
+        client = front.client(attempted)
+        tools: Any = [{"type": "web_search"}]
+        answer = await client.responses.create(model="hosted", input="weather?", tools=tools)
+        stream = await client.responses.create(model="hosted", input="weather?", tools=tools, stream=True)
+        kinds = [event.type async for event in stream]
+        whole, streamed = await front.spans(attempted)
+    assert answer.output_text == "Sunny."
+    assert kinds == ["response.created", "response.completed"]
+    for span in (whole, streamed):
+        assert json.loads(str(span.attributes[semconv.GEN_AI_OUTPUT_MESSAGES]))[0]["content"] == "Sunny."
+        assert json.loads(str(span.attributes[semconv.CALL_RESPONSE])) == SEARCHED
+        assert span.attributes[semconv.CALL_FLAG] == "backend returns no token ids"
+        assert span.attributes[semconv.GEN_AI_OUTPUT_TOKENS] == 2
+
+
+async def test_a_streamed_message_is_recorded_as_a_whole(tmp_path: Path) -> None:
+    async with before(Hosted(), tmp_path, "anthropic") as front:
+        attempted = await front.attempt()
+        url = f"{front.url}/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}/v1/messages"
+        body = {"model": "hosted", "max_tokens": 9, "stream": True, "messages": user("hello")}
+        async with aiohttp.ClientSession() as http, http.post(url, json=body) as answer:
+            text = await answer.text()
+        (span,) = await front.spans(attempted)
+    assert text == "".join(map(sent, MESSAGE_EVENTS))
+    (message,) = json.loads(str(span.attributes[semconv.GEN_AI_OUTPUT_MESSAGES]))
+    assert message["content"] == "Let me look."
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"q": "sun"}
+    assert span.attributes[semconv.GEN_AI_FINISH_REASONS] == ["tool_calls"]
+
+
+async def test_refusals_are_the_backends_own_but_its_key_is_not_the_agents_matter(tmp_path: Path) -> None:
+    hosted = Hosted()
+    async with before(hosted, tmp_path) as front:
+        client = front.client()
+        hosted.status = 422
+        with pytest.raises(openai.UnprocessableEntityError):
+            await client.embeddings.create(model="hosted", input="hello")
+        hosted.status = 401
+        with pytest.raises(openai.InternalServerError, match="refused the gateway's key"):
+            await client.embeddings.create(model="hosted", input="hello")
+        await front.gateway.close()
+        spans = await front.store.query_spans(UNATTRIBUTED)
+    assert {span.attributes[semconv.CALL_FLAG] for span in spans} == {"call failed"}
+
+
+async def test_a_stream_that_breaks_off_ends_with_an_error(tmp_path: Path) -> None:
+    hosted = Hosted()
+    hosted.breaks_off = True
+    async with before(hosted, tmp_path) as front:
+        stream = await front.client().responses.create(model="hosted", input="hello", stream=True)
+        with pytest.raises(openai.APIError, match="broke off"):
+            [event async for event in stream]
+
+
+async def test_a_model_that_makes_no_embeddings_says_so(gateway_world: World) -> None:
+    with pytest.raises(openai.BadRequestError, match="makes no embeddings"):
+        await gateway_world.client().embeddings.create(model="policy", input="hello")
