@@ -27,8 +27,9 @@ KeyHeader: TypeAlias = Literal["authorization", "api-key", "x-api-key"]
 class Connection:
     """Requests to `base_url`, such as `http://host:8000/v1`; a query in it (`?api-version=…`) goes with each of them.
 
-    `timeout_seconds` bounds the wait for each further part of an answer. `retries=False` leaves a server that cannot be
-    reached to whoever has another one. `close` ends the connections."""
+    `timeout_seconds` bounds the wait for each further part of an answer. `health_url` is asked for whether the server
+    lives. `retries=False` leaves a server that cannot be reached to whoever has another one. `close` ends the
+    connections."""
 
     def __init__(
         self,
@@ -43,17 +44,19 @@ class Connection:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"the backend's base_url is {base_url!r}; it must begin with http:// or https://")
         self.base_url = base_url.partition("?")[0].rstrip("/")
-        self.retries = True
         self._query = f"?{parts.query}" if parts.query else ""
+        self.health_url = self.url("models")
+        self.retries = True
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers[key_header] = f"Bearer {api_key}" if key_header == "authorization" else api_key
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=timeout_seconds)
         self._connections = connections
         self._session: aiohttp.ClientSession | None = None
-        self._running = 0
+        self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self.running = 0
 
     @property
     def root(self) -> str:
@@ -64,11 +67,28 @@ class Connection:
         return f"{self.base_url}/{path}{self._query}"
 
     async def close(self) -> None:
-        """End the connections, as soon as the requests under way have been answered."""
+        """End the connections, as soon as the requests under way have been answered, and those of any that follow."""
+        self._closed = True
         await self._idle.wait()
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._end()
+
+    async def _end(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    @asynccontextmanager
+    async def _counted(self) -> AsyncGenerator[None]:
+        self.running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.running -= 1
+            if self.running == 0:
+                self._idle.set()
+                if self._closed:
+                    await self._end()
 
     @asynccontextmanager
     async def posted(
@@ -78,22 +98,17 @@ class Connection:
 
         BackendError 503 where the server cannot be reached (after a few tries), 504 where it falls silent, 502 where it
         breaks off."""
-        self._running += 1
-        self._idle.clear()
         try:
-            response = await self._connect("POST", url, body, headers)
-            try:
-                yield response
-            finally:
-                response.close()  # an answer not read to its end must not go back into the pool: this cancels it
+            async with self._counted():
+                response = await self._connect("POST", url, body, headers)
+                try:
+                    yield response
+                finally:
+                    response.close()  # an answer not read to its end must not go back into the pool: this cancels it
         except TimeoutError:
             raise BackendError(f"the backend at {self.base_url} fell silent", status=504, code="timeout") from None
         except (aiohttp.ClientError, ConnectionResetError) as error:
             raise BackendError(f"the backend at {self.base_url} broke off its answer: {error}") from None
-        finally:
-            self._running -= 1
-            if self._running == 0:
-                self._idle.set()
 
     @asynccontextmanager
     async def accepted(
@@ -105,12 +120,16 @@ class Connection:
                 raise await refusal(response, self.base_url)
             yield response
 
-    async def healthy(self, url: str, timeout_seconds: float) -> bool:
-        """Whether a GET is answered in time and without a server error."""
+    async def healthy(self, timeout_seconds: float) -> bool:
+        """Whether `health_url` is answered in time and without a server error."""
+        timeout = aiohttp.ClientTimeout(total=timeout_seconds)
         try:
-            timeout = aiohttp.ClientTimeout(total=timeout_seconds)
-            session = self._opened()
-            async with session.get(url, headers=self._headers, timeout=timeout, allow_redirects=False) as response:
+            async with (
+                self._counted(),
+                self._opened().get(
+                    self.health_url, headers=self._headers, timeout=timeout, allow_redirects=False
+                ) as response,
+            ):
                 return response.status < 500
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False

@@ -47,7 +47,7 @@ class _Kind:
 
 _OPENAI_RELAYS: Final = frozenset({"responses", "embeddings", "models"})
 KINDS: Final[dict[str, _Kind]] = {
-    "vllm": _Kind(captures_tokens=True, relays=frozenset({"embeddings"})),
+    "vllm": _Kind(captures_tokens=True, relays=frozenset({"embeddings", "models"})),
     "openai": _Kind(captures_tokens=False, relays=_OPENAI_RELAYS),
     "azure": _Kind(captures_tokens=False, relays=_OPENAI_RELAYS, key_header="api-key"),
     "anthropic": _Kind(captures_tokens=False, relays=frozenset({"messages", "messages/count_tokens", "models"})),
@@ -90,6 +90,8 @@ class HttpBackend:
         self.connection = Connection(
             base_url, api_key=api_key, key_header=KINDS[kind].key_header, timeout_seconds=timeout_seconds
         )
+        if kind == "vllm":
+            self.connection.health_url = f"{self.connection.root}/health"
 
     @property
     def name(self) -> str:
@@ -131,8 +133,8 @@ class HttpBackend:
     async def relay(self, call: RelayedCall) -> AsyncGenerator[RelayedAnswer]:
         """See `Backend.relay`."""
         headers = call.headers | ({SESSION_HEADER: call.session} if call.session else {})
-        body = msgspec.json.encode({**call.body, "model": self.model or call.model})
-        async with self.connection.posted(self.connection.url(call.path), body, headers) as response:
+        body = msgspec.json.encode({**call.body, "model": self.model or call.model}) if call.body else None
+        async with self.connection.requested(self.connection.url(call.path), body, headers) as response:
             kept = {name: response.headers[name] for name in _RELAYED_HEADERS if name in response.headers}
             yield RelayedAnswer(response.status, kept, _parts(response))
 
