@@ -46,6 +46,7 @@ CALL_FIRST_VERSION: Final = "agentlightning.call.policy_version.first"  # of the
 CALL_LAST_VERSION: Final = "agentlightning.call.policy_version.last"
 CALL_TRAINABLE: Final = "agentlightning.call.trainable"  # False for a frozen model
 CALL_TIME_TO_FIRST_TOKEN: Final = "agentlightning.call.time_to_first_token"  # seconds
+CALL_HELD_SECONDS: Final = "agentlightning.call.held_seconds"  # before its start, while weights were updated
 RECORDED_SPLICE: Final = "agentlightning.call.spliced_tokens"  # prompt tokens taken from recorded answers
 
 OPERATION_NAME: Final = "agentlightning.operation.name"

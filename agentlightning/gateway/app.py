@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import AsyncGenerator, Hashable
+from contextlib import asynccontextmanager
+from typing import Final, Literal
 
 from starlette.routing import BaseRoute
 
+from agentlightning.errors import NotFoundError
 from agentlightning.gateway.attribution import Attributor
 from agentlightning.gateway.calls import CallOpener, Recorders
-from agentlightning.gateway.models import ModelTable
+from agentlightning.gateway.holding import LONGEST_HOLD, Gate, Holding
+from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.recording import CommittingRecorder, QueueingRecorder
 from agentlightning.gateway.routes import gateway_routes
 from agentlightning.gateway.statistics import CallStatistics
 from agentlightning.store.base import LightningStore
+
+_HOLD: Final = "hold"  # who holds where nobody else is named
 
 
 class Gateway:
@@ -21,7 +27,8 @@ class Gateway:
     With `record="commit"` the call of an attempt is durable before the end of its answer is sent; with `"queue"`, and
     always for calls that no attempt made, recording never delays an answer, and what does not fit is counted. Without
     a store nothing is attributed or captured. With an `admin_key` every call needs a key. A request body above
-    `body_limit` bytes is refused with 413. `close` writes what is still queued."""
+    `body_limit` bytes is refused with 413. A call that is held waits for at most `longest_hold` seconds. `close` writes
+    what is still queued."""
 
     def __init__(
         self,
@@ -31,6 +38,7 @@ class Gateway:
         admin_key: str | None = None,
         body_limit: int = 32 * 1024 * 1024,
         record: Literal["commit", "queue"] = "commit",
+        longest_hold: float = LONGEST_HOLD,
     ) -> None:
         self.models = models
         self._queue = None if store is None else QueueingRecorder(store)
@@ -38,7 +46,8 @@ class Gateway:
         if store is not None and self._queue is not None:
             attributed = CommittingRecorder(store) if record == "commit" else self._queue
             recorders = Recorders(attributed=attributed, unattributed=self._queue)
-        self._calls = CallOpener(models, Attributor(store, admin_key=admin_key), recorders)
+        self._holding = Holding(store, models.gates, longest_hold)
+        self._calls = CallOpener(models, Attributor(store, admin_key=admin_key), recorders, self._holding)
         self._body_limit = body_limit
         self._attributed = store is not None
 
@@ -46,20 +55,55 @@ class Gateway:
         """Routes for `/v1/…` and, with a store, `/rollout/{rollout_id}/attempt/{attempt_id}/v1/…`."""
         return gateway_routes(self._calls, self.models, body_limit=self._body_limit, attributed=self._attributed)
 
-    def hold(self) -> None:
-        """New calls wait from now on; running ones go on. Nothing is refused."""
-        for entry in self.models:
-            self.models.gate(entry.name).hold()
+    def hold(self, *names: str, seconds: float | None = None) -> None:
+        """New calls of these models (without names: of all there are) wait from now on; running ones go on. Nothing is
+        refused. After `seconds`, where given, calls are let through; said again, these count anew.
 
-    def release(self) -> None:
-        """Let waiting and new calls through again."""
-        for gate in self.models.gates():
-            gate.release()
+        NotFoundError for a name there is not."""
+        for gate in self._gates_of(names):
+            gate.hold(_HOLD, seconds)
+        self._holding.changed()
 
-    async def idle(self) -> None:
-        """Return when no call is running; those held do not count."""
-        for gate in list(self.models.gates()):
+    def release(self, *names: str) -> None:
+        """End what `hold` began: waiting and new calls pass, unless others hold them too. NotFoundError as above."""
+        for gate in self._gates_of(names) if names else self.models.gates():
+            gate.release(_HOLD)
+        self._holding.changed()
+
+    async def idle(self, *names: str) -> None:
+        """Return when no call of these models (without names: of any) is running; those held do not count."""
+        for gate in self._gates_of(names) if names else list(self.models.gates()):
             await gate.idle()
+
+    @asynccontextmanager
+    async def held(self, *names: str, holder: Hashable = None) -> AsyncGenerator[None]:
+        """Hold calls as long as the block lasts, whoever else holds them. NotFoundError as above."""
+        gates, holder = self._gates_of(names), holder or object()
+        for gate in gates:
+            gate.hold(holder)
+        self._holding.changed()
+        try:
+            yield
+        finally:
+            for gate in gates:
+                gate.release(holder)
+            self._holding.changed()
+
+    def entry(self, name: str) -> ModelEntry:
+        """The model of this name or alias. NotFoundError where there is none."""
+        entry = self.models.get(name)
+        if entry is None:
+            known = ", ".join(sorted(entry.name for entry in self.models)) or "none"
+            raise NotFoundError(f"no model is called {name!r}; the models here are: {known}")
+        return entry
+
+    def _gates_of(self, names: tuple[str, ...]) -> list[Gate]:
+        entries = [self.entry(name) for name in names] if names else list(self.models)
+        return [self.models.gate(entry.name) for entry in entries]
+
+    def turn_away(self) -> None:
+        """Answer the calls that are held with 503: this process is about to end, and they would be cut off."""
+        self._holding.turn_away()
 
     @property
     def statistics(self) -> CallStatistics:
@@ -77,6 +121,7 @@ class Gateway:
 
     async def close(self) -> None:
         """Write what waits to be recorded, and end the backends' connections."""
+        await self._holding.close()
         if self._queue is not None:
             await self._queue.close()
         for entry in self.models:

@@ -29,7 +29,7 @@ from agentlightning.gateway.backend import (
 from agentlightning.gateway.capture import ABORTED, FAILED, CallRecord, call_span, undelivered_span
 from agentlightning.gateway.endpoints.base import Endpoint, Head
 from agentlightning.gateway.endpoints.passed_through import HEADERS, read_fields, read_request
-from agentlightning.gateway.holding import Gate
+from agentlightning.gateway.holding import AttemptIds, Gate, Holding
 from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
 from agentlightning.gateway.recording import Recorder
 from agentlightning.gateway.request import CallRequest
@@ -59,9 +59,12 @@ class Recorders:
 class CallOpener:
     """Turns requests into running calls. Without recorders nothing is captured."""
 
-    def __init__(self, models: ModelTable, attributor: Attributor, recorders: Recorders | None) -> None:
+    def __init__(
+        self, models: ModelTable, attributor: Attributor, recorders: Recorders | None, holding: Holding
+    ) -> None:
         self.statistics = CallStatistics()
         self._models = models
+        self._holding = holding
         self._attributor = attributor
         self._recorders = recorders
         self._run = secrets.token_hex(4)  # two gateways may number the calls of one attempt: their ids differ in this
@@ -78,9 +81,12 @@ class CallOpener:
         Raises BackendError (and its kin CallRefused) for everything that cannot be answered."""
         caller = await self._attributor.attribute(path_ids, api_key_of(headers))
         request, entry, fields = self._read(endpoint, body)
-        gate = self._models.gate(entry.name)
-        if gate.held:
-            await gate.passed()
+        held_seconds = 0.0
+        while (gate := self._models.gate(entry.name)).held:
+            held_seconds += await self._holding.wait(gate, _ids(caller))
+            # Meanwhile the attempt may have ended, and the model may be another.
+            caller = await self._attributor.attribute(path_ids, api_key_of(headers))
+            request, entry, fields = self._read(endpoint, body)
         numbered = caller is not None and caller.mode is not None
         call_index = caller.take_call_index() if caller is not None and numbered else None
         sampling, overridden = _effective_sampling(request, entry, caller, call_index)
@@ -118,6 +124,7 @@ class CallOpener:
                 traceparent=headers.get("traceparent"),
                 start_time=time.time(),
                 discards=caller.retried(body_hash) if numbered and _is_retry(headers) else [],
+                held_seconds=held_seconds,
             )
             recording = _Recording(record, body_hash, self._recorders.of(caller), self.statistics)
         head = Head(response_id, model, int(time.time()))
@@ -137,6 +144,10 @@ class CallOpener:
                 return request, entry, fields
         request = endpoint.read(body)
         return request, self._models.resolve(request.model), None
+
+
+def _ids(caller: Caller | None) -> AttemptIds | None:
+    return None if caller is None or caller.mode is None else (caller.rollout_id, caller.attempt_id)
 
 
 def _is_retry(headers: Mapping[str, str]) -> bool:
@@ -198,6 +209,7 @@ class RunningCall:
         self._entry = entry
         self._gate = gate
         self._recording = recording
+        self._ids = None if recording is None else _ids(recording.record.caller)
         self._recorded = False
         self._statistics = statistics
 
@@ -223,7 +235,7 @@ class RunningCall:
             await self._recording.store_undelivered()
 
     async def __aenter__(self) -> RunningCall:
-        self._gate.enter()
+        self._gate.enter(self._ids)
         return self
 
     async def __aexit__(
@@ -237,7 +249,7 @@ class RunningCall:
                 if self._recording is not None:
                     await self._recording.store(self.answer, error)
         finally:
-            self._gate.leave()
+            self._gate.leave(self._ids)
 
 
 def _decided_by_run(entry: ModelEntry, caller: Caller | None) -> bool:

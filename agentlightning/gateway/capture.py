@@ -36,7 +36,8 @@ NOT_FINITE = "logprob is not finite"
 class CallRecord:
     """What was decided about a call before it was made, and when it began. Times are seconds since the epoch.
 
-    `call_index` is None for calls that no attempt made; `discards` are the calls this one repeats."""
+    `call_index` is None for calls that no attempt made; `discards` are the calls this one repeats. Before it began it
+    was held for `held_seconds`."""
 
     caller: Caller
     call_index: int | None
@@ -51,6 +52,7 @@ class CallRecord:
     traceparent: str | None
     start_time: float
     discards: list[int]
+    held_seconds: float
 
 
 def call_span(
@@ -153,6 +155,7 @@ def _attributes(record: CallRecord, answer: Answer) -> Attributes:
         semconv.CALL_RESPONSE: answer.response_json,
         semconv.CALL_INDEX: record.call_index,
         semconv.CALL_DISCARDS: record.discards or None,
+        semconv.CALL_HELD_SECONDS: record.held_seconds or None,
         semconv.CALL_OVERRIDDEN: _json(record.overridden) if record.overridden else None,
         semconv.GEN_AI_TOOL_DEFINITIONS: request.tools_json or (_json(request.tools) if request.tools else None),
         semconv.RECORDED_SPLICE: answer.spliced_tokens or None,

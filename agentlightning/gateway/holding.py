@@ -1,18 +1,42 @@
-"""Calls that wait while weights change: a gate per model.
+"""Calls that wait while weights change: a gate per model, and the clocks of the attempts behind a closed one.
 
-Knows how many calls run and which wait. Knows no models, and not what changes meanwhile.
+Knows which calls run and which wait, and who holds them. Knows no models, and not what changes meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
+from typing import Final, TypeAlias
+
+from agentlightning.errors import AgentLightningError, BackendError
+from agentlightning.store.base import LightningStore
+
+_log = logging.getLogger(__name__)
+
+LONGEST_HOLD: Final = 300.0
+"""Seconds that a call waits at a closed gate; the SDKs of OpenAI and Anthropic listen for 600."""
+_SLICE: Final = 5.0  # seconds for which clocks are stopped at a time
+_RENEWED: Final = 2.0  # seconds after which they are stopped again
+
+AttemptIds: TypeAlias = tuple[str, str]
+"""(rollout_id, attempt_id)"""
 
 
 class Gate:
-    """Lets calls through, holds them while weights change, and knows how many are running."""
+    """Lets the calls of one model through, or holds them as long as anybody holds it; knows how many run.
 
-    def __init__(self) -> None:
+    `attempts` counts the calls of each attempt that run behind the gate or wait at it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.running = 0
+        self.attempts: Counter[AttemptIds] = Counter()
+        self._holders: dict[Hashable, asyncio.TimerHandle | None] = {}
         self._open = asyncio.Event()
         self._open.set()
         self._idle = asyncio.Event()
@@ -20,13 +44,38 @@ class Gate:
 
     @property
     def held(self) -> bool:
-        return not self._open.is_set()
+        return bool(self._holders)
 
-    def hold(self) -> None:
+    def held_by(self, holder: Hashable) -> bool:
+        return holder in self._holders
+
+    def hold(self, holder: Hashable, seconds: float | None = None) -> None:
+        """New calls wait from now on, for at most `seconds` where given; said again, these count anew."""
+        self._forget(holder)
+        expiry = None
+        if seconds is not None:
+            expiry = asyncio.get_running_loop().call_later(seconds, self._expire, holder, seconds)
+        self._holders[holder] = expiry
         self._open.clear()
 
-    def release(self) -> None:
-        self._open.set()
+    def release(self, holder: Hashable) -> None:
+        """Let calls through again, unless somebody else holds them too."""
+        self._forget(holder)
+        if not self._holders:
+            self._open.set()
+
+    def _forget(self, holder: Hashable) -> None:
+        expiry = self._holders.pop(holder, None)
+        if expiry is not None:
+            expiry.cancel()
+
+    def _expire(self, holder: Hashable, seconds: float) -> None:
+        _log.warning(
+            "calls of the model %r are let through again: who held them has not been heard of for %g seconds",
+            self.name,
+            seconds,
+        )
+        self.release(holder)
 
     async def passed(self) -> None:
         """Return as soon as calls are let through."""
@@ -36,11 +85,111 @@ class Gate:
         """Return when no call is running; those that wait to pass do not count."""
         await self._idle.wait()
 
-    def enter(self) -> None:
+    def enter(self, attempt: AttemptIds | None) -> None:
         self.running += 1
         self._idle.clear()
+        self.note(attempt)
 
-    def leave(self) -> None:
+    def leave(self, attempt: AttemptIds | None) -> None:
+        self.forget(attempt)
         self.running -= 1
         if self.running == 0:
             self._idle.set()
+
+    def note(self, attempt: AttemptIds | None) -> None:
+        if attempt is not None:
+            self.attempts[attempt] += 1
+
+    def forget(self, attempt: AttemptIds | None) -> None:
+        if attempt is not None:
+            self.attempts[attempt] -= 1
+            if not self.attempts[attempt]:
+                del self.attempts[attempt]
+
+
+class Holding:
+    """Calls wait at closed gates for up to `longest` seconds, and the clocks of their attempts stand still.
+
+    So do those of attempts whose calls run behind a closed gate: their engine may be paused, and nobody can tell. The
+    store is told in slices of a few seconds, by a task that is there only while it has something to say: a gateway that
+    dies leaves no more than one slice."""
+
+    def __init__(
+        self, store: LightningStore | None, gates: Callable[[], Iterable[Gate]], longest: float = LONGEST_HOLD
+    ) -> None:
+        self._store = store
+        self._gates = gates
+        self._longest = longest
+        self._waits: set[asyncio.Timeout] = set()
+        self._changed = asyncio.Event()
+        self._telling: asyncio.Task[None] | None = None
+
+    async def wait(self, gate: Gate, attempt: AttemptIds | None) -> float:
+        """Wait at a closed gate; how long it was, in seconds. BackendError 503, with `retry_after`, if it was too
+        long: SDKs then ask again by themselves."""
+        began = time.monotonic()
+        gate.note(attempt)
+        self.changed()
+        try:
+            async with asyncio.timeout(self._longest) as limit:
+                self._waits.add(limit)
+                try:
+                    await gate.passed()
+                finally:
+                    self._waits.discard(limit)
+        except TimeoutError:
+            error = BackendError(
+                f"calls of the model {gate.name!r} are held while its weights are updated; ask again",
+                status=503,
+                code="model_held",
+            )
+            error.retry_after = "1"
+            raise error from None
+        finally:
+            gate.forget(attempt)
+        return time.monotonic() - began
+
+    def changed(self) -> None:
+        """A gate was closed or opened, or a call came to a closed one."""
+        self._changed.set()
+        if self._telling is None and self._store is not None and self._standing():
+            self._telling = asyncio.create_task(self._tell(self._store), name="clocks of held calls")
+
+    def turn_away(self) -> None:
+        """Answer the calls that wait now as if they had waited too long: this process is about to end."""
+        for limit in self._waits:
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
+
+    async def close(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+            await asyncio.gather(self._telling, return_exceptions=True)
+
+    def _standing(self) -> set[AttemptIds]:
+        return {attempt for gate in self._gates() if gate.held for attempt in gate.attempts}
+
+    async def _tell(self, store: LightningStore) -> None:
+        """Stop the clocks of attempts as they come, and all of them again every `_RENEWED` seconds."""
+        loop = asyncio.get_running_loop()
+        told: set[AttemptIds] = set()
+        renewal = loop.time() + _RENEWED
+        try:
+            while True:
+                self._changed.clear()
+                standing = self._standing()
+                if not standing:
+                    return
+                if loop.time() >= renewal:
+                    told, renewal = set(), loop.time() + _RENEWED
+                if standing - told:
+                    try:
+                        await store.extend_attempts(sorted(standing - told), _SLICE)
+                    except AgentLightningError as error:
+                        _log.warning("the clocks of attempts whose calls are held go on: %s", error)
+                    told |= standing
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(renewal):
+                        await self._changed.wait()
+        finally:
+            self._telling = None

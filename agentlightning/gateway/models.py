@@ -84,7 +84,9 @@ class ModelTable:
 
     def gate(self, name: str) -> Gate:
         """The gate in front of the model of this name; it outlives the entry, which may be replaced behind it."""
-        return self._gates.setdefault(name, Gate())
+        if name not in self._gates:
+            self._gates[name] = Gate(name)
+        return self._gates[name]
 
     def gates(self) -> Iterable[Gate]:
         return self._gates.values()

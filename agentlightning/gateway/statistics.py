@@ -13,13 +13,16 @@ Outcome: TypeAlias = Literal["answered", "failed", "aborted"]
 
 class CallStatistics:
     """Counts since the gateway began. `untrainable` is by reason; `retried` counts answers that a client asked for
-    again, `undelivered` those whose client had left."""
+    again, `undelivered` those whose client had left, `held` recorded calls that waited while weights were updated, for
+    `held_seconds` in all."""
 
     def __init__(self) -> None:
         self.calls: Counter[tuple[str, Outcome]] = Counter()
         self.untrainable: Counter[str] = Counter()
         self.retried = 0
         self.undelivered = 0
+        self.held = 0
+        self.held_seconds = 0.0
 
     def count(self, model: str, outcome: Outcome) -> None:
         self.calls[model, outcome] += 1
@@ -30,3 +33,7 @@ class CallStatistics:
             self.untrainable[str(flag)] += 1
         if semconv.CALL_DISCARDS in span.attributes:
             self.retried += 1
+        held_seconds = span.attributes.get(semconv.CALL_HELD_SECONDS)
+        if isinstance(held_seconds, float):
+            self.held += 1
+            self.held_seconds += held_seconds
