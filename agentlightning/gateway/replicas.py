@@ -1,0 +1,271 @@
+"""Several servers of one model as one backend: the least busy of the healthy answers, and where all are full calls wait
+their turn.
+
+Knows that servers fail and recover, and how many calls each runs. Knows no protocol, and no model but its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Final, Protocol
+
+from agentlightning.errors import BackendError, ConfigError
+from agentlightning.gateway.backend import Backend, BackendEvent, ModelCall, RelayedAnswer, RelayedCall, Started
+from agentlightning.gateway.backends.connection import Connection
+from agentlightning.gateway.fairness import FairQueue
+
+_log = logging.getLogger(__name__)
+
+_FAILURES: Final = 3  # in a row, after which a replica is ejected
+_SESSIONS: Final = 10_000  # whose replica is remembered
+_CHECK_TIMEOUT: Final = 5.0  # seconds
+_SLOW_ROUNDS: Final = 10  # replicas in use are checked once in so many rounds
+
+
+class RemoteBackend(Backend, Protocol):
+    """A backend behind a connection."""
+
+    @property
+    def connection(self) -> Connection: ...
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A call that waits for a seat at one of the replicas it has not `tried`; None tells it to choose anew."""
+
+    tried: set[Replica]
+    seat: asyncio.Future[Replica | None]
+
+    def accepts(self, replica: Replica) -> bool:
+        return not self.seat.done() and replica not in self.tried
+
+
+class Replica:
+    """One of a model's servers, and what is known of it. It answers `max_concurrency` calls at once, where given; the
+    others wait. `ejected_since` is in seconds since the epoch, `why` its last failure since it last answered."""
+
+    def __init__(self, backend: RemoteBackend, max_concurrency: int | None = None) -> None:
+        if max_concurrency is not None and max_concurrency < 1:
+            raise ConfigError(f"max_concurrency is {max_concurrency}; it must be at least 1, or None for no limit")
+        self.backend = backend
+        self.max_concurrency = max_concurrency
+        self.running = 0
+        self.queue: FairQueue[_Waiting] = FairQueue()
+        self.failures = 0  # in a row
+        self.failed_at = 0.0  # monotonic
+        self.chosen = 0  # a larger number was chosen later
+        self.ejected_since: float | None = None
+        self.why: str | None = None
+
+    @property
+    def load(self) -> int:
+        return self.running + len(self.queue)
+
+    @property
+    def full(self) -> bool:
+        return self.max_concurrency is not None and self.running >= self.max_concurrency
+
+    def answered(self) -> None:
+        """It has answered a call to its end."""
+        self.readmit()
+        self.why = None
+
+    def failed(self, why: str) -> None:
+        """It has failed a call. Too often in a row, and it is ejected."""
+        self.failures += 1
+        if self.failures >= _FAILURES:
+            self.eject(why)
+        self.failed_at, self.why = time.monotonic(), why
+
+    def eject(self, why: str) -> None:
+        """Send it no calls until it is healthy; those that wait for it choose anew."""
+        if self.ejected_since is not None:
+            return
+        self.ejected_since, self.failed_at, self.why = time.time(), time.monotonic(), why
+        _log.warning("the backend at %s is not used until it is healthy again: %s", self.backend.name, why)
+        while (waiting := self.queue.pop(lambda one: not one.seat.done())) is not None:
+            waiting.seat.set_result(None)
+
+    def readmit(self, failures: int = 0) -> None:
+        """Use it again if it was ejected. With `failures` fewer further ones eject it."""
+        if self.ejected_since is not None:
+            _log.warning("the backend at %s is used again", self.backend.name)
+        self.failures, self.ejected_since = failures, None
+
+
+class Replicas:
+    """A backend of several. A session keeps its replica, whose prefix cache knows it, while that one is healthy, has
+    room and is not much busier than the least busy.
+
+    A call that fails for a reason of the replica's (it cannot be reached, answers 5xx, breaks off) before anything of
+    its answer is out goes to another one. A replica that fails three times in a row, or does not answer when asked for
+    its health, is ejected: nothing is sent there until it is healthy, which is asked every `check_seconds`, and of
+    replicas in use every tenth time. If all are ejected the one whose failure is longest ago is tried."""
+
+    def __init__(self, replicas: Sequence[Replica], *, check_seconds: float = 3.0) -> None:
+        if not replicas:
+            raise ConfigError("a model needs at least one backend")
+        self.replicas = tuple(replicas)
+        self.name = ", ".join(replica.backend.name for replica in replicas)
+        self.captures_tokens = all(replica.backend.captures_tokens for replica in replicas)
+        self.relays = frozenset.intersection(*(replica.backend.relays for replica in replicas))
+        if len(replicas) > 1:
+            for replica in replicas:
+                replica.backend.connection.retries = False
+        self._sessions: OrderedDict[str, Replica] = OrderedDict()
+        self._choices = itertools.count(1)
+        self._check_seconds = check_seconds
+        self._checking: asyncio.Task[None] | None = None
+
+    async def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
+        """See `Backend.answer`; `Started.replica` says who answers."""
+        tries = _Tries(self, call.session)
+        while True:
+            async with tries as replica:
+                async with aclosing(replica.backend.answer(call)) as events:
+                    async for event in events:
+                        tries.begun = True
+                        if isinstance(event, Started):
+                            event = replace(event, replica=event.replica or replica.backend.name)
+                        yield event
+                replica.answered()
+                return
+
+    @asynccontextmanager
+    async def relay(self, call: RelayedCall) -> AsyncGenerator[RelayedAnswer]:
+        """See `Backend.relay`. An answer of 5xx is passed on only where no other replica is left."""
+        tries = _Tries(self, call.session)
+        while True:
+            async with tries as replica, replica.backend.relay(call) as answer:
+                if answer.status >= 500 and tries.left:
+                    raise BackendError(f"the backend at {replica.backend.name} answered {answer.status}")
+                tries.begun = True
+                yield replace(answer, replica=replica.backend.name)
+                if answer.status < 500:
+                    replica.answered()
+                return
+
+    async def count_tokens(self, call: ModelCall) -> int:
+        tries = _Tries(self, call.session)
+        while True:
+            async with tries as replica:
+                count = await replica.backend.count_tokens(call)
+                replica.answered()
+                return count
+
+    async def close(self) -> None:
+        if self._checking is not None:
+            self._checking.cancel()
+            await asyncio.gather(self._checking, return_exceptions=True)
+        await asyncio.gather(*(replica.backend.close() for replica in self.replicas))
+
+    # --- seats --------------------------------------------------------------------------------------------------------
+
+    async def seat(self, session: str | None, tried: set[Replica]) -> Replica:
+        """A replica not yet `tried`, where the call counts as running from now on, until `leave`."""
+        if self._checking is None:
+            self._checking = asyncio.create_task(self._check(), name="health of replicas")
+        taken: Replica | None = None
+        while taken is None:
+            replica = self._choose(session, tried)
+            if replica.full:
+                taken = await self._wait(session, _Waiting(tried, asyncio.get_running_loop().create_future()), replica)
+            else:
+                taken = replica
+                taken.running += 1
+        taken.chosen = next(self._choices)
+        if session is not None:
+            self._sessions[session] = taken
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > _SESSIONS:
+                self._sessions.popitem(last=False)
+        return taken
+
+    def leave(self, replica: Replica) -> None:
+        replica.running -= 1
+        self._serve(replica)
+
+    def _choose(self, session: str | None, tried: set[Replica]) -> Replica:
+        left = [replica for replica in self.replicas if replica not in tried]
+        healthy = [replica for replica in left if replica.ejected_since is None]
+        usable = healthy or [min(left, key=lambda replica: replica.failed_at)]
+        usable = [replica for replica in usable if not replica.full] or usable
+        least = min(usable, key=lambda replica: (replica.load, replica.chosen))
+        own = self._sessions.get(session) if session is not None else None
+        return own if own in usable and own.load <= least.load * 1.5 + 4 else least
+
+    async def _wait(self, session: str | None, waiting: _Waiting, replica: Replica) -> Replica | None:
+        """The replica that has given the call a seat; None to choose anew, as the one it waits for was ejected."""
+        replica.queue.push(session, waiting)
+        try:
+            return await waiting.seat
+        except asyncio.CancelledError:
+            replica.queue.remove(session, waiting)
+            given = None if waiting.seat.cancelled() else waiting.seat.result()
+            if given is not None:  # at the very moment its client left
+                self.leave(given)
+            raise
+
+    def _serve(self, replica: Replica) -> None:
+        """Give the replica's free seats to calls that wait for it, or else to those that wait where most do."""
+        while not replica.full:
+            waiting = replica.queue.pop(lambda one: one.accepts(replica))
+            if waiting is None and replica.ejected_since is None:
+                longest = max(self.replicas, key=lambda other: len(other.queue))
+                waiting = longest.queue.pop(lambda one: one.accepts(replica))
+            if waiting is None:
+                return
+            replica.running += 1
+            waiting.seat.set_result(replica)
+
+    # --- health -------------------------------------------------------------------------------------------------------
+
+    async def _check(self) -> None:
+        for number in itertools.count(1):
+            await asyncio.sleep(self._check_seconds)
+            due = [one for one in self.replicas if one.ejected_since is not None or number % _SLOW_ROUNDS == 0]
+            await asyncio.gather(*map(self._check_one, due))
+
+    async def _check_one(self, replica: Replica) -> None:
+        if not await replica.backend.connection.healthy(_CHECK_TIMEOUT):
+            replica.eject("it does not answer when asked for its health")
+        elif replica.ejected_since is not None:
+            replica.readmit(failures=_FAILURES - 1)  # healthy servers may fail all the same: once more, and out again
+            self._serve(replica)
+
+
+class _Tries:
+    """One call's tries, each in an `async with` block at another replica. The failure of one is swallowed where
+    another is left to try and nothing of an answer has `begun`."""
+
+    def __init__(self, replicas: Replicas, session: str | None) -> None:
+        self.begun = False
+        self._replicas = replicas
+        self._session = session
+        self._tried: list[Replica] = []
+
+    @property
+    def left(self) -> bool:
+        return len(self._tried) < len(self._replicas.replicas)
+
+    async def __aenter__(self) -> Replica:
+        self._tried.append(await self._replicas.seat(self._session, set(self._tried)))
+        return self._tried[-1]
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        replica = self._tried[-1]
+        failed = isinstance(error, BackendError) and error.status >= 500
+        if failed:
+            replica.failed(str(error))
+        self._replicas.leave(replica)
+        return failed and self.left and not self.begun
