@@ -29,7 +29,8 @@ class Connection:
 
     `timeout_seconds` bounds the wait for each further part of an answer. `health_url` is asked for whether the server
     lives. `retries=False` leaves a server that cannot be reached to whoever has another one. `close` ends the
-    connections."""
+    connections. `version` is the policy version of the weights there, where the server does not tell itself; where
+    nobody can tell, `unusable` says why, and only `control` requests are made."""
 
     def __init__(
         self,
@@ -47,6 +48,8 @@ class Connection:
         self._query = f"?{parts.query}" if parts.query else ""
         self.health_url = self.url("models")
         self.retries = True
+        self.version = 0
+        self.unusable: str | None = None
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers[key_header] = f"Bearer {api_key}" if key_header == "authorization" else api_key
@@ -92,12 +95,14 @@ class Connection:
 
     @asynccontextmanager
     async def posted(
-        self, url: str, body: bytes, headers: Mapping[str, str] | None = None
+        self, url: str, body: bytes, headers: Mapping[str, str] | None = None, *, control: bool = False
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         """The answer to a POST, whatever its status. Leaving the block before its end cancels it.
 
-        BackendError 503 where the server cannot be reached (after a few tries), 504 where it falls silent, 502 where it
-        breaks off."""
+        BackendError 503 where the server is unusable or cannot be reached (after a few tries), 504 where it falls
+        silent, 502 where it breaks off."""
+        if self.unusable and not control:
+            raise BackendError(self.unusable, status=503, code="weights_unknown")
         try:
             async with self._counted():
                 response = await self._connect("POST", url, body, headers)
@@ -112,16 +117,18 @@ class Connection:
 
     @asynccontextmanager
     async def accepted(
-        self, url: str, body: bytes, headers: Mapping[str, str] | None = None
+        self, url: str, body: bytes, headers: Mapping[str, str] | None = None, *, control: bool = False
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         """Like `posted`, but a refusal is raised: BackendError with the server's own status and message."""
-        async with self.posted(url, body, headers) as response:
+        async with self.posted(url, body, headers, control=control) as response:
             if response.status != 200:
                 raise await refusal(response, self.base_url)
             yield response
 
     async def healthy(self, timeout_seconds: float) -> bool:
-        """Whether `health_url` is answered in time and without a server error."""
+        """Whether the server is usable and answers at `health_url` in time, without an error of its own."""
+        if self.unusable:
+            return False
         timeout = aiohttp.ClientTimeout(total=timeout_seconds)
         try:
             async with (

@@ -68,8 +68,7 @@ class HttpBackend:
 
     `kind` is one of `KINDS`: `vllm` (also another gateway of this project) is asked for token ids, hosted APIs
     (`openai` and whatever imitates it, `azure`, `anthropic`) are not, and their answers cannot be trained on. `model`
-    is the server's name for the model, if it is not the one it is called here. `version` is the policy version of the
-    weights it holds, where it does not tell itself."""
+    is the server's name for the model, if it is not the one it is called here."""
 
     def __init__(
         self,
@@ -86,7 +85,6 @@ class HttpBackend:
         self.captures_tokens = KINDS[kind].captures_tokens
         self.relays = KINDS[kind].relays
         self.model = model
-        self.version = 0
         self.connection = Connection(
             base_url, api_key=api_key, key_header=KINDS[kind].key_header, timeout_seconds=timeout_seconds
         )
@@ -103,7 +101,7 @@ class HttpBackend:
     async def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
         """See `Backend.answer`. BackendError carries the server's own status and message for what it refuses, 502 for
         what it fails at, 503 where it cannot be reached, and 504 where it falls silent."""
-        reader = _AnswerReader(call, self.captures_tokens, self.version)
+        reader = _AnswerReader(call, self.captures_tokens, self.connection.version)
         path = "chat/completions" if call.prompt is None else "completions"
         body = msgspec.json.encode(self._body(call))
         async with self.connection.accepted(self.connection.url(path), body, _session(call)) as response:
@@ -114,7 +112,7 @@ class HttpBackend:
             else:
                 for event in reader.read(await response.read()):
                     yield event
-        for event in reader.end(self.version):
+        for event in reader.end(self.connection.version):
             yield event
 
     async def count_tokens(self, call: ModelCall) -> int:
