@@ -20,11 +20,12 @@ from transformers import PreTrainedModel
 
 from agentlightning.engine.fallback import ModelForward
 from agentlightning.engine.forward import DecoderForward, Piece, cache_bytes
-from agentlightning.engine.request import GenerationRequest, SampledToken, TokenArray, check_request
+from agentlightning.engine.request import TokenArray, check_request
 from agentlightning.engine.sampler import Sampler
 from agentlightning.engine.slots import SlotTable
 from agentlightning.engine.weights import why_unsupported
 from agentlightning.errors import BackendError, ConfigError
+from agentlightning.gateway.generation import GenerationRequest, SampledToken
 
 __all__ = ["Engine", "Generation", "GenerationRequest", "SampledToken", "Statistics"]
 

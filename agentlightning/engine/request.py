@@ -1,4 +1,4 @@
-"""What is asked of the engine and what it answers, one token at a time.
+"""Whether the engine can serve a request: checked once, before it is queued.
 
 This module knows no tensors and no model: it checks a request against the two numbers that bound every request, the
 size of the vocabulary and the longest sequence that fits.
@@ -8,41 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from agentlightning.errors import BackendError
+from agentlightning.gateway.backend import unsupported
+from agentlightning.gateway.generation import GenerationRequest
 
 TokenArray = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """One completion to sample. `max_tokens=None` means as many as fit; `temperature=0` is greedy, with logprobs of
-    temperature 1; `top_p=1` and `top_k=0` mean no truncation. `seed` fixes the random numbers of the request whatever
-    else is in the batch. `stop_token_ids` end the generation like the model's own end-of-sequence ids do."""
-
-    prompt_token_ids: tuple[int, ...] | list[int]
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    stop_token_ids: frozenset[int] = frozenset()
-
-
-class SampledToken(NamedTuple):
-    """One token as it was sampled: its id, its logprob under the distribution it was sampled from (after temperature,
-    top_k and top_p), and the version of the weights. `finish_reason` is set on the last token of a request; that one
-    is the end-of-sequence token itself where the reason is "stop"."""
-
-    token_id: int
-    logprob: float
-    version: int
-    finish_reason: Literal["stop", "length"] | None = None
 
 
 def check_request(request: GenerationRequest, *, vocabulary_size: int, max_sequence_length: int) -> TokenArray:
@@ -64,6 +38,8 @@ def check_request(request: GenerationRequest, *, vocabulary_size: int, max_seque
         raise _invalid(f"top_p is {request.top_p!r}; it must be above 0 and at most 1 (1 means no truncation)")
     if type(request.top_k) is not int or request.top_k < 0:
         raise _invalid(f"top_k is {request.top_k!r}; it must be an integer of at least 0 (0 means no truncation)")
+    if request.top_logprobs:
+        raise unsupported("top_logprobs", "only the sampled token's logprob is known; leave it out or set it to 0")
     if request.max_tokens is not None and request.max_tokens < 1:
         raise _invalid(f"max_tokens is {request.max_tokens}; it must be at least 1, or None for as many as fit")
     _check_room(prompt.size, request.max_tokens, max_sequence_length)

@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from agentlightning.engine.request import GenerationRequest, TokenArray
+from agentlightning.engine.request import TokenArray
 from agentlightning.errors import BackendError
+from agentlightning.gateway.generation import GenerationRequest
 
 _MASK_64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -16,8 +16,8 @@ from contextlib import asynccontextmanager
 import torch
 
 from agentlightning.engine.engine import Engine, Generation
-from agentlightning.engine.request import GenerationRequest, SampledToken
 from agentlightning.errors import AgentLightningError, BackendError, UnavailableError
+from agentlightning.gateway.generation import GenerationRequest, SampledToken
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ class _Stream:
 
 
 class EngineService:
-    """Generates with an engine from coroutines. `start` and `close` are called once each; all coroutines belong to
-    one loop."""
+    """Generates with an engine from coroutines: a `TokenGenerator`. `start` and `close` are called once each;
+    all coroutines belong to one loop."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -118,6 +118,9 @@ class EngineService:
             return list(stream.tokens)
         finally:
             self._leave(stream)
+
+    def untrainable(self, request: GenerationRequest) -> None:
+        """Nothing stands against it: logprobs are those of the distribution sampled from."""
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncGenerator[Engine]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from agentlightning.engine.backend import EmbeddedBackend
 from agentlightning.engine.engine import Engine
 from agentlightning.engine.forward import cache_bytes
 from agentlightning.engine.service import EngineService
 from agentlightning.errors import ConfigError
+from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.learner.policy import Policy
 
@@ -29,7 +29,7 @@ class ServedPolicy:
 
     policy: Policy
     service: EngineService
-    backend: EmbeddedBackend
+    backend: TokenBackend
 
 
 def serve_policy(
@@ -67,7 +67,8 @@ def serve_policy(
     )
     service = EngineService(engine)
     service.start()
-    return ServedPolicy(policy, service, EmbeddedBackend(service, ChatTemplate.from_pretrained(policy.tokenizer)))
+    chat = ChatTemplate.from_pretrained(policy.tokenizer)
+    return ServedPolicy(policy, service, TokenBackend(chat, service, name="embedded"))
 
 
 def _end_ids(policy: Policy) -> list[int]:

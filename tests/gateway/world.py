@@ -14,11 +14,11 @@ import uvicorn
 from openai import AsyncOpenAI
 from starlette.applications import Starlette
 
-from agentlightning.engine.backend import EmbeddedBackend
 from agentlightning.engine.engine import Engine
 from agentlightning.engine.service import EngineService
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Sampling
+from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.store.sql import SqlStore
@@ -44,14 +44,14 @@ async def serving(app: Any) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def talking() -> AsyncIterator[tuple[EmbeddedBackend, EngineService]]:
+async def talking() -> AsyncIterator[tuple[TokenBackend, EngineService]]:
     """The talker behind a running engine."""
     talker = make_talker()
     end = talker.tokenizer.eos_token_id
     service = EngineService(Engine(talker.model, eos_token_ids=[end], max_sequence_length=512, slots=16))
     service.start()
     try:
-        yield EmbeddedBackend(service, ChatTemplate.from_pretrained(talker.tokenizer)), service
+        yield TokenBackend(ChatTemplate.from_pretrained(talker.tokenizer), service, name="embedded"), service
     finally:
         service.close()
 

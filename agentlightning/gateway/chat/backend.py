@@ -1,6 +1,6 @@
-"""The embedded engine as a gateway backend: chats become token ids, sampled ids become text and tool calls.
+"""Whatever samples tokens as a gateway backend: chats become token ids, sampled ids become text and tool calls.
 
-Knows the engine's service and the chat component. Does not know HTTP, rollouts or spans.
+Knows chat templates and token ids. Does not know who samples, rollouts or spans.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from itertools import groupby
 from typing import Any
 
-from agentlightning.engine.request import GenerationRequest, SampledToken
-from agentlightning.engine.service import EngineService
 from agentlightning.gateway.backend import (
     STOPPED_BY_STRING,
     BackendEvent,
@@ -26,10 +24,12 @@ from agentlightning.gateway.backend import (
     Started,
     unsupported,
 )
+from agentlightning.gateway.backends.connection import Connection
 from agentlightning.gateway.chat.recorded import EncodedPrompt, RecordedAnswers
 from agentlightning.gateway.chat.stop_strings import StopStrings
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.chat.tool_calls import NoTools, Part, ToolCall
+from agentlightning.gateway.generation import GenerationRequest, SampledToken, TokenGenerator
 from agentlightning.gateway.seeds import choice_seed
 from agentlightning.types import FinishReason
 
@@ -49,20 +49,26 @@ _NEUTRAL: dict[str, tuple[Any, ...] | None] = {
     "min_p": (0,),
     "logit_bias": ({},),
     "modalities": (["text"],),
+    "suffix": ("",),
 }
 
 
-class EmbeddedBackend:
-    """Answers chats with an engine in this process; returns every sampled id with its logprob and policy version.
+class TokenBackend:
+    """Answers chats and continues prompts with the tokens of `generator`; every sampled id comes with its logprob and
+    policy version. Tokens are sampled freely: what would constrain or penalise them is refused by name.
 
-    `service` is started and closed by its owner. The seed of a call decides its random numbers alone."""
+    `name` is what spans say of it. `connection` is closed with the backend; without one the generator's owner closes
+    it."""
 
-    name = "embedded"
     captures_tokens = True
     relays: frozenset[str] = frozenset()
 
-    def __init__(self, service: EngineService, chat: ChatTemplate) -> None:
-        self._service = service
+    def __init__(
+        self, chat: ChatTemplate, generator: TokenGenerator, *, name: str, connection: Connection | None = None
+    ) -> None:
+        self.name = name
+        self.connection = connection
+        self._generator = generator
         self._chat = chat
         self._recorded = RecordedAnswers(chat)
 
@@ -71,30 +77,34 @@ class EmbeddedBackend:
         prompt = self._prompt(call)
         tools = call.prompt is None and call.tool_choice != "none" and bool(call.tools)
         requests = [self._request(call, index, prompt) for index in range(call.sampling.n)]
-        if call.stream:  # a request that cannot be served is refused before the stream begins
-            self._service.engine.check(requests[0])
         choices = [
             self._choice(call, index, prompt, request, parse_tools=tools) for index, request in enumerate(requests)
         ]
-        yield Started(prompt.token_ids, prompt.spliced_tokens)
+        started = False
         async with aclosing(choices[0] if len(choices) == 1 else _merged(choices)) as events:
             async for event in events:
+                if not started:  # a request that cannot be served is refused before anything is said
+                    started = True
+                    yield Started(prompt.token_ids, prompt.spliced_tokens)
                 yield event
 
     async def count_tokens(self, call: ModelCall) -> int:
         return len(self._prompt(call).token_ids)
 
     def relay(self, call: RelayedCall) -> AbstractAsyncContextManager[RelayedAnswer]:
-        raise unsupported(call.path, "the embedded engine answers with text only")
+        raise unsupported(call.path, f"{self.name} answers with text only")
 
     async def close(self) -> None:
-        """The service belongs to its owner."""
+        if self.connection is not None:
+            await self.connection.close()
 
     def _prompt(self, call: ModelCall) -> EncodedPrompt:
         variables = _check(call)
         if call.prompt is not None:
-            ids = self._chat.encode(call.prompt) if isinstance(call.prompt, str) else call.prompt
-            return EncodedPrompt("", ids)
+            if isinstance(call.prompt, tuple):
+                return EncodedPrompt("", call.prompt)
+            # Text that no template wrote gets the tokenizer's own beginning: a BOS where the model expects one.
+            return EncodedPrompt(call.prompt, tuple(self._chat.tokenizer.encode(call.prompt).ids))
         tools = [] if call.tool_choice == "none" else call.tools
         if tools:
             self._chat.tool_call_parser()  # refuses tools before anything is computed
@@ -110,6 +120,7 @@ class EmbeddedBackend:
             top_k=sampling.top_k or 0,
             seed=None if sampling.seed is None else choice_seed(sampling.seed, index),
             stop_token_ids=self._chat.stop_token_ids,
+            top_logprobs=call.top_logprobs,
         )
 
     async def _choice(
@@ -117,18 +128,18 @@ class EmbeddedBackend:
     ) -> AsyncGenerator[BackendEvent, None]:
         writer = _ChoiceWriter(call, index, self._chat, parse_tools=parse_tools)
         if call.stream or call.sampling.stop:
-            async with aclosing(self._service.generate(request)) as tokens:
+            async with aclosing(self._generator.generate(request)) as tokens:
                 async for token in tokens:
                     yield writer.delta([token])
-                    if writer.finish_reason is not None:
+                    if writer.stop_string is not None:
                         break
         else:
-            tokens = await self._service.complete(request)
+            tokens = await self._generator.complete(request)
             for _, run in groupby(tokens, key=lambda token: token.version):
                 yield writer.delta(list(run))
         if call.prompt is None:
             self._recorded.record(call.session, prompt, writer.token_ids)
-        yield writer.finished()
+        yield writer.finished(self._generator.untrainable(request))
 
 
 class _ChoiceWriter:
@@ -136,7 +147,7 @@ class _ChoiceWriter:
 
     def __init__(self, call: ModelCall, index: int, chat: ChatTemplate, *, parse_tools: bool) -> None:
         self.token_ids: list[int] = []
-        self.finish_reason: FinishReason | None = None
+        self._finish_reason: FinishReason | None = None
         self._call = call
         self._index = index
         self._token_bytes = chat.token_bytes
@@ -160,7 +171,7 @@ class _ChoiceWriter:
         parts = self._parser.feed(certain)
         if self._stops.matched is not None or reason is not None:
             parts += self._parser.finish()
-            self.finish_reason = "stop" if self._stops.matched is not None else reason
+            self._finish_reason = "stop" if self._stops.matched is not None else reason
         return Delta(
             index=self._index,
             delta=self._openai_delta(parts),
@@ -170,16 +181,24 @@ class _ChoiceWriter:
             logprob_entries=tuple(map(self._entry, tokens)) if self._call.logprobs else (),
         )
 
-    def finished(self) -> Finished:
-        assert self.finish_reason is not None, "the engine ended a generation without saying why"
-        reason = "tool_calls" if self._tool_calls and self.finish_reason == "stop" else self.finish_reason
-        stopped = self._stops.matched
-        return Finished(self._index, reason, None if stopped is None else STOPPED_BY_STRING, stopped)
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that was reached."""
+        return self._stops.matched
+
+    def finished(self, untrainable: str | None) -> Finished:
+        assert self._finish_reason is not None, "a generation ended without saying why"
+        reason = "tool_calls" if self._tool_calls and self._finish_reason == "stop" else self._finish_reason
+        stopped = self.stop_string
+        return Finished(self._index, reason, untrainable if stopped is None else STOPPED_BY_STRING, stopped)
 
     def _entry(self, token: SampledToken) -> dict[str, Any]:
-        written = self._token_bytes[token.token_id]
-        text = written.decode(errors="replace")
-        return {"token": text, "logprob": token.logprob, "bytes": list(written), "top_logprobs": []}
+        tops = [self._named(token_id, logprob) for token_id, logprob in token.top_logprobs]
+        return {**self._named(token.token_id, token.logprob), "top_logprobs": tops}
+
+    def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
+        written = self._token_bytes[token_id]
+        return {"token": written.decode(errors="replace"), "logprob": logprob, "bytes": list(written)}
 
     def _openai_delta(self, parts: list[Part]) -> dict[str, Any]:
         delta: dict[str, Any] = {}
@@ -213,16 +232,14 @@ def _tool_call_id(name: str) -> str:
 
 def _check(call: ModelCall) -> dict[str, Any]:
     """Template variables of the call; BackendError 400 for what would constrain the sampling or is unknown."""
-    if call.top_logprobs:
-        raise unsupported("top_logprobs", "only the sampled token's logprob is known; leave it out or set it to 0")
     if call.tool_choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice", "it forces a call; the embedded engine samples freely: use 'auto' or 'none'")
+        raise unsupported("tool_choice", "it forces a call, but tokens are sampled freely: use 'auto' or 'none'")
     variables: dict[str, Any] = {}
     for name, value in call.extra.items():
         if name == "chat_template_kwargs" and isinstance(value, dict):
             variables = value
         elif name not in _NEUTRAL or (_NEUTRAL[name] is not None and value not in (_NEUTRAL[name] or ())):
-            raise unsupported(name, f"the embedded engine cannot honour {name}={value!r}; leave it out")
+            raise unsupported(name, f"tokens are sampled freely here, without {name}={value!r}; leave it out")
     return variables
 
 

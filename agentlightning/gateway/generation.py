@@ -1,0 +1,58 @@
+"""Tokens in, tokens out: what is asked of whatever samples tokens, and what it answers, one token at a time.
+
+Knows token ids; no text, no chats, no tensors and no servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One completion to sample. `max_tokens=None` means as many as fit; `temperature=0` is greedy, with logprobs of
+    temperature 1; `top_p=1` and `top_k=0` mean no truncation. `seed` fixes the random numbers of the request whatever
+    else is in the batch. `stop_token_ids` end the generation like the model's own end-of-sequence ids do.
+    `top_logprobs` asks for that many of the likeliest tokens beside each sampled one."""
+
+    prompt_token_ids: tuple[int, ...] | list[int]
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    top_logprobs: int = 0
+
+
+class SampledToken(NamedTuple):
+    """One token as it was sampled: its id, its logprob under the distribution it was sampled from (after temperature,
+    top_k and top_p), and the version of the weights. `finish_reason` is set on the last token of a request; that one
+    is the end-of-sequence token itself where the reason is "stop". `top_logprobs` are (id, logprob) of the likeliest
+    tokens, if they were asked for."""
+
+    token_id: int
+    logprob: float
+    version: int
+    finish_reason: Literal["stop", "length"] | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class TokenGenerator(Protocol):
+    """Samples tokens: the embedded engine, or a server that takes and gives token ids."""
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[SampledToken, None]:
+        """Yield the tokens of a request as they are sampled. Closing the iterator cancels the generation.
+
+        Raises BackendError(status=400), before the first token, for a request that cannot be served."""
+        ...
+
+    async def complete(self, request: GenerationRequest) -> list[SampledToken]:
+        """All tokens of a request at once: like `generate`, but cheaper where nobody sees them one by one."""
+        ...
+
+    def untrainable(self, request: GenerationRequest) -> str | None:
+        """Why tokens sampled as this request asks must not be trained, where that is known; else None."""
+        ...
