@@ -23,6 +23,7 @@ COMMANDS = {
     "serve": "serving",
     "server": "serving",
     "runner": "serving",
+    "proxy": "proxy",
     "runs": "inspecting",
     "drift": "drift",
     "store": "store",

@@ -106,7 +106,7 @@ async def _serve(
             app.state.protected = True
         http = HttpServer(app, host=host, port=port)
         async with http:
-            await _until_stopped(
+            await until_stopped(
                 f"serving {checkpoint} as {model_name!r} at {http.url}/v1\n"
                 f"    OPENAI_BASE_URL={http.url}/v1 OPENAI_API_KEY=any python your_agent.py"
             )
@@ -175,7 +175,7 @@ async def _server(settings: ServerSettings) -> None:
         greeting = f"store {text_without_secrets(settings.store)} at {running.url}"
         if running.otlp_grpc is not None:
             greeting += f", OTLP over gRPC at {running.otlp_grpc}"
-        await _until_stopped(greeting)
+        await until_stopped(greeting)
 
 
 @click.command()
@@ -212,7 +212,7 @@ async def _runner(agent: str, url: str, key: str | None, concurrency: int, proje
         await store.close()
 
 
-async def _until_stopped(greeting: str) -> None:
+async def until_stopped(greeting: str) -> None:
     """Say that the server is there, and return at Ctrl-C or SIGTERM."""
     stopping = asyncio.Event()
     with _on_signal(stopping.set):

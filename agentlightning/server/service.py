@@ -12,11 +12,11 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.backends.http import HttpBackend
-from agentlightning.gateway.models import ModelTable
+from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.access import Access
 from agentlightning.server.app import BODY_LIMIT, create_app
 from agentlightning.server.retaining import retain
@@ -30,7 +30,8 @@ from agentlightning.store.sqlite import Synchronous
 @dataclass(frozen=True)
 class ServerSettings:
     """What a server is told. `store` is a path or a `postgresql://` URL. What ended more than `retain_seconds` ago is
-    removed, down to its rewards with `retain_rewards`. `hook` sees every span before it is written."""
+    removed, down to its rewards with `retain_rewards`. `hook` sees every span before it is written. `models` are there
+    from the beginning; with `record="queue"` no call waits for the store (see `Gateway`)."""
 
     store: str
     synchronous: Synchronous = "FULL"
@@ -47,6 +48,8 @@ class ServerSettings:
     hook: Redact | None = None
     retain_seconds: float | None = None
     retain_rewards: bool = False
+    models: tuple[ModelEntry, ...] = ()
+    record: Literal["commit", "queue"] = "commit"
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Running:
 
     url: str
     otlp_grpc: str | None
+    gateway: Gateway
 
 
 @contextlib.asynccontextmanager
@@ -68,11 +72,17 @@ async def running_server(settings: ServerSettings) -> AsyncGenerator[Running]:
             settings.store, synchronous=settings.synchronous, redact=redaction(settings.capture, settings.hook)
         )
         stack.push_async_callback(store.close)
-        models = ModelTable()  # they come and go: each trainer that joins brings its own
-        stack.push_async_callback(_close_backends, models)
+        gateway = Gateway(
+            ModelTable(settings.models),  # others come and go: each trainer that joins brings its own
+            store,
+            admin_key=settings.key,
+            body_limit=settings.body_limit,
+            record=settings.record,
+        )
+        stack.push_async_callback(gateway.close)
         app = create_app(
             store,
-            gateway=Gateway(models, store, admin_key=settings.key, body_limit=settings.body_limit),
+            gateway=gateway,
             admin_key=settings.key,
             body_limit=settings.body_limit,
             rate_limit=settings.rate_limit,
@@ -88,7 +98,7 @@ async def running_server(settings: ServerSettings) -> AsyncGenerator[Running]:
         if settings.retain_seconds is not None:
             work = retain(store, settings.retain_seconds, keep_rewards=settings.retain_rewards)
             stack.push_async_callback(_cancel, asyncio.create_task(work, name="retention"))
-        yield Running(http.url, otlp_grpc)
+        yield Running(http.url, otlp_grpc, gateway)
 
 
 async def _serve_otlp_grpc(settings: ServerSettings, port: int, store: SqlStore, stack: AsyncExitStack) -> str:
@@ -107,12 +117,6 @@ async def _serve_otlp_grpc(settings: ServerSettings, port: int, store: SqlStore,
     await server.start()
     stack.push_async_callback(server.stop)
     return server.endpoint
-
-
-async def _close_backends(models: ModelTable) -> None:
-    for entry in models:
-        if isinstance(entry.backend, HttpBackend):
-            await entry.backend.close()
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:
