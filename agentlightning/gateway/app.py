@@ -11,6 +11,7 @@ from starlette.routing import BaseRoute
 from agentlightning.errors import NotFoundError
 from agentlightning.gateway.attribution import Attributor
 from agentlightning.gateway.calls import CallOpener, Recorders
+from agentlightning.gateway.conversations import Conversations
 from agentlightning.gateway.holding import LONGEST_HOLD, Gate, Holding
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.recording import CommittingRecorder, QueueingRecorder
@@ -47,7 +48,8 @@ class Gateway:
             attributed = CommittingRecorder(store) if record == "commit" else self._queue
             recorders = Recorders(attributed=attributed, unattributed=self._queue)
         self._holding = Holding(store, models.gates, longest_hold)
-        self._calls = CallOpener(models, Attributor(store, admin_key=admin_key), recorders, self._holding)
+        attributor = Attributor(store, admin_key=admin_key)
+        self._calls = CallOpener(models, attributor, recorders, self._holding, Conversations(store))
         self._body_limit = body_limit
         self._attributed = store is not None
 

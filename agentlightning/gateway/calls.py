@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from agentlightning.gateway.backend import (
     Sampling,
 )
 from agentlightning.gateway.capture import ABORTED, FAILED, CallRecord, call_span, undelivered_span
+from agentlightning.gateway.conversations import Conversations
 from agentlightning.gateway.endpoints.base import Endpoint, Head
 from agentlightning.gateway.endpoints.passed_through import HEADERS, read_fields, read_request
 from agentlightning.gateway.holding import AttemptIds, Gate, Holding
@@ -60,9 +62,15 @@ class CallOpener:
     """Turns requests into running calls. Without recorders nothing is captured."""
 
     def __init__(
-        self, models: ModelTable, attributor: Attributor, recorders: Recorders | None, holding: Holding
+        self,
+        models: ModelTable,
+        attributor: Attributor,
+        recorders: Recorders | None,
+        holding: Holding,
+        conversations: Conversations,
     ) -> None:
         self.statistics = CallStatistics()
+        self.conversations = conversations
         self._models = models
         self._holding = holding
         self._attributor = attributor
@@ -73,20 +81,24 @@ class CallOpener:
         """CallRefused (401) for a caller who would need a key and has none that was issued here."""
         await self._attributor.check_key(api_key_of(headers))
 
+    async def caller(self, headers: Mapping[str, str], path_ids: tuple[str, str] | None) -> Caller | None:
+        """Who asks, None without a store. CallRefused as for a call."""
+        return await self._attributor.attribute(path_ids, api_key_of(headers))
+
     async def open(
         self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None
     ) -> RunningCall:
         """Check, attribute and start a call; use it as `async with`. `headers` has lower-case names.
 
         Raises BackendError (and its kin CallRefused) for everything that cannot be answered."""
-        caller = await self._attributor.attribute(path_ids, api_key_of(headers))
-        request, entry, fields = self._read(endpoint, body)
+        caller = await self.caller(headers, path_ids)
+        request, entry, fields = await self._read(endpoint, body, caller)
         held_seconds = 0.0
         while (gate := self._models.gate(entry.name)).held:
             held_seconds += await self._holding.wait(gate, _ids(caller))
             # Meanwhile the attempt may have ended, and the model may be another.
-            caller = await self._attributor.attribute(path_ids, api_key_of(headers))
-            request, entry, fields = self._read(endpoint, body)
+            caller = await self.caller(headers, path_ids)
+            request, entry, fields = await self._read(endpoint, body, caller)
         numbered = caller is not None and caller.mode is not None
         call_index = caller.take_call_index() if caller is not None and numbered else None
         sampling, overridden = _effective_sampling(request, entry, caller, call_index)
@@ -129,12 +141,15 @@ class CallOpener:
             recording = _Recording(record, body_hash, self._recorders.of(caller), self.statistics)
         head = Head(response_id, model, int(time.time()))
         running = RunningCall(request, head, call, entry, gate, recording, self.statistics)
+        running.remember = partial(self.conversations.remember, caller, endpoint, request, head)
         if fields is not None:
             kept = {name: value for name, value in headers.items() if name in HEADERS}
             running.relayed = RelayedCall(endpoint.path, model, fields, kept, call.session)
         return running
 
-    def _read(self, endpoint: Endpoint, body: bytes) -> tuple[CallRequest, ModelEntry, dict[str, msgspec.Raw] | None]:
+    async def _read(
+        self, endpoint: Endpoint, body: bytes, caller: Caller | None
+    ) -> tuple[CallRequest, ModelEntry, dict[str, msgspec.Raw] | None]:
         """The request and who answers it; and its fields, if that one does so in the agent's own protocol."""
         if any(endpoint.path in entry.backend.relays for entry in self._models):
             fields = read_fields(body)
@@ -142,7 +157,7 @@ class CallOpener:
             entry = self._models.resolve(request.model)
             if endpoint.path in entry.backend.relays:
                 return request, entry, fields
-        request = endpoint.read(body)
+        request = await self.conversations.join(caller, endpoint.read(body))
         return request, self._models.resolve(request.model), None
 
 
@@ -205,6 +220,7 @@ class RunningCall:
         self.answer = Answer(request.n)
         self.head = head
         self.relayed: RelayedCall | None = None
+        self.remember: Callable[[Answer], None] | None = None
         self._call = call
         self._entry = entry
         self._gate = gate
@@ -228,6 +244,8 @@ class RunningCall:
         self._recorded = True
         if self._recording is not None:
             await self._recording.store(self.answer, None)
+        if self.remember is not None:
+            self.remember(self.answer)
 
     async def undelivered(self) -> None:
         """The client left between the commit and the end of its answer: note that nobody received it."""

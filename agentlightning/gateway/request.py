@@ -34,15 +34,18 @@ class CallRequest:
     """A request in the form of chat completions, whatever protocol it came in; None and empty mean not given.
 
     `prompt` continues a text or token ids instead of answering `messages`. `continues` names an earlier response whose
-    conversation comes before `messages`. `messages_json` and `tools_json` are the agent's own bytes where it wrote
-    them in this form. `shaping` holds penalties and the like (see `SHAPING_FIELDS`), `extra` every field the gateway
-    does not read. `original` is what the endpoint's own writer needs of the request, `request_json` the body without
-    its messages and tools, as the span keeps it."""
+    conversation comes before `messages`, though behind the first `instructions` of them, which belong to this call
+    alone; with `continuable` a later response may continue this one. `messages_json` and `tools_json` are the agent's
+    own bytes where it wrote them in this form. `shaping` holds penalties and the like (see `SHAPING_FIELDS`), `extra`
+    every field the gateway does not read. `original` is what the endpoint's own writer needs of the request,
+    `request_json` the body without its messages and tools, as the span keeps it."""
 
     model: str
     messages: list[dict[str, Any]]
     prompt: str | tuple[int, ...] | None = None
     continues: str | None = None
+    continuable: bool = False
+    instructions: int = 0
     messages_json: str | None = None
     tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     tools_json: str | None = None

@@ -21,12 +21,14 @@ from agentlightning.gateway.capture import FAILED
 from agentlightning.gateway.endpoints.base import Endpoint, openai_error
 from agentlightning.gateway.endpoints.chat_completions import ChatCompletions
 from agentlightning.gateway.endpoints.passed_through import AnswerCopy, Embeddings
+from agentlightning.gateway.endpoints.responses import Responses
 from agentlightning.gateway.models import ModelTable
 from agentlightning.gateway.request import CallRefused
 
 _PREFIX: Final = "/rollout/{rollout_id}/attempt/{attempt_id}"
 _ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     ChatCompletions(),
+    Responses(),
     Embeddings(),
 )
 
@@ -35,10 +37,12 @@ def gateway_routes(calls: CallOpener, models: ModelTable, *, body_limit: int, at
     """The gateway's routes, at `/v1` and, where calls can be attributed, under each attempt's own prefix."""
     answering = [_Answering(endpoint, calls, body_limit) for endpoint in _ENDPOINTS]
     cards = _Models(calls, models)
+    kept = _KeptResponse(calls)
     routes: list[BaseRoute] = []
     for prefix in ("", _PREFIX) if attributed else ("",):
         routes += [Route(f"{prefix}/v1/{one.endpoint.path}", one, methods=["POST"]) for one in answering]
         routes += [
+            Route(f"{prefix}/v1/responses/{{response_id}}", kept, methods=["GET", "DELETE"]),
             Route(f"{prefix}/v1/models", cards, methods=["GET"]),
             Route(f"{prefix}/v1/models/{{name:path}}", cards, methods=["GET"]),
         ]
@@ -151,6 +155,25 @@ async def _commit(call: RunningCall, watch: ClientWatch) -> bool:
     if watch.gone:
         await call.undelivered()
     return not watch.gone
+
+
+class _KeptResponse(_Route):
+    """`GET` and `DELETE /v1/responses/{response_id}`, of recent responses."""
+
+    def __init__(self, calls: CallOpener) -> None:
+        self._calls = calls
+
+    async def answer(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        caller = await self._calls.caller(headers_of(scope), path_ids_of(scope))
+        response_id = scope["path_params"]["response_id"]
+        if b"stream=true" in scope["query_string"]:
+            raise CallRefused("a response is not streamed again; leave stream out", param="stream")
+        if scope["method"] == "DELETE":
+            self._calls.conversations.delete(caller, response_id)
+            body = msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
+        else:
+            body = self._calls.conversations.body(caller, response_id)
+        await reply.json(200, body)
 
 
 class _Models(_Route):

@@ -79,9 +79,13 @@ _ERROR_TYPES: Final = {
 
 def openai_error(error: BackendError) -> bytes:
     """`{"error": {message, type, param, code}}`, as OpenAI's SDKs read it."""
+    return msgspec.json.encode({"error": openai_error_fields(error)})
+
+
+def openai_error_fields(error: BackendError) -> dict[str, Any]:
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     param = error.param if isinstance(error, CallRefused) else None
-    return msgspec.json.encode({"error": {"message": str(error), "type": kind, "param": param, "code": error.code}})
+    return {"message": str(error), "type": kind, "param": param, "code": error.code}
 
 
 def openai_usage(usage: Usage) -> dict[str, Any]:

@@ -1,0 +1,142 @@
+"""What was said up to each recent response, so that a later call can continue it by its id.
+
+Knows chat messages, and the spans that calls were captured in. Knows no HTTP and no backends.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import msgspec
+
+from agentlightning import semconv
+from agentlightning.gateway.answer import Answer
+from agentlightning.gateway.attribution import Caller
+from agentlightning.gateway.endpoints.base import Endpoint, Head
+from agentlightning.gateway.request import CallRefused, CallRequest
+from agentlightning.store.base import LightningStore
+from agentlightning.types import And, Attributes, Condition, Not
+
+_ENDPOINT: Final = "responses"  # the one whose answers can be continued
+_MESSAGES: Final = msgspec.json.Decoder(list[dict[str, Any]])
+
+
+class _Asked(msgspec.Struct):
+    """What a captured request said of its response."""
+
+    instructions: str | None = None
+    store: bool | None = None
+
+
+_ASKED: Final = msgspec.json.Decoder(_Asked)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The messages up to a response, its own among them, as JSON, and the response as its caller got it."""
+
+    messages: bytes
+    body: bytes
+
+
+_DELETED: Final = _Kept(b"", b"")
+
+
+class Conversations:
+    """Remembers `limit_count` responses of `limit_bytes` in all, least recently used out; those of attempts that are
+    not remembered are read from the store. An attempt finds its own responses alone, and a call that no attempt made
+    those of such calls."""
+
+    def __init__(
+        self, store: LightningStore | None, *, limit_bytes: int = 64 * 1024 * 1024, limit_count: int = 20_000
+    ) -> None:
+        self._store = store
+        self._limit_bytes = limit_bytes
+        self._limit_count = limit_count
+        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
+        self._bytes = 0
+
+    async def join(self, caller: Caller | None, request: CallRequest) -> CallRequest:
+        """The request with all that it continues in its messages.
+
+        CallRefused (400) if the caller has no response of that id, or deleted it, or asked that it not be stored."""
+        if request.continues is None:
+            return request
+        history = await self._messages(caller, request.continues)
+        if history is None:
+            message = f"Previous response with id '{request.continues}' not found."
+            raise CallRefused(message, code="previous_response_not_found", param="previous_response_id")
+        own = request.instructions
+        return replace(request, messages=[*request.messages[:own], *history, *request.messages[own:]])
+
+    def remember(
+        self, caller: Caller | None, endpoint: Endpoint, request: CallRequest, head: Head, answer: Answer
+    ) -> None:
+        """Keep a response that was answered, if a later call may continue it."""
+        if not request.continuable or answer.choices[0].finish_reason == "abort":
+            return
+        said = [*request.messages[request.instructions :], answer.choices[0].message()]
+        self._put(
+            (_scope(caller), head.response_id),
+            _Kept(msgspec.json.encode(said), endpoint.whole(request, answer, head)),
+        )
+
+    def body(self, caller: Caller | None, response_id: str) -> bytes:
+        """The response as it was answered. CallRefused (404) unless it is remembered."""
+        return self._remembered(caller, response_id).body
+
+    def delete(self, caller: Caller | None, response_id: str) -> None:
+        """From here on the response is not found. CallRefused (404) unless it is remembered."""
+        self._remembered(caller, response_id)
+        self._put((_scope(caller), response_id), _DELETED)
+
+    def _remembered(self, caller: Caller | None, response_id: str) -> _Kept:
+        kept = self._kept.get((_scope(caller), response_id), _DELETED)
+        if kept is _DELETED:
+            message = f"Response with id '{response_id}' not found: the gateway remembers recent responses only"
+            raise CallRefused(message, status=404, code="response_not_found", param="response_id")
+        return kept
+
+    async def _messages(self, caller: Caller | None, response_id: str) -> list[dict[str, Any]] | None:
+        key = (_scope(caller), response_id)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            kept = self._kept[key]
+            return None if kept is _DELETED else _MESSAGES.decode(kept.messages)
+        if self._store is None or caller is None or caller.mode is None:
+            return None
+        wanted = (
+            Condition("attempt_id", "eq", caller.attempt_id),
+            Condition(f"attributes.{semconv.CALL_ENDPOINT}", "eq", _ENDPOINT),
+            Condition(f"attributes.{semconv.GEN_AI_RESPONSE_ID}", "eq", response_id),
+            Not(Condition(f"attributes.{semconv.GEN_AI_FINISH_REASONS}", "contains", "abort")),
+        )
+        found = await self._store.page_spans(And(wanted), limit=1)
+        return _captured(found.items[0].attributes) if found.items else None
+
+    def _put(self, key: tuple[str, str], kept: _Kept) -> None:
+        self._bytes += _size(kept) - _size(self._kept.pop(key, _DELETED))
+        self._kept[key] = kept
+        while self._bytes > self._limit_bytes or len(self._kept) > self._limit_count:
+            _, oldest = self._kept.popitem(last=False)
+            self._bytes -= _size(oldest)
+
+
+def _scope(caller: Caller | None) -> str:
+    return "" if caller is None or caller.mode is None else caller.attempt_id
+
+
+def _size(kept: _Kept) -> int:
+    return len(kept.messages) + len(kept.body)
+
+
+def _captured(attributes: Attributes) -> list[dict[str, Any]] | None:
+    """The conversation of a captured call; None if its response was not to be stored."""
+    asked = _ASKED.decode(str(attributes[semconv.CALL_REQUEST]))
+    if asked.store is False:
+        return None
+    given = _MESSAGES.decode(str(attributes[semconv.GEN_AI_INPUT_MESSAGES]))
+    said = _MESSAGES.decode(str(attributes[semconv.GEN_AI_OUTPUT_MESSAGES]))
+    return given[asked.instructions is not None :] + said

@@ -1,0 +1,206 @@
+"""Answers in the form of OpenAI's responses: the response object, and the events of one that is streamed.
+
+Knows the wire format of answers; `responses` reads the requests. No backends, no rollouts, no HTTP server.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from agentlightning.errors import BackendError
+from agentlightning.gateway.answer import Answer
+from agentlightning.gateway.backend import Delta, Started, Usage
+from agentlightning.gateway.endpoints.base import Head, openai_error_fields, server_sent
+from agentlightning.gateway.endpoints.responses_items import (
+    Status,
+    TextKind,
+    call_item,
+    item_id,
+    output_items,
+    text_item,
+    text_part,
+)
+from agentlightning.gateway.request import CallRequest
+
+_INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
+_ABORTED: Final = {"code": "server_error", "message": "the backend aborted the answer"}
+
+
+def whole_response(request: CallRequest, answer: Answer, head: Head) -> bytes:
+    items = output_items(head.response_id, answer.choices[0], _last_status(answer))
+    return msgspec.json.encode(_finished(request, answer, head, items))
+
+
+def _finished(request: CallRequest, answer: Answer, head: Head, items: list[dict[str, Any]]) -> dict[str, Any]:
+    """The response object of an answer that has come to its end."""
+    reason = answer.choices[0].finish_reason
+    fields: dict[str, Any] = {"usage": _usage(answer.token_counts())}
+    if "service_tier" in answer.extra:
+        fields["service_tier"] = answer.extra["service_tier"]
+    if reason in _INCOMPLETE:
+        details = {"reason": _INCOMPLETE[reason]}
+        return _response(request, head, "incomplete", items, incomplete_details=details, **fields)
+    if reason == "abort":
+        return _response(request, head, "failed", items, error=_ABORTED, **fields)
+    return _response(request, head, "completed", items, **fields)
+
+
+def _last_status(answer: Answer) -> Status:
+    return "incomplete" if answer.choices[0].finish_reason in (*_INCOMPLETE, "abort") else "completed"
+
+
+def _response(
+    request: CallRequest, head: Head, status: str, items: list[dict[str, Any]], **more: Any
+) -> dict[str, Any]:
+    return {
+        "id": head.response_id,
+        "object": "response",
+        "created_at": head.created,
+        "status": status,
+        "error": None,
+        "incomplete_details": None,
+        "model": head.model,
+        "output": items,
+        "usage": None,
+        **request.original,
+        **more,
+    }
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    read = usage.details.get("prompt_tokens_details", {})
+    made = usage.details.get("completion_tokens_details", {})
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": read.get("cached_tokens") or 0, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": made.get("reasoning_tokens") or 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+class ResponseWriter:
+    """Writes one streamed answer. At any time one item at most is open, the last; it is closed when another begins.
+
+    `_kind` is what is open: a kind of text, the index of a tool call, or nothing."""
+
+    def __init__(self, request: CallRequest, head: Head) -> None:
+        self._request = request
+        self._head = head
+        self._events = 0
+        self._items: list[dict[str, Any]] = []
+        self._kind: TextKind | int | None = None
+        self._written: list[str] = []  # of the open item
+        self._logprobs: list[Any] = []  # of all tokens since the last message was closed
+        self._logprobs_sent = 0
+        self._calls = 0
+
+    def started(self, event: Started) -> bytes:
+        response = _response(self._request, self._head, "in_progress", [])
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def delta(self, event: Delta) -> bytes:
+        self._logprobs.extend(event.logprob_entries)
+        said = event.delta
+        texts: dict[TextKind, str | None] = {
+            "reasoning_text": said.get("reasoning_content") or said.get("reasoning"),
+            "output_text": said.get("content"),
+            "refusal": said.get("refusal"),
+        }
+        sent = [self._text(kind, text) for kind, text in texts.items() if text]
+        sent += [self._tool_call(part) for part in said.get("tool_calls") or ()]
+        return b"".join(sent)
+
+    def end(self, answer: Answer) -> bytes:
+        """The end of the last item and of the response."""
+        sent = self._begin_text("output_text") if not self._items else b""
+        sent += self._close(_last_status(answer))
+        response = _finished(self._request, answer, self._head, self._items)
+        return sent + self._event(f"response.{response['status']}", response=response)
+
+    def error(self, error: BackendError) -> bytes:
+        """Both events that say it: SDKs raise at the `error` in the first, others wait for the second."""
+        told = openai_error_fields(error)
+        flat = {name: told[name] for name in ("code", "message", "param")}
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        response = _response(
+            self._request, self._head, "failed", self._items, error={"code": code, "message": str(error)}
+        )
+        return self._event("error", **flat, error=told) + self._event("response.failed", response=response)
+
+    def _text(self, kind: TextKind, text: str) -> bytes:
+        sent = b"" if self._kind == kind else self._close("completed") + self._begin_text(kind)
+        self._written.append(text)
+        logprobs = {}
+        if kind == "output_text":
+            logprobs["logprobs"] = self._logprobs[self._logprobs_sent :]
+            self._logprobs_sent = len(self._logprobs)
+        return sent + self._part_event(f"response.{kind}.delta", delta=text, **logprobs)
+
+    def _begin_text(self, kind: TextKind) -> bytes:
+        item = text_item(self._next_id(kind), kind, [], "in_progress")
+        sent = self._begin(kind, item)
+        return sent + self._part_event("response.content_part.added", part=text_part(kind, "", []))
+
+    def _tool_call(self, part: dict[str, Any]) -> bytes:
+        """A part of a tool call: the first of an index brings id and name, later ones more of the arguments."""
+        index, function = part.get("index", self._calls), part.get("function") or {}
+        sent = b""
+        if self._kind != index:
+            if index < self._calls:
+                raise BackendError(f"the backend went on with tool call {index}, which it had ended")
+            self._calls = index + 1
+            sent = self._close("completed")
+            id = self._next_id("function_call")
+            sent += self._begin(
+                index, call_item(id, part.get("id") or "", function.get("name") or "", "", "in_progress")
+            )
+        arguments = function.get("arguments")
+        if not arguments:
+            return sent
+        self._written.append(arguments)
+        return sent + self._item_event("response.function_call_arguments.delta", delta=arguments)
+
+    def _next_id(self, kind: str) -> str:
+        return item_id(self._head.response_id, kind, len(self._items))
+
+    def _begin(self, kind: TextKind | int, item: dict[str, Any]) -> bytes:
+        self._kind, self._written = kind, []
+        self._items.append(item)
+        return self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
+
+    def _close(self, status: Status) -> bytes:
+        """The events that end the open item, if there is one."""
+        kind, text = self._kind, "".join(self._written)
+        if kind is None:
+            return b""
+        item = self._items[-1]
+        item["status"] = status
+        if isinstance(kind, int):
+            item["arguments"] = text
+            sent = self._item_event("response.function_call_arguments.done", name=item["name"], arguments=text)
+        else:
+            part = text_part(kind, text, self._logprobs)
+            item["content"] = [part]
+            told = {name: part[name] for name in ("text", "refusal", "logprobs") if name in part}
+            sent = self._part_event(f"response.{kind}.done", **told)
+            sent += self._part_event("response.content_part.done", part=part)
+        if kind == "output_text":
+            self._logprobs, self._logprobs_sent = [], 0
+        self._kind = None
+        return sent + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _part_event(self, kind: str, **fields: Any) -> bytes:
+        return self._item_event(kind, content_index=0, **fields)
+
+    def _item_event(self, kind: str, **fields: Any) -> bytes:
+        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        data = {"type": kind, "sequence_number": self._events, **fields}
+        self._events += 1
+        return server_sent(data, kind)
