@@ -22,6 +22,7 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.server.access import Access
 from agentlightning.server.events import EventRoutes
 from agentlightning.server.failures import defect, failure, refusal
+from agentlightning.server.gateway_metrics import GatewayMetrics
 from agentlightning.server.health import HealthRoutes
 from agentlightning.server.limits import Buckets, RateLimit
 from agentlightning.server.logs import log_request
@@ -62,11 +63,10 @@ def create_app(
     if store is not None:
         parts = _parts_of(store, Access(store, admin_key), gateway, body_limit, longest_poll)
     routes = [*HealthRoutes(store).routes(), *parts.routes]
-    gauges = parts.gauges
     if gateway is not None:
-        gauges["agl_gateway_calls"] = "LLM calls being answered.", lambda: gateway.running
         routes.extend(gateway.routes())
-    metrics = ServerMetrics(store, parts.access, gauges)
+    collectors = [] if gateway is None else [GatewayMetrics(gateway)]
+    metrics = ServerMetrics(store, parts.access, parts.gauges, collectors)
     routes.append(metrics.route())
     routes += documentation_routes(
         with_store=store is not None, with_gateway=gateway is not None, protected=admin_key is not None

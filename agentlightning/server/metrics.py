@@ -31,13 +31,14 @@ _QUEUED: Final = ("rollouts_queuing", "rollouts_requeuing")
 
 class ServerMetrics:
     """Counts finished requests (`count`) and shows them with the rest at `/metrics`. `gauges` are read when asked:
-    a name, what it says, and its value."""
+    a name, what it says, and its value; `collectors` bring more."""
 
     def __init__(
         self,
         store: LightningStore | None,
         access: Access | None,
         gauges: Mapping[str, tuple[str, Callable[[], int]]],
+        collectors: Iterable[Collector] = (),
     ) -> None:
         self._access = access
         self._statistics = None if store is None else Remembered(lambda: store.perform(Statistics()), _COUNTED_EVERY)
@@ -53,7 +54,8 @@ class ServerMetrics:
         )
         self._series: dict[tuple[str, str, int], tuple[Any, Any]] = {}
         self._now = _Now(gauges)
-        self._registry.register(self._now)
+        for collector in (self._now, *collectors):
+            self._registry.register(collector)
         ProcessCollector(registry=self._registry)
 
     def count(self, finished: Finished) -> None:
