@@ -45,7 +45,6 @@ CALL_BACKEND: Final = "agentlightning.call.backend"
 CALL_FIRST_VERSION: Final = "agentlightning.call.policy_version.first"  # of the first sampled token
 CALL_LAST_VERSION: Final = "agentlightning.call.policy_version.last"
 CALL_TRAINABLE: Final = "agentlightning.call.trainable"  # False for a frozen model
-CALL_TIME_TO_FIRST_TOKEN: Final = "agentlightning.call.time_to_first_token"  # seconds
 CALL_HELD_SECONDS: Final = "agentlightning.call.held_seconds"  # before its start, while weights were updated
 RECORDED_SPLICE: Final = "agentlightning.call.spliced_tokens"  # prompt tokens taken from recorded answers
 
@@ -64,6 +63,7 @@ GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
 GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
 GEN_AI_RESPONSE_ID: Final = "gen_ai.response.id"
 GEN_AI_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+GEN_AI_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"  # seconds
 GEN_AI_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 GEN_AI_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 GEN_AI_TEMPERATURE: Final = "gen_ai.request.temperature"

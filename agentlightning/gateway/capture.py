@@ -60,13 +60,13 @@ def call_span(
     answer: Answer,
     *,
     end_time: float,
-    time_to_first_token: float | None,
+    time_to_first_chunk: float | None,
     error: BaseException | None,
 ) -> Span:
     """The span of a finished, failed or aborted call. The same call always gets the same span id."""
     attributes = _attributes(record, answer)
-    if time_to_first_token is not None:
-        attributes[semconv.CALL_TIME_TO_FIRST_TOKEN] = time_to_first_token
+    if time_to_first_chunk is not None:
+        attributes[semconv.GEN_AI_TIME_TO_FIRST_CHUNK] = time_to_first_chunk
     flag = untrainable_reason(answer, record.entry.backend.captures_tokens)
     if flag:
         attributes[semconv.CALL_FLAG] = flag

@@ -233,6 +233,7 @@ _HARMLESS: Final = frozenset(
     {
         semconv.ROLLOUT_ID,
         semconv.ATTEMPT_ID,
+        semconv.CALL_ENDPOINT,
         semconv.CALL_SAMPLING,
         semconv.CALL_FLAG,
         semconv.CALL_BACKEND,
