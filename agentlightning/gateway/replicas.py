@@ -235,8 +235,9 @@ class Replicas:
             await asyncio.gather(*map(self._check_one, due))
 
     async def _check_one(self, replica: Replica) -> None:
-        if not await replica.backend.connection.healthy(_CHECK_TIMEOUT):
-            replica.eject("it does not answer when asked for its health")
+        connection = replica.backend.connection
+        if not await connection.healthy(_CHECK_TIMEOUT):
+            replica.eject(connection.unusable or "it does not answer when asked for its health")
         elif replica.ejected_since is not None:
             replica.readmit(failures=_FAILURES - 1)  # healthy servers may fail all the same: once more, and out again
             self._serve(replica)

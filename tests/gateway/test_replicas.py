@@ -1,0 +1,423 @@
+"""Several servers behind one name, as they answer, fill up, fail and recover."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import msgspec
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from agentlightning import semconv
+from agentlightning.errors import BackendError, ConfigError
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.backend import BackendEvent, ModelCall, RelayedCall, Started
+from agentlightning.gateway.backends.http import HttpBackend
+from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.gateway.replicas import Replica, Replicas
+from agentlightning.server.serve import HttpServer
+from agentlightning.store.sql import SqlStore
+from tests.gateway.talker import user
+from tests.gateway.upstream import GOOD, whole
+from tests.gateway.world import World, serving
+
+pytestmark = pytest.mark.anyio
+
+
+class Server:
+    """Stands in for vLLM. `behaviour` says what becomes of a call; while `hold` is set calls wait before that."""
+
+    def __init__(self) -> None:
+        self.behaviour = "answers"
+        self.healthy = True
+        self.asked: list[str] = []  # what the user said in each call
+        self.running = self.peak = self.checks = 0
+        self._go_on = asyncio.Event()
+        self._go_on.set()
+        self._end = asyncio.Event()
+        paths = ("chat/completions", "embeddings")
+        routes = [Route(f"/v1/{path}", self._answer, methods=["POST"]) for path in paths]
+        routes += [Route("/tokenize", self._answer, methods=["POST"]), Route("/health", self._health)]
+        self.http = HttpServer(Starlette(routes=routes))
+
+    @property
+    def url(self) -> str:
+        return f"{self.http.url}/v1"
+
+    def hold(self) -> None:
+        self._go_on.clear()
+
+    def release(self) -> None:
+        self._go_on.set()
+
+    def end(self) -> None:
+        self.release()
+        self._end.set()
+
+    async def _health(self, request: Request) -> Response:
+        self.checks += 1
+        return Response(status_code=200 if self.healthy else 503)
+
+    async def _answer(self, request: Request) -> Response:
+        asked = await request.json()
+        self.asked.append(asked.get("input") or asked["messages"][0]["content"])
+        self.running += 1
+        self.peak = max(self.peak, self.running)
+        try:
+            await self._go_on.wait()
+        finally:
+            self.running -= 1
+        if self.behaviour == "hangs":
+            await self._end.wait()
+        if self.behaviour in ("500", "503", "400"):
+            return JSONResponse({"error": {"message": "not now"}}, int(self.behaviour))
+        if self.behaviour == "breaks off":
+            return BrokenOff()
+        if self.behaviour == "breaks off in mid-answer":
+            return StreamingResponse(iter(GOOD[:2]), media_type="text/event-stream")
+        if request.url.path == "/tokenize":
+            return JSONResponse({"count": 7})
+        if asked.get("stream"):
+            return StreamingResponse(iter(GOOD), media_type="text/event-stream")
+        return JSONResponse(whole(GOOD))
+
+
+class BrokenOff(Response):
+    """Says that it will send more than it does."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-length", b"1000"), (b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"{", "more_body": True})
+
+
+@asynccontextmanager
+async def replicated(
+    count: int = 2, *, limit: int | None = None, seconds: float = 600.0, check_seconds: float = 60.0
+) -> AsyncIterator[tuple[Replicas, list[Server]]]:
+    """As many servers behind one backend. `seconds` without an answer and they count as silent."""
+    async with AsyncExitStack() as stack:
+        servers = [Server() for _ in range(count)]
+        for server in servers:
+            await stack.enter_async_context(server.http)
+        backends = [HttpBackend(server.url, timeout_seconds=seconds) for server in servers]
+        replicas = Replicas([Replica(one, limit) for one in backends], check_seconds=check_seconds)
+        try:
+            yield replicas, servers
+        finally:
+            for server in servers:
+                server.end()
+            await replicas.close()
+
+
+def call(said: str = "hello", session: str | None = None, *, stream: bool = False) -> ModelCall:
+    return ModelCall(request_id=said, model="m", messages=user(said), session=session, stream=stream)
+
+
+async def answered_by(replicas: Replicas, asked: ModelCall) -> str:
+    """Who answers the call."""
+    events: list[BackendEvent] = []
+    async with aclosing(replicas.answer(asked)) as arriving:
+        events = [event async for event in arriving]
+    assert isinstance(events[0], Started)
+    return events[0].replica
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with anyio.fail_after(30):
+        while not condition():  # noqa: ASYNC110 - what servers do is not announced
+            await anyio.sleep(0.005)
+
+
+# --- who answers --------------------------------------------------------------------------------------------------
+
+
+async def test_calls_go_to_whoever_runs_the_fewest() -> None:
+    async with replicated(3) as (replicas, servers):
+        for server in servers:
+            server.hold()
+        async with asyncio.TaskGroup() as group:
+            for number in range(6):
+                group.create_task(answered_by(replicas, call(str(number))))
+            await until(lambda: sum(server.running for server in servers) == 6)
+            assert [server.running for server in servers] == [2, 2, 2]
+            assert [replica.running for replica in replicas.replicas] == [2, 2, 2]
+            for server in servers:
+                server.release()
+        assert [replica.running for replica in replicas.replicas] == [0, 0, 0]
+
+
+async def test_a_session_stays_where_its_prefix_is_cached_until_that_one_is_much_busier() -> None:
+    async with replicated() as (replicas, servers):
+        first = await answered_by(replicas, call(session="a"))
+        second = await answered_by(replicas, call(session="b"))
+        assert first != second
+        for _ in range(3):
+            assert await answered_by(replicas, call(session="a")) == first
+            assert await answered_by(replicas, call(session="b")) == second
+        busy = next(server for server in servers if server.url == first)
+        busy.hold()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(5):  # calls of one session may overlap
+                group.create_task(answered_by(replicas, call(session="a")))
+            await until(lambda: busy.running == 5)
+            assert await answered_by(replicas, call(session="a")) == second
+            busy.release()
+        assert await answered_by(replicas, call(session="a")) == second
+
+
+async def test_only_so_many_sessions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentlightning.gateway.replicas._SESSIONS", 3)
+    async with replicated() as (replicas, _):
+        for number in range(5):
+            await answered_by(replicas, call(session=str(number)))
+        assert list(replicas._sessions) == ["2", "3", "4"]
+
+
+async def test_what_is_passed_through_and_what_is_counted_is_routed_too() -> None:
+    async with replicated() as (replicas, servers):
+        await servers[0].http.stop()
+        for _ in range(2):
+            assert await replicas.count_tokens(call()) == 7
+            asked = RelayedCall("embeddings", "m", {"input": msgspec.Raw(b'"hello"')}, {})
+            async with replicas.relay(asked) as answer:
+                assert (answer.status, answer.replica) == (200, servers[1].url)
+                assert b"".join([part async for part in answer.parts])
+        servers[1].behaviour = "500"
+        async with replicas.relay(asked) as answer:  # nobody else is left: what it says is passed on
+            assert (answer.status, answer.replica) == (500, servers[1].url)
+
+
+async def test_a_model_needs_a_backend_and_a_limit_that_lets_something_through() -> None:
+    with pytest.raises(ConfigError, match="at least one backend"):
+        Replicas([])
+    with pytest.raises(ConfigError, match="max_concurrency is 0"):
+        Replica(HttpBackend("http://127.0.0.1:9/v1"), 0)
+
+
+# --- failures -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("behaviour", ["is gone", "500", "503", "breaks off", "hangs"])
+async def test_a_call_that_a_replica_fails_is_answered_by_another(
+    behaviour: str, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with replicated(seconds=0.3 if behaviour == "hangs" else 60) as (replicas, servers):
+        servers[0].behaviour = behaviour
+        if behaviour == "is gone":
+            await servers[0].http.stop()
+        for _ in range(3):
+            assert await answered_by(replicas, call(stream=stream)) == servers[1].url
+        assert replicas.replicas[0].failures >= 1
+        assert "trying again" not in caplog.text  # no time is spent on a server when there is another
+
+
+async def test_a_refusal_is_the_callers_and_not_tried_again() -> None:
+    async with replicated() as (replicas, servers):
+        for server in servers:
+            server.behaviour = "400"
+        for _ in range(4):
+            with pytest.raises(BackendError, match="not now") as caught:
+                await answered_by(replicas, call())
+            assert caught.value.status == 400
+        assert [len(server.asked) for server in servers] == [2, 2]
+        assert all(replica.failures == 0 for replica in replicas.replicas)
+
+
+async def test_an_answer_that_has_begun_is_not_begun_anew() -> None:
+    async with replicated() as (replicas, servers):
+        for server in servers:
+            server.behaviour = "breaks off in mid-answer"
+        with pytest.raises(BackendError, match="before every choice was finished"):
+            await answered_by(replicas, call(stream=True))
+        assert sum(len(server.asked) for server in servers) == 1
+        assert sum(replica.failures for replica in replicas.replicas) == 1
+
+
+async def test_the_last_failure_is_told_when_every_replica_fails() -> None:
+    async with replicated(3) as (replicas, servers):
+        for server in servers:
+            server.behaviour = "503"
+        with pytest.raises(BackendError, match="not now") as caught:
+            await answered_by(replicas, call())
+        assert caught.value.status == 502
+        assert [len(server.asked) for server in servers] == [1, 1, 1]
+
+
+async def test_a_replica_that_fails_in_a_row_gets_no_calls_until_it_is_healthy() -> None:
+    async with replicated(check_seconds=0.05) as (replicas, (bad, good)):
+        bad.behaviour, bad.healthy = "500", False
+        for number in range(10):
+            assert await answered_by(replicas, call(str(number))) == good.url
+        ejected = replicas.replicas[0]
+        assert len(bad.asked) == 3
+        assert ejected.ejected_since is not None
+        assert "not now" in str(ejected.why)
+        bad.behaviour, bad.healthy = "answers", True
+        await until(lambda: ejected.ejected_since is None)
+        assert {await answered_by(replicas, call()) for _ in range(2)} == {bad.url, good.url}
+        assert (ejected.failures, ejected.why) == (0, None)
+
+
+async def test_a_healthy_replica_that_goes_on_failing_is_ejected_at_its_first_failure() -> None:
+    async with replicated(check_seconds=0.05) as (replicas, (bad, good)):
+        bad.behaviour = "500"
+        for _ in range(6):
+            assert await answered_by(replicas, call()) == good.url
+        ejected = replicas.replicas[0]
+        await until(lambda: ejected.ejected_since is None)
+        asked = len(bad.asked)
+        for _ in range(2):
+            assert await answered_by(replicas, call()) == good.url
+        assert len(bad.asked) == asked + 1
+        assert ejected.ejected_since is not None
+
+
+async def test_a_replica_that_is_not_healthy_is_ejected_before_a_call_meets_it() -> None:
+    async with replicated(check_seconds=0.02) as (replicas, (bad, good)):
+        await answered_by(replicas, call())  # from now on they are looked after
+        bad.healthy = False
+        await until(lambda: replicas.replicas[0].ejected_since is not None)
+        await until(lambda: bad.checks > 5)
+        assert replicas.replicas[0].why == "it does not answer when asked for its health"
+        assert {await answered_by(replicas, call()) for _ in range(3)} == {good.url}
+        assert good.checks < bad.checks  # those in use are asked less often
+
+
+async def test_where_all_are_ejected_the_one_that_failed_longest_ago_is_tried() -> None:
+    async with replicated() as (replicas, servers):
+        for server in servers:
+            await server.http.stop()
+        for _ in range(4):
+            with pytest.raises(BackendError, match="cannot be reached") as caught:
+                await answered_by(replicas, call())
+            assert caught.value.status == 503
+        assert all(replica.ejected_since is not None for replica in replicas.replicas)
+        await servers[1].http.start()
+        assert await answered_by(replicas, call()) == servers[1].url  # its answer shows that it is back
+        assert [replica.ejected_since is None for replica in replicas.replicas] == [False, True]
+
+
+async def test_a_server_that_comes_back_on_its_port_is_used_again() -> None:
+    async with replicated(check_seconds=0.05) as (replicas, (bad, good)):
+        await bad.http.stop()
+        for _ in range(6):
+            assert await answered_by(replicas, call()) == good.url
+        await bad.http.start()
+        await until(lambda: replicas.replicas[0].ejected_since is None)
+        assert {await answered_by(replicas, call()) for _ in range(2)} == {bad.url, good.url}
+
+
+# --- waiting for a seat -------------------------------------------------------------------------------------------
+
+
+async def test_a_server_with_a_limit_runs_no_more_and_sessions_take_turns() -> None:
+    async with replicated(1, limit=1) as (replicas, (server,)):
+        server.hold()
+        async with asyncio.TaskGroup() as group:
+            for place, said in enumerate(("a1", "a2", "a3", "b1", "c1", "b2")):
+                group.create_task(answered_by(replicas, call(said, session=said[0])))
+                await until(lambda place=place: replicas.replicas[0].load == place + 1)
+            assert len(replicas.replicas[0].queue) == 5
+            server.release()
+        assert server.asked == ["a1", "a2", "b1", "c1", "a3", "b2"]
+        assert server.peak == 1
+
+
+async def test_a_free_seat_anywhere_is_taken_by_a_call_that_waits() -> None:
+    async with replicated(2, limit=1) as (replicas, (slow, quick)):
+        slow.hold()
+        quick.hold()
+        async with asyncio.TaskGroup() as group:
+            for number in range(6):
+                group.create_task(answered_by(replicas, call(str(number), session=str(number))))
+            await until(lambda: sum(replica.load for replica in replicas.replicas) == 6)
+            assert [len(replica.queue) for replica in replicas.replicas] == [2, 2]
+            quick.release()
+            await until(lambda: len(quick.asked) == 5)
+            slow.release()
+        assert len(slow.asked) == 1
+
+
+async def test_calls_that_wait_for_a_replica_go_elsewhere_when_it_is_ejected() -> None:
+    async with replicated(2, limit=1) as (replicas, (bad, good)):
+        bad.hold()
+        async with asyncio.TaskGroup() as group:
+            good.hold()
+            for number in range(4):
+                group.create_task(answered_by(replicas, call(str(number))))
+            await until(lambda: sum(replica.load for replica in replicas.replicas) == 4)
+            replicas.replicas[0].eject("it is known to be bad")
+            await until(lambda: len(replicas.replicas[1].queue) == 2)
+            good.release()
+            await until(lambda: len(good.asked) == 3)
+            bad.release()
+
+
+async def test_a_client_that_leaves_no_longer_waits() -> None:
+    async with replicated(1, limit=1) as (replicas, (server,)):
+        server.hold()
+        first = asyncio.create_task(answered_by(replicas, call("first")))
+        await until(lambda: server.running == 1)
+        leaving = asyncio.create_task(answered_by(replicas, call("leaving")))
+        last = asyncio.create_task(answered_by(replicas, call("last")))
+        await until(lambda: len(replicas.replicas[0].queue) == 2)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        assert len(replicas.replicas[0].queue) == 1
+        server.release()
+        await asyncio.gather(first, last)
+        assert server.asked == ["first", "last"]
+
+
+async def test_no_seat_is_lost_however_clients_come_and_go() -> None:
+    choice = random.Random(7)
+    async with replicated(3, limit=2) as (replicas, _):
+        tasks: list[asyncio.Task[str]] = []
+        for number in range(150):
+            asked = call(str(number), session=str(choice.randrange(8)), stream=choice.random() < 0.5)
+            tasks.append(asyncio.create_task(answered_by(replicas, asked)))
+            if choice.random() < 0.4:
+                choice.choice(tasks).cancel()
+            if choice.random() < 0.3:
+                await anyio.lowlevel.checkpoint()
+            if number == 75:
+                replicas.replicas[0].eject("to see what becomes of its calls")
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(one, str | asyncio.CancelledError) for one in results)
+        assert sum(isinstance(one, str) for one in results) > 30
+        assert [(replica.running, len(replica.queue)) for replica in replicas.replicas] == [(0, 0)] * 3
+
+
+# --- through the gateway ------------------------------------------------------------------------------------------
+
+
+async def test_an_agent_sees_one_model_and_its_spans_say_who_answered() -> None:
+    store = await SqlStore.open(":memory:")
+    async with replicated() as (replicas, servers):
+        await servers[0].http.stop()
+        gateway = Gateway(ModelTable([ModelEntry("policy", replicas)]), store)
+        async with serving(Starlette(routes=gateway.routes())) as url:
+            world = World(url, store, gateway, None)  # type: ignore[arg-type]
+            attempted = await world.attempt()
+            client = world.client(attempted)
+            for _ in range(2):
+                answer: Any = await client.chat.completions.create(model="policy", messages=user("hello"))
+                assert answer.choices[0].message.content == "Hi!"
+            spans = await world.spans(attempted)
+            assert [span.attributes[semconv.CALL_BACKEND] for span in spans] == [servers[1].url] * 2
+            assert all(span.tokens is not None for span in spans)
+            await client.close()
+        await gateway.close()
+    await store.close()
