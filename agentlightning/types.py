@@ -40,8 +40,8 @@ class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 class RolloutConfig(Noun, frozen=True, kw_only=True):
     """How a rollout is supervised. `timeout_seconds` counts from an attempt's start, `unresponsive_seconds` from its
-    last call or span; None switches a clock off. An attempt that ends in one of `retry_condition` is tried again
-    while fewer than `max_attempts` were made."""
+    last call or span, both without the time its calls are held back; None switches a clock off. An attempt that ends in
+    one of `retry_condition` is tried again while fewer than `max_attempts` were made."""
 
     timeout_seconds: float | None = None
     unresponsive_seconds: float | None = None
@@ -94,7 +94,8 @@ class Rollout(Noun, frozen=True, kw_only=True):
 
 
 class Attempt(Noun, frozen=True, kw_only=True):
-    """One try at a rollout by one worker. `sequence_id` counts from 1 within the rollout."""
+    """One try at a rollout by one worker. `sequence_id` counts from 1 within the rollout. `held_seconds` is for how
+    long its calls were held back: so much later its timeout is."""
 
     rollout_id: str
     attempt_id: str
@@ -104,6 +105,7 @@ class Attempt(Noun, frozen=True, kw_only=True):
     status: AttemptStatus = "preparing"
     worker_id: str | None = None
     last_heartbeat_time: float | None = None
+    held_seconds: float = 0.0
     metadata: dict[str, Any] = {}
 
 

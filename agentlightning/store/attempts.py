@@ -34,18 +34,20 @@ from agentlightning.types import (
 )
 
 _ATTEMPT: Final = (
-    "rollout_id, attempt_id, sequence_id, start_time, end_time, status, worker_id, last_heartbeat_time, metadata"
+    "rollout_id, attempt_id, sequence_id, start_time, end_time, status, worker_id, last_heartbeat_time, held_seconds, "
+    "metadata"
 )
 _INSERT: Final = (
     f"INSERT INTO attempts ({_ATTEMPT}, last_activity, lease_expires, check_time, span_sequence) "
-    f"VALUES ({'?, ' * 12}0) RETURNING number"
+    f"VALUES ({'?, ' * 13}0) RETURNING number"
 )
 _STANDING: Final = """
 SELECT a.number, r.rollout_id, a.attempt_id, r.status, a.status, a.sequence_id, r.attempts, r.config, a.start_time,
-       a.last_activity, a.lease_expires, a.end_time, r.end_time, a.last_heartbeat_time, a.span_sequence
+       a.last_activity, a.lease_expires, a.end_time, r.end_time, a.last_heartbeat_time, a.held_until, a.held_seconds,
+       a.span_sequence
 FROM attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id
 """
-_HELD_SECONDS: Final = 0.25  # until another look at what another server was holding
+_LOCKED_SECONDS: Final = 0.25  # until another look at what another server had locked
 _QUEUED: Final = "('queuing', 'requeuing')"
 _ACTIVE: Final = "('preparing', 'running')"
 
@@ -60,7 +62,8 @@ def attempt_from_row(row: Sequence[Any]) -> Attempt:
         status=row[5],
         worker_id=row[6],
         last_heartbeat_time=row[7],
-        metadata=codec.from_json(row[8]),
+        held_seconds=row[8],
+        metadata=codec.from_json(row[9]),
     )
 
 
@@ -79,6 +82,8 @@ def _standing(row: Sequence[Any]) -> tuple[int, Standing]:
         end_time=row[11],
         rollout_end_time=row[12],
         last_heartbeat_time=row[13],
+        held_until=row[14],
+        held_seconds=row[15],
     )
 
 
@@ -109,6 +114,8 @@ def save_standing(
             "last_activity": after.last_activity,
             "lease_expires": after.lease_expires,
             "last_heartbeat_time": after.last_heartbeat_time,
+            "held_until": after.held_until,
+            "held_seconds": after.held_seconds,
         }
     if moved and after.attempt_status in lifecycle.ACTIVE:
         columns["check_time"] = lifecycle.deadline(after)
@@ -118,15 +125,16 @@ def save_standing(
     if columns:
         values = " = ?, ".join(columns)
         tx.connection.execute(f"UPDATE attempts SET {values} = ? WHERE number = ?", (*columns.values(), number))
-    if moved or after.last_heartbeat_time != before.last_heartbeat_time:
+    heard = after.last_heartbeat_time != before.last_heartbeat_time
+    if moved or heard or after.held_seconds != before.held_seconds:
         tx.changes.touched.append(after.rollout_id)
     if after.rollout_status != before.rollout_status:
         set_status(tx, after.rollout_id, after.rollout_status)
 
 
 def _watch(tx: Transaction, number: int, standing: Standing) -> None:
-    """Note when the clocks of an active attempt are to be looked at. They only ever move later, so that a heartbeat
-    or a span need not touch this."""
+    """Note when the clocks of an active attempt are to be looked at. They only ever move later, so that a heartbeat,
+    a span or a hold need not touch this."""
     check_time = lifecycle.deadline(standing)
     tx.connection.execute("UPDATE attempts SET check_time = ? WHERE number = ?", (check_time, number))
     tx.changes.set_deadline(check_time)
@@ -245,7 +253,7 @@ def _start(tx: Transaction, rollout: Rollout, worker_id: str | None, attempt_id:
     ).fetchone()
     lease_expires = tx.now + tx.lease_seconds
     check_time = lifecycle.first_deadline(rollout.config, tx.now, lease_expires)
-    row = (rollout.rollout_id, attempt_id, sequence_id, tx.now, None, "preparing", worker_id, None, "{}")
+    row = (rollout.rollout_id, attempt_id, sequence_id, tx.now, None, "preparing", worker_id, None, 0.0, "{}")
     (number,) = tx.connection.execute(_INSERT, (*row, tx.now, lease_expires, check_time)).fetchone()
     tx.changes.set_deadline(check_time)
     tx.changes.touched.append(rollout.rollout_id)
@@ -323,6 +331,19 @@ def _check_token(standing: Standing, number: int, token: int | None) -> None:
         )
 
 
+def extend(tx: Transaction, call: calls.ExtendAttempts) -> None:
+    """Stop the timeout and the silence of active attempts; pass over those that have ended or been removed."""
+    if not 0 < call.seconds < math.inf:
+        raise InvalidError(f"seconds is {call.seconds}; it must be positive and finite")
+    # In the order of their ids, as those of spans: two servers that lock the same attempts do it in the same order.
+    for rollout_id, attempt_id in sorted(call.attempts):
+        try:
+            number, before = load_standing(tx.connection, rollout_id, attempt_id)
+        except NotFoundError:
+            continue
+        save_standing(tx, number, before, lifecycle.hold(before, tx.now, call.seconds))
+
+
 # --- the clocks --------------------------------------------------------------------------------------------------
 
 
@@ -345,16 +366,17 @@ def expire(tx: Transaction, limit: int = 500) -> int:
     (earliest,) = tx.connection.execute(f"SELECT MIN(check_time) FROM attempts WHERE status IN {_ACTIVE}").fetchone()
     tx.changes.deadline = math.inf if earliest is None else earliest
     if tx.changes.deadline <= tx.now and len(rows) < limit:
-        tx.changes.deadline = tx.now + _HELD_SECONDS  # what is still overdue was passed over: another server holds it
+        tx.changes.deadline = tx.now + _LOCKED_SECONDS  # what is still overdue was passed over: another server holds it
     return ended
 
 
 def grant_grace(tx: Transaction) -> None:
     """Nobody could be heard while the store was closed: leases and silence count from now, also where the clock has
-    been set back since."""
+    been set back since. Whoever held a call back says so again."""
     tx.connection.execute(
-        f"UPDATE attempts SET lease_expires = ?, last_activity = ?, check_time = ? WHERE status IN {_ACTIVE}",
-        (tx.now + tx.lease_seconds, tx.now, tx.now),
+        "UPDATE attempts SET lease_expires = ?, last_activity = ?, held_until = ?, check_time = ? "
+        f"WHERE status IN {_ACTIVE}",
+        (tx.now + tx.lease_seconds, *[tx.now] * 3),
     )
     tx.connection.execute(
         f"UPDATE attempts SET start_time = ? WHERE status IN {_ACTIVE} AND start_time > ?", (tx.now, tx.now)

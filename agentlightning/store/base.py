@@ -231,6 +231,13 @@ class LightningStore(abc.ABC):
         """Extend the lease of its owner; the answer says whether the attempt was cancelled or timed out meanwhile."""
         return await self.perform(calls.BeatHeart(rollout_id=rollout_id, attempt_id=attempt_id, lease=lease))
 
+    async def extend_attempts(self, attempts: Sequence[tuple[str, str]], seconds: float) -> None:
+        """Calls of these attempts, each a (rollout_id, attempt_id), are held back for the next `seconds`: that much
+        later their timeout and their silence run out; their leases do not wait. Said again before the `seconds` are
+        over, it counts from then, and the seconds that both speak of count once. Attempts that are unknown or have
+        ended are passed over. InvalidError unless `seconds` is positive and finite."""
+        await self.perform(calls.ExtendAttempts(attempts=list(attempts), seconds=seconds))
+
     # --- spans ---
 
     async def add_many_spans(self, spans: Sequence[Span]) -> list[Span]:

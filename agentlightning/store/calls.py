@@ -184,6 +184,17 @@ class BeatHeart(Call[Heartbeat], frozen=True, kw_only=True):
     lease: int
 
 
+class ExtendAttempts(Call[None], frozen=True, kw_only=True):
+    """Calls of these attempts, each a (rollout_id, attempt_id), are held back for the next `seconds`: that much later
+    their timeout and their silence run out, and their leases as before. Seconds that were said before count once, so
+    that it may be said again at any time. Attempts that are not active are passed over."""
+
+    route = "POST /attempts/extend"
+    scope = "worker"
+    attempts: list[tuple[str, str]]
+    seconds: float
+
+
 # --- spans -------------------------------------------------------------------------------------------------------
 
 

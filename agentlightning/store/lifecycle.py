@@ -62,7 +62,9 @@ class Standing:
     """All that decides what happens next to one attempt and its rollout. Times are seconds since the epoch.
 
     `attempts` counts the attempts made on the rollout so far: the attempt is the latest iff it equals `sequence_id`.
-    `last_activity` is the time of the last call or span; `lease_expires` is when the worker counts as gone."""
+    `last_activity` is when silence began: the time of the last call or span, and later by what it was held since.
+    `lease_expires` is when the worker counts as gone. Calls of the attempt are held back until `held_until`, for
+    `held_seconds` in all."""
 
     rollout_id: str
     attempt_id: str
@@ -77,6 +79,8 @@ class Standing:
     end_time: float | None = None
     rollout_end_time: float | None = None
     last_heartbeat_time: float | None = None
+    held_until: float = 0.0
+    held_seconds: float = 0.0
 
     @property
     def is_latest(self) -> bool:
@@ -163,14 +167,31 @@ def update(standing: Standing, status: AttemptStatus, now: float, lease_seconds:
 def hear(standing: Standing, now: float, lease_seconds: float) -> Standing:
     """A call or a span of the attempt arrived: it runs, or is revived. An attempt that has ended, or is no longer the
     latest of an unfinished rollout, is not brought back."""
+    silent_from = max(now, standing.held_until)  # of several calls one may be held on while another is answered
     if standing.attempt_status == "running":
-        return replace(standing, last_activity=now)
+        return replace(standing, last_activity=silent_from)
     if standing.attempt_status == "preparing":
-        return replace(move(standing, "running", now), last_activity=now)
+        return replace(move(standing, "running", now), last_activity=silent_from)
     if standing.is_revivable:
         lease_expires = max(standing.lease_expires, now + lease_seconds)
-        return replace(move(standing, "running", now), last_activity=now, lease_expires=lease_expires)
+        return replace(move(standing, "running", now), last_activity=silent_from, lease_expires=lease_expires)
     return standing
+
+
+def hold(standing: Standing, now: float, seconds: float) -> Standing:
+    """Calls of an active attempt are held back for the next `seconds`, which is no fault of the agent's: its timeout
+    and its silence stand still. What of these seconds it was to be held for already counts once.
+
+    Held at 100 for 5 seconds and at 103 for 5 again: until 108, for 8 seconds in all."""
+    added = seconds - max(0.0, standing.held_until - now)
+    if standing.attempt_status not in ACTIVE or added <= 0:
+        return standing
+    return replace(
+        standing,
+        held_until=now + seconds,
+        held_seconds=standing.held_seconds + added,
+        last_activity=standing.last_activity + added,
+    )
 
 
 def beat(standing: Standing, now: float, lease_seconds: float) -> Standing:
@@ -207,7 +228,7 @@ def _clocks(standing: Standing) -> list[tuple[float, AttemptStatus]]:
     config = standing.config
     clocks: list[tuple[float, AttemptStatus]] = [(standing.lease_expires, "unresponsive")]
     if config.timeout_seconds is not None:
-        clocks.append((standing.start_time + config.timeout_seconds, "timeout"))
+        clocks.append((standing.start_time + standing.held_seconds + config.timeout_seconds, "timeout"))
     if config.unresponsive_seconds is not None:
         clocks.append((standing.last_activity + config.unresponsive_seconds, "unresponsive"))
     return clocks

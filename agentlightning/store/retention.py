@@ -159,7 +159,7 @@ def _check_whole(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[
             raise InvalidError(f"attempt {attempt.attempt_id} is not a finished attempt of {rollout.rollout_id}")
         if attempt.sequence_id != position:
             raise InvalidError(f"attempt {position} of {rollout.rollout_id} is missing; import all of them")
-        times += [attempt.start_time, attempt.end_time or 0.0, attempt.last_heartbeat_time or 0.0]
+        times += [attempt.start_time, attempt.end_time or 0.0, attempt.last_heartbeat_time or 0.0, attempt.held_seconds]
     if not all(map(math.isfinite, times)):
         raise InvalidError(f"a time of rollout {rollout.rollout_id} is not a finite number")
     names = {attempt.attempt_id for attempt in attempts}
@@ -189,8 +189,8 @@ def _check_room(connection: Connection, rollout: Rollout, attempts: Sequence[Att
 def _insert_attempt(connection: Connection, attempt: Attempt) -> None:
     connection.execute(
         "INSERT INTO attempts (rollout_id, attempt_id, sequence_id, start_time, end_time, status, worker_id, "
-        "last_heartbeat_time, metadata, last_activity, lease_expires, check_time, span_sequence) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
+        "last_heartbeat_time, held_seconds, metadata, last_activity, lease_expires, check_time, span_sequence) "
+        f"VALUES ({'?, ' * 13}0)",
         (
             attempt.rollout_id,
             attempt.attempt_id,
@@ -200,6 +200,7 @@ def _insert_attempt(connection: Connection, attempt: Attempt) -> None:
             attempt.status,
             attempt.worker_id,
             attempt.last_heartbeat_time,
+            attempt.held_seconds,
             codec.to_json(attempt.metadata, "the metadata of the attempt"),
             *[attempt.start_time] * 3,
         ),

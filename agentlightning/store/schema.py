@@ -178,7 +178,12 @@ CREATE TABLE audit (
 );
 """
 
-STEPS: Final[Sequence[str]] = (_FIRST, _PROJECTS_FEEDS_AND_KEYS)
+_HELD_CALLS: Final = """
+ALTER TABLE attempts ADD COLUMN held_until {real} NOT NULL DEFAULT 0;
+ALTER TABLE attempts ADD COLUMN held_seconds {real} NOT NULL DEFAULT 0;
+"""
+
+STEPS: Final[Sequence[str]] = (_FIRST, _PROJECTS_FEEDS_AND_KEYS, _HELD_CALLS)
 VERSION: Final = len(STEPS)
 
 

@@ -59,6 +59,7 @@ _WRITES: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
     calls.StartAttempt: attempts.start_attempt,
     calls.UpdateAttempt: attempts.update_attempt,
     calls.BeatHeart: attempts.heartbeat,
+    calls.ExtendAttempts: attempts.extend,
     calls.NextSpanSequenceId: spans.next_sequence_id,
     calls.AddResources: records.add_resources,
     calls.StartRun: records.start_run,

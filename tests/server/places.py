@@ -52,6 +52,7 @@ WORKER = GRADER | {
     calls.StartAttempt,
     calls.UpdateAttempt,
     calls.BeatHeart,
+    calls.ExtendAttempts,
     calls.NextSpanSequenceId,
     calls.UpdateWorker,
     calls.VerifyKey,
@@ -81,6 +82,7 @@ ADMIN = TRAINER | {
 }
 OPENS = {"read": READ, "grader": GRADER, "worker": WORKER, "trainer": TRAINER, "admin": ADMIN}
 OF_THE_WHOLE = {
+    calls.ExtendAttempts,
     calls.QueryWorkers,
     calls.Statistics,
     calls.VerifyKey,
@@ -219,6 +221,7 @@ NAMELESS: dict[type[Call[Any]], Callable[[Place], Call[Any]]] = {
     calls.QueryRuns: lambda p: calls.QueryRuns(),
     calls.UpdateWorker: lambda p: calls.UpdateWorker(worker_id=p.worker_id),
     calls.QueryWorkers: lambda p: calls.QueryWorkers(),
+    calls.ExtendAttempts: lambda p: calls.ExtendAttempts(attempts=[(p.rollout_id, p.attempt_id)], seconds=1.0),
     calls.Statistics: lambda p: calls.Statistics(),
     calls.VerifyKey: lambda p: calls.VerifyKey(api_key=p.attempt_key),
     calls.DeleteRollouts: lambda p: calls.DeleteRollouts(where=Condition("rollout_id", "eq", p.rollout_id)),

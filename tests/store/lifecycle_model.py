@@ -24,10 +24,24 @@ class AttemptModel:
     status: str = "preparing"
     ended_at: float = 0.0
     spans: dict[str, int] = field(default_factory=dict)
+    holds: list[tuple[float, float]] = field(default_factory=list)  # from and until when calls of it are held back
+    held_earlier: float = 0.0  # before the store was last opened
 
     @property
     def active(self) -> bool:
         return self.status in ("preparing", "running")
+
+    @property
+    def held(self) -> float:
+        return self.held_earlier + self.held_after(0.0)
+
+    def held_after(self, when: float) -> float:
+        """Seconds after a time in which any call of it is held back."""
+        seconds = 0.0
+        for begin, end in sorted(self.holds):
+            seconds += max(0.0, end - max(begin, when))
+            when = max(when, end)
+        return seconds
 
 
 @dataclass
@@ -79,13 +93,18 @@ class RolloutModel:
         if attempt.active:
             attempt.lease = now + LEASE
 
+    def hold(self, attempt: AttemptModel, now: float, seconds: float) -> None:
+        if attempt.active:
+            attempt.holds.append((now, now + seconds))
+
     def expire(self, now: float) -> None:
         for attempt in self.attempts:
             clocks = [(attempt.lease, "unresponsive")]
             if self.config.timeout_seconds:
-                clocks.append((attempt.start + self.config.timeout_seconds, "timeout"))
+                clocks.append((attempt.start + self.config.timeout_seconds + attempt.held, "timeout"))
             if self.config.unresponsive_seconds:
-                clocks.append((attempt.heard + self.config.unresponsive_seconds, "unresponsive"))
+                silence = self.config.unresponsive_seconds + attempt.held_after(attempt.heard)
+                clocks.append((attempt.heard + silence, "unresponsive"))
             when, status = min(clocks, key=lambda clock: clock[0])
             if attempt.active and when <= now:
                 self.end(attempt, status, now)

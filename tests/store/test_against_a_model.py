@@ -298,6 +298,15 @@ class StoreAgainstModel(RuleBasedStateMachine):
         assert beat.lease_expires == (attempt.lease if attempt.active else None)
 
     @precondition(has_attempts)
+    @rule(data=st.data(), seconds=st.sampled_from([1.0, 10.0, 25.0]))
+    def hold_calls_back(self, data, seconds) -> None:
+        held = [self.pick(data) for _ in range(2)]
+        names = [(rollout.id, attempt.id) for rollout, attempt in held]
+        self.wait(self.store.extend_attempts([*names, ("nowhere", "nothing")], seconds))
+        for rollout, attempt in held:
+            rollout.hold(attempt, self.now, seconds)
+
+    @precondition(has_attempts)
     @rule(data=st.data(), status=st.sampled_from(["running", *ENDS]))
     def update(self, data, status) -> None:
         rollout, attempt = self.pick(data)
@@ -351,6 +360,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
                 if attempt.active:
                     attempt.lease, attempt.heard = self.now + LEASE, self.now
                     attempt.start = min(attempt.start, self.now)
+                    attempt.held_earlier, attempt.holds = attempt.held, []
             rollout.expire(self.now)
         self.open()
 
@@ -393,7 +403,8 @@ class StoreAgainstModel(RuleBasedStateMachine):
         assert [(r.rollout_id, r.status) for r in stored] == [(r.id, r.status) for r in self.rollouts]
         for rollout, kept in zip(self.rollouts, stored, strict=True):
             attempts = self.wait(self.store.query_attempts(rollout.id))
-            assert [(a.attempt_id, a.status) for a in attempts] == [(a.id, a.status) for a in rollout.attempts]
+            expected = [(a.id, a.status, a.held) for a in rollout.attempts]
+            assert [(a.attempt_id, a.status, a.held_seconds) for a in attempts] == expected
             assert all((a.end_time is None) == (a.status in ("preparing", "running")) for a in attempts)
             assert (kept.end_time is None) == (kept.status not in TERMINAL)
             assert self.wait(self.store.get_rollout_by_id(rollout.id)) == kept, "what is kept in memory is not stale"

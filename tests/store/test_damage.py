@@ -196,6 +196,7 @@ async def test_a_store_of_the_first_layout_is_brought_to_the_present_one(old_sto
             assert span.attributes == {"agentlightning.reward.0.value": 0.3}
             assert [group.group_id for group in await store.complete_groups_after("run", 0)] == ["g"]
             assert [one.rollout_id for one in (await store.finished_after()).rollouts] == ["done"]
+            assert (await store.get_latest_attempt("busy")).held_seconds == 0.0
             assert (await store.get_latest_resources()).resources_id == "rs"
     async with opened(address) as store:
         assert (await store.dequeue_rollout()).rollout_id == "waits"

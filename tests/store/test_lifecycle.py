@@ -6,6 +6,8 @@ import typing
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentlightning.errors import ConflictError
 from agentlightning.store import lifecycle
@@ -125,6 +127,74 @@ def test_a_call_or_span_restarts_silence_and_neither_of_the_other_clocks():
     after = lifecycle.hear(standing(config=config), 104.0, LEASE)
     assert lifecycle.deadline(after) == 109.0
     assert (after.lease_expires, after.start_time) == (130.0, 100.0)
+
+
+# --- time in which calls are held back ---------------------------------------------------------------------------
+
+BOTH = RolloutConfig(timeout_seconds=20, unresponsive_seconds=15)
+
+
+@pytest.mark.parametrize("status", sorted(lifecycle.ACTIVE))
+def test_a_hold_stops_timeout_and_silence_and_not_the_lease(status):
+    after = lifecycle.hold(standing(status, status, config=BOTH), 110.0, 5.0)
+    assert (after.attempt_status, after.rollout_status, after.held_seconds) == (status, status, 5.0)
+    assert after.lease_expires == 130.0
+    assert lifecycle.expire(after, 119.9).attempt_status == status
+    assert lifecycle.expire(after, 120.0).attempt_status == "unresponsive"
+    talking = lifecycle.hear(after, 119.0, LEASE)
+    assert lifecycle.expire(talking, 124.9).attempt_status == "running"
+    assert lifecycle.expire(talking, 125.0).attempt_status == "timeout"
+
+
+def test_seconds_that_several_holds_speak_of_count_once():
+    held = lifecycle.hold(standing(), 100.0, 5.0)
+    assert lifecycle.hold(held, 100.0, 5.0) == held, "the same again"
+    assert lifecycle.hold(held, 102.0, 3.0) == held
+    longer = lifecycle.hold(held, 103.0, 5.0)
+    assert (longer.held_until, longer.held_seconds) == (108.0, 8.0)
+    assert lifecycle.hold(longer, 110.0, 2.0).held_seconds == 10.0
+
+
+def test_what_was_held_before_a_span_does_not_count_again_after_it():
+    held = lifecycle.hold(standing(config=BOTH), 100.0, 5.0)
+    heard = lifecycle.hear(held, 112.0, LEASE)
+    assert heard.last_activity == 112.0
+    assert heard.held_seconds == 5.0, "the timeout counts from the start"
+
+
+def test_a_span_in_a_hold_leaves_what_is_left_of_it():
+    heard = lifecycle.hear(lifecycle.hold(standing(config=BOTH), 100.0, 5.0), 103.0, LEASE)
+    assert heard.last_activity == 105.0
+
+
+@pytest.mark.parametrize("end", sorted(lifecycle.ENDS))
+def test_an_attempt_that_has_ended_is_not_held(end):
+    ended = standing("requeuing" if end == "unresponsive" else "failed", end, end_time=110.0)
+    assert lifecycle.hold(ended, 111.0, 5.0) == ended
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["hold", "hear", "beat"]), st.integers(0, 9), st.integers(1, 9)),
+        min_size=1,
+        max_size=20,
+    )
+)
+def test_clocks_only_move_later(events):
+    config, now = RolloutConfig(timeout_seconds=1000, unresponsive_seconds=500), 100.0
+    current = standing(config=config, lease_expires=10_000.0)
+    for name, passed, seconds in events:
+        now += passed
+        match name:
+            case "hold":
+                after = lifecycle.hold(current, now, float(seconds))
+            case "hear":
+                after = lifecycle.hear(current, now, LEASE)
+            case _:
+                after = lifecycle.beat(current, now, 10_000.0)
+        assert lifecycle.deadline(after) >= lifecycle.deadline(current)
+        assert after.held_seconds <= now + 9 - 100.0, "never more than has passed, and what is to come"
+        current = after
 
 
 # --- revival -----------------------------------------------------------------------------------------------------

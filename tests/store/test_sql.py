@@ -176,6 +176,29 @@ async def test_leases_get_a_grace_period_after_reopening(tmp_path):
     await store.close()
 
 
+async def test_a_hold_ends_with_the_store_and_what_was_held_is_remembered(tmp_path):
+    now = 1000.0
+    path = tmp_path / "store.db"
+    store = await SqlStore.open(path, clock=lambda: now, lease_seconds=1000)
+    both = [RolloutConfig(timeout_seconds=60), RolloutConfig(unresponsive_seconds=60)]
+    timed, silent = [await store.start_rollout(1, config=config) for config in both]
+    names = [(one.rollout_id, one.attempt.attempt_id) for one in (timed, silent)]
+    await store.extend_attempts(names, 20)
+    await store.close()
+
+    now = 1010.0
+    store = await SqlStore.open(path, clock=lambda: now, lease_seconds=1000)
+    assert [(await store.get_latest_attempt(name)).held_seconds for name, _ in names] == [20.0, 20.0]
+    await store.extend_attempts(names, 5)
+    for when, still in [(1074.9, 2), (1075.0, 1), (1084.9, 1), (1085.0, 0)]:
+        now = when
+        await store.expire_overdue()
+        statuses = [(await store.get_latest_attempt(name)).status for name, _ in names]
+        assert statuses.count("preparing") == still, when
+    assert statuses == ["timeout", "unresponsive"]
+    await store.close()
+
+
 async def test_a_store_is_used_by_one_process_at_a_time(tmp_path):
     store = await SqlStore.open(tmp_path / "store.db")
     with pytest.raises(ConfigError, match="in use by another process"):

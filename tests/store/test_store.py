@@ -256,6 +256,34 @@ async def test_a_silent_attempt_becomes_unresponsive(store):
     assert (await store.get_latest_attempt(leased.rollout_id)).status == "unresponsive"
 
 
+@pytest.mark.parametrize("clock", ["timeout", "unresponsive"])
+async def test_an_attempt_whose_calls_are_held_has_so_much_more_time(store, clock):
+    leased = await lease_new(store, RolloutConfig(**{f"{clock}_seconds": 1.0}))
+    assert leased.attempt.held_seconds == 0.0
+    names = [(leased.rollout_id, leased.attempt.attempt_id), ("nowhere", leased.attempt.attempt_id), ("no", "thing")]
+    await store.extend_attempts(names, 0.3)
+    assert (await store.get_latest_attempt(leased.rollout_id)).held_seconds == 0.3, "and the others are passed over"
+    await store.wait_for_rollouts([leased.rollout_id], timeout=10)
+    attempt = await store.get_latest_attempt(leased.rollout_id)
+    assert attempt.status == clock
+    assert attempt.end_time - attempt.start_time >= 1.3
+
+
+async def test_an_ended_attempt_is_not_held(store):
+    leased = await lease_new(store)
+    await end(store, leased)
+    before = await store.get_latest_attempt(leased.rollout_id)
+    await store.extend_attempts([(leased.rollout_id, leased.attempt.attempt_id)], 5)
+    assert await store.get_latest_attempt(leased.rollout_id) == before
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
+async def test_attempts_are_held_for_a_number_of_seconds(store, seconds):
+    leased = await lease_new(store)
+    with pytest.raises(InvalidError, match="positive and finite"):
+        await store.extend_attempts([(leased.rollout_id, leased.attempt.attempt_id)], seconds)
+
+
 async def test_an_unresponsive_attempt_that_speaks_before_its_retry_is_revived(hasty_store):
     leased = await lease_new(hasty_store, RolloutConfig(max_attempts=2, retry_condition=("unresponsive",)))
     await _until_requeued(hasty_store, leased.rollout_id)

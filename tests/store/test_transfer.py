@@ -41,7 +41,7 @@ TOKENS = TokenCapture(
 
 
 async def live(store: LightningStore, number: int, **fields) -> str:
-    """A rollout with everything a rollout can have: tried twice, called, rewarded."""
+    """A rollout with everything a rollout can have: tried twice, called, held, rewarded."""
     request = EnqueueRolloutRequest(
         input={"say": f'"{number}"\n√2 \u2028 \0', "nothing": None, "n": 1.0, "big": 2**60},
         config=RolloutConfig(max_attempts=2, retry_condition=("failed",), timeout_seconds=1e6),
@@ -54,6 +54,7 @@ async def live(store: LightningStore, number: int, **fields) -> str:
     second = await store.start_attempt(first.rollout_id, worker_id="w")
     ids = first.rollout_id, second.attempt.attempt_id
     common = {"rollout_id": ids[0], "attempt_id": ids[1], "trace_id": "ab" * 16, "start_time": 1.1, "end_time": 2.2}
+    await store.extend_attempts([ids], 0.1)
     await store.add_many_spans(
         [
             Span(
