@@ -145,7 +145,7 @@ class Replicas:
         tries = _Tries(self, call.session)
         while True:
             async with tries as replica, replica.backend.relay(call) as answer:
-                if answer.status >= 500 and tries.left:
+                if answer.status >= 500 and tries.may_go_on:
                     raise BackendError(f"the backend at {replica.backend.name} answered {answer.status}")
                 tries.begun = True
                 yield replace(answer, replica=replica.backend.name)
@@ -193,11 +193,16 @@ class Replicas:
         replica.running -= 1
         self._serve(replica)
 
+    def left(self, tried: set[Replica]) -> list[Replica]:
+        """Where a call that has `tried` some may go: to those in use, or if all are ejected to any."""
+        used = [replica for replica in self.replicas if replica.ejected_since is None] or self.replicas
+        return [replica for replica in used if replica not in tried]
+
     def _choose(self, session: str | None, tried: set[Replica]) -> Replica:
-        left = [replica for replica in self.replicas if replica not in tried]
-        healthy = [replica for replica in left if replica.ejected_since is None]
-        usable = healthy or [min(left, key=lambda replica: replica.failed_at)]
-        usable = [replica for replica in usable if not replica.full] or usable
+        left = self.left(tried) or [replica for replica in self.replicas if replica not in tried]
+        if left[0].ejected_since is not None:
+            left = [min(left, key=lambda replica: replica.failed_at)]
+        usable = [replica for replica in left if not replica.full] or left
         least = min(usable, key=lambda replica: (replica.load, replica.chosen))
         own = self._sessions.get(session) if session is not None else None
         return own if own in usable and own.load <= least.load * 1.5 + 4 else least
@@ -251,22 +256,22 @@ class _Tries:
         self.begun = False
         self._replicas = replicas
         self._session = session
-        self._tried: list[Replica] = []
+        self._tried: set[Replica] = set()
 
     @property
-    def left(self) -> bool:
-        return len(self._tried) < len(self._replicas.replicas)
+    def may_go_on(self) -> bool:
+        return not self.begun and bool(self._replicas.left(self._tried))
 
     async def __aenter__(self) -> Replica:
-        self._tried.append(await self._replicas.seat(self._session, set(self._tried)))
-        return self._tried[-1]
+        self._replica = await self._replicas.seat(self._session, self._tried)
+        self._tried.add(self._replica)
+        return self._replica
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        replica = self._tried[-1]
         failed = isinstance(error, BackendError) and error.status >= 500
         if failed:
-            replica.failed(str(error))
-        self._replicas.leave(replica)
-        return failed and self.left and not self.begun
+            self._replica.failed(str(error))
+        self._replicas.leave(self._replica)
+        return failed and self.may_go_on
