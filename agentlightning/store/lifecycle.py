@@ -113,7 +113,8 @@ def check_settable(rollout_id: str, current: RolloutStatus, wanted: RolloutStatu
 
 
 def move(standing: Standing, status: AttemptStatus, now: float) -> Standing:
-    """The attempt becomes `status`, and its rollout follows if the attempt is its latest and it is not terminal.
+    """The attempt becomes `status`, and its rollout follows if the attempt is its latest and it is not terminal. An
+    attempt that has ended is not held any more, should it be revived.
 
     ConflictError when the table of attempts does not allow it."""
     current = standing.attempt_status
@@ -122,7 +123,8 @@ def move(standing: Standing, status: AttemptStatus, now: float) -> Standing:
             f"attempt {standing.attempt_id} of rollout {standing.rollout_id} has ended as {current}; "
             f"it cannot become {status}"
         )
-    moved = replace(standing, attempt_status=status, end_time=now if status in ENDS else None)
+    end_time, held_until = (now, 0.0) if status in ENDS else (None, standing.held_until)
+    moved = replace(standing, attempt_status=status, end_time=end_time, held_until=held_until)
     if not standing.is_latest or standing.rollout_status in TERMINAL:
         return moved
     follows = _rollout_status_after(standing, status)

@@ -25,7 +25,7 @@ class AttemptModel:
     ended_at: float = 0.0
     spans: dict[str, int] = field(default_factory=dict)
     holds: list[tuple[float, float]] = field(default_factory=list)  # from and until when calls of it are held back
-    held_earlier: float = 0.0  # before the store was last opened
+    held_earlier: float = 0.0  # before the store was last opened, or the attempt was given up
 
     @property
     def active(self) -> bool:
@@ -33,7 +33,10 @@ class AttemptModel:
 
     @property
     def held(self) -> float:
-        return self.held_earlier + self.held_after(0.0)
+        return self.held_earlier + self.held_after(self.start)
+
+    def release(self) -> None:
+        self.held_earlier, self.holds = self.held, []
 
     def held_after(self, when: float) -> float:
         """Seconds after a time in which any call of it is held back."""
@@ -56,6 +59,7 @@ class RolloutModel:
 
     def end(self, attempt: AttemptModel, status: str, now: float) -> None:
         attempt.status, attempt.ended_at = status, now
+        attempt.release()
         if attempt is not self.attempts[-1] or self.status in TERMINAL:
             return
         if status in self.config.retry_condition and len(self.attempts) < self.config.max_attempts:

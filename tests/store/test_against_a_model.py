@@ -47,7 +47,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.address = new_address()
-        self.now = 1000.0
+        self.now = 1_000_000.0
         self.rollouts: list[RolloutModel] = []
         self.groups: dict[str, bool] = {}  # and whether they are complete
         self.number = itertools.count()
@@ -360,7 +360,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
                 if attempt.active:
                     attempt.lease, attempt.heard = self.now + LEASE, self.now
                     attempt.start = min(attempt.start, self.now)
-                    attempt.held_earlier, attempt.holds = attempt.held, []
+                    attempt.release()
             rollout.expire(self.now)
         self.open()
 

@@ -173,6 +173,12 @@ def test_an_attempt_that_has_ended_is_not_held(end):
     assert lifecycle.hold(ended, 111.0, 5.0) == ended
 
 
+def test_a_hold_ends_with_the_attempt_and_does_not_come_back_with_it():
+    held = lifecycle.hold(standing(config=retrying("unresponsive")), 128.0, 5.0)
+    revived = lifecycle.hear(lifecycle.expire(held, 130.0), 131.0, LEASE)
+    assert (revived.attempt_status, revived.last_activity, revived.held_seconds) == ("running", 131.0, 5.0)
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(["hold", "hear", "beat"]), st.integers(0, 9), st.integers(1, 9)),
