@@ -24,7 +24,6 @@ from agentlightning.gateway.backend import (
     Started,
     unsupported,
 )
-from agentlightning.gateway.backends.connection import Connection
 from agentlightning.gateway.chat.recorded import EncodedPrompt, RecordedAnswers
 from agentlightning.gateway.chat.stop_strings import StopStrings
 from agentlightning.gateway.chat.template import ChatTemplate
@@ -57,17 +56,14 @@ class TokenBackend:
     """Answers chats and continues prompts with the tokens of `generator`; every sampled id comes with its logprob and
     policy version. Tokens are sampled freely: what would constrain or penalise them is refused by name.
 
-    `name` is what spans say of it. `connection` is closed with the backend; without one the generator's owner closes
-    it."""
+    `name` is what spans say of it. The generator belongs to its owner. The seed of a call decides its random numbers
+    alone, where the generator honours seeds."""
 
     captures_tokens = True
     relays: frozenset[str] = frozenset()
 
-    def __init__(
-        self, chat: ChatTemplate, generator: TokenGenerator, *, name: str, connection: Connection | None = None
-    ) -> None:
+    def __init__(self, chat: ChatTemplate, generator: TokenGenerator, *, name: str) -> None:
         self.name = name
-        self.connection = connection
         self._generator = generator
         self._chat = chat
         self._recorded = RecordedAnswers(chat)
@@ -95,8 +91,7 @@ class TokenBackend:
         raise unsupported(call.path, f"{self.name} answers with text only")
 
     async def close(self) -> None:
-        if self.connection is not None:
-            await self.connection.close()
+        """The generator belongs to its owner."""
 
     def _prompt(self, call: ModelCall) -> EncodedPrompt:
         variables = _check(call)

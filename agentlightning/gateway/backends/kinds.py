@@ -1,0 +1,68 @@
+"""What is said of a server → the backend that speaks with it.
+
+Knows the kinds of servers and what each needs. Knows no models and no table of them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from agentlightning.errors import ConfigError
+from agentlightning.gateway.backends.connection import Connection
+from agentlightning.gateway.backends.http import HttpBackend, Kind
+
+if TYPE_CHECKING:  # tokenizers are not among what a server without models needs to have installed
+    from agentlightning.gateway.backends.sglang import SglangBackend
+    from agentlightning.gateway.chat.template import ChatTemplate
+
+BackendKind: TypeAlias = Kind | Literal["sglang"]
+
+
+def make_backend(
+    base_url: str,
+    *,
+    kind: BackendKind = "vllm",
+    api_key: str | None = None,
+    model: str | None = None,
+    tokenizer: str | None = None,
+    timeout_seconds: float = 600.0,
+) -> HttpBackend | SglangBackend:
+    """The server at `base_url`; see `HttpBackend`, and for `sglang`, whose chats are rendered here with `tokenizer` (a
+    directory, or a name on Hugging Face), `SglangBackend`. It may read a tokenizer: not for the event loop's thread.
+
+    ConfigError for a kind that is not known, and for what a kind needs and has not, or has no use for."""
+    if kind != "sglang":
+        if tokenizer is not None:
+            raise ConfigError(f"a server of the kind {kind!r} renders chats itself; leave tokenizer out")
+        return HttpBackend(base_url, kind=kind, api_key=api_key, model=model, timeout_seconds=timeout_seconds)
+    if tokenizer is None:
+        raise ConfigError(
+            "a server of the kind 'sglang' is sent token ids: name the tokenizer of its model (a directory, or a name "
+            "on Hugging Face), or register the server as 'openai' with trainable=False"
+        )
+    if model is not None:
+        raise ConfigError("a server of the kind 'sglang' has one model; leave model out")
+    chat = chat_template(tokenizer)
+    from agentlightning.gateway.backends.sglang import SglangBackend
+
+    return SglangBackend(Connection(base_url, api_key=api_key, timeout_seconds=timeout_seconds), chat)
+
+
+@lru_cache(maxsize=8)
+def chat_template(tokenizer: str) -> ChatTemplate:
+    """The tokenizer in this directory, or of this name on Hugging Face, with its chat template; read once and shared.
+
+    ConfigError where it cannot be read, or `transformers` is not installed."""
+    try:
+        from transformers import AutoTokenizer
+
+        from agentlightning.gateway.chat.template import ChatTemplate
+    except ImportError as error:
+        raise ConfigError(
+            f"chats cannot be rendered without transformers ({error}): pip install 'agent-lightning-next[train]'"
+        ) from None
+    try:
+        return ChatTemplate.from_pretrained(AutoTokenizer.from_pretrained(tokenizer))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the tokenizer {tokenizer!r} cannot be read: {error}") from None

@@ -1,0 +1,391 @@
+"""SGLang as a backend: a server that answers as SGLang 0.5 does, whose tokens are the talker's own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from agentlightning import semconv
+from agentlightning.engine.service import EngineService
+from agentlightning.errors import BackendError, ConfigError
+from agentlightning.gateway.answer import Answer
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.backend import STOPPED_BY_STRING, Delta, ModelCall, Sampling
+from agentlightning.gateway.backends.kinds import make_backend
+from agentlightning.gateway.backends.sglang import TRUNCATED, SglangBackend
+from agentlightning.gateway.chat.backend import TokenBackend
+from agentlightning.gateway.generation import GenerationRequest, SampledToken
+from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.store.sql import SqlStore
+from tests.gateway.talker import PLAIN, SEARCH_TOOL, make_talker, user
+from tests.gateway.world import GREEDY, World, serving, talking
+
+pytestmark = pytest.mark.anyio
+
+
+class Sglang:
+    """`/generate` and `/abort_request` as SGLang answers them; `changes` are made to each `meta_info`. While it is not
+    `going` it says no more than a first chunk, until it is told to abort."""
+
+    def __init__(self, service: EngineService) -> None:
+        self.service = service
+        self.incremental = False
+        self.changes: dict[str, Any] = {}
+        self.refusal: Response | None = None
+        self.asked: list[dict[str, Any]] = []
+        self.aborted: list[str] = []
+        self.begun = asyncio.Event()
+        self.going = asyncio.Event()
+        self.going.set()
+
+    async def generate(self, request: Request) -> Response:
+        asked = await request.json()
+        self.asked.append(asked)
+        self.begun.set()
+        if self.refusal is not None:
+            return self.refusal
+        if asked["stream"]:
+            return StreamingResponse(self._stream(asked), media_type="text/event-stream")
+        sampled = [token async for token in self._sampled(asked)]
+        await self.going.wait()
+        return JSONResponse(self._output(asked, sampled, 0))
+
+    async def abort(self, request: Request) -> Response:
+        rid = (await request.json())["rid"]
+        self.aborted += [asked["rid"] for asked in self.asked if asked["rid"].startswith(rid)]
+        self.going.set()
+        return Response(status_code=200)
+
+    async def _stream(self, asked: dict[str, Any]) -> AsyncIterator[str]:
+        sampled: list[SampledToken] = []
+        sent = 0
+        async for token in self._sampled(asked):
+            sampled.append(token)
+            if token.finish_reason is not None or len(sampled) - sent == 3:  # several tokens in a chunk
+                yield f"data: {json.dumps(self._output(asked, sampled, sent if self.incremental else 0))}\n\n"
+                sent = len(sampled)
+                await self.going.wait()
+        yield "data: [DONE]\n\n"
+
+    async def _sampled(self, asked: dict[str, Any]) -> AsyncIterator[SampledToken]:
+        sampling = asked["sampling_params"]
+        request = GenerationRequest(
+            asked["input_ids"],
+            max_tokens=sampling["max_new_tokens"],
+            temperature=sampling["temperature"],
+            top_p=sampling["top_p"],
+            top_k=max(0, sampling["top_k"]),
+            seed=sampling.get("sampling_seed"),
+            stop_token_ids=frozenset(sampling["stop_token_ids"]),
+        )
+        async with aclosing(self.service.generate(request)) as tokens:
+            async for token in tokens:
+                if asked["rid"] in self.aborted:
+                    return
+                yield token
+
+    def _output(self, asked: dict[str, Any], sampled: list[SampledToken], start: int) -> dict[str, Any]:
+        """What has been sampled; lists hold what comes after `start`, counts hold everything."""
+        last = sampled[-1]
+        reasons = {
+            "stop": {"type": "stop", "matched": last.token_id},
+            "length": {"type": "length", "length": len(sampled)},
+        }
+        logprobs = [[token.logprob, token.token_id, None] for token in sampled]
+        meta = {
+            "id": asked["rid"],
+            "finish_reason": None if last.finish_reason is None else reasons[last.finish_reason],
+            "prompt_tokens": len(asked["input_ids"]),
+            "weight_version": "default",
+            "num_retractions": 0,
+            "input_token_logprobs": [],
+            "output_token_logprobs": logprobs[start:],
+            "output_token_logprobs_length": len(sampled),
+            "completion_tokens": len(sampled),
+            "cached_tokens": 0,
+        }
+        if asked["top_logprobs_num"]:
+            tops = [[[entry[0], entry[1], None], [-9.0, 5, None]] for entry in logprobs]
+            meta["output_top_logprobs"] = tops[start:]
+        ids = [token.token_id for token in sampled][start:]
+        return {"text": make_talker().tokenizer.decode(ids), "output_ids": ids, "meta_info": meta | self.changes}
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tokenizer")
+    make_talker().tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@asynccontextmanager
+async def connected(server: Sglang, tokenizer: str) -> AsyncIterator[SglangBackend]:
+    routes = [Route(f"/{one.__name__}", one, methods=["POST"]) for one in (server.generate,)]
+    routes.append(Route("/abort_request", server.abort, methods=["POST"]))
+    async with serving(Starlette(routes=routes)) as url:
+        backend = make_backend(f"{url}/v1", kind="sglang", tokenizer=tokenizer)
+        assert isinstance(backend, SglangBackend)
+        yield backend
+        await backend.close()
+
+
+@pytest.fixture
+async def world(tokenizer: str) -> AsyncIterator[tuple[SglangBackend, Sglang, TokenBackend]]:
+    """The backend, the server behind it, and the server's own engine as a backend."""
+    async with talking() as (embedded, service):
+        server = Sglang(service)
+        async with connected(server, tokenizer) as backend:
+            yield backend, server, embedded
+
+
+Setting = tuple[SglangBackend, Sglang, TokenBackend]
+
+
+def chat_call(text: str = "hello", **fields: Any) -> ModelCall:
+    return ModelCall(**{"request_id": "r", "model": "m", "messages": user(text), "sampling": GREEDY, **fields})
+
+
+async def answered(backend: TokenBackend, call: ModelCall) -> Answer:
+    answer = Answer(call.sampling.n)
+    async for event in backend.answer(call):
+        answer.add(event)
+    return answer
+
+
+@pytest.mark.parametrize(("stream", "incremental"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("text", ["signs", "weather", "broken"])
+async def test_answers_are_those_of_the_same_engine_embedded(
+    world: Setting, text: str, stream: bool, incremental: bool
+) -> None:
+    backend, server, embedded = world
+    server.incremental = incremental
+    call = chat_call(text, tools=[] if text in PLAIN else [SEARCH_TOOL], stream=stream)
+    ours, expected = await answered(backend, call), await answered(embedded, call)
+    assert ours.prompt_token_ids == expected.prompt_token_ids
+    mine, theirs = ours.choices[0], expected.choices[0]
+    assert mine.message() == theirs.message()
+    assert (mine.token_ids, mine.finish_reason, mine.untrainable) == (theirs.token_ids, theirs.finish_reason, None)
+    assert mine.logprobs == pytest.approx(theirs.logprobs)
+
+
+async def test_every_choice_is_a_request_with_a_seed_of_its_own(world: Setting) -> None:
+    backend, server, embedded = world
+    call = chat_call(sampling=Sampling(temperature=2.0, max_tokens=8, seed=1, n=3))
+    ours, expected = await answered(backend, call), await answered(embedded, call)
+    assert [choice.token_ids for choice in ours.choices] == [choice.token_ids for choice in expected.choices]
+    assert len({asked["sampling_params"]["sampling_seed"] for asked in server.asked}) == 3
+    assert len({asked["rid"] for asked in server.asked}) == 3
+
+
+async def test_nothing_of_the_sampling_is_left_to_the_server(world: Setting) -> None:
+    backend, server, _ = world
+    await answered(backend, chat_call(sampling=Sampling(temperature=0.5, max_tokens=4)))
+    (asked,) = server.asked
+    end = make_talker().tokenizer.eos_token_id
+    assert asked["sampling_params"] == {
+        "max_new_tokens": 4,
+        "temperature": 0.5,
+        "top_p": 1.0,
+        "top_k": -1,
+        "stop_token_ids": [end],
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+    }
+    assert (asked["return_logprob"], asked["logprob_start_len"], asked["stream"]) == (True, -1, False)
+
+
+async def test_answers_sampled_with_top_p_or_top_k_are_flagged(world: Setting) -> None:
+    for sampling in (Sampling(top_p=0.9, max_tokens=2), Sampling(top_k=3, max_tokens=2)):
+        assert (await answered(world[0], chat_call(sampling=sampling))).choices[0].untrainable == TRUNCATED
+    greedy = Sampling(temperature=0.0, top_p=0.9, max_tokens=2)
+    assert (await answered(world[0], chat_call(sampling=greedy))).choices[0].untrainable is None
+
+
+async def test_a_later_turn_repeats_the_ids_that_were_sampled(world: Setting) -> None:
+    backend, _, _ = world
+    first = await answered(backend, chat_call(session="attempt"))
+    turns = [*user("hello"), first.choices[0].message(), *user("count")]
+    second = await answered(backend, chat_call(messages=turns, session="attempt"))
+    before = (*first.prompt_token_ids, *first.choices[0].token_ids)
+    assert second.prompt_token_ids[: len(before)] == before
+    assert second.spliced_tokens == len(first.choices[0].token_ids)
+
+
+async def test_a_prompt_is_continued(world: Setting) -> None:
+    ids = (await answered(world[0], chat_call("count"))).prompt_token_ids
+    answer = await answered(world[0], chat_call(messages=[], prompt=ids))
+    assert answer.choices[0].string("content") == PLAIN["count"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_likeliest_tokens_are_told(world: Setting, stream: bool) -> None:
+    answer = await answered(world[0], chat_call(logprobs=True, top_logprobs=2, stream=stream))
+    entries = answer.choices[0].logprob_entries
+    assert [entry["logprob"] for entry in entries] == answer.choices[0].logprobs
+    assert {len(entry["top_logprobs"]) for entry in entries} == {2}
+    assert all(entry["top_logprobs"][0]["token"] == entry["token"] for entry in entries)
+
+
+async def test_tokens_are_counted_without_asking_the_server(world: Setting) -> None:
+    call = chat_call("weather", tools=[SEARCH_TOOL])
+    count = await world[0].count_tokens(call)
+    assert world[1].asked == []
+    assert count == len((await answered(world[0], call)).prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("told", "versions"),
+    [
+        ({"weight_version": "default"}, [[4, 18]]),
+        ({"weight_version": "7"}, [[7, 18]]),
+        (
+            {
+                "weight_version": "7",
+                "weight_versions": [
+                    {"version": "6", "start": 0, "end": 5},
+                    {"version": "7", "start": 5, "end": 18},
+                ],
+            },
+            [[6, 5], [7, 13]],
+        ),
+    ],
+)
+async def test_weight_versions_are_policy_versions(
+    world: Setting, told: dict[str, Any], versions: list[list[int]]
+) -> None:
+    backend, server, _ = world
+    backend.connection.version = 4
+    server.changes = told
+    choice = (await answered(backend, chat_call("count", stream=True))).choices[0]
+    assert len(choice.token_ids) == 18
+    assert choice.versions == versions
+
+
+async def test_a_stop_string_ends_the_answer_and_aborts_the_request(world: Setting) -> None:
+    backend, server, _ = world
+    call = chat_call("count", sampling=Sampling(temperature=0.0, stop=("4",)))
+    answer = await answered(backend, call)
+    assert answer.choices[0].string("content") == "1 2 3 "
+    assert (answer.choices[0].stop_string, answer.choices[0].untrainable) == ("4", STOPPED_BY_STRING)
+    assert server.aborted == [server.asked[0]["rid"]]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_leaving_a_stream_aborts_its_requests(world: Setting, n: int) -> None:
+    backend, server, _ = world
+    server.going.clear()
+    call = chat_call("count", sampling=Sampling(temperature=0.0, n=n), stream=True)
+    async with aclosing(backend.answer(call)) as events:
+        async for event in events:
+            if isinstance(event, Delta):
+                break
+    assert sorted(server.aborted) == sorted(asked["rid"] for asked in server.asked)
+
+
+async def test_leaving_a_call_that_is_not_streamed_aborts_it(world: Setting) -> None:
+    backend, server, _ = world
+    server.going.clear()
+    waiting = asyncio.create_task(answered(backend, chat_call()))
+    await server.begun.wait()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert server.aborted == [server.asked[0]["rid"]]
+
+
+async def test_a_finished_request_is_not_aborted(world: Setting) -> None:
+    for stream in (False, True):
+        await answered(world[0], chat_call(stream=stream))
+    assert world[1].aborted == []
+
+
+TOO_LONG = "The input (600 tokens) is longer than the model's context length (512 tokens)."
+IN_STREAM = {"error": {"message": TOO_LONG, "type": "invalid_request_error", "code": 400, "retryable": False}}
+
+
+@pytest.mark.parametrize(
+    ("stream", "refusal"),
+    [
+        (False, JSONResponse({"error": {"message": TOO_LONG}}, 400)),
+        (True, Response(f"data: {json.dumps(IN_STREAM)}\n\ndata: [DONE]\n\n", media_type="text/event-stream")),
+    ],
+)
+async def test_a_refusal_comes_before_anything_is_said(world: Setting, stream: bool, refusal: Response) -> None:
+    world[1].refusal = refusal
+    async with aclosing(world[0].answer(chat_call(stream=stream))) as events:
+        with pytest.raises(BackendError, match="longer than the model's context") as caught:
+            await anext(events)
+    assert caught.value.status == 400
+
+
+ABORT = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("told", "status", "says"),
+    [
+        ({"finish_reason": ABORT, "completion_tokens": 0}, 503, "Aborted"),
+        ({"finish_reason": {**ABORT, "message": "wrong input", "status_code": 400}}, 400, "wrong input"),
+        ({"finish_reason": {"type": "stop", "matched": "NaN happened"}}, 503, "NaN happened"),
+        ({"prompt_tokens": 3}, 400, "read 3 tokens"),
+        ({"output_token_logprobs": []}, 502, "told the logprobs of 0"),
+        ({"finish_reason": None}, 502, "before the last token"),
+        ({"completion_tokens": "many"}, 502, "no answer of /generate"),
+    ],
+)
+async def test_an_answer_that_is_not_what_was_asked_for_is_an_error(
+    world: Setting, told: dict[str, Any], status: int, says: str, stream: bool
+) -> None:
+    world[1].changes = told
+    with pytest.raises(BackendError, match=says) as caught:
+        await answered(world[0], chat_call(stream=stream))
+    assert caught.value.status == status
+
+
+async def test_calls_through_the_gateway_are_captured_and_trained(world: Setting, tmp_path: Path) -> None:
+    backend, _, _ = world
+    store = await SqlStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
+    gateway = Gateway(ModelTable([ModelEntry("policy", backend, train=GREEDY)]), store)
+    async with serving(Starlette(routes=gateway.routes())) as url:
+        front = World(url, store, gateway, world[1].service)
+        attempted = await front.attempt()
+        async with front.client(attempted).chat.completions.stream(
+            model="policy", messages=user("weather"), tools=[SEARCH_TOOL]
+        ) as stream:
+            completion = await stream.get_final_completion()
+        (span,) = await front.spans(attempted)
+        await front.clients[0].close()
+    await store.close()
+    assert completion.choices[0].message.tool_calls[0].function.name == "search"
+    assert semconv.CALL_FLAG not in span.attributes
+    assert span.attributes[semconv.CALL_BACKEND] == backend.connection.base_url
+    choice = span.tokens.choices[0]
+    assert len(choice.token_ids) == len(choice.logprobs) > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"kind": "sglang"}, "name the tokenizer"),
+        ({"kind": "sglang", "tokenizer": "/nowhere/at/all"}, "cannot be read"),
+        ({"kind": "sglang", "tokenizer": "/nowhere", "model": "m"}, "leave model out"),
+        ({"kind": "vllm", "tokenizer": "/nowhere"}, "leave tokenizer out"),
+        ({"kind": "ollama"}, "no kind of backend"),
+    ],
+)
+def test_settings_that_do_not_fit_the_kind_are_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make_backend("http://127.0.0.1:9", **settings)
