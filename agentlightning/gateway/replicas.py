@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backend import Backend, BackendEvent, ModelCall, RelayedAnswer, RelayedCall, Started
@@ -30,8 +30,12 @@ _CHECK_TIMEOUT: Final = 5.0  # seconds
 _SLOW_ROUNDS: Final = 10  # replicas in use are checked once in so many rounds
 
 
+@runtime_checkable
 class RemoteBackend(Backend, Protocol):
-    """A backend behind a connection."""
+    """A backend that is a server of some kind, behind a connection."""
+
+    @property
+    def kind(self) -> str: ...
 
     @property
     def connection(self) -> Connection: ...
@@ -246,6 +250,13 @@ class Replicas:
         elif replica.ejected_since is not None:
             replica.readmit(failures=_FAILURES - 1)  # healthy servers may fail all the same: once more, and out again
             self._serve(replica)
+
+
+def servers_of(backend: Backend) -> list[RemoteBackend]:
+    """The servers behind a backend; none where it answers by itself."""
+    if isinstance(backend, Replicas):
+        return [replica.backend for replica in backend.replicas]
+    return [backend] if isinstance(backend, RemoteBackend) else []
 
 
 class _Tries:

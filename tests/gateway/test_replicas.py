@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
@@ -13,10 +13,6 @@ import anyio.lowlevel
 import msgspec
 import pytest
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from agentlightning import semconv
 from agentlightning.errors import BackendError, ConfigError
@@ -25,80 +21,12 @@ from agentlightning.gateway.backend import BackendEvent, ModelCall, RelayedCall,
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.replicas import Replica, Replicas
-from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
+from tests.gateway.servers import Server, until
 from tests.gateway.talker import user
-from tests.gateway.upstream import GOOD, whole
 from tests.gateway.world import World, serving
 
 pytestmark = pytest.mark.anyio
-
-
-class Server:
-    """Stands in for vLLM. `behaviour` says what becomes of a call; while `hold` is set calls wait before that."""
-
-    def __init__(self) -> None:
-        self.behaviour = "answers"
-        self.healthy = True
-        self.asked: list[str] = []  # what the user said in each call
-        self.running = self.peak = self.checks = 0
-        self._go_on = asyncio.Event()
-        self._go_on.set()
-        self._end = asyncio.Event()
-        paths = ("chat/completions", "embeddings")
-        routes = [Route(f"/v1/{path}", self._answer, methods=["POST"]) for path in paths]
-        routes += [Route("/tokenize", self._answer, methods=["POST"]), Route("/health", self._health)]
-        self.http = HttpServer(Starlette(routes=routes))
-
-    @property
-    def url(self) -> str:
-        return f"{self.http.url}/v1"
-
-    def hold(self) -> None:
-        self._go_on.clear()
-
-    def release(self) -> None:
-        self._go_on.set()
-
-    def end(self) -> None:
-        self.release()
-        self._end.set()
-
-    async def _health(self, request: Request) -> Response:
-        self.checks += 1
-        return Response(status_code=200 if self.healthy else 503)
-
-    async def _answer(self, request: Request) -> Response:
-        asked = await request.json()
-        self.asked.append(asked.get("input") or asked["messages"][0]["content"])
-        self.running += 1
-        self.peak = max(self.peak, self.running)
-        try:
-            await self._go_on.wait()
-        finally:
-            self.running -= 1
-        if self.behaviour == "hangs":
-            await self._end.wait()
-        if self.behaviour in ("500", "503", "400"):
-            return JSONResponse({"error": {"message": "not now"}}, int(self.behaviour))
-        if self.behaviour == "breaks off":
-            return BrokenOff()
-        if self.behaviour == "breaks off in mid-answer":
-            return StreamingResponse(iter(GOOD[:2]), media_type="text/event-stream")
-        if request.url.path == "/tokenize":
-            return JSONResponse({"count": 7})
-        if asked.get("stream"):
-            return StreamingResponse(iter(GOOD), media_type="text/event-stream")
-        return JSONResponse(whole(GOOD))
-
-
-class BrokenOff(Response):
-    """Says that it will send more than it does."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"content-length", b"1000"), (b"content-type", b"application/json")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b"{", "more_body": True})
 
 
 @asynccontextmanager
@@ -131,12 +59,6 @@ async def answered_by(replicas: Replicas, asked: ModelCall) -> str:
         events = [event async for event in arriving]
     assert isinstance(events[0], Started)
     return events[0].replica
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(30):
-        while not condition():  # noqa: ASYNC110 - what servers do is not announced
-            await anyio.sleep(0.005)
 
 
 # --- who answers --------------------------------------------------------------------------------------------------

@@ -1,88 +1,318 @@
-"""The gateway's model table over HTTP, as a trainer in another process uses it."""
+"""The gateway's model table over HTTP, as trainers in other processes and those who operate servers use it."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import aiohttp
 import pytest
 
-from agentlightning.errors import ConfigError, UnavailableError
+from agentlightning.errors import ConflictError, ForbiddenError, InvalidError, UnavailableError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.gateway.replicas import Replicas
 from agentlightning.server.app import create_app
 from agentlightning.server.models import register_model, unregister_model
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
+from tests.gateway.servers import Server, until
 
 pytestmark = pytest.mark.anyio
 KEY = "a key of the admin"
+NOBODY = "http://127.0.0.1:1/v1"
+"""Where no server is."""
+
+
+class Place:
+    """A server with a gateway, and what an admin asks of it."""
+
+    def __init__(self, http: HttpServer, models: ModelTable, store: SqlStore, admin: aiohttp.ClientSession) -> None:
+        self.url, self.models, self.store, self.admin = http.url, models, store, admin
+
+    async def put(self, name: str, **registration: Any) -> tuple[int, Any]:
+        async with self.admin.put(f"/api/v1/models/{name}", json=registration) as answer:
+            return answer.status, await answer.json()
+
+    async def refused(self, name: str, **registration: Any) -> str:
+        """The message of a refusal as unusable."""
+        status, said = await self.put(name, **registration)
+        assert status == 422, said
+        return said["error"]["message"]
+
+    async def list(self) -> list[dict[str, Any]]:
+        async with self.admin.get("/api/v1/models") as answer:
+            assert answer.status == 200
+            return await answer.json()
+
+    async def ask(self, model: str) -> str:
+        """What the model answers."""
+        body = {"model": model, "messages": [{"role": "user", "content": "hello"}]}
+        async with self.admin.post("/v1/chat/completions", json=body) as answer:
+            said = await answer.json()
+            assert answer.status == 200, said
+            return said["choices"][0]["message"]["content"]
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[HttpServer, ModelTable, SqlStore]]:
+async def served() -> AsyncIterator[Place]:
     store = await SqlStore.open(":memory:")
     models = ModelTable()
-    app = create_app(store, gateway=Gateway(models, store, admin_key=KEY), admin_key=KEY, body_limit=10_000)
-    async with HttpServer(app) as http:
-        yield http, models, store
+    gateway = Gateway(models, store, admin_key=KEY)
+    app = create_app(store, gateway=gateway, admin_key=KEY, body_limit=10_000)
+    async with (
+        HttpServer(app) as http,
+        aiohttp.ClientSession(http.url, headers={"authorization": f"Bearer {KEY}"}) as admin,
+    ):
+        yield Place(http, models, store, admin)
+    await gateway.close()
     await store.close()
 
 
+@asynccontextmanager
+async def upstreams(count: int) -> AsyncIterator[list[Server]]:
+    async with AsyncExitStack() as stack:
+        servers = [Server() for _ in range(count)]
+        for server in servers:
+            await stack.enter_async_context(server.http)
+            stack.callback(server.end)
+        yield servers
+
+
 def entry(temperature: float = 1.0) -> ModelEntry:
-    return ModelEntry("writer", HttpBackend("http://127.0.0.1:1/v1"), train=Sampling(temperature=temperature))
+    return ModelEntry("writer", HttpBackend(NOBODY), train=Sampling(temperature=temperature, max_tokens=5))
+
+
+# --- a trainer and its policy -------------------------------------------------------------------------------------
 
 
 async def test_a_trainer_lends_its_policy_changes_it_and_takes_it_back() -> None:
-    async with served() as (http, models, _):
-        await register_model(http.url, entry(), base_url="http://127.0.0.1:1/v1", api_key=KEY)
-        assert models.resolve("gpt-4o").name == "writer"
-        await register_model(http.url, entry(0.7), base_url="http://127.0.0.1:2/v1", api_key=KEY)
-        (only,) = models
-        assert only.train.temperature == 0.7
-        assert isinstance(only.backend, HttpBackend)
-        assert only.backend.base_url == "http://127.0.0.1:2/v1"
-        await unregister_model(http.url, "writer", api_key=KEY)
-        await unregister_model(http.url, "writer", api_key=KEY)
-        assert list(models) == []
+    async with served() as place, upstreams(2) as (first, second):
+        await register_model(place.url, entry(), base_url=first.url, api_key=KEY)
+        assert place.models.resolve("gpt-4o").name == "writer"
+        await register_model(place.url, entry(0.7), base_url=second.url, api_key=KEY)
+        (only,) = place.models
+        assert only.train == Sampling(temperature=0.7, max_tokens=5)
+        assert only.backend.name == second.url
+        assert await place.ask("writer") == "Hi!"
+        await unregister_model(place.url, "writer", api_key=KEY)
+        await unregister_model(place.url, "writer", api_key=KEY)
+        assert list(place.models) == []
 
 
 async def test_only_the_admin_key_changes_the_table_and_no_key_is_shown() -> None:
-    async with served() as (http, models, store):
-        attempt = await store.start_rollout("task")
+    async with served() as place:
+        attempt = await place.store.start_rollout("task")
         for key in (None, attempt.api_key, "wrong"):
-            with pytest.raises(ConfigError, match=r"40[13]"):
-                await register_model(http.url, entry(), base_url="http://127.0.0.1:1/v1", api_key=key)
-        assert list(models) == []
-        headers = {"authorization": f"Bearer {KEY}"}
-        async with aiohttp.ClientSession(headers=headers) as session:
-            body = {"base_url": "http://127.0.0.1:1/v1", "api_key": "a secret"}
-            async with session.put(f"{http.url}/api/v1/models/m", json=body) as answer:
-                assert answer.status == 200
-            async with session.get(f"{http.url}/api/v1/models") as answer:
-                assert "a secret" not in await answer.text()
-            for wrong in ({"base_url": 7}, {"base_uri": "x"}, {"base_url": "ftp://x"}):
-                async with session.put(f"{http.url}/api/v1/models/m", json=wrong) as answer:
-                    assert answer.status == 422, await answer.text()
+            with pytest.raises(ForbiddenError):
+                await register_model(place.url, entry(), base_url=NOBODY, api_key=key, check=False)
+        assert list(place.models) == []
+        status, said = await place.put("m", base_url=NOBODY, api_key="a secret", check=False)
+        assert status == 200
+        both = [{"base_url": NOBODY, "api_key": "a secret"}, {"base_url": NOBODY, "api_key": "another secret"}]
+        assert (await place.put("n", backends=both, check=False))[0] == 200
+        assert "secret" not in str([said, await place.list()])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"base_url": 7}, "base_url"),
+        ({"base_uri": "x"}, "base_uri"),
+        ({"base_url": "ftp://x"}, "http://"),
+        ({}, "either base_url, or backends"),
+        ({"base_url": NOBODY, "backends": [{"base_url": NOBODY}]}, "either base_url, or backends"),
+        ({"base_url": NOBODY, "kind": "vlm"}, "vlm"),
+        ({"base_url": NOBODY, "max_concurrency": 0}, "max_concurrency"),
+        ({"base_url": NOBODY, "timeout_seconds": 0}, "timeout_seconds"),
+        ({"base_url": NOBODY, "train": {"temprature": 0.5}}, "temprature"),
+        ({"base_url": NOBODY, "train": {"top_p": 1.5}}, "top_p"),
+        ({"base_url": NOBODY, "kind": "openai"}, "trainable=False"),
+        ({"base_url": NOBODY, "kind": "sglang"}, "tokenizer"),
+        ({"backends": [{"base_url": NOBODY}, {"base_url": NOBODY, "kind": "openai"}]}, "returns no token ids"),
+    ],
+)
+async def test_a_registration_that_cannot_be_used_is_refused_and_says_where(wrong: dict[str, Any], says: str) -> None:
+    async with served() as place:
+        assert says in await place.refused("m", **wrong)
+        assert list(place.models) == []
 
 
 async def test_a_server_that_is_not_there_is_named() -> None:
     with pytest.raises(UnavailableError, match="agl server"):
-        await register_model("http://127.0.0.1:1", entry(), base_url="http://127.0.0.1:1/v1", api_key=None)
+        await register_model("http://127.0.0.1:1", entry(), base_url=NOBODY, api_key=None)
 
 
 async def test_a_keyed_server_shows_its_models_to_attempts_only_and_takes_no_endless_registration() -> None:
-    async with served() as (http, models, store):
-        models.put(entry())
-        attempt = await store.start_rollout("task")
-        async with aiohttp.ClientSession(http.url) as session:
+    async with served() as place:
+        place.models.put(entry())
+        attempt = await place.store.start_rollout("task")
+        async with aiohttp.ClientSession(place.url) as session:
             for headers, status in (({}, 401), ({"x-api-key": "wrong"}, 401), ({"x-api-key": attempt.api_key}, 200)):
                 for path in ("/v1/models", "/v1/models/writer"):
                     async with session.get(path, headers=headers) as answer:
                         assert answer.status == status, path
-            headers = {"authorization": f"Bearer {KEY}"}
-            async with session.put("/api/v1/models/m", data=b" " * 10_001, headers=headers) as answer:
-                assert answer.status == 413
+        async with place.admin.put("/api/v1/models/m", data=b" " * 10_001) as answer:
+            assert answer.status == 413
+
+
+# --- what is asked of a server before it is trained ---------------------------------------------------------------
+
+
+async def test_a_server_whose_model_is_to_be_trained_is_asked_for_one_token() -> None:
+    async with served() as place, upstreams(2) as (good, silent):
+        silent.behaviour = "tells no ids"
+        assert (await place.put("m", base_url=good.url))[0] == 200
+        assert len(good.asked) == 1
+        said = await place.refused("n", backends=[{"base_url": good.url}, {"base_url": silent.url}])
+        assert silent.url in said
+        assert "backend returns no token ids" in said
+        assert "vLLM 0.10.2" in said
+        with pytest.raises(InvalidError, match="trainable"):
+            await register_model(place.url, entry(), base_url=silent.url, api_key=KEY)
+        assert [one.name for one in place.models] == ["m"]
+        asked = len(silent.asked)
+        assert (await place.put("n", base_url=silent.url, trainable=False))[0] == 200
+        assert (await place.put("o", base_url=silent.url, check=False))[0] == 200
+        assert len(silent.asked) == asked
+
+
+async def test_a_server_to_be_trained_must_be_up_unless_it_is_taken_unseen() -> None:
+    async with served() as place:
+        said = await place.refused("m", backends=[{"base_url": NOBODY}, {"base_url": NOBODY}])
+        assert "cannot be reached" in said
+        assert '"check": false' in said
+        assert (await place.put("m", base_url=NOBODY, check=False))[0] == 200
+
+
+# --- several servers ----------------------------------------------------------------------------------------------
+
+
+async def test_several_servers_answer_under_one_name_and_its_aliases() -> None:
+    async with served() as place, upstreams(2) as servers:
+        both = [{"base_url": servers[0].url, "max_concurrency": 3}, {"base_url": servers[1].url}]
+        status, said = await place.put(
+            "org/model", backends=both, aliases=["gpt-4o"], max_concurrency=1, train={"temperature": 0.5}, val=None
+        )
+        assert status == 200
+        assert [one["base_url"] for one in said["replicas"]] == [server.url for server in servers]
+        (registered,) = place.models
+        assert isinstance(registered.backend, Replicas)
+        assert [replica.max_concurrency for replica in registered.backend.replicas] == [3, 1]
+        assert (registered.train, registered.val) == (Sampling(temperature=0.5), None)
+        asked = [len(server.asked) for server in servers]
+        for name in ("org/model", "gpt-4o"):
+            assert await place.ask(name) == "Hi!"
+        assert [len(server.asked) for server in servers] == [count + 1 for count in asked]
+        assert "gpt-4o" in await place.refused("other", base_url=NOBODY, aliases=["gpt-4o"], check=False)
+        async with place.admin.delete("/api/v1/models/org/model") as answer:
+            assert answer.status == 204
+        assert list(place.models) == []
+
+
+async def test_one_server_without_a_limit_is_routed_to_as_it_is() -> None:
+    async with served() as place:
+        await place.put("plain", backends=[{"base_url": NOBODY}], check=False)
+        await place.put("limited", base_url=NOBODY, max_concurrency=2, check=False)
+        assert [type(one.backend) for one in place.models] == [HttpBackend, Replicas]
+
+
+async def test_the_list_says_how_each_server_does() -> None:
+    async with served() as place, upstreams(3) as (busy, broken, alone):
+        both = [{"base_url": busy.url, "max_concurrency": 1}, {"base_url": broken.url}]
+        await place.put("m", backends=both, owner="run-1")
+        await place.put("n", base_url=alone.url, trainable=False)
+        broken.behaviour = "500"
+        for _ in range(6):
+            await place.ask("m")
+        busy.hold()
+        asking = [asyncio.create_task(place.ask("m")) for _ in range(3)]
+        await until(lambda: busy.running == 1)
+        (backend,) = (one.backend for one in place.models if isinstance(one.backend, Replicas))
+        await until(lambda: len(backend.replicas[0].queue) == 2)
+        several, single = await place.list()
+        assert (several["owner"], several["trainable"], single["trainable"]) == ("run-1", True, False)
+        first, second = several["replicas"]
+        assert first == {
+            "base_url": busy.url,
+            "kind": "vllm",
+            "healthy": True,
+            "running": 1,
+            "waiting": 2,
+            "ejected_since": None,
+            "why": None,
+        }
+        assert (second["healthy"], second["running"], second["waiting"]) == (False, 0, 0)
+        assert second["ejected_since"] > 0
+        assert "not now" in second["why"]
+        assert single["replicas"][0]["healthy"]
+        busy.release()
+        assert await asyncio.gather(*asking) == ["Hi!"] * 3
+        await alone.http.stop()
+        assert not (await place.list())[1]["replicas"][0]["healthy"]
+
+
+async def test_a_silent_server_is_given_the_time_that_its_registration_says() -> None:
+    async with served() as place, upstreams(1) as (server,):
+        await place.put("m", base_url=server.url, timeout_seconds=0.2)
+        server.behaviour = "hangs"
+        with pytest.raises(AssertionError, match="fell silent"):
+            await place.ask("m")
+
+
+async def test_a_model_is_changed_while_its_calls_run() -> None:
+    async with served() as place, upstreams(2) as (old, new):
+        await place.put("m", base_url=old.url)
+        (registered,) = place.models
+        old.hold()
+        running = asyncio.create_task(place.ask("m"))
+        await until(lambda: old.running == 1)
+        assert (await place.put("m", base_url=new.url))[0] == 200
+        assert await place.ask("m") == "Hi!"
+        assert len(new.asked) == 2
+        assert not running.done()
+        old.release()
+        assert await running == "Hi!"
+        assert isinstance(registered.backend, HttpBackend)
+        connection = registered.backend.connection
+        await until(lambda: connection._session is None)
+
+
+# --- whose a name is ----------------------------------------------------------------------------------------------
+
+
+async def test_a_name_is_its_owners_as_long_as_its_server_lives() -> None:
+    async with served() as place, upstreams(2) as (one, other):
+        await register_model(place.url, entry(), base_url=one.url, api_key=KEY, owner="run-1")
+        with pytest.raises(ConflictError, match="registered by run-1 and its server lives"):
+            await register_model(place.url, entry(), base_url=other.url, api_key=KEY, owner="run-2")
+        assert (await place.put("writer", base_url=other.url))[0] == 409
+        await register_model(place.url, entry(0.5), base_url=one.url, api_key=KEY, owner="run-1")
+        await one.http.stop()  # a run that was killed takes nothing back
+        await register_model(place.url, entry(), base_url=other.url, api_key=KEY, owner="run-2")
+        await unregister_model(place.url, "writer", api_key=KEY, owner="run-1")  # late, and no longer its own
+        assert [model.backend.name for model in place.models] == [other.url]
+        await unregister_model(place.url, "writer", api_key=KEY, owner="run-2")
+        assert list(place.models) == []
+
+
+async def test_a_name_can_be_taken_over_on_purpose() -> None:
+    async with served() as place, upstreams(2) as (one, other):
+        await place.put("m", base_url=one.url, owner="run-1")
+        assert (await place.put("m", base_url=other.url, owner="run-2", replace=True))[0] == 200
+        assert [(model["owner"], model["replicas"][0]["base_url"]) for model in await place.list()] == [
+            ("run-2", other.url)
+        ]
+
+
+async def test_a_model_of_the_server_itself_is_not_replaced_by_accident() -> None:
+    async with served() as place, upstreams(2) as (own, other):
+        place.models.put(ModelEntry("policy", HttpBackend(own.url)))
+        status, said = await place.put("policy", base_url=other.url)
+        assert status == 409
+        assert "the server itself" in said["error"]["message"]
+        assert (await place.put("policy", base_url=other.url, replace=True))[0] == 200
