@@ -1,0 +1,500 @@
+"""OpenAI's responses as its own client sees them, over HTTP, from a real engine and from a server like vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import aiohttp
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel
+
+from agentlightning import semconv
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import AttemptedRollout, Span
+from tests.gateway.talker import BROKEN_CALL, PLAIN, SEARCH_TOOL
+from tests.gateway.upstream import DONE, GOOD, Upstream, chunk, gateway_before
+from tests.gateway.world import World, world
+
+pytestmark = pytest.mark.anyio
+
+TOOL = {"type": "function", **SEARCH_TOOL["function"], "strict": False}
+EVENTS = {
+    get_args(model.model_fields["type"].annotation)[0]: model for model in get_args(get_args(ResponseStreamEvent)[0])
+}
+TEXT_EVENTS = [
+    "response.created",
+    "response.in_progress",
+    "response.output_item.added",
+    "response.content_part.added",
+    "response.output_text.delta",
+    "response.output_text.done",
+    "response.content_part.done",
+    "response.output_item.done",
+    "response.completed",
+]
+
+
+async def raw_events(client: openai.AsyncOpenAI, **body: Any) -> list[dict[str, Any]]:
+    """The events of a stream as they were sent, each of the form that the SDK declares."""
+    headers = {"authorization": f"Bearer {client.api_key}"}
+    asked = {"model": "policy", "stream": True, **body}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{client.base_url}responses", json=asked, headers=headers) as response,
+    ):
+        text = await response.text()
+    assert response.status == 200 and response.content_type == "text/event-stream"
+    events: list[dict[str, Any]] = []
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+        EVENTS[events[-1]["type"]].model_validate(events[-1])
+        if "response" in events[-1]:
+            Response.model_validate(events[-1]["response"])
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
+
+
+def kinds(events: list[dict[str, Any]]) -> list[str]:
+    """The types of the events, repeated ones once."""
+    names = [event["type"] for event in events]
+    return [name for place, name in enumerate(names) if names[place - 1 : place] != [name]]
+
+
+async def raw_response(client: openai.AsyncOpenAI, **body: Any) -> dict[str, Any]:
+    raw = await client.responses.with_raw_response.create(**{"model": "policy", **body})
+    whole = json.loads(raw.text)
+    Response.model_validate(whole)
+    return whole
+
+
+def messages_of(span: Span) -> list[dict[str, Any]]:
+    return json.loads(str(span.attributes[semconv.GEN_AI_INPUT_MESSAGES]))
+
+
+# --- answers ------------------------------------------------------------------------------------------------------
+
+
+async def test_an_answer_comes_whole(gateway_world: World) -> None:
+    attempted = await gateway_world.attempt()
+    client = gateway_world.client(attempted)
+    response = await client.responses.create(model="policy", input="hello", metadata={"task": "7"}, user="me")
+    assert response.output_text == PLAIN["hello"]
+    assert (response.status, response.error, response.incomplete_details) == ("completed", None, None)
+    assert (response.model, response.metadata, response.user) == ("policy", {"task": "7"}, "me")
+    assert response.usage is not None and response.usage.total_tokens == (
+        response.usage.input_tokens + response.usage.output_tokens
+    )
+    (span,) = await gateway_world.spans(attempted)
+    assert span.attributes[semconv.GEN_AI_RESPONSE_ID] == response.id
+    assert span.attributes[semconv.CALL_ENDPOINT] == "responses"
+    assert semconv.CALL_FLAG not in span.attributes
+    assert span.tokens is not None and len(span.tokens.choices[0].token_ids) == response.usage.output_tokens
+
+
+async def test_the_response_is_of_the_declared_form_and_repeats_its_request(gateway_world: World) -> None:
+    client = gateway_world.client(await gateway_world.attempt("test"))
+    asked = {
+        "instructions": "Be brief.",
+        "max_output_tokens": 9,
+        "tools": [TOOL],
+        "tool_choice": "auto",
+        "temperature": 0.0,
+        "text": {"format": {"type": "text"}},
+        "truncation": "disabled",
+        "background": False,
+        "prompt_cache_key": "key",
+        "parallel_tool_calls": True,
+    }
+    whole = await raw_response(client, input="hello", **asked)
+    assert {name: whole[name] for name in asked} == asked
+    assert set(whole) <= set(Response.model_fields) | {"store"}
+
+
+async def test_an_answer_streams_in_the_events_of_the_protocol(gateway_world: World) -> None:
+    events = await raw_events(gateway_world.client(await gateway_world.attempt()), input="signs")
+    assert kinds(events) == TEXT_EVENTS
+    deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+    assert len(deltas) > 3 and "".join(deltas) == PLAIN["signs"]
+    assert next(event["text"] for event in events if event["type"] == "response.output_text.done") == PLAIN["signs"]
+    assert len({event["item_id"] for event in events if "item_id" in event}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "output"), [("weather", ["message", "function_call"]), ("both", ["function_call"] * 2)]
+)
+async def test_tool_calls_stream_as_items_of_their_own(gateway_world: World, text: str, output: list[str]) -> None:
+    events = await raw_events(gateway_world.client(await gateway_world.attempt()), input=text, tools=[TOOL])
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [item["type"] for item in done] == output
+    assert events[-1]["response"]["output"] == done
+    assert json.loads(done[1]["arguments"])["q"] == {"weather": "sun", "both": "rain"}[text]
+    assert len({item["id"] for item in done}) == 2
+    places = [event["output_index"] for event in events if "output_index" in event]
+    assert places == sorted(places)  # one item after the other
+
+
+async def test_the_clients_stream_helper_follows(gateway_world: World) -> None:
+    client = gateway_world.client(await gateway_world.attempt())
+    async with client.responses.stream(model="policy", input="weather", tools=[TOOL]) as stream:
+        seen = [event async for event in stream]
+        response = await stream.get_final_response()
+    assert [event.snapshot for event in seen if event.type == "response.output_text.delta"][-1] == "Let me look."
+    assert response.output_text == "Let me look."
+    assert response.output[1].arguments == '{"q": "sun"}'
+
+
+async def test_whole_and_streamed_answers_are_alike(gateway_world: World) -> None:
+    client = gateway_world.client(await gateway_world.attempt())
+    whole = await raw_response(client, input="weather", tools=[TOOL])
+    streamed = (await raw_events(client, input="weather", tools=[TOOL]))[-1]["response"]
+    for response in (whole, streamed):
+        del response["id"], response["created_at"]
+        for item in response["output"]:
+            item.pop("id"), item.pop("call_id", None)
+    assert whole == streamed
+
+
+async def test_an_answer_that_was_cut_is_incomplete(gateway_world: World) -> None:
+    client = gateway_world.client(await gateway_world.attempt())
+    whole = await raw_response(client, input="count", max_output_tokens=3)
+    streamed = (await raw_events(client, input="count", max_output_tokens=3))[-1]
+    assert streamed["type"] == "response.incomplete"
+    for response in (whole, streamed["response"]):
+        assert response["status"] == response["output"][-1]["status"] == "incomplete"
+        assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert response["usage"]["output_tokens"] == 3
+
+
+async def test_a_malformed_tool_call_is_plain_text(gateway_world: World) -> None:
+    client = gateway_world.client(await gateway_world.attempt())
+    response = await client.responses.create(model="policy", input="broken", tools=[TOOL])
+    assert [item.type for item in response.output] == ["message"] and response.output_text == BROKEN_CALL
+
+
+async def test_logprobs_are_given_on_request(gateway_world: World) -> None:
+    client = gateway_world.client(await gateway_world.attempt())
+    include = ["message.output_text.logprobs"]
+    whole = await raw_response(client, input="hello", include=include)
+    events = await raw_events(client, input="hello", include=include)
+    (part,) = whole["output"][0]["content"]
+    assert len(part["logprobs"]) == whole["usage"]["output_tokens"]
+    assert "".join(entry["token"] for entry in part["logprobs"]).startswith(PLAIN["hello"])
+    assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == part["logprobs"]
+    sent = [entry for event in events if event["type"].endswith("text.delta") for entry in event["logprobs"]]
+    assert sent == part["logprobs"][: len(sent)] and len(sent) >= len(part["logprobs"]) - 1
+    plain = await raw_response(client, input="hello")
+    assert plain["output"][0]["content"][0]["logprobs"] == []
+
+
+UNABLE = [
+    ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice"),
+    ({"text": {"format": {"type": "json_object"}}}, "response_format"),
+    ({"reasoning": {"effort": "high"}}, "reasoning_effort"),
+    ({"parallel_tool_calls": False, "tools": [TOOL]}, "parallel_tool_calls"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AA=="}]}]},
+        "image_url",
+    ),
+]
+
+
+async def test_the_embedded_engine_says_what_it_cannot_do(gateway_world: World) -> None:
+    client = gateway_world.client(await gateway_world.attempt())
+    for fields, says in UNABLE:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match=says):
+                await client.responses.create(**{"model": "policy", "input": "hello", "stream": stream, **fields})
+
+
+# --- conversations ------------------------------------------------------------------------------------------------
+
+SHORT = {"model": "policy", "max_output_tokens": 8}
+RESULT = {"type": "function_call_output", "output": "sunny"}
+SEARCHED = {"type": "function", "function": {"name": "search", "arguments": '{"q": "sun"}'}}
+
+
+def after_weather(call_id: str) -> list[dict[str, Any]]:
+    return [
+        {"role": "user", "content": "weather"},
+        {"role": "assistant", "content": "Let me look.", "tool_calls": [{"id": call_id, **SEARCHED}]},
+        {"role": "tool", "tool_call_id": call_id, "content": "sunny"},
+    ]
+
+
+@pytest.mark.parametrize("continued", [False, True])
+async def test_tools_round_trip_with_the_history_sent_or_continued(gateway_world: World, continued: bool) -> None:
+    attempted = await gateway_world.attempt()
+    client = gateway_world.client(attempted)
+    first = await client.responses.create(model="policy", input="weather", tools=[TOOL])
+    result = {**RESULT, "call_id": first.output[1].call_id}
+    if continued:
+        more = {"input": [result], "previous_response_id": first.id}
+    else:
+        more = {"input": [{"role": "user", "content": "weather"}, *first.output, result]}
+    second = await client.responses.create(model="policy", tools=[TOOL], **more)
+    assert second.previous_response_id == (first.id if continued else None)
+    before, after = await gateway_world.spans(attempted)
+    assert messages_of(after) == after_weather(first.output[1].call_id)
+    # What was sampled stands in the next prompt as it was sampled.
+    sampled = (*before.tokens.prompt_token_ids, *before.tokens.choices[0].token_ids)
+    assert after.tokens.prompt_token_ids[: len(sampled)] == sampled
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_a_conversation_goes_on_also_after_a_restart_and_without_the_old_instructions(
+    tmp_path: Path, restarted: bool
+) -> None:
+    async with world(tmp_path) as first:
+        attempted = await first.attempt()
+        client = first.client(attempted)
+        one = await client.responses.create(**SHORT, input="hello", instructions="Be kind.")
+        two = await client.responses.create(**SHORT, input="count", previous_response_id=one.id)
+        if not restarted:
+            await continue_twice(first, attempted, one, two)
+    if restarted:
+        async with world(tmp_path) as second:
+            await continue_twice(second, attempted, one, two)
+
+
+async def continue_twice(built: World, attempted: AttemptedRollout, one: Response, two: Response) -> None:
+    client = built.client(attempted)
+    await client.responses.create(**SHORT, input="hello", previous_response_id=two.id, instructions="Be rude.")
+    await client.responses.create(**SHORT, input="signs", previous_response_id=one.id)
+    *_, longer, branch = await built.spans(attempted)
+    start = [("user", "hello"), ("assistant", one.output_text)]
+    more = [("user", "count"), ("assistant", two.output_text), ("user", "hello")]
+    assert [(message["role"], message["content"]) for message in messages_of(branch)] == [*start, ("user", "signs")]
+    assert [(message["role"], message["content"]) for message in messages_of(longer)] == [
+        ("system", "Be rude."),
+        *start,
+        *more,
+    ]
+
+
+async def test_only_ones_own_stored_responses_can_be_continued(gateway_world: World) -> None:
+    attempted, other = await gateway_world.attempt(), await gateway_world.attempt()
+    client, bare = gateway_world.client(attempted), gateway_world.client()
+    mine = await client.responses.create(model="policy", input="hello")
+    theirs = await gateway_world.client(other).responses.create(model="policy", input="hello")
+    nobodys = await bare.responses.create(model="policy", input="hello")
+    unstored = await client.responses.create(model="policy", input="hello", store=False)
+    chat = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hello"}])
+    for response_id in (theirs.id, nobodys.id, unstored.id, chat.id, "resp_unknown"):
+        with pytest.raises(openai.BadRequestError, match="not found") as caught:
+            await client.responses.create(model="policy", input="count", previous_response_id=response_id)
+        assert caught.value.code == "previous_response_not_found" and caught.value.param == "previous_response_id"
+    with pytest.raises(openai.BadRequestError, match="not found"):
+        await bare.responses.create(model="policy", input="count", previous_response_id=mine.id)
+    again = await bare.responses.create(**SHORT, input="count", previous_response_id=nobodys.id)
+    assert again.previous_response_id == nobodys.id
+    assert [span.attributes[semconv.CALL_INDEX] for span in await gateway_world.spans(attempted)] == [0, 1, 2]
+
+
+async def test_an_unstored_response_is_not_continued_after_a_restart_either(tmp_path: Path) -> None:
+    async with world(tmp_path) as first:
+        attempted = await first.attempt()
+        one = await first.client(attempted).responses.create(model="policy", input="hello", store=False)
+    async with world(tmp_path) as second:
+        with pytest.raises(openai.BadRequestError, match="not found"):
+            await second.client(attempted).responses.create(model="policy", input="count", previous_response_id=one.id)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_recent_response_can_be_looked_up_and_deleted(gateway_world: World, stream: bool) -> None:
+    client = gateway_world.client(await gateway_world.attempt())
+    if stream:
+        whole = (await raw_events(client, input="weather", tools=[TOOL]))[-1]["response"]
+    else:
+        whole = await raw_response(client, input="weather", tools=[TOOL])
+    found = await client.responses.with_raw_response.retrieve(whole["id"])
+    assert json.loads(found.text) == whole
+    with pytest.raises(openai.BadRequestError, match="not streamed again"):
+        await client.responses.retrieve(whole["id"], stream=True)
+    await client.responses.delete(whole["id"])
+    with pytest.raises(openai.NotFoundError, match="not found"):
+        await client.responses.retrieve(whole["id"])
+    with pytest.raises(openai.BadRequestError, match="not found"):
+        await client.responses.create(model="policy", input="count", previous_response_id=whole["id"])
+    with pytest.raises(openai.NotFoundError):
+        await gateway_world.client().responses.retrieve(whole["id"])
+
+
+# --- a server behind the gateway ----------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def front_of(directory: Path, *events: str, **options: Any) -> AsyncIterator[tuple[World, Upstream]]:
+    store = await SqlStore.open(directory / "store.sqlite", synchronous="NORMAL")
+    upstream = Upstream(list(events))
+    async with gateway_before(upstream, store, **options) as front:
+        yield front, upstream
+    await store.close()
+
+
+def delta(finish_reason: str | None = None, **fields: Any) -> str:
+    return chunk({"index": 0, "delta": fields, "finish_reason": finish_reason})
+
+
+def calling(index: int, arguments: str, **first: Any) -> dict[str, Any]:
+    name = {"name": first.pop("name")} if first else {}
+    return {"index": index, **first, "function": {**name, "arguments": arguments}}
+
+
+USAGE = chunk(
+    usage={
+        "prompt_tokens": 5,
+        "completion_tokens": 4,
+        "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"reasoning_tokens": 2},
+    }
+)
+REASONED = [
+    delta(role="assistant", content=""),
+    delta(reasoning_content="Let me"),
+    delta(reasoning_content=" see.", content="I "),
+    delta(content="look."),
+    delta(tool_calls=[calling(0, "", id="call_1", name="search")]),
+    delta(tool_calls=[calling(0, '{"q":')]),
+    delta(tool_calls=[calling(0, ' "sun"}')]),
+    delta(tool_calls=[calling(1, "{}", id="call_2", name="wait")]),
+    delta("tool_calls"),
+    USAGE,
+    DONE,
+]
+
+
+class Weather(BaseModel):
+    degrees: int
+
+
+async def test_structured_output_reaches_the_server_and_is_parsed(tmp_path: Path) -> None:
+    async with front_of(tmp_path, delta(content='{"degrees": 20}'), delta("stop"), DONE) as (front, upstream):
+        client = front.client(await front.attempt())
+        response = await client.responses.parse(
+            model="policy",
+            input="How warm?",
+            text_format=Weather,
+            reasoning={"effort": "low", "summary": "auto"},
+            include=["reasoning.encrypted_content"],
+            tools=[TOOL],
+            tool_choice={"type": "function", "name": "search"},
+            extra_body={"chat_template_kwargs": {"x": 1}, "seed": 3},
+        )
+    assert response.output_parsed == Weather(degrees=20)
+    (asked,) = upstream.asked
+    assert asked["response_format"]["json_schema"]["name"] == "Weather"
+    assert asked["response_format"]["json_schema"]["strict"] is True
+    assert asked["response_format"]["json_schema"]["schema"]["properties"]["degrees"]["type"] == "integer"
+    assert asked["messages"] == [{"role": "user", "content": "How warm?"}]
+    assert asked["tools"] == [{"type": "function", "function": {**SEARCH_TOOL["function"], "strict": False}}]
+    assert asked["tool_choice"] == {"type": "function", "function": {"name": "search"}}
+    assert (asked["reasoning_effort"], asked["seed"], asked["chat_template_kwargs"]) == ("low", 3, {"x": 1})
+    assert not {"input", "text", "reasoning", "include", "store", "metadata", "instructions"} & set(asked)
+
+
+async def test_reasoning_and_tool_calls_in_pieces_stream_as_items(tmp_path: Path) -> None:
+    async with front_of(tmp_path, *REASONED) as (front, upstream):
+        client = front.client(await front.attempt())
+        events = await raw_events(client, input="weather", tools=[TOOL])
+        async with client.responses.stream(model="policy", input="weather", tools=[TOOL]) as stream:
+            response = await stream.until_done()
+        assert response is stream
+        final = events[-1]["response"]
+        await client.responses.create(
+            model="policy", tools=[TOOL], previous_response_id=final["id"], input="more", stream=True
+        )
+        await client.responses.create(
+            model="policy", tools=[TOOL], input=[{"role": "user", "content": "weather"}, *final["output"]], stream=True
+        )
+    reasoning, message, one, two = final["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Let me see."}] and reasoning["summary"] == []
+    assert message["content"][0]["text"] == "I look."
+    assert (one["call_id"], one["name"], one["arguments"]) == ("call_1", "search", '{"q": "sun"}')
+    assert (two["call_id"], two["name"], two["arguments"]) == ("call_2", "wait", "{}")
+    assert kinds(events)[2:8] == [
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+    ]
+    assert final["usage"] == {
+        "input_tokens": 5,
+        "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
+        "output_tokens": 4,
+        "output_tokens_details": {"reasoning_tokens": 2},
+        "total_tokens": 9,
+    }
+    continued, sent = upstream.asked[2]["messages"], upstream.asked[3]["messages"]
+    assert continued[:2] == sent
+    assert sent[1]["reasoning_content"] == "Let me see." and len(sent[1]["tool_calls"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "details", "error"),
+    [
+        ("content_filter", "incomplete", {"reason": "content_filter"}, None),
+        ("abort", "failed", None, {"code": "server_error", "message": "the backend aborted the answer"}),
+    ],
+)
+async def test_how_an_answer_ended_is_its_status(
+    tmp_path: Path, reason: str, status: str, details: Any, error: Any
+) -> None:
+    async with front_of(tmp_path, delta(content="I"), delta(reason), DONE) as (front, _):
+        client = front.client(await front.attempt())
+        whole = await raw_response(client, input="hello")
+        last = (await raw_events(client, input="hello"))[-1]
+        assert last["type"] == f"response.{status}"
+        for response in (whole, last["response"]):
+            assert (response["status"], response["incomplete_details"], response["error"]) == (status, details, error)
+
+
+async def test_an_answer_without_a_word_is_an_empty_message(tmp_path: Path) -> None:
+    async with front_of(tmp_path, delta("stop"), DONE) as (front, _):
+        client = front.client(await front.attempt())
+        whole = await raw_response(client, input="hello")
+        events = await raw_events(client, input="hello")
+        for response in (whole, events[-1]["response"]):
+            assert [part["text"] for item in response["output"] for part in item["content"]] == [""]
+
+
+async def test_a_refusal_is_a_part_of_its_own(tmp_path: Path) -> None:
+    async with front_of(tmp_path, delta(refusal="I "), delta(refusal="won't."), delta("stop"), DONE) as (front, _):
+        client = front.client(await front.attempt())
+        events = await raw_events(client, input="hello")
+    assert {"response.refusal.delta", "response.refusal.done"} <= set(kinds(events))
+    assert events[-1]["response"]["output"][0]["content"] == [{"type": "refusal", "refusal": "I won't."}]
+
+
+async def test_a_failure_in_mid_stream_is_told_in_both_ways(tmp_path: Path) -> None:
+    async with front_of(tmp_path, *GOOD[:2]) as (front, _):
+        attempted = await front.attempt()
+        client = front.client(attempted)
+        *_, error, failed = await raw_events(client, input="hello")
+        assert (error["type"], error["code"], failed["type"]) == ("error", "backend_error", "response.failed")
+        assert "before every choice" in error["message"] and error["error"]["type"] == "server_error"
+        assert failed["response"]["status"] == "failed" and "before every" in failed["response"]["error"]["message"]
+        with pytest.raises(openai.APIError, match="before every choice"):
+            async with client.responses.stream(model="policy", input="hello") as stream:
+                await stream.until_done()
+        with pytest.raises(openai.BadRequestError, match="not found"):  # what failed cannot be continued
+            await client.responses.create(model="policy", input="x", previous_response_id=failed["response"]["id"])
+        spans = await front.spans(attempted)
+        assert [span.attributes[semconv.CALL_FLAG] for span in spans] == ["call failed"] * 2
+
+
+async def test_a_call_that_is_taken_up_again_is_an_error(tmp_path: Path) -> None:
+    first, second = calling(0, "{", id="a", name="f"), calling(1, "{}", id="b", name="f")
+    mixed = [delta(tool_calls=[first]), delta(tool_calls=[second]), delta(tool_calls=[calling(0, "}")])]
+    async with front_of(tmp_path, *mixed, delta("tool_calls"), DONE) as (front, _):
+        events = await raw_events(front.client(await front.attempt()), input="hello", tools=[TOOL])
+        assert "tool call 0" in events[-2]["message"]

@@ -1,0 +1,146 @@
+"""What an agent may send to the responses endpoint: the messages it stands for, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from agentlightning.gateway.endpoints.responses import Responses
+from agentlightning.gateway.request import CallRefused
+from tests.gateway.talker import SEARCH_TOOL
+
+TOOL = {"type": "function", **SEARCH_TOOL["function"]}
+
+
+def messages_read(given: Any, **fields: Any) -> list[dict[str, Any]]:
+    return Responses().read(json.dumps({"model": "policy", "input": given, **fields}).encode()).messages
+
+
+def call(call_id: str, name: str = "f") -> tuple[dict[str, Any], dict[str, Any]]:
+    """A tool call as an item, and in a message."""
+    item = {"type": "function_call", "call_id": call_id, "name": name, "arguments": "{}", "id": f"fc_{call_id}"}
+    return item, {"id": call_id, "type": "function", "function": {"name": name, "arguments": "{}"}}
+
+
+def said(text: str) -> dict[str, Any]:
+    content = [{"type": "output_text", "text": text, "annotations": []}]
+    return {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": content}
+
+
+def thought(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+
+A, A_CALL = call("a")
+B, B_CALL = call("b")
+RESULT_OF_A = {"type": "function_call_output", "call_id": "a", "output": "done"}
+TOOL_MESSAGE = {"role": "tool", "tool_call_id": "a", "content": "done"}
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA==", "detail": "low"}
+
+
+@pytest.mark.parametrize(
+    ("given", "messages"),
+    [
+        ("hi", [{"role": "user", "content": "hi"}]),
+        ([{"role": "developer", "content": "hi"}], [{"role": "developer", "content": "hi"}]),
+        (
+            [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
+            [{"role": "user", "content": "hi"}],
+        ),
+        (
+            [{"role": "user", "content": [{"type": "input_text", "text": "see"}, IMAGE]}],
+            [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "see"},
+                        {"type": "image_url", "image_url": {"url": IMAGE["image_url"], "detail": "low"}},
+                    ],
+                }
+            ],
+        ),
+        ([said("x"), said("y")], [{"role": "assistant", "content": "x"}, {"role": "assistant", "content": "y"}]),
+        (
+            [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
+            [{"role": "assistant", "content": "no"}],
+        ),
+        ([said("x"), A, B], [{"role": "assistant", "content": "x", "tool_calls": [A_CALL, B_CALL]}]),
+        ([A, said("x")], [{"role": "assistant", "content": "x", "tool_calls": [A_CALL]}]),
+        (
+            [A, RESULT_OF_A, said("x"), B],
+            [
+                {"role": "assistant", "content": None, "tool_calls": [A_CALL]},
+                TOOL_MESSAGE,
+                {"role": "assistant", "content": "x", "tool_calls": [B_CALL]},
+            ],
+        ),
+        (
+            [thought("hm"), said("x"), A],
+            [{"role": "assistant", "content": "x", "reasoning_content": "hm", "tool_calls": [A_CALL]}],
+        ),
+        (
+            [said("x"), thought("hm"), A],
+            [
+                {"role": "assistant", "content": "x"},
+                {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [A_CALL]},
+            ],
+        ),
+        ([{"type": "reasoning", "id": "r", "summary": []}, said("x")], [{"role": "assistant", "content": "x"}]),
+        (
+            [{**RESULT_OF_A, "output": [{"type": "input_text", "text": "1"}, {"type": "input_text", "text": "2"}]}],
+            [{**TOOL_MESSAGE, "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]}],
+        ),
+    ],
+)
+def test_items_are_read_as_messages(given: Any, messages: list[dict[str, Any]]) -> None:
+    assert messages_read(given) == messages
+
+
+def test_instructions_come_first() -> None:
+    assert messages_read("hi", instructions="Be kind.")[0] == {"role": "system", "content": "Be kind."}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"input": None}, "input", "empty"),
+        ({"input": 3}, "input", "cannot be used"),
+        ({"model": None}, "model", "required"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "item_reference"),
+        ({"input": [said("x"), {"type": "web_search_call", "id": "w"}]}, "input[1]", "web_search_call"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0]", "call_id"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "input_file"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "input[0]", "image_url"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "x", "summary": []}]}, "input[0]", "encrypted"),
+        ({"tools": [TOOL, {"type": "web_search"}]}, "tools[1]", "web_search"),
+        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0]", "defer_loading"),
+        ({"tools": [{"type": "function"}]}, "tools[0]", "name"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice", "allowed_tools"),
+        ({"tool_choice": "any"}, "tool_choice", "any"),
+        ({"include": ["file_search_call.results"]}, "include", "file_search_call"),
+        ({"top_logprobs": 2}, "top_logprobs", "message.output_text.logprobs"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "grammar"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "schema"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "detailed"),
+        ({"reasoning": {"mode": "pro"}}, "reasoning", "mode"),
+        ({"background": True}, "background", "listens"),
+        ({"truncation": "auto"}, "truncation", "never shortens"),
+        ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
+        ({"prompt": {"id": "p"}}, "prompt", "instructions"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management", "shortens"),
+        ({"moderation": {"model": "m"}}, "moderation", "moderated"),
+        ({"n": 2}, "n", "one answer"),
+        ({"messages": []}, "messages", "input"),
+        ({"max_tokens": 3}, "max_tokens", "max_output_tokens"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "text.format"),
+        ({"return_token_ids": True}, "return_token_ids", "span"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "between"),
+        ({"temperature": 3}, "temperature", "between"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(CallRefused, match=says) as caught:
+        Responses().read(json.dumps({"model": "policy", "input": "hi", **fields}).encode())
+    assert (caught.value.status, caught.value.param) == (400, param)
