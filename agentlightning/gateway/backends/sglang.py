@@ -32,6 +32,8 @@ class SglangBackend(TokenBackend):
 
     kind = "sglang"
 
+    kind = "sglang"
+
     def __init__(self, connection: Connection, chat: ChatTemplate) -> None:
         super().__init__(chat, SglangGenerator(connection), name=connection.base_url)
         connection.health_url = f"{connection.root}/health"
