@@ -35,7 +35,7 @@ class Reply:
     def __init__(self, send: Send, encode: Callable[[BackendError], bytes]) -> None:
         self.in_stream: Callable[[BackendError], bytes] | None = None
         self._send = send
-        self._encode = encode
+        self.encode = encode
         self._began = False
 
     async def json(self, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
@@ -58,7 +58,7 @@ class Reply:
         headers = [(b"x-should-retry", b"false")] if error.status in (401, 403) else []
         if error.retry_after is not None:
             headers.append((b"retry-after", error.retry_after.encode("latin-1", "ignore")))
-        await self.json(error.status, self._encode(error), *headers)
+        await self.json(error.status, self.encode(error), *headers)
 
     async def start(self, status: int, *headers: tuple[bytes, bytes]) -> None:
         self._began = True

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import Attributor, Caller, api_key_of
 from agentlightning.gateway.backend import (
@@ -34,7 +35,7 @@ from agentlightning.gateway.endpoints.passed_through import HEADERS, read_fields
 from agentlightning.gateway.holding import AttemptIds, Gate, Holding
 from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
 from agentlightning.gateway.recording import Recorder
-from agentlightning.gateway.request import CallRequest
+from agentlightning.gateway.request import NOT_JSON, CallRequest
 from agentlightning.gateway.seeds import call_seed
 from agentlightning.gateway.statistics import CallStatistics
 
@@ -147,6 +148,29 @@ class CallOpener:
             running.relayed = RelayedCall(endpoint.path, model, fields, kept, call.session)
         return running
 
+    async def count_tokens(
+        self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None
+    ) -> int:
+        """How many tokens the prompt of a call would have; nothing is numbered or captured. BackendError as in `open`,
+        and where the backend cannot count."""
+        caller = await self.caller(headers, path_ids)
+        request, entry, fields = await self._read(endpoint, body, caller)
+        model = request.model if entry.name == ANY else entry.name
+        if fields is not None:
+            kept = {name: value for name, value in headers.items() if name in HEADERS}
+            async with entry.backend.relay(RelayedCall(endpoint.path, model, fields, kept)) as answer:
+                return await _count(answer)
+        call = ModelCall(
+            request_id=secrets.token_hex(12),
+            model=model,
+            messages=request.messages,
+            tools=request.tools,
+            tool_choice=request.tool_choice,
+            session=headers.get(SESSION_HEADER) if (ids := _ids(caller)) is None else ids[1],
+            extra=request.extra,
+        )
+        return await entry.backend.count_tokens(call)
+
     async def _read(
         self, endpoint: Endpoint, body: bytes, caller: Caller | None
     ) -> tuple[CallRequest, ModelEntry, dict[str, msgspec.Raw] | None]:
@@ -163,6 +187,19 @@ class CallOpener:
 
 def _ids(caller: Caller | None) -> AttemptIds | None:
     return None if caller is None or caller.mode is None else (caller.rollout_id, caller.attempt_id)
+
+
+class _Counted(msgspec.Struct):
+    input_tokens: int
+
+
+async def _count(answer: RelayedAnswer) -> int:
+    body = b"".join([part async for part in answer.parts])
+    try:
+        return msgspec.json.decode(body, type=_Counted).input_tokens
+    except NOT_JSON:
+        told = body[:500].decode(errors="replace")
+        raise BackendError(f"the backend did not count ({answer.status}): {told}") from None
 
 
 def _is_retry(headers: Mapping[str, str]) -> bool:

@@ -6,8 +6,9 @@ Knows nothing of models, stores or tokens beyond what calls and endpoints offer.
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from contextlib import aclosing
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from starlette.routing import BaseRoute, Route
@@ -20,6 +21,8 @@ from agentlightning.gateway.calls import CallOpener, ClientGone, RunningCall
 from agentlightning.gateway.capture import FAILED
 from agentlightning.gateway.endpoints.base import Endpoint, openai_error
 from agentlightning.gateway.endpoints.chat_completions import ChatCompletions
+from agentlightning.gateway.endpoints.messages import CountTokens, Messages
+from agentlightning.gateway.endpoints.messages_answer import anthropic_error, model_card, model_list
 from agentlightning.gateway.endpoints.passed_through import AnswerCopy, Embeddings
 from agentlightning.gateway.endpoints.responses import Responses
 from agentlightning.gateway.models import ModelTable
@@ -29,6 +32,7 @@ _PREFIX: Final = "/rollout/{rollout_id}/attempt/{attempt_id}"
 _ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     ChatCompletions(),
     Responses(),
+    Messages(),
     Embeddings(),
 )
 
@@ -36,6 +40,7 @@ _ENDPOINTS: Final[tuple[Endpoint, ...]] = (
 def gateway_routes(calls: CallOpener, models: ModelTable, *, body_limit: int, attributed: bool) -> list[BaseRoute]:
     """The gateway's routes, at `/v1` and, where calls can be attributed, under each attempt's own prefix."""
     answering = [_Answering(endpoint, calls, body_limit) for endpoint in _ENDPOINTS]
+    counting = _Counting(calls, body_limit)
     cards = _Models(calls, models)
     kept = _KeptResponse(calls)
     routes: list[BaseRoute] = []
@@ -43,6 +48,7 @@ def gateway_routes(calls: CallOpener, models: ModelTable, *, body_limit: int, at
         routes += [Route(f"{prefix}/v1/{one.endpoint.path}", one, methods=["POST"]) for one in answering]
         routes += [
             Route(f"{prefix}/v1/responses/{{response_id}}", kept, methods=["GET", "DELETE"]),
+            Route(f"{prefix}/v1/{counting.endpoint.path}", counting, methods=["POST"]),
             Route(f"{prefix}/v1/models", cards, methods=["GET"]),
             Route(f"{prefix}/v1/models/{{name:path}}", cards, methods=["GET"]),
         ]
@@ -176,24 +182,51 @@ class _KeptResponse(_Route):
         await reply.json(200, body)
 
 
+class _Counting(_Route):
+    """`POST /v1/messages/count_tokens`."""
+
+    def __init__(self, calls: CallOpener, body_limit: int) -> None:
+        self.endpoint = CountTokens()
+        self._calls = calls
+        self._body_limit = body_limit
+
+    def error(self, error: BackendError) -> bytes:
+        return self.endpoint.error(error)
+
+    async def answer(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        headers = headers_of(scope)
+        body = await read_body(headers, receive, self._body_limit)
+        count = await self._calls.count_tokens(self.endpoint, body, headers, path_ids_of(scope))
+        await reply.json(200, self.endpoint.counted(count))
+
+
 class _Models(_Route):
-    """`GET /v1/models` and `/v1/models/{name}`."""
+    """`GET /v1/models` and `/v1/models/{name}`, in Anthropic's form for those who speak its protocol."""
 
     def __init__(self, calls: CallOpener, models: ModelTable) -> None:
         self._calls = calls
         self._models = models
 
     async def answer(self, scope: Scope, receive: Receive, reply: Reply) -> None:
-        await self._calls.admit(headers_of(scope))
-        cards = {
-            entry.name: {"id": entry.name, "object": "model", "created": 0, "owned_by": "agentlightning"}
-            for entry in self._models
-        }
+        headers = headers_of(scope)
+        card, listed = _card, _list
+        if "anthropic-version" in headers:
+            card, listed, reply.encode = model_card, model_list, anthropic_error
+        await self._calls.admit(headers)
+        names = [entry.name for entry in self._models]
         name = scope["path_params"].get("name")
         if name is None:
-            await reply.json(200, msgspec.json.encode({"object": "list", "data": list(cards.values())}))
-        elif name in cards:
-            await reply.json(200, msgspec.json.encode(cards[name]))
+            await reply.json(200, msgspec.json.encode(listed(names)))
+        elif name in names:
+            await reply.json(200, msgspec.json.encode(card(name)))
         else:
-            known = ", ".join(sorted(cards))
+            known = ", ".join(sorted(names))
             raise CallRefused(f"no model is called {name!r}; known: {known}", status=404, code="model_not_found")
+
+
+def _card(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "agentlightning"}
+
+
+def _list(names: Sequence[str]) -> dict[str, Any]:
+    return {"object": "list", "data": [_card(name) for name in names]}
