@@ -139,7 +139,7 @@ class ModelRoutes:
             if asked.check and asked.trainable:
                 await asyncio.gather(*(probe(backend, entry.name) for backend in servers_of(entry.backend)))
             async with self._changing:
-                await self._require_free(entry.name, asked)
+                await self._require_free(entry, asked)
                 replaced = self._models.put(entry)
                 self._owners[entry.name] = asked.owner
         except BaseException:
@@ -163,15 +163,16 @@ class ModelRoutes:
         note_caller(request.scope, scope.name)
         scope.require_admin()
 
-    async def _require_free(self, name: str, asked: ModelRegistration) -> None:
-        """ConflictError where the name is another's whose servers live: one that has died does not come back for it."""
-        present = self._models.get(name)
-        if asked.replace or present is None or present.name != name:
+    async def _require_free(self, entry: ModelEntry, asked: ModelRegistration) -> None:
+        """ConflictError where the name is another's whose servers live: one that has died does not come back for it,
+        nor does one whose address is the newcomer's by now."""
+        present = self._models.get(entry.name)
+        if asked.replace or present is None or present.name != entry.name or _urls(present) == _urls(entry):
             return
-        owner = self._owners.get(name, _HERE)
+        owner = self._owners.get(entry.name, _HERE)
         if owner != asked.owner and await _lives(present.backend):
             raise ConflictError(
-                f"the model {name!r} is registered by {owner or 'somebody without a name'} and its server lives; "
+                f"the model {entry.name!r} is registered by {owner or 'somebody without a name'} and its server lives; "
                 'choose another name, take that model away (DELETE), or say "replace": true'
             )
 
@@ -223,6 +224,10 @@ def _replica(one: BackendRegistration, asked: ModelRegistration) -> Replica:
 
 def _sampling(asked: RunSampling | None) -> Sampling | None:
     return None if asked is None else Sampling(**msgspec.structs.asdict(asked))
+
+
+def _urls(entry: ModelEntry) -> set[str]:
+    return {server.name for server in servers_of(entry.backend)}
 
 
 async def _lives(backend: Backend) -> bool:

@@ -294,9 +294,12 @@ async def test_a_name_is_its_owners_as_long_as_its_server_lives() -> None:
         await register_model(place.url, entry(0.5), base_url=one.url, api_key=KEY, owner="run-1")
         await one.http.stop()  # a run that was killed takes nothing back
         await register_model(place.url, entry(), base_url=other.url, api_key=KEY, owner="run-2")
+        await register_model(
+            place.url, entry(), base_url=other.url, api_key=KEY, owner="run-3"
+        )  # run-2's port is its now
         await unregister_model(place.url, "writer", api_key=KEY, owner="run-1")  # late, and no longer its own
         assert [model.backend.name for model in place.models] == [other.url]
-        await unregister_model(place.url, "writer", api_key=KEY, owner="run-2")
+        await unregister_model(place.url, "writer", api_key=KEY, owner="run-3")
         assert list(place.models) == []
 
 
