@@ -128,15 +128,15 @@ _NEUTRAL: Final[dict[str, Any]] = {
     "user_profile_id": str,
     "speed": Literal["standard"],
 }
-_OF_THE_HOUSE: Final = "only Anthropic's own API does this; leave it out"
+_ONLY_THERE: Final = "only Anthropic's own API does this; leave it out"
 _REFUSED: Final = {
-    "container": _OF_THE_HOUSE,
-    "mcp_servers": _OF_THE_HOUSE,
-    "context_management": _OF_THE_HOUSE,
-    "compaction": _OF_THE_HOUSE,
-    "thread": _OF_THE_HOUSE,
-    "fallbacks": _OF_THE_HOUSE,
-    "inference_geo": _OF_THE_HOUSE,
+    "container": _ONLY_THERE,
+    "mcp_servers": _ONLY_THERE,
+    "context_management": _ONLY_THERE,
+    "compaction": _ONLY_THERE,
+    "thread": _ONLY_THERE,
+    "fallbacks": _ONLY_THERE,
+    "inference_geo": _ONLY_THERE,
     "n": "a message is one answer",
     "stop": "it is called stop_sequences here",
     "max_completion_tokens": "it is called max_tokens here",
@@ -257,7 +257,7 @@ def _tool(index: int, tool: _Tool) -> dict[str, Any]:
             place, f"{tool.type!r} is a tool of Anthropic's; define your own by name, description and input_schema"
         )
     if tool.defer_loading or tool.input_examples:
-        raise _unsupported(f"{place}.{'defer_loading' if tool.defer_loading else 'input_examples'}", _OF_THE_HOUSE)
+        raise _unsupported(f"{place}.{'defer_loading' if tool.defer_loading else 'input_examples'}", _ONLY_THERE)
     if not tool.name or tool.input_schema is None:
         raise CallRefused(f"{place} needs a name and an input_schema", param=place)
     function = {

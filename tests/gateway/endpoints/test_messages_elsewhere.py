@@ -1,0 +1,247 @@
+"""Anthropic's messages answered by servers that speak OpenAI's protocol, and by Anthropic's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic import AsyncAnthropic
+from anthropic.types import Message, RawMessageStreamEvent
+from anthropic.types.shared import ErrorResponse
+from pydantic import BaseModel
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.backends.http import HttpBackend
+from agentlightning.gateway.endpoints.messages import Messages
+from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.store.sql import SqlStore
+from tests.gateway.claude import SEARCH, answered, asked, call_of, client_of, events_of, strictly
+from tests.gateway.talker import SEARCH_TOOL, user
+from tests.gateway.upstream import DONE, Upstream, chunk, gateway_before
+from tests.gateway.world import World, serving
+
+pytestmark = pytest.mark.anyio
+
+
+class Saying(Upstream):
+    """Stands in for vLLM: says one message, in one piece or each of its fields in two."""
+
+    def __init__(self, message: dict[str, Any], reason: str = "stop", **usage: Any) -> None:
+        self.message, self.reason = message, reason
+        self.usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15, **usage}
+        super().__init__([chunk({"index": 0, "delta": delta}) for delta in self._deltas()])
+        self.events += [chunk({"index": 0, "delta": {}, "finish_reason": reason}), chunk(usage=self.usage), DONE]
+
+    def _deltas(self) -> list[dict[str, Any]]:
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        for name, text in self.message.items():
+            if isinstance(text, str):
+                deltas += [{name: text[:3]}, {name: text[3:]}]
+        for index, call in enumerate(self.message.get("tool_calls", ())):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            deltas.append({"tool_calls": [{**call, "index": index, "function": {"name": name, "arguments": ""}}]})
+            deltas += [
+                {"tool_calls": [{"index": index, "function": {"arguments": part}}]}
+                for part in (arguments[:3], arguments[3:])
+            ]
+        return deltas
+
+    async def answer(self, request: Request) -> Response:
+        if (await request.json())["stream"]:
+            return await super().answer(request)
+        self.asked.append(await request.json())
+        choice = {"index": 0, "message": {"role": "assistant", **self.message}, "finish_reason": self.reason}
+        return JSONResponse({"id": "1", "object": "chat.completion", "choices": [choice], "usage": self.usage})
+
+
+@asynccontextmanager
+async def before(upstream: Upstream, directory: Path) -> AsyncIterator[World]:
+    store = await SqlStore.open(directory / "before.sqlite", synchronous="NORMAL")
+    async with gateway_before(upstream, store) as there:
+        yield there
+    await store.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+async def test_reasoning_is_a_thinking_block(tmp_path: Path, stream: bool, field: str) -> None:
+    upstream = Saying({field: "Hmm, well.", "content": "Yes.", "tool_calls": [call_of('{"q": "sun"}')]}, "tool_calls")
+    async with before(upstream, tmp_path) as there:
+        message = await answered(client_of(there), stream, **asked(tools=[SEARCH]))
+        if stream:
+            for name, data in await events_of(there):
+                if name != "ping":
+                    strictly(RawMessageStreamEvent, data)
+    thinking, text, call = message.content
+    assert (thinking.type, thinking.thinking, thinking.signature) == ("thinking", "Hmm, well.", "")
+    assert (text.text, call.input) == ("Yes.", {"q": "sun"})
+    # Sent back, it is the assistant's reasoning again.
+    read = Messages().read(json.dumps(asked(messages=[message_json(message), *user("go on")])).encode())
+    assert read.messages[0]["reasoning_content"] == "Hmm, well."
+
+
+def message_json(message: Message) -> dict[str, Any]:
+    return {"role": "assistant", "content": [block.model_dump(mode="json") for block in message.content]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_without_arguments_has_an_empty_input(tmp_path: Path, stream: bool) -> None:
+    async with before(Saying({"tool_calls": [call_of("")]}), tmp_path) as there:
+        message = await answered(client_of(there), stream, **asked(tools=[SEARCH]))
+    assert (message.content[0].input, message.stop_reason) == ({}, "tool_use")
+
+
+async def test_arguments_that_are_no_object_stay_text_in_a_whole_answer(tmp_path: Path) -> None:
+    async with before(Saying({"tool_calls": [call_of('{"q": }')]}, "tool_calls"), tmp_path) as there:
+        message = await client_of(there).messages.create(**asked(tools=[SEARCH]))
+        assert message.content[0].text == '{"name": "search", "arguments": {"q": }}'
+        assert message.stop_reason == "end_turn"
+        with pytest.raises(ValueError, match="Unable to parse tool parameter JSON"):
+            await answered(client_of(there), True, **asked(tools=[SEARCH]))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_cached_tokens_are_counted_beside_the_others(tmp_path: Path, stream: bool) -> None:
+    details = {
+        "prompt_tokens_details": {"cached_tokens": 8},
+        "completion_tokens_details": {"reasoning_tokens": 2},
+    }
+    async with before(Saying({"content": "Hello"}, **details), tmp_path) as there:
+        usage = (await answered(client_of(there), stream, **asked())).usage
+    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (2, 8, 5)
+    assert usage.output_tokens_details.thinking_tokens == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("message", "reason", "expected"),
+    [
+        ({"content": "I am"}, "content_filter", "refusal"),
+        ({"refusal": "No way."}, "stop", "refusal"),
+        ({"content": "I am"}, "abort", "max_tokens"),
+    ],
+)
+async def test_other_ends_have_their_reasons(
+    tmp_path: Path, stream: bool, message: dict[str, str], reason: str, expected: str
+) -> None:
+    async with before(Saying(message, reason), tmp_path) as there:
+        answer = await answered(client_of(there), stream, **asked())
+    assert answer.stop_reason == expected
+    assert answer.content[0].text == next(iter(message.values()))
+
+
+async def test_what_the_engine_cannot_do_is_passed_on_in_the_form_of_chat_completions(tmp_path: Path) -> None:
+    upstream = Saying({"content": "Hello"})
+    schema = {"type": "object", "properties": {}}
+    async with before(upstream, tmp_path) as there:
+        await client_of(there).messages.create(
+            **asked(),
+            system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+            tools=[{**SEARCH, "strict": True, "cache_control": {"type": "ephemeral"}}],
+            tool_choice={"type": "any", "disable_parallel_tool_use": True},
+            thinking={"type": "enabled", "budget_tokens": 1024},
+            output_config={"effort": "high", "format": {"type": "json_schema", "schema": schema}},
+            metadata={"user_id": "u"},
+            service_tier="auto",
+            extra_body={"chat_template_kwargs": {"enable_thinking": True}, "temperature": 0.5, "top_k": 7, "seed": 3},
+        )
+        await client_of(there).messages.create(
+            **asked(tools=[SEARCH], tool_choice={"type": "tool", "name": "search"}, thinking={"type": "disabled"})
+        )
+    first, second = upstream.asked
+    assert first["messages"] == [{"role": "system", "content": "Be brief."}, *user("hello")]
+    function = SEARCH_TOOL["function"]
+    assert first["tools"] == [{"type": "function", "function": {**function, "strict": True}}]
+    assert (first["tool_choice"], first["parallel_tool_calls"]) == ("required", False)
+    assert first["thinking"] == {"type": "enabled", "budget_tokens": 1024}
+    assert first["reasoning_effort"] == "high"
+    assert first["response_format"]["json_schema"]["schema"] == schema
+    assert first["chat_template_kwargs"] == {"enable_thinking": True}
+    assert (first["temperature"], first["top_k"], first["seed"], first["max_tokens"]) == (0.5, 7, 3, 64)
+    assert {"metadata", "service_tier", "cache_control", "system"}.isdisjoint(first)
+    assert second["tool_choice"] == {"type": "function", "function": {"name": "search"}}
+    assert "thinking" not in second
+
+
+class Found(BaseModel):
+    place: str
+
+
+async def test_an_answer_of_a_given_schema_is_parsed_by_the_sdk(tmp_path: Path) -> None:
+    upstream = Saying({"content": '{"place": "Oslo"}'})
+    async with before(upstream, tmp_path) as there:
+        message = await client_of(there).messages.parse(**asked(), output_format=Found)
+    assert message.parsed_output == Found(place="Oslo")
+    asked_for = upstream.asked[0]["response_format"]
+    assert (asked_for["type"], list(asked_for["json_schema"]["schema"]["properties"])) == ("json_schema", ["place"])
+
+
+@pytest.mark.parametrize(
+    ("upstream", "kind", "type_"),
+    [
+        (Upstream([], 429, {"error": {"message": "slow down"}}), anthropic.RateLimitError, "rate_limit_error"),
+        (Upstream([], 500, {"error": {"message": "oops"}}), anthropic.InternalServerError, "api_error"),
+        (Upstream([], 404, {"error": {"message": "who?"}}), anthropic.NotFoundError, "not_found_error"),
+    ],
+)
+async def test_an_error_before_the_stream_is_raised_when_it_is_opened(
+    tmp_path: Path, upstream: Upstream, kind: type[anthropic.APIStatusError], type_: str
+) -> None:
+    async with before(upstream, tmp_path) as there:
+        with pytest.raises(kind) as caught:
+            await client_of(there).messages.create(**asked(), stream=True)
+    assert caught.value.type == type_
+
+
+async def test_an_error_in_mid_stream_is_an_event(tmp_path: Path) -> None:
+    broken = Saying({"content": "Hello"})
+    broken.events[3:] = ['data: {"error": {"message": "gpu on fire"}}\n\n']
+    async with before(broken, tmp_path) as there:
+        name, data = (await events_of(there))[-1]
+        assert (name, strictly(ErrorResponse, data).error.type) == ("error", "api_error")
+        stream = await client_of(there).messages.create(**asked(), stream=True)
+        with pytest.raises(anthropic.APIStatusError, match="gpu on fire") as caught:
+            [event async for event in stream]
+        assert caught.value.type == "api_error"
+
+
+async def test_a_server_that_is_not_there_is_overloaded(tmp_path: Path) -> None:
+    table = ModelTable([ModelEntry("policy", HttpBackend("http://127.0.0.1:9/v1"))])
+    async with (
+        serving(Starlette(routes=Gateway(table).routes())) as url,
+        AsyncAnthropic(base_url=url, api_key="k", max_retries=0) as client,
+    ):
+        with pytest.raises(anthropic.ServiceUnavailableError) as caught:
+            await client.messages.create(**asked())
+    assert caught.value.type == "overloaded_error"
+
+
+async def test_anthropic_counts_its_own_tokens() -> None:
+    async def count(request: Request) -> Response:
+        body = await request.json()
+        if body["model"] != "claude":
+            return JSONResponse({"type": "error", "error": {"message": "no such model"}}, 404)
+        return JSONResponse({"input_tokens": len(body["messages"])})
+
+    stand_in = Starlette(routes=[Route("/v1/messages/count_tokens", count, methods=["POST"])])
+    async with serving(stand_in) as upstream:
+        backends = [HttpBackend(f"{upstream}/v1", kind="anthropic", model=model) for model in ("claude", "who")]
+        entries = [ModelEntry(name, one, trainable=False) for name, one in zip(("a", "b"), backends, strict=True)]
+        gateway = Gateway(ModelTable(entries))
+        async with (
+            serving(Starlette(routes=gateway.routes())) as url,
+            AsyncAnthropic(base_url=url, api_key="k", max_retries=0) as client,
+        ):
+            assert (await client.messages.count_tokens(model="a", messages=user("hi"))).input_tokens == 1
+            with pytest.raises(anthropic.APIStatusError, match="no such model"):
+                await client.messages.count_tokens(model="b", messages=user("hi"))
+        await gateway.close()

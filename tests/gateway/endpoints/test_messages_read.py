@@ -1,0 +1,128 @@
+"""Anthropic's requests in the form of chat completions, and what of them is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from agentlightning.gateway.endpoints.messages import Messages
+from agentlightning.gateway.request import CallRefused
+from tests.gateway.claude import SEARCH, asked, block, call_of
+from tests.gateway.talker import user
+
+USE = {"type": "tool_use", "id": "t1", "name": "search", "input": {"q": "sun", "n": 1.5}}
+TEXT = {"type": "text", "text": "A"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "chat"),
+    [
+        ([("user", "A"), ("user", [TEXT])], [{"role": "user", "content": [TEXT, TEXT]}]),
+        (
+            [("user", "A"), ("system", "Now rhyme."), ("user", "B")],
+            [*user("A"), {"role": "system", "content": "Now rhyme."}, *user("B")],
+        ),
+        (
+            [("assistant", [{"type": "thinking", "thinking": "T", "signature": "s"}]), ("assistant", [TEXT, USE])],
+            [
+                {
+                    "role": "assistant",
+                    "content": "A",
+                    "reasoning_content": "T",
+                    "tool_calls": [call_of('{"q":"sun","n":1.5}') | {"id": "t1"}],
+                }
+            ],
+        ),
+        (
+            [("assistant", [{"type": "redacted_thinking", "data": "x"}, USE])],
+            [{"role": "assistant", "content": None, "tool_calls": [call_of('{"q":"sun","n":1.5}') | {"id": "t1"}]}],
+        ),
+        (
+            [
+                (
+                    "user",
+                    [
+                        TEXT,
+                        {"type": "tool_result", "tool_use_id": "t1", "content": "sunny"},
+                        {"type": "tool_result", "tool_use_id": "t2", "content": [TEXT], "is_error": True},
+                        {"type": "tool_result", "tool_use_id": "t3", "content": "boom", "is_error": True},
+                        {"type": "tool_result", "tool_use_id": "t4"},
+                    ],
+                )
+            ],
+            [
+                {"role": "tool", "tool_call_id": "t1", "content": "sunny"},
+                {"role": "tool", "tool_call_id": "t2", "content": [{"type": "text", "text": "Error: "}, TEXT]},
+                {"role": "tool", "tool_call_id": "t3", "content": "Error: boom"},
+                {"role": "tool", "tool_call_id": "t4", "content": ""},
+                {"role": "user", "content": "A"},
+            ],
+        ),
+        (
+            [
+                (
+                    "user",
+                    [
+                        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}},
+                        {"type": "image", "source": {"type": "url", "url": "https://x.org/a.png"}},
+                    ],
+                )
+            ],
+            [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
+                        {"type": "image_url", "image_url": {"url": "https://x.org/a.png"}},
+                    ],
+                }
+            ],
+        ),
+    ],
+)
+def test_messages_are_read_into_the_form_of_chat_completions(messages: list[Any], chat: list[Any]) -> None:
+    given = [{"role": role, "content": content} for role, content in messages]
+    end = user("end") if given[-1]["role"] == "assistant" else []
+    assert Messages().read(json.dumps(asked(messages=given + end)).encode()).messages == chat + end
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "says"),
+    [
+        ({"max_tokens": None}, "max_tokens", "required"),
+        ({"messages": None}, "messages", "required"),
+        ({"messages": []}, "messages", "empty"),
+        ({"max_tokens": 0}, "max_tokens", "between 1"),
+        ({"temperature": 1.5}, "temperature", "between 0.0 and 1.0"),
+        ({"messages": [*user("A"), {"role": "assistant", "content": "B"}]}, "messages", "the assistant's own"),
+        ({"messages": [{"role": "king", "content": "A"}]}, "messages[0].role", "king"),
+        (block("document", source={}), "messages", "'document'"),
+        (block("search_result"), "messages", "'search_result'"),
+        (block("server_tool_use"), "messages[0].content[0].type", "server_tool_use"),
+        (block("tool_use", id="t", name="n", input={}), "messages", "'tool_use'"),
+        (block("text"), "messages[0].content[0]", "`text`"),
+        (block("image", source={"type": "file", "file_id": "f"}), "messages[0].content[0].source.type", "file"),
+        (block("tool_result", tool_use_id="t", content=[{"type": "document"}]), "messages", "'document'"),
+        (block("image", "assistant", source={"type": "url", "url": "u"}), "messages", "'image'"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]", "web_search_20250305"),
+        ({"tools": [SEARCH, {"name": "x"}]}, "tools[1]", "input_schema"),
+        ({"tools": [{**SEARCH, "defer_loading": True}]}, "tools[0].defer_loading", "Anthropic's own API"),
+        ({"tools": [{**SEARCH, "input_examples": [{"q": "x"}]}]}, "tools[0].input_examples", "Anthropic's own API"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "name"),
+        ({"tool_choice": {"type": "all"}}, "tool_choice.type", "all"),
+        ({"thinking": {"type": "loud"}}, "thinking.type", "loud"),
+        ({"output_config": {"task_budget": {}}}, "output_config", "task_budget"),
+        ({"speed": "fast"}, "speed", "fast"),
+        ({"container": "c"}, "container", "Anthropic's own API"),
+        ({"mcp_servers": [{}]}, "mcp_servers", "Anthropic's own API"),
+        ({"context_management": {"edits": []}}, "context_management", "Anthropic's own API"),
+        ({"n": 2}, "n", "one answer"),
+        ({"stop": "x"}, "stop", "stop_sequences"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_refused_by_name(more: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(CallRefused, match=says) as caught:
+        Messages().read(json.dumps(asked(**more)).encode())
+    assert (caught.value.status, caught.value.param) == (400, param)
