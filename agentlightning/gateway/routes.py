@@ -21,6 +21,7 @@ from agentlightning.gateway.calls import CallOpener, ClientGone, RunningCall
 from agentlightning.gateway.capture import FAILED
 from agentlightning.gateway.endpoints.base import Endpoint, openai_error
 from agentlightning.gateway.endpoints.chat_completions import ChatCompletions
+from agentlightning.gateway.endpoints.completions import Completions
 from agentlightning.gateway.endpoints.messages import CountTokens, Messages
 from agentlightning.gateway.endpoints.messages_answer import anthropic_error, model_card, model_list
 from agentlightning.gateway.endpoints.passed_through import AnswerCopy, Embeddings
@@ -31,6 +32,7 @@ from agentlightning.gateway.request import CallRefused
 _PREFIX: Final = "/rollout/{rollout_id}/attempt/{attempt_id}"
 _ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     ChatCompletions(),
+    Completions(),
     Responses(),
     Messages(),
     Embeddings(),

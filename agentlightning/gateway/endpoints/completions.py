@@ -1,0 +1,200 @@
+"""OpenAI's completions: a text, or token ids, continued as they stand.
+
+Knows the wire format and nothing else: no backends, no rollouts, no HTTP server.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, Final, TypeAlias, cast
+
+import msgspec
+
+from agentlightning.errors import BackendError
+from agentlightning.gateway.answer import Answer, Choice
+from agentlightning.gateway.backend import Delta, Started
+from agentlightning.gateway.endpoints.base import Head, openai_error, openai_usage, server_sent
+from agentlightning.gateway.endpoints.chat_completions import SAMPLING_RANGES, SAMPLING_TYPES, sampling_fields
+from agentlightning.gateway.request import CallRefused, CallRequest, Fields, require, rest_json
+
+MAX_TOKENS: Final = 16
+"""How many tokens are sampled where the request does not say, as in OpenAI's protocol."""
+
+_Prompt: TypeAlias = str | list[int | str | list[int]]
+_FIELDS = Fields(
+    types={**SAMPLING_TYPES, "prompt": _Prompt, "logprobs": int, "echo": bool, "best_of": int},
+    ranges={**SAMPLING_RANGES, "logprobs": (0, 20)},
+)
+
+
+class Completions:
+    """`POST /v1/completions`, of one prompt; see `Endpoint`. With `return_token_ids` each choice holds
+    `prompt_token_ids`, `token_ids` and `policy_versions` (run-length, as in `SampledChoice.versions`)."""
+
+    path = "completions"
+    operation = "text_completion"
+    id_prefix = "cmpl-"
+
+    def read(self, body: bytes) -> CallRequest:
+        values, extra, raw = _FIELDS.read(body)
+        require(values, "model", "prompt")
+        if values.get("echo"):
+            raise CallRefused("echo is not supported: the prompt is not repeated; leave it out", param="echo")
+        shared = sampling_fields(values)
+        if values.get("best_of", shared["n"]) != shared["n"]:
+            raise CallRefused("best_of is not supported: every choice is given; leave it out", param="best_of")
+        return CallRequest(
+            model=values["model"],
+            messages=[],
+            prompt=_prompt(values["prompt"]),
+            max_tokens=values.get("max_tokens", MAX_TOKENS),
+            logprobs="logprobs" in values,
+            top_logprobs=values.get("logprobs", 0),
+            extra=extra,
+            request_json=rest_json(raw, "prompt"),
+            **shared,
+        )
+
+    def whole(self, request: CallRequest, answer: Answer, head: Head) -> bytes:
+        body: dict[str, Any] = {
+            "id": head.response_id,
+            "object": "text_completion",
+            "created": head.created,
+            "model": head.model,
+            "choices": [_whole_choice(request, index, answer) for index in range(request.n)],
+            "usage": openai_usage(answer.token_counts()),
+            **answer.extra,
+        }
+        return msgspec.json.encode(body)
+
+    def stream(self, request: CallRequest, head: Head) -> CompletionWriter:
+        return CompletionWriter(request, head)
+
+    def error(self, error: BackendError) -> bytes:
+        return openai_error(error)
+
+
+def _prompt(given: _Prompt) -> str | tuple[int, ...]:
+    """The one prompt of a request: a text or token ids, perhaps in a list of its own."""
+    if isinstance(given, list) and given and not isinstance(given[0], int):
+        if len(given) > 1:
+            raise CallRefused(
+                f"prompt holds {len(given)} prompts; one is answered per request: send a request for each",
+                param="prompt",
+            )
+        given = cast(str | list[int | str | list[int]], given[0])
+    if not given:
+        raise CallRefused("prompt is empty; give a text or token ids", param="prompt")
+    if isinstance(given, str):
+        return given
+    if not all(isinstance(token_id, int) for token_id in given):
+        raise CallRefused("prompt mixes token ids and texts; give one text, or a list of token ids", param="prompt")
+    return tuple(cast(list[int], given))
+
+
+def _whole_choice(request: CallRequest, index: int, answer: Answer) -> dict[str, Any]:
+    choice = answer.choices[index]
+    body = _choice(index, choice.string("content"), choice)
+    if request.logprobs:
+        body["logprobs"] = _Logprobs(request.top_logprobs).columns(choice.logprob_entries)
+    if request.return_token_ids:
+        body["prompt_token_ids"] = answer.prompt_token_ids
+        body |= {"token_ids": choice.token_ids, "policy_versions": choice.versions}
+    return body
+
+
+def _choice(index: int, text: str, ended: Choice | None = None) -> dict[str, Any]:
+    reason = None if ended is None else ended.finish_reason
+    choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+    if ended is not None and ended.stop_string is not None:
+        choice["stop_reason"] = ended.stop_string
+    return choice
+
+
+class CompletionWriter:
+    """Writes one streamed answer, each event `data: {text_completion}`."""
+
+    def __init__(self, request: CallRequest, head: Head) -> None:
+        self._request = request
+        self._head: dict[str, Any] = {
+            "id": head.response_id,
+            "object": "text_completion",
+            "created": head.created,
+            "model": head.model,
+        }
+        self._logprobs: defaultdict[int, _Logprobs] = defaultdict(lambda: _Logprobs(request.top_logprobs))
+
+    def started(self, event: Started) -> bytes:
+        """The prompt's ids, for each choice, where they were asked for."""
+        self._head |= event.extra
+        if not self._request.return_token_ids:
+            return b""
+        ids = {"prompt_token_ids": event.prompt_token_ids, "token_ids": ()}
+        return b"".join(self._event([_choice(index, "") | ids]) for index in range(self._request.n))
+
+    def delta(self, event: Delta) -> bytes:
+        request, text = self._request, event.delta.get("content", "")
+        if not text and not ((request.return_token_ids or request.logprobs) and event.token_ids):
+            return b""
+        choice = _choice(event.index, text)
+        if request.logprobs:
+            choice["logprobs"] = self._logprobs[event.index].columns(event.logprob_entries)
+        if request.return_token_ids:
+            return self._event([choice | {"token_ids": event.token_ids}], policy_version=event.version)
+        return self._event([choice])
+
+    def end(self, answer: Answer) -> bytes:
+        """The last event of each choice, usage if it was asked for, and the end of the stream."""
+        ends = [self._event([_choice(index, "", choice)]) for index, choice in enumerate(answer.choices)]
+        if self._request.include_usage:
+            ends.append(self._event([], usage=openai_usage(answer.token_counts())))
+        return b"".join(ends) + b"data: [DONE]\n\n"
+
+    def error(self, error: BackendError) -> bytes:
+        return b"data: " + openai_error(error) + b"\n\n"
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return server_sent({**self._head, "choices": choices, **more})
+
+
+# --- logprobs -----------------------------------------------------------------------------------------------------
+
+
+class _TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float | None = None
+
+
+class _Entry(_TokenLogprob):
+    written: list[int] | None = msgspec.field(default=None, name="bytes")
+    top_logprobs: list[_TokenLogprob] = []
+
+
+class _Logprobs:
+    """Turns the logprobs of one choice, part by part, into columns: `tokens`, `token_logprobs`, `top_logprobs` and
+    `text_offset`, the place of each token in the answer's text, in characters."""
+
+    def __init__(self, top_logprobs: int) -> None:
+        self._with_top = top_logprobs > 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def columns(self, entries: Iterable[Any]) -> dict[str, Any]:
+        """Of `Delta.logprob_entries`."""
+        read = msgspec.json.decode(msgspec.json.encode(entries), type=list[_Entry])  # some may still be JSON
+        return {
+            "tokens": [entry.token for entry in read],
+            "token_logprobs": [entry.logprob for entry in read],
+            "top_logprobs": [{top.token: top.logprob for top in entry.top_logprobs} for entry in read]
+            if self._with_top
+            else None,
+            "text_offset": [self._place(entry) for entry in read],
+        }
+
+    def _place(self, entry: _Entry) -> int:
+        place = self._offset
+        written = entry.token.encode() if entry.written is None else bytes(entry.written)
+        self._offset += len(self._decoder.decode(written))
+        return place
