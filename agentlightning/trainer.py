@@ -14,8 +14,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,6 +37,7 @@ from agentlightning.runner.agent import LitAgent, as_agent
 from agentlightning.runner.hooks import Hook
 from agentlightning.runner.runner import Runner
 from agentlightning.server.app import create_app
+from agentlightning.server.holding import model_held
 from agentlightning.server.models import register_model, unregister_model
 from agentlightning.server.serve import HttpServer, run_on_fastest_loop
 from agentlightning.store.base import LightningStore
@@ -225,16 +227,20 @@ class Trainer:
         store = await self._open_store(stack, directory.path)
         served = await self._open_policy(stack)
         entry = self._model_entry(algorithm, served.backend if served else None)
+        calls_held: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
         if self.server is None:
             gateway = Gateway(ModelTable([entry]), store) if entry else None
             http = HttpServer(create_app(store, gateway=gateway), port=self.port)
             await http.start()
             stack.push_async_callback(http.stop)
             url = http.url
+            if gateway is not None:
+                calls_held = gateway.held
         else:
             url = self.server.rstrip("/")
             if entry is not None:
                 await self._lend_to_server(stack, entry)
+                calls_held = partial(model_held, url, entry.name, api_key=self.api_key)
         resources = self.initial_resources
         if entry is not None:
             resources = {**resources, "llm": LLM(endpoint=f"{url}/v1", model=entry.name)}
@@ -253,6 +259,7 @@ class Trainer:
             seed=self.seed,
             learner=self._make_learner(algorithm, served.policy) if served else None,
             serving=served.service if served else None,
+            calls_held=calls_held,
             progress=self.progress,
             resume=directory.resumed,
             owns_runner=self.server is None,

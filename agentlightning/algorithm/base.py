@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -73,8 +73,9 @@ class RunContext:
     """Everything a job needs, wired by the trainer.
 
     `run_time` is when this process began its part of the run, before its runner (seconds since the epoch).
-    `learner` and `serving` are None where no policy is trained here. `stop` is set when the job should end; `deadline`
-    is a loop time (seconds of `asyncio.get_running_loop().time()`) or None."""
+    `learner` and `serving` are None where no policy is trained here. Inside `calls_held()` agents' calls of the policy
+    wait before its engine, and the clocks of their attempts stand still. `stop` is set when the job should end;
+    `deadline` is a loop time (seconds of `asyncio.get_running_loop().time()`) or None."""
 
     run: Run
     store: LightningStore
@@ -84,6 +85,7 @@ class RunContext:
     seed: int = 0
     learner: Learner | None = None
     serving: Serving | None = None
+    calls_held: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
     progress: Progress = field(default_factory=NoProgress)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     deadline: float | None = None

@@ -297,12 +297,13 @@ class Loop:
         history: list[dict[str, float]] = []
         loop = asyncio.get_running_loop()
         self.learning = True
-        async with self.serving.exclusive():
+        async with self.context.calls_held(), self.serving.exclusive():
             for done, part in enumerate(parts, 1):
                 history.append(await loop.run_in_executor(self.thread, self.learner.step, part, loss))
                 self.context.progress.advance(done)
-        self.state.policy_version = await self.context.store.next_policy_version(self.run_id)
-        await self.serving.update_weights(self.state.policy_version)
+            # Before the engine goes on: no token of the new weights is to be called one of the old.
+            self.state.policy_version = await self.context.store.next_policy_version(self.run_id)
+            await self.serving.update_weights(self.state.policy_version)
         self.learning = False
         # Before the first optimiser step of a batch the learner and the engine hold the same weights: any difference
         # of their log-probabilities is numerical.

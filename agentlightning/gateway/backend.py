@@ -22,6 +22,8 @@ SESSION_HEADER = "x-agentlightning-session"
 STOPPED_BY_STRING = "ended by a stop string"
 # Why an answer sampled under a grammar is not trained.
 CONSTRAINED = "constrained by a grammar"
+# Why an answer is not trained whose server failed, in the middle of it, to load other weights.
+WEIGHTS_UNKNOWN = "sampled by weights that nobody knows"
 
 
 @dataclass(frozen=True)

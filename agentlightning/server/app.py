@@ -24,6 +24,7 @@ from agentlightning.server.events import EventRoutes
 from agentlightning.server.failures import defect, failure, refusal
 from agentlightning.server.gateway_metrics import GatewayMetrics
 from agentlightning.server.health import HealthRoutes
+from agentlightning.server.holding import HoldingRoutes
 from agentlightning.server.limits import Buckets, RateLimit
 from agentlightning.server.logs import log_request
 from agentlightning.server.metrics import ServerMetrics
@@ -64,6 +65,7 @@ def create_app(
         parts = _parts_of(store, Access(store, admin_key), gateway, body_limit, longest_poll)
     routes = [*HealthRoutes(store).routes(), *parts.routes]
     if gateway is not None:
+        parts.stops.append(gateway.turn_away)
         routes.extend(gateway.routes())
     collectors = [] if gateway is None else [GatewayMetrics(gateway)]
     metrics = ServerMetrics(store, parts.access, parts.gauges, collectors)
@@ -112,6 +114,7 @@ def _parts_of(
         beside.append(events.route())
     if gateway is not None:
         beside += ModelRoutes(gateway.models, access, body_limit).routes()
+        beside += HoldingRoutes(gateway, access, body_limit).routes()
     parts.routes = [Mount(PREFIX, routes=beside), *OtlpRoutes(store, access, body_limit).routes()]
     return parts
 

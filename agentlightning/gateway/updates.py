@@ -1,0 +1,207 @@
+"""New weights for the servers of a model: what a server of each kind is told, in which order, and what if one fails.
+
+Knows the control routes of vLLM and SGLang. Knows no training, no rollouts and no HTTP server of our own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+import msgspec
+
+from agentlightning.errors import BackendError, ConfigError, ConflictError, UnavailableError
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.backends.connection import Connection
+from agentlightning.gateway.models import ModelEntry
+from agentlightning.gateway.replicas import servers_of
+
+_log = logging.getLogger(__name__)
+_HOLDER: Final = "an update of weights"
+_NOT_THERE: Final = "no_such_route"
+
+
+class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Weights to be served as `policy_version`: the checkpoint at `path`, where every server can read it. Without one
+    vLLM reads anew what it was started with. With a `lora_name`, `path` holds an adapter that is served by that name.
+
+    `in_flight` says what becomes of calls that run: they `finish` first, for which they have `seconds`, or their
+    engines `pause` and go on with the new weights."""
+
+    policy_version: Annotated[int, msgspec.Meta(ge=0)]
+    path: str | None = None
+    lora_name: str | None = None
+    in_flight: Literal["finish", "pause"] = "finish"
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 300.0
+
+
+class ServerUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one server: the version its weights are called now, None where nobody can tell, and the error that
+    it met, if any."""
+
+    url: str
+    policy_version: int | None
+    error: str | None = None
+
+
+async def update_weights(gateway: Gateway, name: str, update: WeightUpdate) -> list[ServerUpdate]:
+    """Load weights into all servers of a model, its calls held meanwhile; one outcome per server.
+
+    A server that fails at it gets no calls until another update succeeds, since nobody knows what it would answer with.
+    One that has no such route was not touched, and goes on as the version it was.
+
+    Raises NotFoundError for a model there is not, ConfigError where the update cannot be had from its servers,
+    ConflictError while another is under way, UnavailableError where calls do not finish in time (nothing was changed),
+    and BackendError 502 where no server has loaded the weights."""
+    entry = gateway.entry(name)
+    scripts = [(connection, write(connection, update)) for connection, write in _servers(entry)]
+    if gateway.models.gate(entry.name).held_by(_HOLDER):
+        raise ConflictError(f"the weights of the model {entry.name!r} are being updated already; wait for that update")
+    async with gateway.held(entry.name, holder=_HOLDER):
+        if update.in_flight == "finish":
+            await _finished(gateway, entry.name, update.seconds)
+        outcomes = await asyncio.gather(*(_update(connection, script, update) for connection, script in scripts))
+    failures = [f"{outcome.url}: {outcome.error}" for outcome in outcomes if outcome.error is not None]
+    for failure in failures:
+        _log.warning("version %d of the model %r was not loaded at %s", update.policy_version, entry.name, failure)
+    if len(failures) == len(outcomes):
+        raise BackendError(
+            f"no server of the model {entry.name!r} has loaded version {update.policy_version}: {'; '.join(failures)}",
+            code="weights_not_loaded",
+        )
+    return outcomes
+
+
+def declare_version(entry: ModelEntry, version: int) -> None:
+    """The servers of a model hold the weights of policy `version`: whoever says so has loaded them. ConfigError where
+    its backend knows by itself."""
+    for connection, _ in _servers(entry):
+        connection.version, connection.unusable = version, None
+
+
+async def _finished(gateway: Gateway, name: str, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await gateway.idle(name)
+    except TimeoutError:
+        running = gateway.models.gate(name).running
+        raise UnavailableError(
+            f"{running} calls of the model {name!r} have not finished within {seconds:g} seconds; no weights were "
+            "changed: give them more `seconds`, or pause them with in_flight='pause'"
+        ) from None
+
+
+# --- what servers are told ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A POST of `body` to `url`."""
+
+    url: str
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Script:
+    """Requests in their order: `load` is the one that changes weights, `end` is made whatever became of the others.
+    `needs` says what the server must be."""
+
+    needs: str
+    load: _Request
+    before: tuple[_Request, ...] = ()
+    after: tuple[_Request, ...] = ()
+    end: _Request | None = None
+
+
+def _vllm(connection: Connection, update: WeightUpdate) -> _Script:
+    needs = "vLLM 0.16 or later with VLLM_SERVER_DEV_MODE=1"
+    if update.lora_name is not None:
+        needs += ", VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
+        adapter = {"lora_name": update.lora_name, "lora_path": _path(update), "load_inplace": True}
+        load = _Request(connection.url("load_lora_adapter"), adapter)
+    else:
+        where = {} if update.path is None else {"weights_path": update.path}
+        load = _Request(f"{connection.root}/collective_rpc", {"method": "reload_weights", "kwargs": where})
+    # Keys and values of the old weights are dropped for those that are paused too: they are computed again.
+    caches = _Request(f"{connection.root}/reset_prefix_cache?reset_running_requests=true", {})
+    if update.in_flight == "finish":
+        return _Script(needs, load, after=(caches,))
+    pause, resume = (_Request(f"{connection.root}/{path}", {}) for path in ("pause?mode=keep", "resume"))
+    return _Script(needs, load, before=(pause,), after=(caches,), end=resume)
+
+
+def _sglang(connection: Connection, update: WeightUpdate) -> _Script:
+    if update.in_flight == "pause":
+        raise ConfigError(
+            "SGLang does not drop its prefix cache while calls are paused, so that they would go on with keys and "
+            "values of the old weights; let them finish (in_flight='finish')"
+        )
+    if update.lora_name is not None:
+        raise ConfigError("calls of an SGLang server are answered by its own weights: merge the adapter into them")
+    # The server drops its prefix cache by itself, and tells the version with each answer.
+    weights = {"model_path": _path(update), "weight_version": str(update.policy_version)}
+    return _Script("SGLang 0.5 or later", _Request(f"{connection.root}/update_weights_from_disk", weights))
+
+
+def _path(update: WeightUpdate) -> str:
+    if update.path is None:
+        raise ConfigError("`path` is missing: name the directory to load from, where the servers can read it")
+    return update.path
+
+
+_Writer: TypeAlias = Callable[[Connection, WeightUpdate], _Script]
+_WRITERS: Final[Mapping[str, _Writer]] = {"vllm": _vllm, "sglang": _sglang}
+
+
+def _servers(entry: ModelEntry) -> list[tuple[Connection, _Writer]]:
+    """The connections behind a model, each with who writes what its server is told."""
+    servers = servers_of(entry.backend)
+    if not servers or any(server.kind not in _WRITERS for server in servers):
+        raise ConfigError(
+            f"the weights of the model {entry.name!r} ({entry.backend.name}) cannot be updated from here; those of "
+            f"servers of these kinds can: {', '.join(_WRITERS)}"
+        )
+    return [(server.connection, _WRITERS[server.kind]) for server in servers]
+
+
+async def _update(connection: Connection, script: _Script, update: WeightUpdate) -> ServerUpdate:
+    before = connection.unusable
+    connection.unusable = f"the weights at {connection.base_url} are being updated; ask again"
+    done: list[_Request] = []
+    try:
+        await _perform(connection, script, done)
+    except BackendError as error:
+        if error.code == _NOT_THERE and script.load not in done:
+            connection.unusable = before
+        else:
+            connection.unusable = (
+                f"nobody knows the weights at {connection.base_url}, which failed to load version "
+                f"{update.policy_version}; update them again"
+            )
+        known = None if connection.unusable else connection.version
+        return ServerUpdate(url=connection.base_url, policy_version=known, error=str(error))
+    connection.version, connection.unusable = update.policy_version, None
+    return ServerUpdate(url=connection.base_url, policy_version=update.policy_version)
+
+
+async def _perform(connection: Connection, script: _Script, done: list[_Request]) -> None:
+    try:
+        for request in (*script.before, script.load, *script.after):
+            await _post(connection, request, script.needs)
+            done.append(request)
+    finally:
+        if script.end is not None:
+            await _post(connection, script.end, script.needs)
+
+
+async def _post(connection: Connection, request: _Request, needs: str) -> None:
+    async with connection.posted(request.url, msgspec.json.encode(request.body), control=True) as response:
+        said = (await response.text(errors="replace"))[:500]
+        if response.status in (401, 403, 404, 405):
+            raise BackendError(f"{request.url} answers {response.status}: {said}; needed is {needs}", code=_NOT_THERE)
+        if response.status != 200:
+            raise BackendError(f"{request.url} answered {response.status}: {said}")
