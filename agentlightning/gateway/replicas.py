@@ -245,8 +245,10 @@ class Replicas:
 
     async def _check_one(self, replica: Replica) -> None:
         connection = replica.backend.connection
+        if connection.unusable:
+            return  # whoever changes its weights says when it can be used: until then it gets no calls, ejected or not
         if not await connection.healthy(_CHECK_TIMEOUT):
-            replica.eject(connection.unusable or "it does not answer when asked for its health")
+            replica.eject("it does not answer when asked for its health")
         elif replica.ejected_since is not None:
             replica.readmit(failures=_FAILURES - 1)  # healthy servers may fail all the same: once more, and out again
             self._serve(replica)

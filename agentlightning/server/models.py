@@ -242,11 +242,11 @@ async def _replicas(backend: Backend) -> list[ReplicaDescription]:
             ReplicaDescription(
                 base_url=replica.backend.name,
                 kind=replica.backend.kind,
-                healthy=replica.ejected_since is None,
+                healthy=replica.ejected_since is None and not replica.backend.connection.unusable,
                 running=replica.running,
                 waiting=len(replica.queue),
                 ejected_since=replica.ejected_since,
-                why=replica.why,
+                why=replica.backend.connection.unusable or replica.why,
             )
             for replica in backend.replicas
         ]

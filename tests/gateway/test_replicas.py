@@ -217,6 +217,23 @@ async def test_a_replica_that_is_not_healthy_is_ejected_before_a_call_meets_it()
         assert good.checks < bad.checks  # those in use are asked less often
 
 
+async def test_a_replica_whose_weights_nobody_knows_is_left_alone_until_somebody_does() -> None:
+    async with replicated(check_seconds=0.02) as (replicas, (updated, good)):
+        await answered_by(replicas, call())
+        connection = replicas.replicas[0].backend.connection
+        connection.unusable = "its weights are being updated"
+        checks, asked = updated.checks, len(updated.asked)
+        await until(lambda: good.checks > 2)
+        assert replicas.replicas[0].ejected_since is None
+        for _ in range(8):
+            assert await answered_by(replicas, call()) == good.url
+        assert replicas.replicas[0].why == "its weights are being updated"
+        assert (updated.checks, len(updated.asked)) == (checks, asked)
+        connection.unusable = None
+        await until(lambda: replicas.replicas[0].ejected_since is None)
+        assert {await answered_by(replicas, call()) for _ in range(2)} == {updated.url, good.url}
+
+
 async def test_where_all_are_ejected_the_one_that_failed_longest_ago_is_tried() -> None:
     async with replicated() as (replicas, servers):
         for server in servers:
