@@ -239,7 +239,7 @@ class Trainer:
         else:
             url = self.server.rstrip("/")
             if entry is not None:
-                await self._lend_to_server(stack, entry)
+                await self._lend_to_server(stack, entry, directory.mark.run_id)
                 calls_held = partial(model_held, url, entry.name, api_key=self.api_key)
         resources = self.initial_resources
         if entry is not None:
@@ -313,19 +313,19 @@ class Trainer:
             return ModelEntry(upstream.model, hosted, trainable=False, train=None, val=None)
         return None
 
-    async def _lend_to_server(self, stack: AsyncExitStack, entry: ModelEntry) -> None:
+    async def _lend_to_server(self, stack: AsyncExitStack, entry: ModelEntry, run_id: str) -> None:
         """Serve this process's policy on loopback and let the server's gateway route to it."""
         assert self.server is not None
         http = HttpServer(create_app(None, gateway=Gateway(ModelTable([entry]))), port=self.port)
         await http.start()
         stack.push_async_callback(http.stop)
-        await register_model(self.server, entry, base_url=f"{http.url}/v1", api_key=self.api_key)
-        stack.push_async_callback(self._take_back, entry.name)
+        await register_model(self.server, entry, base_url=f"{http.url}/v1", api_key=self.api_key, owner=run_id)
+        stack.push_async_callback(self._take_back, entry.name, run_id)
 
-    async def _take_back(self, name: str) -> None:
+    async def _take_back(self, name: str, run_id: str) -> None:
         assert self.server is not None
         with contextlib.suppress(UnavailableError):  # a server that is gone routes nowhere any more
-            await unregister_model(self.server, name, api_key=self.api_key)
+            await unregister_model(self.server, name, api_key=self.api_key, owner=run_id)
 
     async def _run_beside_runner(self, agent: LitAgent[Any], algorithm: Algorithm, context: RunContext) -> None:
         """Run the algorithm with this process's runner beside it; whichever fails first ends both."""
