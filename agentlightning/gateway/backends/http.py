@@ -19,7 +19,6 @@ from agentlightning.gateway.backend import (
     CONSTRAINED,
     SESSION_HEADER,
     STOPPED_BY_STRING,
-    WEIGHTS_UNKNOWN,
     BackendEvent,
     Delta,
     Finished,
@@ -53,6 +52,9 @@ KINDS: Final[dict[str, _Kind]] = {
     "azure": _Kind(captures_tokens=False, relays=_OPENAI_RELAYS, key_header="api-key"),
     "anthropic": _Kind(captures_tokens=False, relays=frozenset({"messages", "messages/count_tokens", "models"})),
 }
+# Where the distribution to sample from is said, it is said in full: vLLM takes the rest from the model's own generation
+# config, which may hold a penalty.
+_NEUTRAL: Final = {"min_p": 0.0, "repetition_penalty": 1.0}
 # What comes back with an answer that was passed through.
 _RELAYED_HEADERS: Final = ("content-type", "request-id", "x-request-id", "retry-after", "openai-processing-ms")
 _FINISH_REASONS: dict[str, FinishReason] = {
@@ -113,7 +115,7 @@ class HttpBackend:
             else:
                 for event in reader.read(await response.read()):
                     yield event
-        for event in reader.end(self.connection.version, unknown=bool(self.connection.unusable)):
+        for event in reader.end(self.connection.version):
             yield event
 
     async def count_tokens(self, call: ModelCall) -> int:
@@ -140,10 +142,11 @@ class HttpBackend:
     def _body(self, call: ModelCall) -> dict[str, Any]:
         sampling = call.sampling
         chat = call.prompt is None
+        whole = self.captures_tokens and None not in (sampling.temperature, sampling.top_p, sampling.top_k)
         optional: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "top_k": sampling.top_k or None,
+            "top_k": sampling.top_k or (-1 if whole else None),
             "max_tokens": sampling.max_tokens,
             "stop": list(sampling.stop) or None,
             "seed": sampling.seed,
@@ -159,6 +162,7 @@ class HttpBackend:
             optional["logprobs"] = True if chat else call.top_logprobs
             optional["top_logprobs"] = (call.top_logprobs or None) if chat else None
         return {
+            **(_NEUTRAL if whole else {}),
             **call.extra,
             "model": self.model or call.model,
             **({"messages": call.messages} if chat else {"prompt": call.prompt}),
@@ -313,9 +317,8 @@ class _AnswerReader:
             delta, start = {}, start + count
         return deltas
 
-    def end(self, version: int, *, unknown: bool) -> list[BackendEvent]:
-        """The ends of the choices and the usage; `version` is what the server's weights are called now, if they are not
-        `unknown`."""
+    def end(self, version: int) -> list[BackendEvent]:
+        """The ends of the choices and the usage; `version` is what the server's weights are called now."""
         if self._unfinished:
             raise BackendError("the backend ended its answer before every choice was finished")
         last = None if self._told_version or version == self._version else version
@@ -323,7 +326,7 @@ class _AnswerReader:
             Finished(
                 choice.index,
                 reason,
-                WEIGHTS_UNKNOWN if unknown else self._untrainable(choice),
+                self._untrainable(choice),
                 choice.stop_reason if isinstance(choice.stop_reason, str) else None,
                 last,
             )

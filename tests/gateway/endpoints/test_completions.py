@@ -286,6 +286,19 @@ async def test_a_server_of_the_protocol_continues_token_ids(tmp_path: Path, stre
     assert [choice.token_ids for choice in span.tokens.choices] == [(4, 5, 2), (4, 5, 2)]
 
 
+async def test_sampling_that_the_run_decides_leaves_nothing_to_the_server(tmp_path: Path) -> None:
+    vllm = Vllm()
+    app = Starlette(routes=[Route("/v1/completions", vllm.answer, methods=["POST"])])
+    async with serving(app) as url, before(url, tmp_path) as front:
+        for mode, fields in (("train", {"min_p": 0.1}), ("test", {"min_p": 0.1})):
+            client = front.client(await front.attempt(mode=mode))
+            await client.completions.create(model="policy", prompt=[7], extra_body=fields)
+    names = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
+    trained, tested = [{name: asked[name] for name in names & asked.keys()} for asked in vllm.asked]
+    assert trained == {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert tested["min_p"] == 0.1
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_gateway_before_a_gateway_records_the_engines_ids_and_versions(tmp_path: Path, stream: bool) -> None:
     (tmp_path / "back").mkdir()
