@@ -19,6 +19,7 @@ from agentlightning.gateway.backend import (
     CONSTRAINED,
     SESSION_HEADER,
     STOPPED_BY_STRING,
+    WEIGHTS_UNKNOWN,
     BackendEvent,
     Delta,
     Finished,
@@ -115,7 +116,7 @@ class HttpBackend:
             else:
                 for event in reader.read(await response.read()):
                     yield event
-        for event in reader.end(self.connection.version):
+        for event in reader.end(self.connection.version, unknown=bool(self.connection.unusable)):
             yield event
 
     async def count_tokens(self, call: ModelCall) -> int:
@@ -317,8 +318,9 @@ class _AnswerReader:
             delta, start = {}, start + count
         return deltas
 
-    def end(self, version: int) -> list[BackendEvent]:
-        """The ends of the choices and the usage; `version` is what the server's weights are called now."""
+    def end(self, version: int, *, unknown: bool) -> list[BackendEvent]:
+        """The ends of the choices and the usage; `version` is what the server's weights are called now, if they are not
+        `unknown`."""
         if self._unfinished:
             raise BackendError("the backend ended its answer before every choice was finished")
         last = None if self._told_version or version == self._version else version
@@ -326,7 +328,7 @@ class _AnswerReader:
             Finished(
                 choice.index,
                 reason,
-                self._untrainable(choice),
+                WEIGHTS_UNKNOWN if unknown else self._untrainable(choice),
                 choice.stop_reason if isinstance(choice.stop_reason, str) else None,
                 last,
             )
