@@ -175,12 +175,8 @@ async def test_a_client_that_leaves_cancels_its_call_and_the_part_is_not_trained
     body = {"model": "policy", "messages": user("count"), "stream": stream}
     # Nothing is sampled while the engine is held, so the call is surely cut off.
     async with aiohttp.ClientSession() as session, gateway_world.service.exclusive():
-        if stream:
-            async with session.post(url, json=body) as response:
-                assert b"assistant" in await response.content.readany()
-        else:
-            with pytest.raises(TimeoutError):
-                await session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=0.3))
+        with pytest.raises(TimeoutError):
+            await session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=0.3))
     await asyncio.wait_for(gateway_world.gateway.idle(), 10)
     (span,) = await gateway_world.spans(attempted)
     assert span.attributes[semconv.GEN_AI_FINISH_REASONS] == ["abort"]
