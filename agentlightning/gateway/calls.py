@@ -92,14 +92,12 @@ class CallOpener:
         """Check, attribute and start a call; use it as `async with`. `headers` has lower-case names.
 
         Raises BackendError (and its kin CallRefused) for everything that cannot be answered."""
-        caller = await self.caller(headers, path_ids)
-        request, entry, fields = await self._read(endpoint, body, caller)
+        caller, request, entry, fields = await self._read(endpoint, body, headers, path_ids)
         held_seconds = 0.0
         while (gate := self._models.gate(entry.name)).held:
             held_seconds += await self._holding.wait(gate, _ids(caller))
             # Meanwhile the attempt may have ended, and the model may be another.
-            caller = await self.caller(headers, path_ids)
-            request, entry, fields = await self._read(endpoint, body, caller)
+            caller, request, entry, fields = await self._read(endpoint, body, headers, path_ids)
         numbered = caller is not None and caller.mode is not None
         call_index = caller.take_call_index() if caller is not None and numbered else None
         sampling, overridden = _effective_sampling(request, entry, caller, call_index)
@@ -153,8 +151,7 @@ class CallOpener:
     ) -> int:
         """How many tokens the prompt of a call would have; nothing is numbered or captured. BackendError as in `open`,
         and where the backend cannot count."""
-        caller = await self.caller(headers, path_ids)
-        request, entry, fields = await self._read(endpoint, body, caller)
+        caller, request, entry, fields = await self._read(endpoint, body, headers, path_ids)
         model = request.model if entry.name == ANY else entry.name
         if fields is not None:
             kept = {name: value for name, value in headers.items() if name in HEADERS}
@@ -172,17 +169,18 @@ class CallOpener:
         return await entry.backend.count_tokens(call)
 
     async def _read(
-        self, endpoint: Endpoint, body: bytes, caller: Caller | None
-    ) -> tuple[CallRequest, ModelEntry, dict[str, msgspec.Raw] | None]:
-        """The request and who answers it; and its fields, if that one does so in the agent's own protocol."""
+        self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None
+    ) -> tuple[Caller | None, CallRequest, ModelEntry, dict[str, msgspec.Raw] | None]:
+        """Who asks, what, and who answers it; and the request's fields, if that one does so in the agent's protocol."""
+        caller = await self.caller(headers, path_ids)
         if any(endpoint.path in entry.backend.relays for entry in self._models):
             fields = read_fields(body)
             request = read_request(fields)
             entry = self._models.resolve(request.model)
             if endpoint.path in entry.backend.relays:
-                return request, entry, fields
+                return caller, request, entry, fields
         request = await self.conversations.join(caller, endpoint.read(body))
-        return request, self._models.resolve(request.model), None
+        return caller, request, self._models.resolve(request.model), None
 
 
 def _ids(caller: Caller | None) -> AttemptIds | None:
