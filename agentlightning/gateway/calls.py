@@ -39,6 +39,7 @@ from agentlightning.gateway.request import NOT_JSON, CallRequest
 from agentlightning.gateway.seeds import call_seed
 from agentlightning.gateway.statistics import CallStatistics
 
+# Where neither run nor agent decides, the backend does: a server's defaults are its maker's recommendation.
 _LEFT_OPEN = Sampling(temperature=None, top_p=None, top_k=None)
 # How the SDKs of OpenAI and Anthropic say that they repeat a request.
 RETRY_HEADER = "x-stainless-retry-count"
@@ -221,7 +222,7 @@ class _Recording:
             record,
             answer,
             end_time=record.start_time + (time.monotonic() - self._started),
-            time_to_first_token=None if first is None else first - self._started,
+            time_to_first_chunk=None if first is None else first - self._started,
             error=error,
         )
         self._statistics.captured(span)
@@ -323,8 +324,7 @@ def _effective_sampling(
 
     Where the run decides, its temperature, top_p and top_k hold without penalties; elsewhere the agent's do."""
     decided = _run_sampling(entry, caller)
-    # What nobody decides: a policy is sampled as it is, a hosted model as its maker has set it.
-    default = decided or (Sampling() if entry.backend.captures_tokens else _LEFT_OPEN)
+    default = decided or _LEFT_OPEN
     shape = Sampling(
         temperature=_first(None if decided else request.temperature, default.temperature),
         top_p=_first(None if decided else request.top_p, default.top_p),

@@ -9,6 +9,7 @@ import abc
 from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any, Final
+from urllib.parse import quote
 
 import msgspec
 from starlette.routing import BaseRoute, Route
@@ -16,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from agentlightning.errors import BackendError
 from agentlightning.gateway.asgi import ClientWatch, Reply, as_backend_error, headers_of, path_ids_of, read_body
-from agentlightning.gateway.backend import Delta, Started
+from agentlightning.gateway.backend import Delta, RelayedCall, Started
 from agentlightning.gateway.calls import CallOpener, ClientGone, RunningCall
 from agentlightning.gateway.capture import FAILED
 from agentlightning.gateway.endpoints.base import Endpoint, openai_error
@@ -24,9 +25,9 @@ from agentlightning.gateway.endpoints.chat_completions import ChatCompletions
 from agentlightning.gateway.endpoints.completions import Completions
 from agentlightning.gateway.endpoints.messages import CountTokens, Messages
 from agentlightning.gateway.endpoints.messages_answer import anthropic_error, model_card, model_list
-from agentlightning.gateway.endpoints.passed_through import AnswerCopy, Embeddings
+from agentlightning.gateway.endpoints.passed_through import HEADERS, AnswerCopy, Embeddings
 from agentlightning.gateway.endpoints.responses import Responses
-from agentlightning.gateway.models import ModelTable
+from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
 from agentlightning.gateway.request import CallRefused
 
 _PREFIX: Final = "/rollout/{rollout_id}/attempt/{attempt_id}"
@@ -165,6 +166,16 @@ async def _commit(call: RunningCall, watch: ClientWatch) -> bool:
     return not watch.gone
 
 
+async def _relay_models(entry: ModelEntry, scope: Scope, headers: dict[str, str], reply: Reply) -> None:
+    """The backend's own list: what it calls its models is what it can be asked for."""
+    name = scope["path_params"].get("name")
+    kept = {header: value for header, value in headers.items() if header in HEADERS}
+    path = "models" if name is None else f"models/{quote(name)}"
+    async with entry.backend.relay(RelayedCall(path, "", {}, kept)) as answer:
+        body = b"".join([part async for part in answer.parts])
+        await reply.json(answer.status, body)
+
+
 class _KeptResponse(_Route):
     """`GET` and `DELETE /v1/responses/{response_id}`, of recent responses."""
 
@@ -215,6 +226,10 @@ class _Models(_Route):
         if "anthropic-version" in headers:
             card, listed, reply.encode = model_card, model_list, anthropic_error
         await self._calls.admit(headers)
+        anything = self._models.get(ANY)
+        if anything is not None and "models" in anything.backend.relays:
+            await _relay_models(anything, scope, headers, reply)
+            return
         names = [entry.name for entry in self._models]
         name = scope["path_params"].get("name")
         if name is None:

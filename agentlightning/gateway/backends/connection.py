@@ -95,9 +95,9 @@ class Connection:
 
     @asynccontextmanager
     async def posted(
-        self, url: str, body: bytes, headers: Mapping[str, str] | None = None, *, control: bool = False
+        self, url: str, body: bytes | None, headers: Mapping[str, str] | None = None, *, control: bool = False
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """The answer to a POST, whatever its status. Leaving the block before its end cancels it.
+        """The answer to a POST (a GET without a body), whatever its status. Leaving the block early cancels it.
 
         BackendError 503 where the server is unusable or cannot be reached (after a few tries), 504 where it falls
         silent, 502 where it breaks off."""
@@ -105,7 +105,7 @@ class Connection:
             raise BackendError(self.unusable, status=503, code="weights_unknown")
         try:
             async with self._counted():
-                response = await self._connect("POST", url, body, headers)
+                response = await self._connect("GET" if body is None else "POST", url, body, headers)
                 try:
                     yield response
                 finally:
@@ -150,7 +150,7 @@ class Connection:
         return self._session
 
     async def _connect(
-        self, method: str, url: str, body: bytes, headers: Mapping[str, str] | None
+        self, method: str, url: str, body: bytes | None, headers: Mapping[str, str] | None
     ) -> aiohttp.ClientResponse:
         sent = self._headers | dict(headers) if headers else self._headers
         for delay in (*_RETRY_DELAYS, None) if self.retries else (None,):

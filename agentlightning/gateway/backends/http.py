@@ -136,7 +136,7 @@ class HttpBackend:
         """See `Backend.relay`."""
         headers = call.headers | ({SESSION_HEADER: call.session} if call.session else {})
         body = msgspec.json.encode({**call.body, "model": self.model or call.model}) if call.body else None
-        async with self.connection.requested(self.connection.url(call.path), body, headers) as response:
+        async with self.connection.posted(self.connection.url(call.path), body, headers) as response:
             kept = {name: response.headers[name] for name in _RELAYED_HEADERS if name in response.headers}
             yield RelayedAnswer(response.status, kept, _parts(response))
 
