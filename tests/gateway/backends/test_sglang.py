@@ -9,6 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -26,6 +27,8 @@ from agentlightning.gateway.backends.sglang import TRUNCATED, SglangBackend
 from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.generation import GenerationRequest, SampledToken
 from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.server.app import create_app
+from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
 from tests.gateway.talker import PLAIN, SEARCH_TOOL, make_talker, user
 from tests.gateway.world import GREEDY, World, serving, talking
@@ -374,6 +377,23 @@ async def test_calls_through_the_gateway_are_captured_and_trained(world: Setting
     assert span.attributes[semconv.CALL_BACKEND] == backend.connection.base_url
     choice = span.tokens.choices[0]
     assert len(choice.token_ids) == len(choice.logprobs) > 0
+
+
+async def test_a_server_is_registered_with_its_tokenizer(world: Setting, tokenizer: str) -> None:
+    store = await SqlStore.open(":memory:")
+    models = ModelTable()
+    key = "a key of the admin"
+    app = create_app(store, gateway=Gateway(models, store, admin_key=key), admin_key=key, body_limit=10_000)
+    async with HttpServer(app) as http, aiohttp.ClientSession(headers={"authorization": f"Bearer {key}"}) as session:
+        asked = {"base_url": world[0].name, "kind": "sglang", "tokenizer": tokenizer}
+        async with session.put(f"{http.url}/api/v1/models/policy", json=asked) as answer:
+            assert answer.status == 200, await answer.text()
+        async with session.put(f"{http.url}/api/v1/models/other", json={**asked, "tokenizer": None}) as answer:
+            assert "name the tokenizer" in await answer.text()
+        entry = models.resolve("policy")
+        assert isinstance(entry.backend, SglangBackend)
+        await entry.backend.close()
+    await store.close()
 
 
 @pytest.mark.parametrize(
