@@ -22,8 +22,8 @@ from agentlightning.errors import (
     NotFoundError,
     UnavailableError,
 )
-from agentlightning.gateway.calls import ClientGone
 from agentlightning.gateway.request import CallRefused
+from agentlightning.gateway.running import ClientGone
 
 _log = logging.getLogger(__name__)
 

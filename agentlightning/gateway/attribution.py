@@ -45,6 +45,11 @@ class Caller:
     _next_index: int = field(default=0, repr=False)
     _answered: OrderedDict[int, list[int]] = field(default_factory=OrderedDict[int, list[int]], repr=False)
 
+    @property
+    def attempt(self) -> tuple[str, str] | None:
+        """(rollout_id, attempt_id), None for nobody's."""
+        return None if self.mode is None else (self.rollout_id, self.attempt_id)
+
     def take_call_index(self) -> int:
         """0, 1, 2 …, each given once."""
         index = self._next_index

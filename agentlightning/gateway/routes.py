@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from agentlightning.errors import BackendError
 from agentlightning.gateway.asgi import ClientWatch, Reply, as_backend_error, headers_of, path_ids_of, read_body
 from agentlightning.gateway.backend import Delta, RelayedCall, Started
-from agentlightning.gateway.calls import CallOpener, ClientGone, RunningCall
+from agentlightning.gateway.calls import CallOpener
 from agentlightning.gateway.capture import FAILED
 from agentlightning.gateway.endpoints.base import Endpoint, openai_error
 from agentlightning.gateway.endpoints.chat_completions import ChatCompletions
@@ -29,6 +29,7 @@ from agentlightning.gateway.endpoints.passed_through import HEADERS, AnswerCopy,
 from agentlightning.gateway.endpoints.responses import Responses
 from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
 from agentlightning.gateway.request import CallRefused
+from agentlightning.gateway.running import ClientGone, RunningCall
 
 _PREFIX: Final = "/rollout/{rollout_id}/attempt/{attempt_id}"
 _ENDPOINTS: Final[tuple[Endpoint, ...]] = (
