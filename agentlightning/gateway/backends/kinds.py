@@ -43,14 +43,14 @@ def make_backend(
         )
     if model is not None:
         raise ConfigError("a server of the kind 'sglang' has one model; leave model out")
-    chat = chat_template(tokenizer)
+    chat = _chat_template(tokenizer)
     from agentlightning.gateway.backends.sglang import SglangBackend
 
     return SglangBackend(Connection(base_url, api_key=api_key, timeout_seconds=timeout_seconds), chat)
 
 
 @lru_cache(maxsize=8)
-def chat_template(tokenizer: str) -> ChatTemplate:
+def _chat_template(tokenizer: str) -> ChatTemplate:
     """The tokenizer in this directory, or of this name on Hugging Face, with its chat template; read once and shared.
 
     ConfigError where it cannot be read, or `transformers` is not installed."""

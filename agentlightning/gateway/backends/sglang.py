@@ -32,8 +32,6 @@ class SglangBackend(TokenBackend):
 
     kind = "sglang"
 
-    kind = "sglang"
-
     def __init__(self, connection: Connection, chat: ChatTemplate) -> None:
         super().__init__(chat, SglangGenerator(connection), name=connection.base_url)
         connection.health_url = f"{connection.root}/health"
