@@ -15,10 +15,12 @@ import agentlightning as agl
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.engine.service import EngineService
 from agentlightning.errors import ConfigError, TrainingError
+from agentlightning.gateway.holding import Gate
 from agentlightning.learner.base import AdamW
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import make_model, make_tokenizer
 from agentlightning.learner.torch import TorchLearner
+from agentlightning.server.service import ServerSettings, running_server
 from agentlightning.store.sql import SqlStore
 from agentlightning.trainer import Trainer
 from agentlightning.types import RolloutConfig
@@ -93,6 +95,38 @@ def test_every_token_trained_is_one_the_engine_sampled(tmp_path: Path, monkeypat
     trainer(tmp_path).fit(agents.vowels, TASKS)
     assert len(trained) >= 24
     assert set(trained) <= sampled
+
+
+@pytest.fixture
+def held_in_steps(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """Per gradient step the models whose calls are held, at whatever gateway, while it is made."""
+    gates: set[Gate] = set()
+    seen: list[set[str]] = []
+    hold, step = Gate.hold, TorchLearner.step
+
+    def listening_hold(self: Gate, *arguments: Any) -> None:
+        gates.add(self)
+        hold(self, *arguments)
+
+    def listening_step(self: Any, batch: Any, loss: Any) -> Any:
+        seen.append({gate.name for gate in gates if gate.held})
+        return step(self, batch, loss)
+
+    monkeypatch.setattr(Gate, "hold", listening_hold)
+    monkeypatch.setattr(TorchLearner, "step", listening_step)
+    return seen
+
+
+def test_agents_calls_are_held_while_the_policy_learns(tmp_path: Path, held_in_steps: list[set[str]]) -> None:
+    trainer(tmp_path).fit(agents.vowels, TASKS, TASKS[:2])
+    assert held_in_steps == [{"policy"}, {"policy"}]
+
+
+@pytest.mark.anyio
+async def test_so_are_those_that_come_through_a_server(tmp_path: Path, held_in_steps: list[set[str]]) -> None:
+    async with running_server(ServerSettings(store=str(tmp_path / "store.sqlite"))) as server:
+        await trainer(tmp_path, server=server.url).fit_async(agents.vowels, TASKS)
+    assert held_in_steps == [{"policy"}, {"policy"}]
 
 
 def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:

@@ -82,6 +82,15 @@ def declare_version(entry: ModelEntry, version: int) -> None:
         connection.version, connection.unusable = version, None
 
 
+def keep_versions(replaced: ModelEntry, entry: ModelEntry) -> None:
+    """A server that was there before under the same URL holds the weights that it held."""
+    before = {server.name: server.connection for server in servers_of(replaced.backend)}
+    for server in servers_of(entry.backend):
+        if server.name in before:
+            server.connection.version = before[server.name].version
+            server.connection.unusable = before[server.name].unusable
+
+
 async def _finished(gateway: Gateway, name: str, seconds: float) -> None:
     try:
         async with asyncio.timeout(seconds):

@@ -9,20 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from typing import Annotated, TypeVar
 from urllib.parse import quote
 
-import aiohttp
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from agentlightning.errors import AgentLightningError, ConfigError, InvalidError, UnavailableError
+from agentlightning.errors import AgentLightningError, InvalidError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.updates import ServerUpdate, WeightUpdate, declare_version, update_weights
 from agentlightning.server.access import Access
+from agentlightning.server.models import ask
 from agentlightning.server.observing import note_caller
 from agentlightning.server.rest import read_body
 
@@ -121,22 +121,25 @@ async def model_held(server: str, name: str, *, api_key: str | None, lease: floa
     more if this process dies in it. Where the server cannot be told so, it is logged, and they do not wait."""
 
     async def hold() -> None:
+        with _logged():
+            await hold_model(server, name, api_key=api_key, seconds=lease)
+
+    async def renew() -> None:
         while not ended.is_set():
-            with _logged():
-                await hold_model(server, name, api_key=api_key, seconds=lease)
-            held.set()
-            with suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(lease / 3):
                     await ended.wait()
+            except TimeoutError:
+                await hold()
 
-    held, ended = asyncio.Event(), asyncio.Event()
-    holding = asyncio.create_task(hold(), name=f"hold of {name}")
+    await hold()
+    ended = asyncio.Event()
+    renewing = asyncio.create_task(renew(), name=f"hold of {name}")
     try:
-        await held.wait()
         yield
     finally:
         ended.set()
-        await holding  # a request to hold must not arrive after the one to release
+        await renewing  # a request to hold must not arrive after the one to release
         with _logged():
             await release_model(server, name, api_key=api_key)
 
@@ -150,19 +153,5 @@ def _logged() -> Generator[None]:
 
 
 async def _post(server: str, name: str, verb: str, api_key: str | None, body: msgspec.Struct) -> bytes:
-    url = f"{server.rstrip('/')}/api/v1/models/{quote(name)}/{verb}"
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    # An update takes as long as weights take to load; the others are answered at once.
-    timeout = aiohttp.ClientTimeout(total=None if verb == "weights" else 30.0, sock_connect=10.0)
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
-            session.post(url, data=msgspec.json.encode(body), headers=headers) as answer,
-        ):
-            if answer.status >= 400:
-                raise ConfigError(f"{url} answered {answer.status}: {(await answer.text())[:500]}")
-            return await answer.read()
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise UnavailableError(
-            f"the server at {server} cannot be reached ({error}); is `agl server` running?"
-        ) from None
+    seconds = None if verb == "weights" else 30.0  # an update takes as long as weights take to load
+    return await ask("POST", server, f"{quote(name)}/{verb}", api_key, msgspec.json.encode(body), seconds=seconds)

@@ -22,6 +22,7 @@ from agentlightning.gateway.backends.kinds import BackendKind, make_backend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.probe import probe
 from agentlightning.gateway.replicas import Replica, Replicas, servers_of
+from agentlightning.gateway.updates import keep_versions
 from agentlightning.server.access import Access
 from agentlightning.server.observing import note_caller
 from agentlightning.server.rest import read_body
@@ -141,6 +142,8 @@ class ModelRoutes:
             async with self._changing:
                 await self._require_free(entry, asked)
                 replaced = self._models.put(entry)
+                if replaced is not None:
+                    keep_versions(replaced, entry)
                 self._owners[entry.name] = asked.owner
         except BaseException:
             self._retire(entry)
@@ -285,31 +288,36 @@ async def register_model(
         owner=owner,
         check=check,
     )
-    await _call("PUT", server, quote(entry.name), api_key, msgspec.json.encode(asked))
+    await ask("PUT", server, quote(entry.name), api_key, msgspec.json.encode(asked))
 
 
 async def unregister_model(server: str, name: str, *, api_key: str | None, owner: str | None = None) -> None:
     """Take the model away again; nothing happens if it is gone already, or is another `owner`'s by now."""
     query = "" if owner is None else f"?owner={quote(owner, safe='')}"
-    await _call("DELETE", server, quote(name) + query, api_key, None)
+    await ask("DELETE", server, quote(name) + query, api_key, None)
 
 
 def _registered(sampling: Sampling | None) -> RunSampling | None:
     return None if sampling is None else msgspec.convert(sampling, RunSampling, from_attributes=True)
 
 
-async def _call(method: str, server: str, path: str, api_key: str | None, body: bytes | None) -> None:
+async def ask(
+    method: str, server: str, path: str, api_key: str | None, body: bytes | None, *, seconds: float | None = 90.0
+) -> bytes:
+    """What `server` answers to a request about its models within `seconds`: what it refuses as its own error,
+    UnavailableError where it cannot be reached."""
     url = f"{server.rstrip('/')}/api/v1/models/{path}"
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    timeout = aiohttp.ClientTimeout(total=90.0, sock_connect=10.0)  # a check takes as long as a token does
+    timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=10.0)  # a check takes as long as a token does
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
             session.request(method, url, data=body, headers=headers) as answer,
         ):
+            said = await answer.read()
             if answer.status >= 400:
-                said, kind = await answer.read(), answer.content_type
-                raise error_of(Answer(url=url, status=answer.status, content_type=kind, body=said))
+                raise error_of(Answer(url=url, status=answer.status, content_type=answer.content_type, body=said))
+            return said
     except (aiohttp.ClientError, TimeoutError) as error:
         raise UnavailableError(
             f"the server at {server} cannot be reached ({error}); is `agl server` running?"
