@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from typing import Protocol
 
-from agentlightning.errors import AgentLightningError
+from agentlightning.errors import AgentLightningError, UnavailableError
 from agentlightning.store.base import LightningStore
 from agentlightning.types import Span
 
@@ -66,13 +66,20 @@ class QueueingRecorder:
     async def _write(self) -> None:
         try:
             while self._waiting:
-                batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
-                try:
-                    await self._store.add_many_spans(batch)
-                except AgentLightningError as error:
-                    self._shed(len(batch), str(error))
+                await self._add([self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))])
         finally:
             self._writing = None
+
+    async def _add(self, spans: list[Span]) -> None:
+        """Write them at once or, where one of them is refused, each by itself."""
+        try:
+            await self._store.add_many_spans(spans)
+        except AgentLightningError as error:
+            if len(spans) == 1 or isinstance(error, UnavailableError):
+                self._shed(len(spans), str(error))
+                return
+            for span in spans:
+                await self._add([span])
 
     def _shed(self, count: int, why: str) -> None:
         if self.shed == 0 or (self.shed + count) // 1000 > self.shed // 1000:  # the first, and each thousand

@@ -1,0 +1,253 @@
+"""What is trained is what arrived: answers nobody received, calls that are repeated, and the queue behind others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import pytest
+
+from agentlightning import semconv
+from agentlightning.data.transitions import NOT_RECEIVED, TracedRollout, trace_rollout
+from agentlightning.gateway.recording import QueueingRecorder
+from agentlightning.store.redaction import redaction
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import UNATTRIBUTED, AttemptedRollout, Span
+from tests.gateway.talker import user
+from tests.gateway.upstream import GOOD, Upstream, gateway_before
+from tests.gateway.world import World
+
+pytestmark = pytest.mark.anyio
+
+RETRY = {"x-stainless-retry-count": "1"}
+
+
+class SlowStore(SqlStore):
+    """Writes spans when it is told to."""
+
+    reached: asyncio.Event
+    may_write: asyncio.Event
+
+    async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
+        self.reached.set()
+        await self.may_write.wait()
+        return await super().add_many_spans(spans)
+
+
+@asynccontextmanager
+async def slow_world(directory: Path, **options: Any) -> AsyncIterator[tuple[World, SlowStore]]:
+    store = await SlowStore.open(directory / "store.sqlite", synchronous="NORMAL", **options)
+    assert isinstance(store, SlowStore)
+    store.reached, store.may_write = asyncio.Event(), asyncio.Event()
+    async with gateway_before(Upstream(GOOD), store) as built:
+        yield built, store
+        store.may_write.set()
+    await store.close()
+
+
+@pytest.fixture
+async def usual(tmp_path: Path) -> AsyncIterator[World]:
+    async with slow_world(tmp_path) as (built, store):
+        store.may_write.set()
+        yield built
+
+
+async def ask(built: World, attempted: AttemptedRollout | None = None, text: str = "hello", **options: Any) -> str:
+    request = {"model": "policy", "messages": user(text), **options}
+    return (await built.client(attempted).chat.completions.create(**request)).choices[0].message.content
+
+
+async def traced(built: World, attempted: AttemptedRollout) -> TracedRollout:
+    rollout = await built.store.get_rollout_by_id(attempted.rollout_id)
+    assert rollout is not None
+    return trace_rollout(rollout, await built.spans(attempted))
+
+
+def trained(learned: TracedRollout) -> list[int]:
+    return [transition.call_index for transition in learned.transitions]
+
+
+@asynccontextmanager
+async def asking(built: World, attempted: AttemptedRollout, stream: bool) -> AsyncIterator[tuple[Any, Any]]:
+    """A call on a connection of its own, which is left without having read the answer."""
+    url = urlsplit(f"{built.client(attempted).base_url}chat/completions")
+    body = json.dumps({"model": "policy", "messages": user("hello"), "stream": stream}).encode()
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    writer.write(f"POST {url.path} HTTP/1.1\r\nhost: test\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+# --- answers that nobody received --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_whose_client_left_while_it_was_stored_is_not_trained(tmp_path: Path, stream: bool) -> None:
+    async with slow_world(tmp_path) as (built, store):
+        attempted = await built.attempt()
+        async with asking(built, attempted, stream) as (reader, writer):
+            await asyncio.wait_for(store.reached.wait(), 10)
+            writer.write_eof()
+            received = await asyncio.wait_for(reader.read(), 10)  # the server has closed the connection: it knows
+        assert b'"finish_reason":"stop"' not in received
+        store.may_write.set()
+        await asyncio.wait_for(built.gateway.idle(), 10)
+        call, note = await built.spans(attempted)
+        learned = await traced(built, attempted)
+        assert built.gateway.statistics.undelivered == 1
+    assert call.status.status_code != "ERROR" and semconv.CALL_FLAG not in call.attributes
+    assert (note.name, note.attributes[semconv.CALL_DISCARDS]) == (semconv.UNDELIVERED, [0])
+    assert note.parent_id == call.parent_id and note.tokens is None
+    assert learned.transitions == () and learned.excluded == Counter({NOT_RECEIVED: 1})
+
+
+async def test_a_client_that_gives_up_and_asks_again_is_trained_once(tmp_path: Path) -> None:
+    async with slow_world(tmp_path) as (built, store):
+        attempted = await built.attempt()
+        client = built.client(attempted, timeout=0.5, max_retries=1)
+        asked = asyncio.create_task(client.chat.completions.create(model="policy", messages=user("hello")))
+        await asyncio.wait_for(store.reached.wait(), 10)
+        store.reached.clear()
+        await asyncio.wait_for(store.reached.wait(), 10)  # it asked again while the first call is still being stored
+        store.may_write.set()
+        assert (await asked).choices[0].message.content == "Hi!"
+        await asyncio.wait_for(built.gateway.idle(), 10)
+        assert trained(await traced(built, attempted)) == [1]
+
+
+# --- calls that are repeated -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_retry_takes_the_place_of_the_call_it_repeats(usual: World, stream: bool) -> None:
+    attempted = await usual.attempt()
+    path = f"{usual.client(attempted).base_url}chat/completions"
+    for text, headers in (("other", {}), ("hello", {}), ("hello", RETRY)):
+        body = {"model": "policy", "messages": user(text), "stream": stream}
+        await usual.client(attempted).post(path, cast_to=object, body=body, options={"headers": headers})
+    *_, last = await usual.spans(attempted)
+    learned = await traced(usual, attempted)
+    assert last.attributes[semconv.CALL_DISCARDS] == [1]
+    assert trained(learned) == [0, 2] and learned.excluded == Counter({NOT_RECEIVED: 1})
+
+
+async def test_of_several_retries_the_last_is_trained(usual: World) -> None:
+    attempted = await usual.attempt()
+    for count in range(3):
+        await ask(usual, attempted, extra_headers={"x-stainless-retry-count": str(count)})
+    assert trained(await traced(usual, attempted)) == [2]
+
+
+async def test_a_retry_of_what_was_never_answered_discards_nothing(usual: World) -> None:
+    attempted = await usual.attempt()
+    await ask(usual, attempted, text="first")
+    await ask(usual, attempted, text="second", extra_headers=RETRY)
+    assert all(semconv.CALL_DISCARDS not in span.attributes for span in await usual.spans(attempted))
+    assert trained(await traced(usual, attempted)) == [0, 1]
+
+
+async def test_a_retry_discards_nothing_of_another_attempt(usual: World) -> None:
+    first, second = await usual.attempt(), await usual.attempt()
+    await ask(usual, first)
+    await ask(usual, second, extra_headers=RETRY)
+    assert trained(await traced(usual, first)) == trained(await traced(usual, second)) == [0]
+
+
+async def test_the_same_prompt_asked_on_purpose_is_trained_each_time(usual: World) -> None:
+    attempted = await usual.attempt()
+    await asyncio.gather(*(ask(usual, attempted) for _ in range(3)))
+    await ask(usual, attempted, extra_headers={"x-stainless-retry-count": "0"})
+    assert trained(await traced(usual, attempted)) == [0, 1, 2, 3]
+
+
+async def test_every_choice_is_kept_and_the_first_is_trained(gateway_world: World) -> None:
+    attempted = await gateway_world.attempt()
+    await ask(gateway_world, attempted, n=3)
+    (span,) = await gateway_world.spans(attempted)
+    learned = await traced(gateway_world, attempted)
+    assert span.tokens is not None and len(span.tokens.choices) == 3
+    assert all(choice.token_ids and len(choice.token_ids) == len(choice.logprobs) for choice in span.tokens.choices)
+    assert [(one.call_index, one.choice) for one in learned.transitions] == [(0, 0)]
+    assert learned.excluded == Counter({"unused choice": 2})
+
+
+# --- calls that a queue records ----------------------------------------------------------------------------------
+
+
+async def test_a_call_that_no_attempt_made_is_recorded_behind_its_answer(tmp_path: Path) -> None:
+    async with slow_world(tmp_path) as (built, store):
+        assert await ask(built) == "Hi!"  # while the store writes nothing
+        await asyncio.wait_for(store.reached.wait(), 10)
+        store.may_write.set()
+        await built.gateway.close()
+        (span,) = await store.query_spans(UNATTRIBUTED)
+    assert (span.rollout_id, span.attempt_id) == (UNATTRIBUTED, UNATTRIBUTED)
+    assert semconv.CALL_INDEX not in span.attributes
+    assert span.tokens is not None and span.tokens.choices[0].token_ids == (4, 5, 6)
+
+
+async def test_an_undelivered_answer_that_no_attempt_asked_for_leaves_no_note(tmp_path: Path) -> None:
+    async with slow_world(tmp_path) as (built, store):
+        store.may_write.set()
+        await ask(built)
+        await ask(built, extra_headers=RETRY)
+        await built.gateway.close()
+        spans = await store.query_spans(UNATTRIBUTED)
+    assert len(spans) == 2 and all(semconv.CALL_DISCARDS not in span.attributes for span in spans)
+
+
+async def test_a_store_that_refuses_costs_no_answer_and_is_counted(tmp_path: Path) -> None:
+    def broken(span: Span) -> Span:
+        raise OSError("no space left on device")
+
+    async with slow_world(tmp_path, redact=redaction(hook=broken)) as (built, store):
+        store.may_write.set()
+        answers = [await ask(built) for _ in range(3)]
+        await built.gateway.close()
+        assert answers == ["Hi!"] * 3 and built.gateway.shed == 3
+
+
+async def test_what_one_span_is_refused_for_costs_no_other(tmp_path: Path) -> None:
+    def refusing(span: Span) -> Span:
+        assert "poison" not in str(span.attributes[semconv.GEN_AI_INPUT_MESSAGES])
+        return span
+
+    async with slow_world(tmp_path, redact=redaction(hook=refusing)) as (built, store):
+        await ask(built, text="the first is being written")
+        for text in ("before", "poison", "after"):
+            await ask(built, text=text)
+        store.may_write.set()
+        await built.gateway.close()
+        spans = await store.query_spans(UNATTRIBUTED)
+    assert len(spans) == 3 and built.gateway.shed == 1
+
+
+async def test_a_full_queue_sheds_and_counts(tmp_path: Path) -> None:
+    async with slow_world(tmp_path) as (built, store):
+        await ask(built)
+        await asyncio.wait_for(store.reached.wait(), 10)
+        store.may_write.set()
+        await built.gateway.close()
+        (span,) = await store.query_spans(UNATTRIBUTED)
+        store.may_write.clear()
+        store.reached.clear()
+        copies = [msgspec.structs.replace(span, span_id=f"{number:016x}") for number in range(5)]
+        queue = QueueingRecorder(store, limit=2)
+        await queue.record(copies[0])
+        await asyncio.wait_for(store.reached.wait(), 10)
+        for copy in copies[1:]:
+            await queue.record(copy)  # nothing waits for the store
+        assert queue.shed == 2
+        store.may_write.set()
+        await queue.close()
+        kept = {one.span_id for one in await store.query_spans(UNATTRIBUTED)}
+    assert kept == {span.span_id, *(copy.span_id for copy in copies[:3])}
