@@ -64,6 +64,7 @@ async def update_weights(gateway: Gateway, name: str, update: WeightUpdate) -> l
         if update.in_flight == "finish":
             await _finished(gateway, entry.name, update.seconds)
         outcomes = await asyncio.gather(*(_update(connection, script, update) for connection, script in scripts))
+        keep_versions(entry, gateway.models.get(entry.name) or entry)  # it may have been registered again meanwhile
     failures = [f"{outcome.url}: {outcome.error}" for outcome in outcomes if outcome.error is not None]
     for failure in failures:
         _log.warning("version %d of the model %r was not loaded at %s", update.policy_version, entry.name, failure)

@@ -345,6 +345,22 @@ async def test_one_update_at_a_time() -> None:
         await updating
 
 
+async def test_a_server_that_is_registered_again_meanwhile_is_updated_all_the_same() -> None:
+    engine = Engine()
+    async with before(engine) as world:
+        engine.loads_slowly()
+        updating = asyncio.create_task(update_weights(world.gateway, "policy", SEVEN))
+        await until(lambda: len(engine.told) == 1)
+        again = HttpBackend(world.gateway.entry("policy").backend.name)
+        world.gateway.models.put(ModelEntry("policy", again))
+        engine.loaded()
+        await updating
+        attempted = await world.attempt()
+        await call(world, attempted)
+        assert await versions(world, attempted) == (7, 7)
+        await again.close()
+
+
 # --- several servers ----------------------------------------------------------------------------------------------
 
 
