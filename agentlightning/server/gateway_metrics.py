@@ -33,6 +33,8 @@ class GatewayMetrics(Collector):
         for name, meaning, count in (
             ("retried_calls", "Calls that a client repeated because it had not heard the answer.", counted.retried),
             ("undelivered_answers", "Answers whose client had left.", counted.undelivered),
+            ("held_calls", "Recorded calls that waited while weights were updated.", counted.held),
+            ("held_seconds", "For how long they waited in all.", counted.held_seconds),
             ("unrecorded_calls", "Calls that were answered and not recorded.", self._gateway.shed),
         ):
             yield CounterMetricFamily(f"agl_gateway_{name}", meaning, value=count)

@@ -112,6 +112,8 @@ async def test_a_trainer_holds_calls_and_lets_them_go_on_with_weights_of_its_own
     backend = place.gateway.entry(NAME).backend
     assert isinstance(backend, HttpBackend)
     assert backend.connection.version == 5
+    async with place.http.get("/metrics") as answer:
+        assert "agl_gateway_held_calls_total 1.0" in await answer.text()
 
 
 async def test_a_hold_of_a_trainer_that_died_ends_by_itself(place: Place) -> None:
