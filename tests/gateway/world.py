@@ -33,6 +33,7 @@ GREEDY = Sampling(temperature=0.0)
 async def serving(app: Any) -> AsyncIterator[str]:
     """Serve an ASGI application on a free port; gives its root URL."""
     listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as HttpServer does: nothing waits for an ACK
     config = uvicorn.Config(app, log_level="error", lifespan="off")
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))

@@ -84,7 +84,7 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _item(where: str, raw: dict[str, Any]) -> _Item:
     kind = raw.get("type") or "message"
-    if kind not in _ITEMS:
+    if not isinstance(kind, str) or kind not in _ITEMS:
         raise CallRefused(f"{where} is of type {kind!r}; only {', '.join(_ITEMS)} can be read here", param=where)
     try:
         return msgspec.convert(raw, _ITEMS[kind])
