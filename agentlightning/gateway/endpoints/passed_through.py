@@ -50,6 +50,7 @@ class Embeddings:
 def read_fields(body: bytes) -> dict[str, msgspec.Raw]:
     """The request's fields as they were written. CallRefused (400) without a `model`."""
     try:
+        body.decode()  # what is not read here is not looked at further on
         fields = _OBJECT.decode(body)
         msgspec.json.decode(fields.get("model", b"null"), type=str)
     except NOT_JSON as error:
@@ -65,8 +66,8 @@ def read_request(fields: dict[str, msgspec.Raw]) -> CallRequest:
     return CallRequest(
         model=msgspec.json.decode(fields["model"], type=str),
         messages=[],
-        messages_json=None if said is None else bytes(said).decode(errors="replace"),
-        tools_json=None if tools is None else bytes(tools).decode(errors="replace"),
+        messages_json=None if said is None else bytes(said).decode(),
+        tools_json=None if tools is None else bytes(tools).decode(),
         stream=stream is not None and bytes(stream) == b"true",
         request_json=rest_json(fields, "tools", *_INPUTS),
     )
