@@ -174,11 +174,20 @@ async def measure(world: World, calling: Awaitable[Calls]) -> dict[str, float]:
     }
 
 
+async def settled(world: World) -> int:
+    """How many spans are stored, once those that were queued are."""
+    count, before = await world.spans(), -1
+    while count != before:
+        await asyncio.sleep(0.5)
+        count, before = await world.spans(), count
+    return count
+
+
 async def captured(
     world: World, open_calls: int, seconds: float, pace: str = "at-once", *, stream: bool = False
 ) -> dict[str, float]:
     """So many attempts that call at once; AssertionError unless each call has left its span."""
-    before = await world.spans()
+    before = await settled(world)
     async with attempts(world.store, open_calls) as leased:
         requests = [attributed(world, rollout, pace, stream=stream) for rollout in leased]
         figures = await measure(world, call_for(seconds, world.gateway.url, requests))

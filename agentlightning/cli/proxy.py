@@ -28,7 +28,7 @@ _KEYS: dict[str, str] = {
 @click.option("--kind", type=click.Choice(["vllm", "openai", "azure", "anthropic"]),
               help="What it is. Left out, it is told by its address, or else asked whether it is vLLM.")  # fmt: skip
 @click.option("--backend-key", metavar="KEY", envvar="AGL_BACKEND_KEY", show_envvar=True,
-              help="The server's own key. Left out: OPENAI_API_KEY, AZURE_OPENAI_API_KEY, ANTHROPIC_API_KEY.")  # fmt: skip
+              help="The server's key. Left out: OPENAI_API_KEY, AZURE_OPENAI_API_KEY or ANTHROPIC_API_KEY.")  # fmt: skip
 @click.option("--store", "address", metavar="PATH|URL", default="agentlightning.sqlite", show_default=True,
               help="Where calls are recorded: an SQLite file, created if there is none, or postgresql://…")  # fmt: skip
 @address_options(8124)

@@ -33,6 +33,7 @@ from agentlightning.server.observing import Observed, label_routes
 from agentlightning.server.openapi import documentation_routes
 from agentlightning.server.otlp import OtlpRoutes
 from agentlightning.server.rest import LONGEST_POLL, PREFIX, LongPolls, StoreRest
+from agentlightning.server.shortcut import Shortcut
 from agentlightning.store.base import LightningStore
 from agentlightning.store.sql import SqlStore
 
@@ -66,7 +67,9 @@ def create_app(
     routes = [*HealthRoutes(store).routes(), *parts.routes]
     if gateway is not None:
         parts.stops.append(gateway.turn_away)
-        routes.extend(gateway.routes())
+        own = gateway.routes()
+        parts.innermost.append(Middleware(Shortcut, routes=own))
+        routes.extend(own)
     collectors = [] if gateway is None else [GatewayMetrics(gateway)]
     metrics = ServerMetrics(store, parts.access, parts.gauges, collectors)
     routes.append(metrics.route())

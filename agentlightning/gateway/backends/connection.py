@@ -145,7 +145,10 @@ class Connection:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=self._connections)
             self._session = aiohttp.ClientSession(
-                connector=connector, timeout=self._timeout, read_bufsize=2**20, auto_decompress=True
+                connector=connector,
+                timeout=self._timeout,
+                read_bufsize=2**20,
+                cookie_jar=aiohttp.DummyCookieJar(),  # a backend keeps no sessions, and looking for cookies takes time
             )
         return self._session
 

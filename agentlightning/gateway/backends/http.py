@@ -188,7 +188,7 @@ class _Counted(msgspec.Struct):
     count: int
 
 
-class _TokenLogprob(msgspec.Struct):
+class _TokenLogprob(msgspec.Struct, gc=False):
     logprob: float
 
 
