@@ -7,7 +7,7 @@ import http.client
 import json
 import resource
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,12 +20,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from agentlightning import semconv
 from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.store.sql import SqlStore
 from tests.gateway.full_requests import FULL_REQUESTS, requests
-from tests.gateway.talker import PLAIN, user
+from tests.gateway.talker import PLAIN, make_talker, user
 from tests.gateway.upstream import DONE, chunk
 from tests.gateway.world import GREEDY, World, serving, talking, world
 
@@ -60,7 +62,11 @@ async def everything(directory: Path) -> AsyncIterator[World]:
         talking() as (engine, service),
         serving(Starlette(routes=[Route("/{path:path}", anything, methods=["POST"])])) as url,
     ):
-        entries = [ModelEntry("policy", engine, train=GREEDY), ModelEntry("vllm", HttpBackend(f"{url}/v1"))]
+        entries = [
+            ModelEntry("policy", engine, train=GREEDY),
+            ModelEntry("wild", engine, train=Sampling(temperature=2.0)),
+            ModelEntry("vllm", HttpBackend(f"{url}/v1")),
+        ]
         entries += [
             ModelEntry(kind, HttpBackend(f"{url}/v1", kind=kind), trainable=False, train=None, val=None)
             for kind in ("openai", "anthropic")
@@ -75,24 +81,22 @@ async def everything(directory: Path) -> AsyncIterator[World]:
 class Caller:
     """Asks one gateway, which runs in a thread of its own, over one connection."""
 
-    def __init__(self, url: str, prefix: str, gateway: Gateway) -> None:
-        self.gateway = gateway
+    def __init__(self, url: str, prefix: str) -> None:
         self._prefix = prefix
         self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
 
-    def ask(self, endpoint: str, body: bytes, **headers: str) -> tuple[int, bytes]:
-        self._connection.request("POST", f"{self._prefix}/v1/{endpoint}", body, headers)
+    def ask(self, endpoint: str, body: bytes) -> tuple[int, bytes]:
+        self._connection.request("POST", f"{self._prefix}/v1/{endpoint}", body)
         answer = self._connection.getresponse()
         return answer.status, answer.read()
 
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Caller]:
-    with start_blocking_portal() as portal:
-        with portal.wrap_async_context_manager(everything(tmp_path_factory.mktemp("store"))) as built:
-            attempted = portal.call(built.attempt)
-            prefix = f"/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}"
-            yield Caller(built.url, prefix, built.gateway)
+    directory = tmp_path_factory.mktemp("store")
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(everything(directory)) as built:
+        attempted = portal.call(built.attempt)
+        yield Caller(built.url, f"/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}")
 
 
 def is_refusal(endpoint: str, status: int, body: bytes) -> bool:
@@ -163,3 +167,143 @@ def test_any_value_in_any_field_is_answered_or_refused(caller: Caller, endpoint:
 def test_what_is_no_request_is_refused(caller: Caller, endpoint: str, body: bytes) -> None:
     status, told = caller.ask(endpoint, body)
     assert 400 <= status < 500 and is_refusal(endpoint, status, told), (status, told)
+
+
+# --- bodies and connections --------------------------------------------------------------------------------------
+
+MEGABYTE = 1024 * 1024
+
+
+@asynccontextmanager
+async def connection(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    place = urlsplit(url)
+    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+def head(endpoint: str, *headers: str) -> bytes:
+    return "\r\n".join([f"POST /v1/{endpoint} HTTP/1.1", "host: test", *headers, "", ""]).encode()
+
+
+async def answer_of(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """One answer of known length."""
+    told = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    length = int(told.partition("content-length: ")[2].partition("\r\n")[0])
+    return int(told.split()[1]), await reader.readexactly(length)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_huge_body_is_refused_and_not_kept(tmp_path: Path, endpoint: str, announced: bool) -> None:
+    part = b" " * MEGABYTE
+    async with world(tmp_path, body_limit=2 * MEGABYTE) as built, connection(built.url) as (reader, writer):
+        length = f"content-length: {50 * MEGABYTE}" if announced else "transfer-encoding: chunked"
+        writer.write(head(endpoint, length))
+        before = resident_bytes()
+        for _ in range(50):
+            writer.write(part if announced else b"%x\r\n%s\r\n" % (MEGABYTE, part))
+            await writer.drain()
+        writer.write(b"" if announced else b"0\r\n\r\n")
+        status, body = await asyncio.wait_for(answer_of(reader), 10)
+        assert status == 413 and is_refusal(endpoint, status, body)
+        assert resident_bytes() - before < 20 * MEGABYTE
+        writer.write(head(endpoint, "content-length: 2") + b"{}")  # on the same connection
+        status, body = await asyncio.wait_for(answer_of(reader), 10)
+        assert status == 400 and is_refusal(endpoint, status, body)
+
+
+@pytest.mark.anyio
+async def test_requests_that_never_come_whole_keep_nobody_waiting(gateway_world: World) -> None:
+    halves = [b"POST /v1/chat/comp", head("chat/completions", "content-length: 100")[:-2]]
+    halves += [head("messages", "content-length: 100") + b'{"model": ', head("responses", "transfer-encoding: chunked")]
+    async with AsyncExitStack() as stack:
+        for number in range(200):
+            _, writer = await stack.enter_async_context(connection(gateway_world.url))
+            writer.write(halves[number % len(halves)])
+            await writer.drain()
+        client = gateway_world.client(await gateway_world.attempt(), timeout=10)
+        answer = await client.chat.completions.create(model="policy", messages=user("hello"))
+    assert answer.choices[0].message.content == PLAIN["hello"]
+    assert gateway_world.gateway.running == 0
+
+
+# --- text --------------------------------------------------------------------------------------------------------
+
+
+def said(endpoint: str, event: dict[str, Any]) -> str:
+    """The text that one event of a stream adds."""
+    match endpoint:
+        case "chat/completions":
+            return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+        case "completions":
+            return "".join(choice["text"] for choice in event["choices"])
+        case "responses":
+            return event["delta"] if event["type"] == "response.output_text.delta" else ""
+        case _:
+            return event["delta"].get("text", "") if event["type"] == "content_block_delta" else ""
+
+
+def said_whole(endpoint: str, answer: dict[str, Any]) -> str:
+    match endpoint:
+        case "chat/completions":
+            return answer["choices"][0]["message"]["content"]
+        case "completions":
+            return answer["choices"][0]["text"]
+        case "responses":
+            return "".join(part["text"] for item in answer["output"] for part in item["content"])
+        case _:
+            return "".join(block["text"] for block in answer["content"])
+
+
+@pytest.mark.parametrize("endpoint", ["chat/completions", "completions", "responses", "messages"])
+def test_characters_of_several_tokens_are_streamed_whole(caller: Caller, endpoint: str) -> None:
+    """Wild sampling over bytes: most characters it makes are broken, some are whole."""
+    limit = "max_output_tokens" if endpoint == "responses" else "max_tokens"
+    asked = {
+        name: FULL_REQUESTS[endpoint][name]
+        for name in ("messages", "input", "prompt")
+        if name in FULL_REQUESTS[endpoint]
+    }
+    with_characters = 0
+    for seed in range(12):
+        request = {"model": "wild", **asked, "seed": seed, limit: 60}
+        _, whole = caller.ask(endpoint, json.dumps(request).encode())
+        _, body = caller.ask(endpoint, json.dumps(request | {"stream": True}).encode())
+        data = [event[6:] for event in body.decode().split("\n") if event.startswith("data: {")]
+        parts = [said(endpoint, json.loads(event)) for event in data]
+        assert "".join(parts) == said_whole(endpoint, json.loads(whole))
+        for part in parts:
+            part.encode()  # no half of a surrogate pair
+        with_characters += not "".join(parts).isascii()
+    assert with_characters > 6
+
+
+ODD = "NUL \x00, family 👩‍👩‍👧‍👦, flag 🏴󠁧󠁢󠁳󠁣󠁴󠁿, e\u0301, \u202eright to left, \ufeff\u2028\uffff end"
+
+
+@pytest.mark.anyio
+async def test_odd_characters_come_through_as_they_are(gateway_world: World) -> None:
+    attempted = await gateway_world.attempt()
+    client = gateway_world.client(attempted)
+    await client.chat.completions.create(model="policy", messages=user(ODD), user=ODD, max_tokens=1)
+    await client.responses.create(model="policy", input=ODD, max_output_tokens=16)
+    for span in await gateway_world.spans(attempted):
+        assert json.loads(str(span.attributes[semconv.GEN_AI_INPUT_MESSAGES])) == user(ODD)
+        assert span.tokens is not None
+        assert ODD in make_talker().tokenizer.decode(span.tokens.prompt_token_ids)
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+@pytest.mark.parametrize("half", ["\\ud83d", "\\ude42", "\\ud83dx", "\\ude42\\ud83d"])
+def test_half_a_character_is_refused(caller: Caller, endpoint: str, half: str) -> None:
+    request = json.dumps({**FULL_REQUESTS[endpoint], "model": "policy", "user": "half"}).replace("half", half)
+    status, body = caller.ask(endpoint, request.encode())
+    assert status == 400 and is_refusal(endpoint, status, body)
