@@ -1,4 +1,4 @@
-"""Running one agent once: in the loop or in a thread, within its time, whatever it raises or returns.
+"""Running one agent once: in the loop or in a thread, until it ends or is stopped, whatever it raises or returns.
 
 This module knows agents, hooks and the tracer of an attempt. It does not know the store: it is told when to stop and
 answers with an `Outcome`.
@@ -65,10 +65,10 @@ class Execution:
         if not self._stopped.done():
             self._stopped.set_result(Outcome(status, reason))
 
-    async def run(self, resources: NamedResources, timeout: float | None) -> Outcome:
-        """Run to the end, or for `timeout` seconds. Raises nothing of the agent's, except KeyboardInterrupt."""
+    async def run(self, resources: NamedResources) -> Outcome:
+        """Run to the end, or until stopped. Raises nothing of the agent's, except KeyboardInterrupt."""
         with bind(self._tracer):
-            outcome = await self._supervised(resources, timeout)
+            outcome = await self._supervised(resources)
             if outcome.error is not None:
                 emit_exception(outcome.error)
             ended = await guarded(self._call_hooks("on_rollout_end", spans=self._tracer.get_last_trace()))
@@ -78,17 +78,16 @@ class Execution:
                     outcome = _failed(ended.error)
         return outcome
 
-    async def _supervised(self, resources: NamedResources, timeout: float | None) -> Outcome:
+    async def _supervised(self, resources: NamedResources) -> Outcome:
         """The agent in a task of its own, so that it can be cancelled alone, and left behind if it does not stop."""
         task = asyncio.create_task(guarded(self._traced(resources)))
         try:
-            await asyncio.wait({task, self._stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             await self._cancel(task)
             raise
-        if task.done() and not self._stopped.done():
+        if not self._stopped.done():
             return self._concluded(task.result())
-        self.stop("timeout", f"the agent did not finish within {self._rollout.config.timeout_seconds or 0:g} s")
         await self._cancel(task)
         return self._stopped.result()
 

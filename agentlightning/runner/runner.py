@@ -2,7 +2,7 @@
 
 It knows the store's interface and how to execute an agent; it does not know where the store is, nor anything of
 models or training. One timer serves all attempts: it extends leases, sends the spans recorded so far, and learns which
-attempts were cancelled meanwhile.
+attempts were cancelled meanwhile. An attempt with a timeout has a clock of its own besides.
 """
 
 from __future__ import annotations
@@ -191,13 +191,36 @@ class Runner:
             resources = await self._patiently(lambda: self._resources.bound_to(flight.rollout))
         except (ConfigError, NotFoundError) as error:
             return Outcome("failed", str(error), error)
-        timeout = flight.rollout.config.timeout_seconds
-        if timeout is not None:
-            timeout = max(0.0, timeout - (time.monotonic() - flight.started))
+        clock = asyncio.create_task(self._time_out(flight))
         try:
-            return await flight.execution.run(resources, timeout)
+            return await flight.execution.run(resources)
         finally:
+            clock.cancel()
             flight.tracer.close()  # before the last spans are sent, so that none is lost behind them unsaid
+
+    async def _time_out(self, flight: Flight) -> None:
+        """Stop the agent at its timeout, which is later by as long as the gateway held its calls. How long that was, the
+        store is asked once the time seems over."""
+        timeout = flight.rollout.config.timeout_seconds
+        if timeout is None:
+            return
+        held = 0.0
+        while (left := flight.started + timeout + held - time.monotonic()) > 0:
+            await asyncio.sleep(left)
+            held = await self._held_seconds(flight)
+        aside = f", the {held:g} s that its calls were held left out" if held else ""
+        flight.execution.stop("timeout", f"the agent did not finish within {timeout:g} s{aside}")
+
+    async def _held_seconds(self, flight: Flight) -> float:
+        """For how long the calls of an attempt were held; 0 where the store cannot say."""
+        try:
+            latest = await self.store.get_latest_attempt(flight.rollout.rollout_id)
+        except AgentLightningError as error:
+            logger.warning("attempt %s ends at its timeout: %s", flight.rollout.attempt.attempt_id, error)
+            return 0.0
+        if latest is None or latest.attempt_id != flight.rollout.attempt.attempt_id:
+            return 0.0
+        return latest.held_seconds
 
     async def _finish(self, flight: Flight, outcome: Outcome) -> Outcome:
         """Send what is left, then end the attempt: nothing of it can come after its end."""
