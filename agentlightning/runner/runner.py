@@ -199,8 +199,8 @@ class Runner:
             flight.tracer.close()  # before the last spans are sent, so that none is lost behind them unsaid
 
     async def _time_out(self, flight: Flight) -> None:
-        """Stop the agent at its timeout, which is later by as long as the gateway held its calls. How long that was, the
-        store is asked once the time seems over."""
+        """Stop the agent at its timeout, which is later by as long as the gateway held its calls; the store is asked
+        how long that was once the time seems over."""
         timeout = flight.rollout.config.timeout_seconds
         if timeout is None:
             return
