@@ -28,7 +28,7 @@ _KEYS: dict[str, str] = {
 @click.option("--kind", type=click.Choice(["vllm", "openai", "azure", "anthropic"]),
               help="What it is. Left out, it is told by its address, or else asked whether it is vLLM.")  # fmt: skip
 @click.option("--backend-key", metavar="KEY", envvar="AGL_BACKEND_KEY", show_envvar=True,
-              help="The server's key. Left out: OPENAI_API_KEY, AZURE_OPENAI_API_KEY or ANTHROPIC_API_KEY.")  # fmt: skip
+              help="The server's key; else OPENAI_API_KEY, AZURE_OPENAI_API_KEY or ANTHROPIC_API_KEY.")  # fmt: skip
 @click.option("--store", "address", metavar="PATH|URL", default="agentlightning.sqlite", show_default=True,
               help="Where calls are recorded: an SQLite file, created if there is none, or postgresql://…")  # fmt: skip
 @address_options(8124)
@@ -50,13 +50,18 @@ def proxy(
 
 
 async def _proxy(url: str, kind: Kind | None, backend_key: str | None, settings: ServerSettings) -> None:
+    from agentlightning.errors import ConfigError
     from agentlightning.gateway.backends.http import HttpBackend
     from agentlightning.gateway.models import ANY, ModelEntry
     from agentlightning.server.service import running_server
     from agentlightning.store.redaction import text_without_secrets
 
-    kind = kind or _kind_by_host(url) or await _kind_by_asking(url)
-    backend = HttpBackend(url, kind=kind, api_key=backend_key or os.environ.get(_KEYS.get(kind, "")))
+    hosted = _kind_by_host(url)
+    kind = kind or hosted or await _kind_by_asking(url)
+    api_key = backend_key or os.environ.get(_KEYS.get(kind, ""))
+    if hosted and not api_key:
+        raise ConfigError(f"{url} needs a key; set {_KEYS[hosted]}, or give it with --backend-key")
+    backend = HttpBackend(url, kind=kind, api_key=api_key)
     entry = ModelEntry(ANY, backend, trainable=False, train=None, val=None)
     async with running_server(dataclasses.replace(settings, models=(entry,))) as running:
         await until_stopped(
@@ -70,7 +75,16 @@ async def _proxy(url: str, kind: Kind | None, backend_key: str | None, settings:
 
 
 def _kind_by_host(url: str) -> Kind | None:
-    host = urlsplit(url).hostname or ""
+    """None for the address of no hosted API. ConfigError for what is no address."""
+    from agentlightning.errors import ConfigError
+
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname if parts.scheme in ("http", "https") and parts.port != 0 else None
+    except ValueError:  # a port out of range, half an IPv6 address
+        host = None
+    if not host:
+        raise ConfigError(f"--backend is {url!r}; it must be a URL such as http://localhost:8000/v1")
     return next((kind for name, kind in _HOSTS.items() if host == name or host.endswith(f".{name}")), None)
 
 
