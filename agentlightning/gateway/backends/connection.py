@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -20,6 +20,7 @@ from agentlightning.gateway.request import CallRefused
 
 _log = logging.getLogger(__name__)
 _RETRY_DELAYS = (0.1, 0.5, 2.0)
+_LONGEST_LINE: Final = 32 * 1024 * 1024  # of an event stream; a million token ids fit
 
 KeyHeader: TypeAlias = Literal["authorization", "api-key", "x-api-key"]
 
@@ -197,10 +198,12 @@ async def refusal(response: aiohttp.ClientResponse, base_url: str) -> BackendErr
 
 
 async def event_data(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The data of each server-sent event up to `[DONE]`; lines may be of any length."""
+    """The data of each server-sent event up to `[DONE]`. BackendError for a line that does not end."""
     rest = b""
     async for part in content.iter_any():
         *lines, rest = (rest + part).split(b"\n")
+        if len(rest) > _LONGEST_LINE:
+            raise BackendError(f"the backend sent a line of more than {_LONGEST_LINE} bytes")
         for line in lines:
             if not line.startswith(b"data:"):
                 continue

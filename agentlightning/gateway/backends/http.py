@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -208,6 +208,27 @@ class _WrittenLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
+class _FunctionPart(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _ToolCallPart(msgspec.Struct):
+    index: Annotated[int, msgspec.Meta(ge=0, lt=1024)] = 0
+    id: str | None = None
+    function: _FunctionPart | None = None
+
+
+class _Spoken(msgspec.Struct):
+    """What others rely on in a `delta` or `message`; it is passed on as it is written."""
+
+    content: str | list[Any] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[_ToolCallPart] | None = None
+
+
 class _Said(msgspec.Struct):
     """Of a chunk (`delta`), of a whole answer (`message`), or of a continued prompt (`text`)."""
 
@@ -301,7 +322,10 @@ class _AnswerReader:
         if choice.finish_reason is not None and choice.index in self._unfinished:
             self._unfinished.discard(choice.index)
             self._ends.append((choice, _FINISH_REASONS.get(choice.finish_reason, "abort")))
-        delta = _delta(choice)
+        try:
+            delta = _delta(choice)
+        except msgspec.ValidationError as error:
+            raise BackendError(f"the backend sent something that is no chat completion: {error}") from None
         ids, logprobs = choice.token_ids or (), _values(choice.logprobs)
         if not (delta or ids or logprobs):
             return []
@@ -371,6 +395,7 @@ def _delta(choice: _Said) -> dict[str, Any]:
     if choice.text is not None:
         return {"content": choice.text} if choice.text else {}
     said = choice.delta if choice.delta is not None else choice.message or {}
+    msgspec.convert(said, _Spoken)
     return {name: value for name, value in said.items() if name != "role" and value not in (None, "", [])}
 
 
