@@ -5,8 +5,7 @@ A pure function of a request, a model's entry and the mode of a rollout.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Final
 
 from agentlightning.gateway.attribution import Caller
 from agentlightning.gateway.backend import Sampling
@@ -15,7 +14,7 @@ from agentlightning.gateway.request import CallRequest
 from agentlightning.gateway.seeds import call_seed
 
 # Where neither run nor agent decides, the backend does: a server's defaults are its maker's recommendation.
-_LEFT_OPEN = Sampling(temperature=None, top_p=None, top_k=None)
+LEFT_OPEN: Final = Sampling(temperature=None, top_p=None, top_k=None)
 
 
 def decided_by_run(entry: ModelEntry, caller: Caller | None) -> bool:
@@ -36,24 +35,22 @@ def effective_sampling(
 
     Where the run decides, its temperature, top_p and top_k hold without penalties; elsewhere the agent's do."""
     decided = _run_sampling(entry, caller)
-    default = decided or _LEFT_OPEN
-    shape = Sampling(
-        temperature=_first(None if decided else request.temperature, default.temperature),
-        top_p=_first(None if decided else request.top_p, default.top_p),
-        top_k=_first(None if decided else request.top_k, default.top_k),
-    )
-    limits = [limit for limit in (request.max_tokens, default.max_tokens) if limit is not None]
+    temperature, top_p, top_k = request.temperature, request.top_p, request.top_k
+    if decided is not None:
+        temperature, top_p, top_k = decided.temperature, decided.top_p, decided.top_k
+    limits = [limit for limit in (request.max_tokens, decided and decided.max_tokens) if limit is not None]
     seed = request.seed
     if seed is None and caller is not None and call_index is not None and entry.backend.captures_tokens:
         seed = call_seed(caller.run_seed, caller.sample, call_index)
-    sampling = replace(shape, max_tokens=min(limits, default=None), stop=request.stop, seed=seed, n=request.n)
+    sampling = Sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        max_tokens=min(limits, default=None),
+        stop=request.stop,
+        seed=seed,
+        n=request.n,
+    )
     asked = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k", "max_tokens")}
     overridden = {name: value for name, value in asked.items() if value not in (None, getattr(sampling, name))}
-    return sampling, overridden | request.shaping if decided else overridden
-
-
-_Number = TypeVar("_Number", int, float)
-
-
-def _first(asked: _Number | None, default: _Number | None) -> _Number | None:
-    return default if asked is None else asked
+    return sampling, overridden if decided is None else overridden | request.shaping
