@@ -108,11 +108,10 @@ class Answer:
                 self.usage = event
 
     def abort(self, reason: str) -> None:
-        """Close every choice that has not finished: aborted, and not to be trained because of `reason`."""
+        """Close every choice that has not finished; none is to be trained, because of `reason`."""
         for choice in self.choices:
-            if choice.finish_reason is None:
-                choice.finish_reason = "abort"
-                choice.untrainable = reason
+            choice.finish_reason = choice.finish_reason or "abort"
+            choice.untrainable = choice.untrainable or reason
 
     def token_counts(self) -> Usage:
         """Prompt and completion tokens: as reported where the backend reports them, else counted."""

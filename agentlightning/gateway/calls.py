@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -25,7 +26,7 @@ from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
 from agentlightning.gateway.recording import Recorder
 from agentlightning.gateway.request import NOT_JSON, CallRequest
 from agentlightning.gateway.running import Recording, RunningCall
-from agentlightning.gateway.sampling import decided_by_run, effective_sampling
+from agentlightning.gateway.sampling import LEFT_OPEN, decided_by_run, effective_sampling
 from agentlightning.gateway.statistics import CallStatistics
 
 # How the SDKs of OpenAI and Anthropic say that they repeat a request.
@@ -84,7 +85,9 @@ class CallOpener:
             caller, request, entry, fields = await self._read(endpoint, body, headers, path_ids)
         attempt = None if caller is None else caller.attempt
         call_index = caller.take_call_index() if caller is not None and attempt else None
-        sampling, overridden = effective_sampling(request, entry, caller, call_index)
+        sampling, overridden = LEFT_OPEN, dict[str, Any]()
+        if fields is None:  # what is passed on says itself how it is sampled
+            sampling, overridden = effective_sampling(request, entry, caller, call_index)
         request_id = f"{attempt[1]}-{call_index}" if attempt else secrets.token_hex(12)
         response_id = endpoint.id_prefix + (f"{request_id}-{self._run}" if attempt else request_id)
         head = Head(response_id, request.model if entry.name == ANY else entry.name, int(time.time()))

@@ -109,8 +109,9 @@ class _Answering(_Route):
         async with aclosing(call.events()) as events:
             async for event in events:
                 call.answer.add(event)
+        body = self.endpoint.whole(call.request, call.answer, call.head)  # what cannot be written is not committed
         if await _commit(call, watch):
-            await reply.json(200, self.endpoint.whole(call.request, call.answer, call.head))
+            await reply.json(200, body)
 
     async def _stream(self, call: RunningCall, reply: Reply, watch: ClientWatch) -> None:
         """Events as they come. The ends of the choices wait until the call is committed."""
@@ -127,8 +128,9 @@ class _Answering(_Route):
                     continue
                 if chunk:
                     await reply.part(chunk)
+        end = writer.end(call.answer)
         if await _commit(call, watch):
-            await reply.part(writer.end(call.answer), more=False)
+            await reply.part(end, more=False)
 
     async def _pass_through(self, call: RunningCall, reply: Reply, watch: ClientWatch) -> None:
         """The backend's own bytes: a stream as it comes, its end when the call is committed; an answer as a whole."""
@@ -170,6 +172,8 @@ async def _commit(call: RunningCall, watch: ClientWatch) -> bool:
 async def _relay_models(entry: ModelEntry, scope: Scope, headers: dict[str, str], reply: Reply) -> None:
     """The backend's own list: what it calls its models is what it can be asked for."""
     name = scope["path_params"].get("name")
+    if name is not None and {".", ".."}.intersection(name.split("/")):  # would lead to other routes of the backend
+        raise CallRefused(f"no model is called {name!r}", status=404, code="model_not_found")
     kept = {header: value for header, value in headers.items() if header in HEADERS}
     path = "models" if name is None else f"models/{quote(name)}"
     async with entry.backend.relay(RelayedCall(path, "", {}, kept)) as answer:

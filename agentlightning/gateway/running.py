@@ -97,10 +97,10 @@ class RunningCall:
 
     async def commit(self) -> None:
         """Store the finished call. When this returns the call is durable; only then may its end be sent."""
-        self._statistics.count(self._entry.name, "answered")
         self._recorded = True
         if self._recording is not None:
             await self._recording.store(self.answer, None)
+        self._statistics.count(self._entry.name, "answered")
         if self.remember is not None:
             self.remember(self.answer)
 

@@ -15,15 +15,17 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from yarl import URL
 
 from agentlightning import semconv
 from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.backends.http import HttpBackend, Kind
-from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import UNATTRIBUTED
 from tests.gateway.talker import user
-from tests.gateway.world import World, serving
+from tests.gateway.world import GREEDY, World, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -105,13 +107,14 @@ class Hosted:
 
 
 @asynccontextmanager
-async def before(hosted: Hosted, directory: Path, kind: Kind = "openai") -> AsyncIterator[World]:
-    paths = ("embeddings", "responses", "messages")
-    app = Starlette(routes=[Route(f"/v1/{path}", hosted.answer, methods=["POST"]) for path in paths])
+async def before(
+    hosted: Hosted, directory: Path, kind: Kind = "openai", *, name: str = "hosted", train: Sampling | None = None
+) -> AsyncIterator[World]:
+    app = Starlette(routes=[Route("/{path:path}", hosted.answer, methods=["GET", "POST"])])
     store = await SqlStore.open(directory / "store.sqlite", synchronous="NORMAL")
     async with serving(app) as url:
         backend = HttpBackend(f"{url}/v1", kind=kind, api_key="backend-key", model="upstream-name")
-        gateway = Gateway(ModelTable([ModelEntry("hosted", backend, trainable=False, train=None, val=None)]), store)
+        gateway = Gateway(ModelTable([ModelEntry(name, backend, trainable=False, train=train, val=None)]), store)
         async with serving(Starlette(routes=gateway.routes())) as front:
             built = World(front, store, gateway, None)  # type: ignore[arg-type]
             yield built
@@ -136,6 +139,26 @@ async def test_embeddings_reach_the_backend_under_its_own_name_and_key(tmp_path:
     assert span.name == "embeddings hosted"
     assert span.attributes[semconv.GEN_AI_INPUT_TOKENS] == 4
     assert semconv.CALL_RESPONSE not in span.attributes
+
+
+async def test_what_is_passed_on_is_sampled_as_it_says_itself(tmp_path: Path) -> None:
+    hosted = Hosted()
+    async with before(hosted, tmp_path, train=GREEDY) as front:
+        attempted = await front.attempt("train")
+        await front.client(attempted).responses.create(model="hosted", input="hello", temperature=0.7)
+        (span,) = await front.spans(attempted)
+    assert hosted.asked[0][1]["temperature"] == 0.7
+    assert semconv.GEN_AI_TEMPERATURE not in span.attributes and semconv.CALL_OVERRIDDEN not in span.attributes
+    assert json.loads(str(span.attributes[semconv.CALL_REQUEST]))["temperature"] == 0.7
+
+
+async def test_the_name_of_a_model_leads_to_no_other_route_of_the_backend(tmp_path: Path) -> None:
+    hosted = Hosted()
+    async with before(hosted, tmp_path, name=ANY) as front, aiohttp.ClientSession() as session:
+        for path in ("../files", "%2e%2e/files", "a/%2e%2e/../../files", "."):
+            async with session.get(URL(f"{front.url}/v1/models/{path}", encoded=True)) as answer:
+                assert answer.status == 404
+    assert hosted.asked == []
 
 
 async def test_what_only_the_hosted_api_knows_passes_through(tmp_path: Path) -> None:

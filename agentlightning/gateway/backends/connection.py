@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, Literal, TypeAlias
 from urllib.parse import urlsplit
 
@@ -20,6 +20,7 @@ from agentlightning.gateway.request import CallRefused
 
 _log = logging.getLogger(__name__)
 _RETRY_DELAYS = (0.1, 0.5, 2.0)
+_END_SECONDS: Final = 0.05
 _LONGEST_LINE: Final = 32 * 1024 * 1024  # of an event stream; a million token ids fit
 
 KeyHeader: TypeAlias = Literal["authorization", "api-key", "x-api-key"]
@@ -45,6 +46,8 @@ class Connection:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"the backend's base_url is {base_url!r}; it must begin with http:// or https://")
+        if parts.username is not None or parts.password is not None:
+            raise ConfigError("the backend's base_url holds a user or a password, which spans would show: use api_key")
         self.base_url = base_url.partition("?")[0].rstrip("/")
         self._query = f"?{parts.query}" if parts.query else ""
         self.health_url = self.url("models")
@@ -185,7 +188,8 @@ async def refusal(response: aiohttp.ClientResponse, base_url: str) -> BackendErr
     except (msgspec.DecodeError, AttributeError, RecursionError):
         pass  # not JSON, or not an object: the text itself is the message
     if response.status in (401, 403):
-        message = f"the backend at {base_url} refused the gateway's key: {message}"
+        _log.warning("the backend at %s refused the gateway's key (%d)", base_url, response.status)
+        message = f"the backend at {base_url} refused the gateway's key"  # its own words may repeat the key
         return BackendError(message, status=502, code="backend_key_refused")
     refused = CallRefused(
         message,
@@ -209,5 +213,13 @@ async def event_data(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
                 continue
             data = line[5:].strip()
             if data == b"[DONE]":
+                await _read_end(content)
                 return
             yield data
+
+
+async def _read_end(content: aiohttp.StreamReader) -> None:
+    """Read what ends the response behind its last event, so that its connection is used again; do not wait for it."""
+    with suppress(TimeoutError, aiohttp.ClientError):
+        async with asyncio.timeout(_END_SECONDS):
+            await content.read()

@@ -56,6 +56,10 @@ KINDS: Final[dict[str, _Kind]] = {
 # Where the distribution to sample from is said, it is said in full: vLLM takes the rest from the model's own generation
 # config, which may hold a penalty.
 _NEUTRAL: Final = {"min_p": 0.0, "repetition_penalty": 1.0}
+# Fields of vLLM's that leave it another choice of tokens than the policy's.
+_CONSTRAINTS: Final = frozenset(
+    {"structured_outputs", "allowed_token_ids", "bad_words", "min_tokens", "use_beam_search"}
+)
 # What comes back with an answer that was passed through.
 _RELAYED_HEADERS: Final = ("content-type", "request-id", "x-request-id", "retry-after", "openai-processing-ms")
 _FINISH_REASONS: dict[str, FinishReason] = {
@@ -371,8 +375,8 @@ class _AnswerReader:
 
 
 def constrained(call: ModelCall) -> bool:
-    """Whether a grammar narrows what may be sampled: a forced tool call, JSON, vLLM's structured outputs."""
-    if call.tool_choice not in (None, "none", "auto") or "structured_outputs" in call.extra:
+    """Whether something narrows what may be sampled: a forced tool call, JSON, vLLM's structured outputs and lists."""
+    if call.tool_choice not in (None, "none", "auto") or any(map(call.extra.get, _CONSTRAINTS)):
         return True
     response_format = call.extra.get("response_format")
     if response_format is not None and response_format != {"type": "text"}:

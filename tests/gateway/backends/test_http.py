@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 from starlette.applications import Starlette
 
 from agentlightning import semconv
-from agentlightning.errors import BackendError
+from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import BackendEvent, Delta, Finished, ModelCall, Sampling, Started, Usage
 from agentlightning.gateway.backends.http import HttpBackend
@@ -69,8 +70,25 @@ async def test_a_stop_string_and_a_grammar_are_flagged() -> None:
     for stream in (True, False):
         events = await events_of(Upstream(stopped), simple_call(stream=stream))
         assert events[-1] == Finished(0, "stop", "ended by a stop string", "x")
-    events = await events_of(Upstream(GOOD), simple_call(extra={"response_format": {"type": "json_object"}}))
-    assert events[-2] == Finished(0, "stop", "constrained by a grammar")
+    for extra in ({"response_format": {"type": "json_object"}}, {"bad_words": ["x"]}, {"min_tokens": 3}):
+        events = await events_of(Upstream(GOOD), simple_call(extra=extra))
+        assert events[-2] == Finished(0, "stop", "constrained by a grammar")
+
+
+async def test_streamed_calls_share_a_connection() -> None:
+    upstream = Upstream(GOOD)
+    async with upstream.backend() as backend:
+        for _ in range(3):
+            assert [event async for event in backend.answer(simple_call(stream=True))]
+    assert len(set(upstream.callers)) == 1
+
+
+async def test_no_secret_of_the_backends_is_told() -> None:
+    with pytest.raises(BackendError) as caught:
+        await events_of(Upstream([], 401, {"error": {"message": "sk-secret is no key"}}), simple_call())
+    assert "sk-secret" not in str(caught.value)
+    with pytest.raises(ConfigError, match="use api_key"):
+        HttpBackend("http://user:sk-secret@localhost/v1")
 
 
 @pytest.mark.parametrize(
@@ -206,3 +224,18 @@ async def test_a_gateway_before_a_gateway_records_the_engines_ids_and_versions(t
     assert choice.versions == ((5, len(choice.token_ids)),)
     before = (*first.tokens.prompt_token_ids, *choice.token_ids)
     assert second.tokens.prompt_token_ids[: len(before)] == before
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_cannot_be_written_down_is_not_trained(tmp_path: Path, stream: bool) -> None:
+    odd = chunk(usage={"prompt_tokens": 3, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": "?"}})
+    store = await SqlStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
+    async with gateway_before(Upstream([*GOOD[:3], odd, DONE]), store) as front, aiohttp.ClientSession() as session:
+        attempted = await front.attempt()
+        asked = {"model": "policy", "max_tokens": 9, "messages": user("hello"), "stream": stream}
+        url = f"{front.url}/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}/v1/messages"
+        async with session.post(url, json=asked) as answer:
+            assert "api_error" in await answer.text()
+        (span,) = await front.spans(attempted)
+    assert span.attributes[semconv.CALL_FLAG] == "call failed"
+    await store.close()
