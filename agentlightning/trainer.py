@@ -72,6 +72,7 @@ class Trainer:
     Args:
         model: what is trained: a directory, a Hugging Face id, or a loaded `Policy`. None evaluates an endpoint given
             in `initial_resources`.
+        model_name: what agents call it by; trainers that share a server each need one of their own.
         algorithm: `GRPO(…)` by default; `Baseline()` only evaluates.
         optimizer: learning rate and the like.
         n_runners: how many rollouts run at once in this process; 0 leaves them to `agl runner` processes.
@@ -90,6 +91,7 @@ class Trainer:
         self,
         *,
         model: str | Path | Policy | None = None,
+        model_name: str = "policy",
         algorithm: Algorithm | None = None,
         optimizer: AdamW | None = None,
         n_runners: int = 64,
@@ -116,6 +118,7 @@ class Trainer:
         if server is not None and store is not None:
             raise ConfigError("server and store exclude each other: with a server, the store is the server's")
         self.model = model
+        self.model_name = model_name
         self.algorithm = algorithm
         self.optimizer = optimizer or AdamW()
         self.n_runners = n_runners
@@ -159,6 +162,7 @@ class Trainer:
     ) -> FitResult:
         """`fit` for code that runs in an event loop already."""
         algorithm = self._default_algorithm()
+        self._check_trainable(algorithm)
         train_tasks = load_dataset(train_dataset)
         val_tasks = load_dataset(val_dataset) if val_dataset is not None else []
         return await self._run(agent, algorithm, train_tasks, val_tasks, resume)
@@ -178,6 +182,21 @@ class Trainer:
 
     def _default_algorithm(self) -> Algorithm:
         return self.algorithm if self.algorithm is not None else GRPO()
+
+    def _check_trainable(self, algorithm: Algorithm) -> None:
+        """ConfigError for reinforcement learning without a model."""
+        if self.model is not None or not isinstance(algorithm, Reinforcement):
+            return
+        endpoint, why = self.initial_resources.get("llm"), ""
+        if isinstance(endpoint, LLM):
+            why = (
+                f", and there are none to train behind {endpoint.endpoint}: the answers of {endpoint.model!r} come "
+                "without token ids"
+            )
+        raise ConfigError(
+            f"{algorithm.name} trains weights{why}; give the Trainer a model (a directory or a Hugging Face id), or "
+            "measure the agent as it is with algorithm=Baseline()"
+        )
 
     # --- wiring ---
 
@@ -230,12 +249,13 @@ class Trainer:
         calls_held: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
         if self.server is None:
             gateway = Gateway(ModelTable([entry]), store) if entry else None
+            if gateway is not None:
+                stack.push_async_callback(gateway.close)
+                calls_held = gateway.held
             http = HttpServer(create_app(store, gateway=gateway), port=self.port)
             await http.start()
             stack.push_async_callback(http.stop)
             url = http.url
-            if gateway is not None:
-                calls_held = gateway.held
         else:
             url = self.server.rstrip("/")
             if entry is not None:
@@ -244,7 +264,7 @@ class Trainer:
         resources = self.initial_resources
         if entry is not None:
             resources = {**resources, "llm": LLM(endpoint=f"{url}/v1", model=entry.name)}
-        await store.add_resources(resources, metadata={"run_id": directory.mark.run_id})
+        stored = await store.add_resources(resources, metadata={"run_id": directory.mark.run_id})
         manifest = make_manifest(
             config=self._config(algorithm), seed=self.seed, train_tasks=train_tasks, val_tasks=val_tasks
         )
@@ -257,6 +277,9 @@ class Trainer:
             train_tasks=train_tasks,
             val_tasks=val_tasks,
             seed=self.seed,
+            # Others add theirs to a shared store; in the run's own, the latest has the address of this very process.
+            resources_id=None if self.server is None else stored.resources_id,
+            model_name=self.model_name,
             learner=self._make_learner(algorithm, served.policy) if served else None,
             serving=served.service if served else None,
             calls_held=calls_held,
@@ -305,7 +328,7 @@ class Trainer:
             if isinstance(algorithm, Reinforcement):
                 train = Sampling(temperature=algorithm.temperature, max_tokens=algorithm.max_tokens)
                 val = Sampling(temperature=algorithm.val_temperature, max_tokens=algorithm.max_tokens)
-            return ModelEntry("policy", backend, trainable=True, train=train, val=val)
+            return ModelEntry(self.model_name, backend, trainable=True, train=train, val=val)
         if isinstance(upstream, LLM):
             key = upstream.api_key or os.environ.get("OPENAI_API_KEY")
             # Hosted APIs refuse to be asked for token ids, and nothing here trains on their answers.
@@ -316,7 +339,9 @@ class Trainer:
     async def _lend_to_server(self, stack: AsyncExitStack, entry: ModelEntry, run_id: str) -> None:
         """Serve this process's policy on loopback and let the server's gateway route to it."""
         assert self.server is not None
-        http = HttpServer(create_app(None, gateway=Gateway(ModelTable([entry]))), port=self.port)
+        gateway = Gateway(ModelTable([entry]))
+        stack.push_async_callback(gateway.close)
+        http = HttpServer(create_app(None, gateway=gateway), port=self.port)
         await http.start()
         stack.push_async_callback(http.stop)
         await register_model(self.server, entry, base_url=f"{http.url}/v1", api_key=self.api_key, owner=run_id)
@@ -352,6 +377,7 @@ class Trainer:
         settings = dataclasses.asdict(algorithm) if dataclasses.is_dataclass(algorithm) else {}
         return {
             "model": str(self.model) if isinstance(self.model, str | Path) else type(self.model).__name__,
+            "model_name": self.model_name,
             "algorithm": {**settings, "name": algorithm.name},
             "optimizer": dataclasses.asdict(self.optimizer),
             "n_runners": self.n_runners,

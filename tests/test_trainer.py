@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import agentlightning as agl
+from agentlightning import semconv
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.engine.service import EngineService
 from agentlightning.errors import ConfigError, TrainingError
@@ -21,10 +23,12 @@ from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import make_model, make_tokenizer
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.server.service import ServerSettings, running_server
+from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.trainer import Trainer
 from agentlightning.types import RolloutConfig
 from tests import agents
+from tests.runner.world import serving as hosted_model
 
 WORDS = ["apple", "ocean", "quiet", "umber", "stone", "river", "cloud", "eagle"]
 TASKS = [{"word": word, "index": index} for index, word in enumerate(WORDS)]
@@ -136,8 +140,6 @@ def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
 
 
 def test_a_run_records_what_is_needed_to_repeat_it(tmp_path: Path) -> None:
-    import asyncio
-
     result = trainer(tmp_path, seed=7).fit(agents.vowels, TASKS)
 
     async def read() -> Any:
@@ -250,6 +252,55 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path: 
         trainer(tmp_path, run_dir=tmp_path / "c", model=tmp_path / "nowhere").fit(agents.vowels, TASKS)
     with pytest.raises(ConfigError, match="group_size"):
         agl.GRPO(group_size=1)
+
+
+def test_an_endpoint_is_measured_but_not_trained(tmp_path: Path) -> None:
+    async def fit(**changes: Any) -> Any:
+        async with hosted_model() as hosted:
+            resources = {"llm": agl.LLM(endpoint=hosted.url, model="gpt-4o", api_key="theirs")}
+            trainer_ = trainer(tmp_path, model=None, initial_resources=resources, **changes)
+            try:
+                return await trainer_.fit_async(agents.vowels, TASKS, TASKS[:2])
+            finally:
+                calls.append(sum(hosted.calls.values()))
+
+    calls: list[int] = []
+    with pytest.raises(ConfigError, match=r"grpo trains .* 'gpt-4o' come without token ids; give the Trainer a model"):
+        asyncio.run(fit())
+    assert not (tmp_path / "run").exists()
+    assert asyncio.run(fit(algorithm=agl.Baseline())).evaluations[0].reward == 0.4  # of "hello"
+    assert calls == [0, 4]
+    with pytest.raises(ConfigError, match="address of an endpoint"):
+        trainer(tmp_path, run_dir=tmp_path / "b", model="https://api.openai.com/v1").fit(agents.vowels, TASKS)
+
+
+@pytest.mark.anyio
+async def test_dev_shows_what_an_agent_does_at_an_endpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with hosted_model() as hosted:
+        resources = {"llm": agl.LLM(endpoint=hosted.url, model="gpt-4o", api_key="theirs")}
+        (task,) = await Trainer(initial_resources=resources, run_dir=tmp_path / "run").dev_async(
+            agents.vowels, TASKS[:1]
+        )
+    assert task.reward == 0.4
+    assert "hello" in capsys.readouterr().out
+
+
+@pytest.mark.anyio
+async def test_two_trainers_on_one_server_train_each_its_own_model(tmp_path: Path) -> None:
+    async with running_server(ServerSettings(store=str(tmp_path / "store.sqlite"))) as server:
+        both = [
+            trainer(tmp_path, server=server.url, model_name=name, run_dir=tmp_path / name) for name in ("red", "blue")
+        ]
+        results = await asyncio.gather(*(one.fit_async(agents.vowels, TASKS) for one in both))
+        store = LightningStoreClient(server.url)
+        try:
+            for name, result in zip(("red", "blue"), results, strict=True):
+                assert [metrics.values["calls"] for metrics in result.metrics] == [24, 24]
+                rollouts = await store.query_rollouts(run_id=result.run_id)
+                spans = [span for rollout in rollouts for span in await store.query_spans(rollout.rollout_id)]
+                assert {span.attributes.get(semconv.GEN_AI_RESPONSE_MODEL) for span in spans if span.tokens} == {name}
+        finally:
+            await store.close()
 
 
 def test_a_run_that_could_not_begin_leaves_its_directory_free(tmp_path: Path) -> None:

@@ -73,8 +73,9 @@ class RunContext:
     """Everything a job needs, wired by the trainer.
 
     `run_time` is when this process began its part of the run, before its runner (seconds since the epoch).
-    `learner` and `serving` are None where no policy is trained here. Inside `calls_held()` agents' calls of the policy
-    wait before its engine, and the clocks of their attempts stand still. `stop` is set when the job should end;
+    Rollouts are enqueued with `resources_id`; None is the latest of their project. `model_name` is what agents call the
+    policy by; `learner` and `serving` are None where none is trained here. Inside `calls_held()` agents' calls of the
+    policy wait before its engine, and the clocks of their attempts stand still. `stop` is set when the job should end;
     `deadline` is a loop time (seconds of `asyncio.get_running_loop().time()`) or None."""
 
     run: Run
@@ -83,6 +84,8 @@ class RunContext:
     train_tasks: Sequence[Any]
     val_tasks: Sequence[Any]
     seed: int = 0
+    resources_id: str | None = None
+    model_name: str = "policy"
     learner: Learner | None = None
     serving: Serving | None = None
     calls_held: Callable[[], AbstractAsyncContextManager[None]] = nullcontext

@@ -63,6 +63,7 @@ async def evaluate(
             input=task,
             rollout_id=f"{prefix}-{index}",
             mode=mode,
+            resources_id=context.resources_id,
             run_id=context.run.run_id,
             config=config,
             metadata={"seed": context.seed, "sample": f"{mode}-{step}-{index}"},

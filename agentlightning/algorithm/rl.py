@@ -203,6 +203,7 @@ class Loop:
                     EnqueueRolloutRequest(
                         input=task,
                         rollout_id=f"{group_id}-{member}",
+                        resources_id=context.resources_id,
                         run_id=self.run_id,
                         group_id=group_id,
                         group_index=member,
@@ -227,9 +228,12 @@ class Loop:
         return [traced[group_id] for group_id in sorted(traced)], cursor
 
     async def _trace(self, rollout_ids: Sequence[str]) -> list[TracedRollout]:
-        store = self.context.store
+        store, models = self.context.store, (self.context.model_name,)
         rollouts = {r.rollout_id: r for r in await store.query_rollouts(rollout_id_in=rollout_ids)}
-        return [trace_rollout(rollouts[name], await store.query_spans(name, "latest")) for name in rollout_ids]
+        return [
+            trace_rollout(rollouts[name], await store.query_spans(name, "latest"), models=models)
+            for name in rollout_ids
+        ]
 
     async def _learnable(self, groups: list[list[TracedRollout]]) -> tuple[list[TrainingSequence], dict[str, float]]:
         """The step's training sequences and what was counted on the way. Groups that teach nothing are dropped."""

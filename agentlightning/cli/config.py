@@ -25,6 +25,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     agent: str
     model: str
+    model_name: str = "policy"
     train_dataset: Any
     val_dataset: Any = None
     algorithm: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "grpo"})

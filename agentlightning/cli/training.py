@@ -34,6 +34,7 @@ def mirrored_flags(command: F) -> F:
     flags = [
         click.option("--agent", metavar="FILE.py:NAME", help="The agent: file.py:name or module:name."),
         click.option("--model", metavar="ID|DIR", help="Hugging Face id or directory of the model to train."),
+        click.option("--model-name", metavar="NAME", help="What agents call it by; default policy."),
         click.option("--train-dataset", metavar="DATA", help="Tasks to learn from: a file, or file.py:name."),
         click.option("--val-dataset", metavar="DATA", help="Held-out tasks, measured before and after."),
         click.option("--algorithm", metavar="NAME", help=f"{', '.join(ALGORITHMS)} or file.py:Class."),

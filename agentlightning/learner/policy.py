@@ -46,6 +46,11 @@ def load_policy(source: str | Path, *, device: str | None = None, dtype: str = "
     except (RuntimeError, AssertionError) as error:  # what torch raises for a device it was built without
         reason = str(error).partition(". ")[0]
         raise ConfigError(f"device {device!r} cannot be used here ({reason}); choose cpu, cuda or mps") from None
+    if "://" in str(source):
+        raise ConfigError(
+            f"{source} is the address of an endpoint, whose answers come without token ids and whose weights cannot be "
+            "had from there; give a directory written by save_pretrained, or a Hugging Face id"
+        )
     if path.exists() and not (path / "config.json").is_file():
         raise ConfigError(
             f"{path} holds no model: config.json is missing. Give a directory written by save_pretrained"
