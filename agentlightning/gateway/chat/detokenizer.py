@@ -59,8 +59,10 @@ class Detokenizer:
         self._token_bytes = token_bytes
         self._hidden = token_bytes.hidden_ids if keep_markers else token_bytes.special_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        # Where text depends on context: the last tokens given out, which are enough of it, and those held back.
         self._ids: list[int] = []
-        self._given = 0
+        self._context = 0  # how many of these were given out
+        self._given = 0  # characters of their text
 
     def add(self, token_id: int) -> str:
         if token_id in self._hidden:
@@ -68,7 +70,7 @@ class Detokenizer:
         if self._token_bytes.exact:
             return self._decoder.decode(self._token_bytes[token_id])
         self._ids.append(token_id)
-        text = self._decoded()
+        text = self._decoded(self._ids)
         if text.endswith("\ufffd"):  # perhaps only the beginning of a character
             return ""
         return self._new(text)
@@ -76,13 +78,17 @@ class Detokenizer:
     def flush(self) -> str:
         if self._token_bytes.exact:
             return self._decoder.decode(b"", final=True)
-        return self._new(self._decoded())
+        return self._new(self._decoded(self._ids))
 
-    def _decoded(self) -> str:
-        return self._token_bytes.tokenizer.decode(self._ids, skip_special_tokens=False)
+    def _decoded(self, token_ids: list[int]) -> str:
+        return self._token_bytes.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _new(self, text: str) -> str:
-        new, self._given = text[self._given :], len(text)
+        new, last = text[self._given :], self._ids[self._context :]
+        context = self._decoded(last)
+        if context:  # else earlier tokens still decide, such as whether a space is the first
+            self._ids, text = last, context
+        self._context, self._given = len(self._ids), len(text)
         return new
 
 

@@ -28,16 +28,21 @@ class EncodedPrompt:
 
 
 class RecordedAnswers:
-    """Remembers, per session, the last answers with their prompts; the least recently used session is forgotten.
+    """Remembers, per session, the last answers with their prompts, of so many `tokens` in all; the least recently used
+    session is forgotten. `encode` may be called in any thread.
 
     With a tokenizer that does not provably split at special tokens nothing is remembered, and every prompt is
     tokenised as a whole."""
 
-    def __init__(self, chat: ChatTemplate, *, sessions: int = 4096, answers: int = 16) -> None:
+    def __init__(
+        self, chat: ChatTemplate, *, sessions: int = 4096, answers: int = 16, tokens: int = 16_000_000
+    ) -> None:
         self._chat = chat
         self._sessions: OrderedDict[str, deque[EncodedPrompt]] = OrderedDict()
         self._session_limit = sessions
         self._answer_limit = answers
+        self._token_limit = tokens
+        self._tokens = 0
         self._usable = splits_at_special_tokens(chat.tokenizer)
 
     def encode(self, session: str | None, text: str) -> EncodedPrompt:
@@ -55,7 +60,7 @@ class RecordedAnswers:
         token_bytes = self._chat.token_bytes
         if answer_ids[-1] not in token_bytes.special_ids:
             return
-        answers = self._sessions.setdefault(session, deque(maxlen=self._answer_limit))
+        answers = self._sessions.setdefault(session, deque())
         answers.append(
             EncodedPrompt(
                 prompt.text + token_bytes.text(answer_ids),
@@ -63,11 +68,15 @@ class RecordedAnswers:
                 prompt.spliced_tokens + len(answer_ids),
             )
         )
+        self._tokens += len(answers[-1].token_ids)
+        if len(answers) > self._answer_limit:
+            self._tokens -= len(answers.popleft().token_ids)
         self._sessions.move_to_end(session)
-        if len(self._sessions) > self._session_limit:
-            self._sessions.popitem(last=False)
+        while len(self._sessions) > self._session_limit or self._tokens > self._token_limit:
+            _, forgotten = self._sessions.popitem(last=False)
+            self._tokens -= sum(len(answer.token_ids) for answer in forgotten)
 
     def _longest(self, session: str, text: str) -> EncodedPrompt | None:
-        answers = self._sessions.get(session, ())
+        answers = tuple(self._sessions.get(session, ()))
         matching = [answer for answer in answers if text.startswith(answer.text)]
         return max(matching, key=lambda answer: len(answer.text), default=None)

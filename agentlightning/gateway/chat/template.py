@@ -108,7 +108,10 @@ class ChatTemplate:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of rendered text; special tokens are those spelled out in it, none are added."""
-        return self._encode_once(text) if len(text) <= _REMEMBERED_LENGTH else self._encode(text)
+        if len(text) <= _REMEMBERED_LENGTH:
+            return self._encode_once(text)
+        # A batch of one, which unlike `encode` lets other threads run.
+        return tuple(self.tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -162,3 +163,13 @@ async def test_a_prompt_is_continued_as_text_or_as_token_ids(
 async def test_tokens_are_counted_as_they_would_be_read(engine: tuple[TokenBackend, EngineService]) -> None:
     call = chat_call("weather", tools=[SEARCH_TOOL])
     assert await engine[0].count_tokens(call) == len((await answered(engine[0], call)).prompt_token_ids)
+
+
+async def test_others_go_on_while_a_long_prompt_is_tokenised(engine: tuple[TokenBackend, EngineService]) -> None:
+    counting = asyncio.ensure_future(engine[0].count_tokens(chat_call("hello " * 100_000)))
+    turns = 0
+    while not counting.done():
+        turns += 1
+        await asyncio.sleep(0.001)
+    assert turns > 5
+    assert await counting > 100_000

@@ -145,6 +145,16 @@ def test_vocabularies_that_are_not_byte_level_stream_whole_characters_too() -> N
     assert all("\ufffd" not in piece for piece in pieces)
 
 
+@given(st.text("ab \u6f22\u00e9", max_size=30))
+def test_text_that_depends_on_context_comes_out_as_it_decodes(text: str) -> None:
+    tokenizer = sentencepiece_like()
+    decoding = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(decoding)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    pieces = spoken(Detokenizer(TokenBytes(tokenizer), keep_markers=False), ids)
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=False)
+
+
 def test_only_tokenizers_that_split_at_special_tokens_are_spliced() -> None:
     assert splits_at_special_tokens(make_talker().tokenizer.backend_tokenizer)
     assert not splits_at_special_tokens(sentencepiece_like())
@@ -175,6 +185,16 @@ def test_the_least_recently_used_session_is_forgotten(chat: ChatTemplate) -> Non
     recorded = RecordedAnswers(chat, sessions=2)
     end = make_talker().tokenizer.eos_token_id
     prompt = recorded.encode(None, "<|user|>hello<|end|><|assistant|>")
+    for session in ("a", "b", "c"):
+        recorded.record(session, prompt, [end])
+    spliced = [recorded.encode(session, prompt.text + "<|end|>").spliced_tokens for session in ("a", "b", "c")]
+    assert spliced == [0, 1, 1]
+
+
+def test_no_more_tokens_are_remembered_than_there_is_room_for(chat: ChatTemplate) -> None:
+    end = make_talker().tokenizer.eos_token_id
+    prompt = RecordedAnswers(chat).encode(None, "<|user|>hello<|end|><|assistant|>")
+    recorded = RecordedAnswers(chat, tokens=2 * len(prompt.token_ids) + 2)
     for session in ("a", "b", "c"):
         recorded.record(session, prompt, [end])
     spliced = [recorded.encode(session, prompt.text + "<|end|>").spliced_tokens for session in ("a", "b", "c")]
