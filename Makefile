@@ -52,7 +52,7 @@ smoke: setup
 
 # pytest comes last, so that its closing line ends the log.
 ci: packages setup lint types contracts docs smoke
-	AGL_REQUIRE_POSTGRES=1 $(BIN)/pytest -m "not soak"
+	AGL_REQUIRE_POSTGRES=1 AGL_REQUIRE_NODE=1 $(BIN)/pytest -m "not soak"
 
 soak: setup
 	$(BIN)/pytest -m soak --timeout=7200
