@@ -14,6 +14,7 @@ import click
 import msgspec
 
 from agentlightning.cli.durations import Duration
+from agentlightning.gateway.attribution import api_key_of
 
 if TYPE_CHECKING:
     from agentlightning.server.service import ServerSettings
@@ -23,15 +24,17 @@ KEY_HELP = "Key that callers must present; needed to listen anywhere but on this
 
 
 class RequireKey:
-    """ASGI middleware: a request without `Authorization: Bearer KEY` is answered 401, as the OpenAI API does."""
+    """ASGI middleware: a request that presents another key than `key`, or none, is answered 401, as the OpenAI API
+    does. Clients of Anthropic's present theirs in `x-api-key`."""
 
     def __init__(self, app: Any, key: str) -> None:
         self._app = app
-        self._expected = f"Bearer {key}".encode()
+        self._key = key.encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        headers = dict(scope.get("headers", ()))
-        if hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
+        presented = api_key_of(headers) or ""
+        if hmac.compare_digest(presented.encode("latin-1"), self._key):
             await self._app(scope, receive, send)
             return
         error = {"message": "wrong or missing API key", "type": "invalid_request_error", "code": "invalid_api_key"}
@@ -71,7 +74,7 @@ def serve(
     max_sequence_length: int | None,
     threads: int | None,
 ) -> None:
-    """Serve CHECKPOINT (a directory or a Hugging Face id) at an OpenAI-compatible URL."""
+    """Serve CHECKPOINT (a directory or a Hugging Face id) to clients of OpenAI's and Anthropic's APIs."""
     from agentlightning.server.serve import run_on_fastest_loop
 
     run_on_fastest_loop(_serve(checkpoint, host, port, key, model_name, concurrency, max_sequence_length, threads))
@@ -104,11 +107,13 @@ async def _serve(
         if key is not None:
             app.add_middleware(RequireKey, key=key)
             app.state.protected = True
+        example = "any" if key is None else "KEY"
         http = HttpServer(app, host=host, port=port)
         async with http:
             await until_stopped(
                 f"serving {checkpoint} as {model_name!r} at {http.url}/v1\n"
-                f"    OPENAI_BASE_URL={http.url}/v1 OPENAI_API_KEY=any python your_agent.py"
+                f"    OPENAI_BASE_URL={http.url}/v1 OPENAI_API_KEY={example} python your_agent.py\n"
+                f"    ANTHROPIC_BASE_URL={http.url} ANTHROPIC_API_KEY={example} python your_agent.py"
             )
     finally:
         served.service.close()

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import pytest
 from openai import AuthenticationError, OpenAI
 
@@ -137,7 +138,7 @@ def test_dev_prints_each_trace_and_why_an_agent_failed(project: Path) -> None:
 
 
 @pytest.mark.slow
-def test_serve_answers_openai_clients_that_have_the_key(project: Path) -> None:
+def test_serve_answers_openai_and_anthropic_clients_that_have_the_key(project: Path) -> None:
     with staying_up(project, "serve", "model", "--port", "0", "--model-name", "mine", AGL_KEY="secret-key") as (_, url):
         with OpenAI(base_url=f"{url}/v1", api_key="secret-key", max_retries=0) as client:
             assert [model.id for model in client.models.list()] == ["mine"]
@@ -146,8 +147,17 @@ def test_serve_answers_openai_clients_that_have_the_key(project: Path) -> None:
             )
             assert answer.usage is not None
             assert 0 < answer.usage.completion_tokens <= 4
+            response = client.responses.create(model="mine", input="one", max_output_tokens=4)
+            assert response.usage is not None and 0 < response.usage.output_tokens <= 4
+            completion = client.completions.create(model="mine", prompt="one", max_tokens=4)
+            assert completion.usage is not None and 0 < completion.usage.completion_tokens <= 4
+        with anthropic.Anthropic(base_url=url, api_key="secret-key", max_retries=0) as claude:
+            message = claude.messages.create(model="mine", messages=[{"role": "user", "content": "one"}], max_tokens=4)
+            assert 0 < message.usage.output_tokens <= 4
         with OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0) as client, pytest.raises(AuthenticationError):
             client.models.list()
+        with anthropic.Anthropic(base_url=url, api_key="wrong") as claude, pytest.raises(anthropic.AuthenticationError):
+            claude.models.list()
 
 
 @pytest.mark.slow
