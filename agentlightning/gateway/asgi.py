@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -26,6 +26,14 @@ from agentlightning.gateway.request import CallRefused
 from agentlightning.gateway.running import ClientGone
 
 _log = logging.getLogger(__name__)
+
+_TOLD_AS: Final[Mapping[type[AgentLightningError], tuple[int, str]]] = {
+    ConfigError: (400, "invalid_request"),
+    NotFoundError: (404, "not_found"),
+    InvalidError: (422, "invalid_request"),
+    UnavailableError: (503, "service_unavailable"),
+}
+"""HTTP status and OpenAI error code."""
 
 
 class Reply:
@@ -151,14 +159,8 @@ def as_backend_error(error: Exception) -> BackendError:
     """What an agent is told. An error that is not one of ours is logged in full and told in one sentence."""
     if isinstance(error, BackendError):
         return error
-    statuses: dict[type[AgentLightningError], int] = {
-        ConfigError: 400,
-        NotFoundError: 404,
-        InvalidError: 422,
-        UnavailableError: 503,
-    }
-    for kind, status in statuses.items():
+    for kind, (status, code) in _TOLD_AS.items():
         if isinstance(error, kind):
-            return BackendError(str(error), status=status, code=kind.__name__)
+            return BackendError(str(error), status=status, code=code)
     _log.exception("a call failed unexpectedly", exc_info=error)
     return BackendError("the gateway failed to answer this call; its log has the details", status=500, code="internal")
