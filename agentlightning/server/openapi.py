@@ -1,8 +1,9 @@
 """The interface described: OpenAPI 3.1 at `/openapi.json`, made from the calls themselves, and a page to read it at
 `/docs`.
 
-This module knows what each call takes and returns, and which answers there are. The page needs nothing from elsewhere:
-it works on a machine without internet.
+This module knows what each call takes and returns, and which answers there are; of the gateway's endpoints, whose
+protocols are described by their makers, only what they are. The page needs nothing from elsewhere: it works on a
+machine without internet.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.metadata
 import importlib.resources
 import inspect
 import re
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Final, TypeAlias
 
@@ -20,6 +22,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from agentlightning.gateway.updates import WeightUpdate
+from agentlightning.server.holding import Hold, Release, Updated
+from agentlightning.server.models import ModelDescription, ModelRegistration
 from agentlightning.server.rest import PREFIX
 from agentlightning.store import calls
 from agentlightning.store.calls import AdminCall, Call, ErrorReply
@@ -44,6 +49,43 @@ _ABOUT: Final = (
     "Send a key as `Authorization: Bearer …`; a server without an admin key answers this machine's programs without "
     "one. Calls with a `timeout` wait so many seconds for something to answer with, at most a minute at a time."
 )
+_ATTEMPT: Final = "/rollout/{rollout_id}/attempt/{attempt_id}"
+
+
+@dataclass(frozen=True)
+class _ModelCall:
+    """One route of the gateway's table of models: what it is called, takes and returns, None for an empty answer."""
+
+    route: str
+    operation: str
+    about: str
+    body: Any = None
+    returns: Any = None
+    failures: tuple[str, ...] = ()
+
+
+_MODEL_CALLS: Final = (
+    _ModelCall("GET /models", "ListModels", "Every model of the gateway, and how each of its servers does",
+               returns=list[ModelDescription]),
+    _ModelCall("PUT /models/{name}", "RegisterModel", "Register a model's servers, or replace the model of this name",
+               ModelRegistration, ModelDescription, ("409", "413", "422")),
+    _ModelCall("DELETE /models/{name}", "RemoveModel", "Take a model away; with `owner` only if it is still theirs"),
+    _ModelCall("POST /models/{name}/hold", "HoldModel", "Let a model's calls wait, as while its weights are changed",
+               Hold, failures=("404", "413", "422")),
+    _ModelCall("POST /models/{name}/release", "ReleaseModel", "Let a model's calls through again",
+               Release, failures=("404", "413", "422")),
+    _ModelCall("POST /models/{name}/weights", "UpdateWeights", "Have a model's servers load weights, its calls held",
+               WeightUpdate, Updated, ("404", "409", "413", "422", "502", "503")),
+)  # fmt: skip
+# Endpoint → what it is, of those that take a request for a model.
+_MODEL_ENDPOINTS: Final = {
+    "chat/completions": "OpenAI's chat completions, streamed or whole",
+    "completions": "OpenAI's completions, of one text or of token ids, streamed or whole",
+    "responses": "OpenAI's responses, streamed or whole",
+    "embeddings": "OpenAI's embeddings, of servers that make them",
+    "messages": "Anthropic's messages, streamed or whole",
+    "messages/count_tokens": "How many tokens the prompt of a message has",
+}
 
 
 def documentation_routes(*, with_store: bool, with_gateway: bool, protected: bool) -> list[BaseRoute]:
@@ -69,13 +111,21 @@ def document(*, with_store: bool = True, with_gateway: bool = True, protected: b
     """The whole description. Without `protected` the server also answers those who show no key."""
     kinds = list(calls.all_calls())
     answers = [kind.returns() for kind in kinds]
-    shapes, components = _simple(msgspec.json.schema_components([*kinds, *answers, ErrorReply], ref_template=_SCHEMAS))
-    returned = shapes[len(kinds) : -1]
+    model_calls = _MODEL_CALLS if with_store and with_gateway else ()
+    bodies = [kind for call in model_calls for kind in (call.body, call.returns) if kind is not None]
+    all_kinds = [*kinds, *answers, ErrorReply, *bodies]
+    shapes, components = _simple(msgspec.json.schema_components(all_kinds, ref_template=_SCHEMAS))
+    returned = shapes[len(kinds) : len(kinds) + len(answers)]
+    of_models = iter(shapes[len(shapes) - len(bodies) :])
     paths: dict[str, Json] = {}
     if with_store:
         for kind, answer in zip(kinds, returned, strict=True):
             method, _, path = kind.route.partition(" ")
             paths.setdefault(PREFIX + path, {})[method.lower()] = _operation(kind, components[kind.__name__], answer)
+    for call in model_calls:
+        method, _, path = call.route.partition(" ")
+        body, answer = (None if kind is None else next(of_models) for kind in (call.body, call.returns))
+        paths.setdefault(PREFIX + path, {})[method.lower()] = _model_operation(call, body, answer)
     for (method, path), operation in _others(with_store, with_gateway).items():
         paths.setdefault(path, {})[method] = operation
     for kind in kinds:
@@ -155,7 +205,7 @@ def _others(with_store: bool, with_gateway: bool) -> dict[tuple[str, str], Json]
             "What happens in the store, as server-sent events: `rollout`, `spans`, `groups`, `queued`, `reset`",
             "events", stream, "401", "403", "429", "503",
         )  # fmt: skip
-        for prefix in ("", "/rollout/{rollout_id}/attempt/{attempt_id}"):
+        for prefix in ("", _ATTEMPT):
             found["post", f"{prefix}/v1/traces"] = _plain(
                 "Spans of any OpenTelemetry exporter (OTLP over HTTP)", "otlp", anything | {
                     "application/x-protobuf": {"schema": {"type": "string", "format": "binary"}}
@@ -164,15 +214,42 @@ def _others(with_store: bool, with_gateway: bool) -> dict[tuple[str, str], Json]
             refusals = {code: _answered(anything) for code in ("400", "401", "403", "404", "413", "415", "429", "503")}
             found["post", f"{prefix}/v1/traces"]["responses"] |= refusals  # a google.rpc.Status
     if with_gateway:
-        for prefix in ("", "/rollout/{rollout_id}/attempt/{attempt_id}") if with_store else ("",):
-            found["post", f"{prefix}/v1/chat/completions"] = _plain(
-                "OpenAI's chat completions, streamed or whole", "gateway", anything | stream,
-                "400", "401", "403", "404", "413", "422", "429", "502", "503", path=prefix, body=True,
-            )  # fmt: skip
-            found["get", f"{prefix}/v1/models"] = _plain(
-                "The models there are", "gateway", anything, "401", "403", "404", "429", path=prefix
-            )
+        for prefix in ("", _ATTEMPT) if with_store else ("",):
+            for endpoint, about in _MODEL_ENDPOINTS.items():
+                content = anything | stream if "streamed" in about else anything
+                found["post", f"{prefix}/v1/{endpoint}"] = _plain(
+                    about, "gateway", content, "400", "401", "403", "404", "413", "422", "429", "502", "503", "504",
+                    path=prefix, body=True,
+                )  # fmt: skip
+            shown = {
+                ("get", "models"): "The models there are",
+                ("get", "models/{name}"): "One of them",
+                ("get", "responses/{response_id}"): "A recent response, as it was answered",
+                ("delete", "responses/{response_id}"): "Forget a response, so that no call can continue it",
+            }
+            for (method, endpoint), about in shown.items():
+                path = f"{prefix}/v1/{endpoint}"
+                found[method, path] = _plain(about, "gateway", anything, "400", "401", "403", "404", "429", path=path)
     return found
+
+
+def _model_operation(call: _ModelCall, body: Json | None, answer: Json | None) -> Json:
+    """One call about the table of models: its `body` and `answer` as schemas."""
+    method, _, path = call.route.partition(" ")
+    done = {"204": {"description": "Done."}} if answer is None else {"200": _answered({_JSON: {"schema": answer}})}
+    operation: Json = {
+        "operationId": call.operation,
+        "summary": call.about,
+        "description": "Needs the admin key.",
+        "tags": ["models"],
+        "parameters": [_parameter(name, "path", {"type": "string"}, required=True) for name in calls.path_fields(path)],
+        "responses": done | _failures("401", "403", "429", *call.failures),
+    }
+    if method == "DELETE":
+        operation["parameters"].append(_parameter("owner", "query", {"type": "string"}, required=False))
+    if body is not None:
+        operation["requestBody"] = {"required": method == "PUT", "content": {_JSON: {"schema": body}}}
+    return operation
 
 
 def _plain(about: str, tag: str, content: Json, *failures: str, path: str = "", body: bool = False) -> Json:
