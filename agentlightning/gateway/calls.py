@@ -99,6 +99,7 @@ class CallOpener:
             tools=request.tools,
             tool_choice=request.tool_choice,
             sampling=sampling,
+            max_tokens_name=request.max_tokens_name,
             session=attempt[1] if attempt else headers.get(SESSION_HEADER),
             logprobs=request.logprobs,
             top_logprobs=request.top_logprobs,

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from agentlightning.errors import BackendError
+from agentlightning.gateway.backend import LimitName
 
 # Fields other than temperature, top_p and top_k that shape the distribution tokens are sampled from.
 SHAPING_FIELDS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "logit_bias")
@@ -54,6 +55,7 @@ class CallRequest:
     top_p: float | None = None
     top_k: int | None = None
     max_tokens: int | None = None
+    max_tokens_name: LimitName = "max_completion_tokens"
     stop: tuple[str, ...] = ()
     seed: int | None = None
     n: int = 1

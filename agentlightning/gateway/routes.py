@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from agentlightning.errors import BackendError
 from agentlightning.gateway.asgi import ClientWatch, Reply, as_backend_error, headers_of, path_ids_of, read_body
-from agentlightning.gateway.backend import Delta, RelayedCall, Started
+from agentlightning.gateway.backend import Delta, Finished, RelayedCall, Started
 from agentlightning.gateway.calls import CallOpener
 from agentlightning.gateway.capture import FAILED
 from agentlightning.gateway.endpoints.base import Endpoint, openai_error
@@ -144,16 +144,19 @@ class _Answering(_Route):
             parts: list[bytes] = []
             if streamed:
                 await reply.start(answer.status, *headers)
-            async for part in answer.parts:
-                copy.add(part)
-                if streamed:
-                    await reply.body(part, more=True)
-                else:
-                    parts.append(part)
+            try:
+                async for part in answer.parts:
+                    copy.add(part)
+                    if streamed:
+                        await reply.body(part, more=True)
+                    else:
+                        parts.append(part)
+            finally:  # what was said before a client left is recorded too
+                reason = copy.read_into(call.answer, streamed=streamed)
             if answer.status >= 400:
                 call.answer.abort(FAILED)
             else:
-                copy.read_into(call.answer, streamed=streamed)
+                call.answer.add(Finished(0, reason))
         if await _commit(call, watch):
             if not streamed:
                 await reply.start(answer.status, *headers)

@@ -81,7 +81,8 @@ class Hosted:
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any], dict[str, str]]] = []
         self.status = 200
-        self.breaks_off = False
+        self.breaks_off_after: int | None = None  # events
+        self.answered: dict[str, Any] = SEARCHED
 
     async def answer(self, request: Request) -> Response:
         body = await request.json()
@@ -91,7 +92,7 @@ class Hosted:
         if request.url.path == "/v1/embeddings":
             return JSONResponse(EMBEDDED, headers={"x-request-id": "up-1", "set-cookie": "secret=1"})
         if not body.get("stream"):
-            return JSONResponse(SEARCHED)
+            return JSONResponse(self.answered)
         if request.url.path == "/v1/responses":
             events = [{"type": "response.created", "response": {**SEARCHED, "status": "in_progress", "output": []}}]
             events.append({"type": "response.completed", "response": SEARCHED})
@@ -100,9 +101,9 @@ class Hosted:
         return StreamingResponse(self._events(events), media_type="text/event-stream")
 
     async def _events(self, events: list[dict[str, Any]]) -> AsyncIterator[str]:
-        for event in events:
+        for count, event in enumerate(events, 1):
             yield sent(event)
-            if self.breaks_off:
+            if count == self.breaks_off_after:
                 raise ConnectionResetError
 
 
@@ -211,11 +212,47 @@ async def test_refusals_are_the_backends_own_but_its_key_is_not_the_agents_matte
 
 async def test_a_stream_that_breaks_off_ends_with_an_error(tmp_path: Path) -> None:
     hosted = Hosted()
-    hosted.breaks_off = True
+    hosted.breaks_off_after = 1
     async with before(hosted, tmp_path) as front:
         stream = await front.client().responses.create(model="hosted", input="hello", stream=True)
         with pytest.raises(openai.APIError, match="broke off"):
             [event async for event in stream]
+
+
+async def test_what_a_stream_said_before_it_broke_off_is_recorded(tmp_path: Path) -> None:
+    hosted = Hosted()
+    hosted.breaks_off_after = 4
+    async with before(hosted, tmp_path, "anthropic") as front, aiohttp.ClientSession() as session:
+        asked = {"model": "hosted", "max_tokens": 9, "messages": user("hello"), "stream": True}
+        async with session.post(f"{front.url}/v1/messages", json=asked) as answer:
+            assert "Let me" in await answer.text()
+        await front.gateway.close()
+        (span,) = await front.store.query_spans(UNATTRIBUTED)
+    assert json.loads(str(span.attributes[semconv.GEN_AI_OUTPUT_MESSAGES])) == [
+        {"role": "assistant", "content": "Let me look."}
+    ]
+    assert span.attributes[semconv.GEN_AI_FINISH_REASONS] == ["abort"]
+    duration = span.end_time - span.start_time if span.end_time else 0.0
+    assert 0 < float(str(span.attributes[semconv.GEN_AI_TIME_TO_FIRST_CHUNK])) < duration
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"usage": {"input_tokens": "?"}},
+        {"output": 3},
+        {"output": [{"type": "message", "content": ["?"]}]},
+        {"status": []},
+    ],
+)
+async def test_an_answer_in_an_unknown_form_is_passed_on_all_the_same(tmp_path: Path, odd: dict[str, Any]) -> None:
+    hosted = Hosted()
+    hosted.answered = odd
+    async with before(hosted, tmp_path) as front, aiohttp.ClientSession() as session:
+        async with session.post(f"{front.url}/v1/responses", json={"model": "hosted", "input": "hello"}) as answer:
+            assert (answer.status, await answer.json()) == (200, odd)
+        await front.gateway.close()
+        assert len(await front.store.query_spans(UNATTRIBUTED)) == 1
 
 
 async def test_a_model_that_makes_no_embeddings_says_so(gateway_world: World) -> None:

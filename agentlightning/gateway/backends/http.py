@@ -161,8 +161,8 @@ class HttpBackend:
             "stream_options": {"include_usage": True} if call.stream else None,
             "return_token_ids": True if self.captures_tokens else None,
         }
-        if self.kind in ("openai", "azure") and chat:  # models that reason refuse the older name
-            optional["max_completion_tokens"] = optional.pop("max_tokens")
+        if self.kind in ("openai", "azure") and chat:
+            optional[call.max_tokens_name] = optional.pop("max_tokens")
         if self.captures_tokens or call.logprobs:
             optional["logprobs"] = True if chat else call.top_logprobs
             optional["top_logprobs"] = (call.top_logprobs or None) if chat else None
@@ -327,10 +327,10 @@ class _AnswerReader:
             self._unfinished.discard(choice.index)
             self._ends.append((choice, _FINISH_REASONS.get(choice.finish_reason, "abort")))
         try:
-            delta = _delta(choice)
+            delta, logprobs = _delta(choice), _values(choice.logprobs)
         except msgspec.ValidationError as error:
             raise BackendError(f"the backend sent something that is no chat completion: {error}") from None
-        ids, logprobs = choice.token_ids or (), _values(choice.logprobs)
+        ids = choice.token_ids or ()
         if not (delta or ids or logprobs):
             return []
         entries = _entries(choice.logprobs) if self._call.logprobs else ()

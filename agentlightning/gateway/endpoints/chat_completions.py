@@ -137,7 +137,7 @@ class ChatCompletions:
         if values.get("top_logprobs") and not values.get("logprobs"):
             raise CallRefused("top_logprobs needs logprobs to be true", param="top_logprobs")
         tools = values.get("tools", [])
-        limits = [values[name] for name in ("max_completion_tokens", "max_tokens") if name in values]
+        limits = {name: values[name] for name in ("max_completion_tokens", "max_tokens") if name in values}
         return CallRequest(
             model=values["model"],
             messages=values["messages"],
@@ -145,7 +145,8 @@ class ChatCompletions:
             tools=tools,
             tools_json=bytes(raw["tools"]).decode() if tools else None,
             tool_choice=values.get("tool_choice"),
-            max_tokens=min(limits, default=None),
+            max_tokens=min(limits.values(), default=None),
+            max_tokens_name="max_tokens" if [*limits] == ["max_tokens"] else "max_completion_tokens",
             logprobs=values.get("logprobs", False),
             top_logprobs=values.get("top_logprobs", 0),
             extra=extra,

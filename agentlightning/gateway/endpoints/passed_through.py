@@ -5,13 +5,14 @@ Knows the wire formats of OpenAI's embeddings and responses and of Anthropic's m
 
 from __future__ import annotations
 
+import time
 from typing import Any, Final
 
 import msgspec
 
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.backend import Delta, Finished, Usage
+from agentlightning.gateway.backend import Delta, Usage
 from agentlightning.gateway.endpoints.base import Head, StreamWriter, openai_error
 from agentlightning.gateway.request import NOT_JSON, CallRefused, CallRequest, rest_json
 from agentlightning.types import FinishReason
@@ -79,28 +80,40 @@ class AnswerCopy:
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._size = 0
+        self._began: float | None = None
 
     def add(self, part: bytes) -> None:
+        self._began = self._began or time.monotonic()
         self._size += len(part)
         if self._size <= _KEPT_BYTES:
             self._parts.append(part)
 
-    def read_into(self, answer: Answer, *, streamed: bool) -> None:
-        """What was said, the tools called, the usage, and the body itself. An answer in a form that is not known, or
-        too large to be kept, leaves the body out, and nothing fails."""
+    def read_into(self, answer: Answer, *, streamed: bool) -> FinishReason:
+        """What was said so far, the tools called, the usage, and the body itself; gives how it ended. An answer in a
+        form that is not known, or too large to be kept, leaves all this out, and nothing fails."""
+        answer.first_token_time = self._began
         body = b"".join(self._parts)
-        whole = None if self._size > _KEPT_BYTES else _streamed(body) if streamed else _decoded(body)
-        if whole is None:
-            answer.add(Finished(0, "stop"))
-            return
-        usage = whole.get("usage")
-        if isinstance(usage, dict):
-            given = usage.get("input_tokens", usage.get("prompt_tokens", 0))
-            answer.add(Usage(int(given or 0), int(usage.get("output_tokens") or 0)))
+        try:
+            whole = None if self._size > _KEPT_BYTES else _streamed(body) if streamed else _decoded(body)
+            if whole is None:
+                return "stop"
+            said, usage, reason = _message(whole), _usage(whole), _finish_reason(whole)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return "stop"
+        if usage is not None:
+            answer.add(usage)
         if "data" not in whole:  # vectors are not kept
             answer.response_json = msgspec.json.encode(whole).decode()
-        answer.add(Delta(0, _message(whole)))
-        answer.add(Finished(0, _finish_reason(whole)))
+        answer.add(Delta(0, said))
+        return reason
+
+
+def _usage(whole: dict[str, Any]) -> Usage | None:
+    usage = whole.get("usage")
+    if not isinstance(usage, dict):
+        return None
+    given = usage.get("input_tokens", usage.get("prompt_tokens", 0))
+    return Usage(int(given or 0), int(usage.get("output_tokens") or 0))
 
 
 def _decoded(body: bytes) -> dict[str, Any] | None:

@@ -178,7 +178,7 @@ async def test_a_hosted_model_keeps_the_agents_sampling_and_is_not_trained(tmp_p
     assert {span.attributes[semconv.CALL_FLAG] for span in spans} == {"backend returns no token ids"}
     silent, outspoken = upstream.asked
     assert not {"temperature", "top_p", "top_k", "seed", "logprobs", "n"} & silent.keys()
-    assert (outspoken["temperature"], outspoken["max_completion_tokens"]) == (0.3, 9)
+    assert (outspoken["temperature"], outspoken["max_tokens"]) == (0.3, 9)  # by the name that the agent gave it
     assert outspoken["presence_penalty"] == 0.5
     await store.close()
 
