@@ -35,7 +35,7 @@ ENDPOINTS = list(FULL_REQUESTS)
 ANTHROPICS = ("messages", "messages/count_tokens")
 # What each server answers: the embedded engine, one like vLLM, and hosted ones that are asked in the agent's protocol.
 MODELS = ("policy", "vllm", "openai", "anthropic")
-EXAMPLES = 40
+EXAMPLES = 25
 
 
 async def anything(request: Request) -> Response:

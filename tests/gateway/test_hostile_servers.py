@@ -81,7 +81,7 @@ async def ask(built: World, attempted: AttemptedRollout, stream: bool) -> str:
     create = built.client(attempted, timeout=20).chat.completions.create
     if not stream:
         return (await create(model="policy", messages=user("hello"))).choices[0].message.content
-    parts = await create(model="policy", messages=user("hello"), stream=True)
+    parts = await create(model="policy", messages=user("hello"), stream=True, logprobs=True)
     return "".join([part.choices[0].delta.content or "" async for part in parts])
 
 
@@ -156,6 +156,7 @@ NONSENSE = "no chat completion"
         (delta(b'{"content": "\xff"}'), False, NONSENSE),
         (delta(b'{"content": "\\ud800"}'), False, NONSENSE),
         (delta(b'{"content": {"a": 1}}'), False, NONSENSE),
+        (b'data: {"choices": [{"index": 0, "logprobs": {"content": [{"token": "x"}]}}]}\n\n', False, NONSENSE),
         (delta(b'{"content": "x"}', index=7), False, "choice 7"),
         (delta(b'{"tool_calls": "search"}'), False, NONSENSE),
         (delta(b'{"tool_calls": [{"index": -1}]}'), False, NONSENSE),
