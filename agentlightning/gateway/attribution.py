@@ -43,7 +43,7 @@ class Caller:
     sample: str = ""
     running: int = 0
     _next_index: int = field(default=0, repr=False)
-    _answered: OrderedDict[int, list[int]] = field(default_factory=OrderedDict[int, list[int]], repr=False)
+    _ended: OrderedDict[int, list[int | None]] = field(default_factory=OrderedDict[int, list[int | None]], repr=False)
 
     @property
     def attempt(self) -> tuple[str, str] | None:
@@ -56,17 +56,25 @@ class Caller:
         self._next_index += 1
         return index
 
-    def note_answered(self, body: int, call_index: int) -> None:
-        """Remember that the request whose body has this hash was answered."""
-        self._answered.setdefault(body, []).append(call_index)
-        self._answered.move_to_end(body)
-        if len(self._answered) > _BODIES_REMEMBERED:
-            self._answered.popitem(last=False)
+    def note_ended(self, body: int, call_index: int, *, answered: bool) -> None:
+        """Remember what became of a call whose body has this hash."""
+        self._ended.setdefault(body, []).append(call_index if answered else None)
+        self._ended.move_to_end(body)
+        if len(self._ended) > _BODIES_REMEMBERED:
+            self._ended.popitem(last=False)
 
-    def retried(self, body: int) -> list[int]:
-        """The calls that a client repeats because it did not hear their answer. Of several with the same body it
-        cannot be told which one was lost: all are named."""
-        return self._answered.pop(body, [])
+    def repeated(self, body: int, *, retry: bool) -> list[int]:
+        """The calls that a request repeats because its client did not hear their answer. Where one with this body
+        failed, it is that one which is tried again, and no answer was lost. Of several that were answered it cannot be
+        told which one was lost: all are named."""
+        ended = self._ended.get(body, [])
+        if not retry:
+            ended[:] = [index for index in ended if index is not None]  # what failed before was given up
+        elif None in ended:
+            ended.remove(None)
+        else:
+            return [index for index in self._ended.pop(body, []) if index is not None]
+        return []
 
 
 class Attributor:

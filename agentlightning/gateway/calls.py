@@ -122,7 +122,7 @@ class CallOpener:
                 response_id=response_id,
                 traceparent=headers.get("traceparent"),
                 start_time=time.time(),
-                discards=caller.retried(body_hash) if attempt and _is_retry(headers) else [],
+                discards=caller.repeated(body_hash, retry=_is_retry(headers)) if attempt else [],
                 held_seconds=held_seconds,
             )
             recording = Recording(record, body_hash, self._recorders.of(caller), self.statistics)

@@ -39,6 +39,8 @@ class Recording:
 
     async def store(self, answer: Answer, error: BaseException | None) -> None:
         record, first = self.record, answer.first_token_time
+        if record.call_index is not None:
+            record.caller.note_ended(self._body_hash, record.call_index, answered=error is None)
         span = call_span(
             record,
             answer,
@@ -51,8 +53,6 @@ class Recording:
             await self._recorder.record(span)
         finally:
             record.caller.running -= 1
-        if error is None and record.call_index is not None:
-            record.caller.note_answered(self._body_hash, record.call_index)
 
     async def store_undelivered(self) -> None:
         if self.record.call_index is not None:
