@@ -195,6 +195,21 @@ async def test_a_streamed_message_is_recorded_as_a_whole(tmp_path: Path) -> None
     assert span.attributes[semconv.GEN_AI_FINISH_REASONS] == ["tool_calls"]
 
 
+async def test_anthropic_gets_its_key_as_each_of_its_protocols_brings_it(tmp_path: Path) -> None:
+    hosted = Hosted()
+    hosted.answered = {"choices": [{"index": 0, "message": {"content": "Hi"}, "finish_reason": "stop"}]}
+    async with before(hosted, tmp_path, "anthropic") as front, aiohttp.ClientSession() as http:
+        asked = {"model": "hosted", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+        for path in ("messages", "chat/completions"):
+            async with http.post(f"{front.url}/v1/{path}", json=asked) as answer:
+                assert answer.status == 200, await answer.text()
+    keys = [{name: headers.get(name) for name in ("x-api-key", "authorization")} for _, _, headers in hosted.asked]
+    assert keys == [
+        {"x-api-key": "backend-key", "authorization": None},
+        {"x-api-key": None, "authorization": "Bearer backend-key"},
+    ]
+
+
 async def test_refusals_are_the_backends_own_but_its_key_is_not_the_agents_matter(tmp_path: Path) -> None:
     hosted = Hosted()
     async with before(hosted, tmp_path) as front:

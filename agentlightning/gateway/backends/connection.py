@@ -160,6 +160,8 @@ class Connection:
         self, method: str, url: str, body: bytes | None, headers: Mapping[str, str] | None
     ) -> aiohttp.ClientResponse:
         sent = self._headers | dict(headers) if headers else self._headers
+        if headers and "authorization" in headers:
+            sent.pop("x-api-key", None)  # it brings the key itself
         for delay in (*_RETRY_DELAYS, None) if self.retries else (None,):
             try:
                 return await self._opened().request(method, url, data=body, headers=sent, allow_redirects=False)

@@ -39,7 +39,7 @@ Kind: TypeAlias = Literal["vllm", "openai", "azure", "anthropic"]
 @dataclass(frozen=True)
 class _Kind:
     """What a kind of server can do: whether it tells token ids, which endpoints it answers in their own protocol, and
-    the header that brings its key."""
+    the header that brings its key to these."""
 
     captures_tokens: bool
     relays: frozenset[str]
@@ -51,7 +51,11 @@ KINDS: Final[dict[str, _Kind]] = {
     "vllm": _Kind(captures_tokens=True, relays=frozenset({"embeddings", "models"})),
     "openai": _Kind(captures_tokens=False, relays=_OPENAI_RELAYS),
     "azure": _Kind(captures_tokens=False, relays=_OPENAI_RELAYS, key_header="api-key"),
-    "anthropic": _Kind(captures_tokens=False, relays=frozenset({"messages", "messages/count_tokens", "models"})),
+    "anthropic": _Kind(
+        captures_tokens=False,
+        relays=frozenset({"messages", "messages/count_tokens", "models"}),
+        key_header="x-api-key",
+    ),
 }
 # Where the distribution to sample from is said, it is said in full: vLLM takes the rest from the model's own generation
 # config, which may hold a penalty.
@@ -96,6 +100,8 @@ class HttpBackend:
         self.connection = Connection(
             base_url, api_key=api_key, key_header=KINDS[kind].key_header, timeout_seconds=timeout_seconds
         )
+        # Where Anthropic's API imitates OpenAI's, it takes the key as that one does.
+        self._chat_headers = {"authorization": f"Bearer {api_key}"} if kind == "anthropic" and api_key else {}
         if kind == "vllm":
             self.connection.health_url = f"{self.connection.root}/health"
 
@@ -112,7 +118,7 @@ class HttpBackend:
         reader = _AnswerReader(call, self.captures_tokens, self.connection.version)
         path = "chat/completions" if call.prompt is None else "completions"
         body = msgspec.json.encode(self._body(call))
-        async with self.connection.accepted(self.connection.url(path), body, _session(call)) as response:
+        async with self.connection.accepted(self.connection.url(path), body, self._headers(call)) as response:
             if call.stream:
                 async for data in event_data(response.content):
                     for event in reader.read(data):
@@ -144,6 +150,9 @@ class HttpBackend:
             kept = {name: response.headers[name] for name in _RELAYED_HEADERS if name in response.headers}
             yield RelayedAnswer(response.status, kept, _parts(response))
 
+    def _headers(self, call: ModelCall) -> dict[str, str]:
+        return self._chat_headers if call.session is None else self._chat_headers | {SESSION_HEADER: call.session}
+
     def _body(self, call: ModelCall) -> dict[str, Any]:
         sampling = call.sampling
         chat = call.prompt is None
@@ -174,10 +183,6 @@ class HttpBackend:
             "stream": call.stream,
             **{name: value for name, value in optional.items() if value is not None},
         }
-
-
-def _session(call: ModelCall) -> dict[str, str] | None:
-    return None if call.session is None else {SESSION_HEADER: call.session}
 
 
 async def _parts(response: Any) -> AsyncGenerator[bytes, None]:
