@@ -71,7 +71,7 @@ async def _proxy(url: str, kind: Kind | None, backend_key: str | None, settings:
         )
         calls = sum(running.gateway.statistics.calls.values())
     shed = running.gateway.shed
-    click.echo(f"{calls} calls, {calls - shed} of them recorded", err=True)
+    click.echo(f"calls: {calls}, recorded: {calls - shed}", err=True)
 
 
 def _kind_by_host(url: str) -> Kind | None:
