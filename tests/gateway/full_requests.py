@@ -1,4 +1,4 @@
-"""A request to each endpoint that says nearly everything its protocol has, and requests that differ from it anywhere."""
+"""A request to each endpoint that says nearly all its protocol has, and requests that differ from it anywhere."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ FULL_REQUESTS: dict[str, dict[str, Any]] = {
 REQUIRED = frozenset({"model", "messages", "input", "prompt", "max_tokens", "max_output_tokens"})
 
 _WORDS = sorted(
-    {*"role content type text tool_calls function name arguments parameters input id source url q".split()}
-    | {*"user assistant system tool tool_use tool_result image image_url json_schema message reasoning none".split()}
+    {"role", "content", "type", "text", "tool_calls", "function", "name", "arguments", "parameters", "input", "id", "q"}
+    | {"user", "assistant", "system", "tool", "tool_use", "tool_result", "image_url", "json_schema", "message", "none"}
     | {"", "a\x00b", "👩‍👩‍👧‍👦", "{}", "\u2028"}
 )
 _NUMBERS = st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import resource
@@ -79,24 +80,33 @@ async def everything(directory: Path) -> AsyncIterator[World]:
 
 
 class Caller:
-    """Asks one gateway, which runs in a thread of its own, over one connection."""
+    """Asks a gateway, which runs in a thread of its own, over one connection."""
 
-    def __init__(self, url: str, prefix: str) -> None:
-        self._prefix = prefix
+    def __init__(self, url: str) -> None:
+        self._path = urlsplit(url).path
         self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
 
     def ask(self, endpoint: str, body: bytes) -> tuple[int, bytes]:
-        self._connection.request("POST", f"{self._prefix}/v1/{endpoint}", body)
+        self._connection.request("POST", f"{self._path}/v1/{endpoint}", body)
         answer = self._connection.getresponse()
         return answer.status, answer.read()
 
+    def close(self) -> None:
+        self._connection.close()
+
 
 @pytest.fixture(scope="module")
-def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Caller]:
+def attempt_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory = tmp_path_factory.mktemp("store")
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(everything(directory)) as built:
         attempted = portal.call(built.attempt)
-        yield Caller(built.url, f"/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}")
+        yield f"{built.url}/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}"
+
+
+@pytest.fixture
+def caller(attempt_url: str) -> Iterator[Caller]:
+    with contextlib.closing(Caller(attempt_url)) as caller:
+        yield caller
 
 
 def is_refusal(endpoint: str, status: int, body: bytes) -> bool:
