@@ -132,7 +132,7 @@ async def test_calls_of_an_agent_to_vllm_are_recorded_with_their_ids(tmp_path: P
         text = "".join([part.choices[0].delta.content or "" async for part in stream if part.choices])
         spans = await front.stop()
     assert text == answer.choices[0].message.content == "Hi!"
-    assert "2 calls, 2 of them recorded" in front.said
+    assert "calls: 2, recorded: 2" in front.said
     for span in spans:
         assert span.tokens is not None and span.tokens.prompt_token_ids == (1, 2, 3)
         assert span.tokens.choices[0].token_ids == (4, 5, 6)
