@@ -9,32 +9,30 @@ import asyncio
 from contextlib import aclosing
 from typing import Final
 
+import msgspec
+
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.backend import Backend, ModelCall, Sampling
+from agentlightning.gateway.backend import ModelCall, Sampling
 from agentlightning.gateway.capture import untrainable_reason
+from agentlightning.gateway.replicas import RemoteBackend
 
 _SECONDS: Final = 60.0  # the first call of a server that has just started may take long
 
 
-async def probe(backend: Backend, model: str) -> None:
-    """Return if the backend answers with exact ids and logprobs. ConfigError says what is wrong and what to do."""
-    call = ModelCall(
-        request_id="probe",
-        model=model,
-        messages=[{"role": "user", "content": "Hi"}],
-        sampling=Sampling(max_tokens=1, seed=0),
-    )
-    answer = Answer(1)
+async def probe(backend: RemoteBackend, model: str, train: Sampling | None) -> None:
+    """Return if the backend answers with exact ids, and with the logprobs of the distribution that `train` samples
+    from. ConfigError says what is wrong and what to do."""
     try:
-        async with asyncio.timeout(_SECONDS), aclosing(backend.answer(call)) as events:
-            async for event in events:
-                answer.add(event)
+        async with asyncio.timeout(_SECONDS):
+            answer = await _answer(backend, model, Sampling(max_tokens=1, seed=0))
+            reason = untrainable_reason(answer, backend.captures_tokens)
+            if reason is None and backend.kind == "vllm" and not _is_plain(train):
+                await _check_processed(backend, model)
     except TimeoutError:
         raise _unfit(backend, f"did not answer within {_SECONDS:g} seconds") from None
     except BackendError as error:
         raise _unfit(backend, f"failed at it: {error}") from None
-    reason = untrainable_reason(answer, backend.captures_tokens)
     if reason is not None:
         raise _unfit(
             backend,
@@ -43,8 +41,60 @@ async def probe(backend: Backend, model: str) -> None:
         )
 
 
-def _unfit(backend: Backend, why: str) -> ConfigError:
+def _is_plain(sampling: Sampling | None) -> bool:
+    """Whether what is sampled from is the model's own distribution, whose logprobs every server tells."""
+    return sampling is None or (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
+
+
+async def _check_processed(backend: RemoteBackend, model: str) -> None:
+    """ConfigError if the likeliest token has the same logprob at any temperature."""
+    logprobs: list[float] = []
+    for temperature in (0.5, 2.0):
+        sampling = Sampling(temperature=temperature, max_tokens=1, seed=0)
+        try:
+            answer = await _answer(backend, model, sampling, top_logprobs=1)
+        except BackendError as error:
+            if error.status == 400:  # a gateway of this project before its engine, whose logprobs are as they should be
+                return
+            raise
+        told = [msgspec.json.decode(entry, type=_Entry) for entry in answer.choices[0].logprob_entries[:1]]
+        if not told or not told[0].top_logprobs:
+            return  # it does not tell, so that nothing can be said against it
+        logprobs.append(told[0].top_logprobs[0].logprob)
+    if abs(logprobs[0] - logprobs[1]) < 1e-6 and logprobs[0] < -1e-6:
+        raise _unfit(
+            backend,
+            "tells logprobs of another distribution than it samples from, unless temperature and top_p are 1 and top_k "
+            "is 0: start it with --logprobs-mode processed_logprobs",
+        )
+
+
+async def _answer(backend: RemoteBackend, model: str, sampling: Sampling, top_logprobs: int = 0) -> Answer:
+    call = ModelCall(
+        request_id="probe",
+        model=model,
+        messages=[{"role": "user", "content": "Hi"}],
+        sampling=sampling,
+        logprobs=top_logprobs > 0,
+        top_logprobs=top_logprobs,
+    )
+    answer = Answer(1)
+    async with aclosing(backend.answer(call)) as events:
+        async for event in events:
+            answer.add(event)
+    return answer
+
+
+class _Top(msgspec.Struct):
+    logprob: float
+
+
+class _Entry(msgspec.Struct):
+    top_logprobs: list[_Top] = []
+
+
+def _unfit(backend: RemoteBackend, why: str) -> ConfigError:
     return ConfigError(
-        f"the server at {backend.name} was asked for one token and {why}. Mend that, register the model with "
+        f"the server at {backend.name} was asked for one token and {why}. Or register the model with "
         '"trainable": false to only evaluate it, or with "check": false to have it taken unseen'
     )

@@ -138,7 +138,8 @@ class ModelRoutes:
         entry = await asyncio.to_thread(_entry, str(request.path_params["name"]), asked)  # may read a tokenizer
         try:
             if asked.check and asked.trainable:
-                await asyncio.gather(*(probe(backend, entry.name) for backend in servers_of(entry.backend)))
+                servers = servers_of(entry.backend)
+                await asyncio.gather(*(probe(server, entry.name, entry.train) for server in servers))
             async with self._changing:
                 await self._require_free(entry, asked)
                 replaced = self._models.put(entry)

@@ -1,0 +1,65 @@
+"""What is asked of a server before a model behind it is trained."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from agentlightning.errors import ConfigError
+from agentlightning.gateway.backend import Sampling
+from agentlightning.gateway.backends.http import HttpBackend
+from agentlightning.gateway.probe import probe
+from tests.gateway.world import serving
+
+pytestmark = pytest.mark.anyio
+
+LOGITS = (2.0, 0.5)
+
+
+def app(*, processed: bool) -> Starlette:
+    """vLLM with a vocabulary of two tokens, started with `--logprobs-mode processed_logprobs` or without."""
+
+    async def answer(request: Request) -> JSONResponse:
+        asked = await request.json()
+        scaled = [logit / (asked["temperature"] if processed else 1.0) for logit in LOGITS]
+        logprob = scaled[0] - math.log(sum(map(math.exp, scaled)))
+        entry = {"token": "a", "logprob": logprob, "bytes": [97]}
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": "a"},
+            "logprobs": {"content": [{**entry, "top_logprobs": [entry]}]},
+            "token_ids": [0],
+            "finish_reason": "length",
+        }
+        usage = {"prompt_tokens": 1, "completion_tokens": 1}
+        return JSONResponse({"choices": [choice], "prompt_token_ids": [1], "usage": usage})
+
+    return Starlette(routes=[Route("/v1/chat/completions", answer, methods=["POST"])])
+
+
+@pytest.mark.parametrize(
+    ("processed", "train", "fit"),
+    [
+        (True, Sampling(temperature=0.7), True),
+        (False, Sampling(temperature=0.7), False),
+        (False, Sampling(top_p=0.9), False),
+        (False, Sampling(), True),
+        (False, None, True),
+    ],
+)
+async def test_logprobs_must_be_of_what_is_sampled_from(processed: bool, train: Sampling | None, fit: bool) -> None:
+    async with serving(app(processed=processed)) as url:
+        backend = HttpBackend(f"{url}/v1")
+        try:
+            if fit:
+                await probe(backend, "m", train)
+            else:
+                with pytest.raises(ConfigError, match="--logprobs-mode processed_logprobs"):
+                    await probe(backend, "m", train)
+        finally:
+            await backend.close()
