@@ -175,7 +175,7 @@ class Backend(Protocol):
     def relay(self, call: RelayedCall) -> AbstractAsyncContextManager[RelayedAnswer]:
         """The backend's own answer to an endpoint among `relays`, refusals and all. Leaving the block early cancels it.
 
-        BackendError where it cannot be reached."""
+        BackendError where it cannot be reached, or refuses the gateway's key."""
         ...
 
     async def count_tokens(self, call: ModelCall) -> int:

@@ -177,8 +177,9 @@ async def _count(answer: RelayedAnswer) -> int:
     try:
         return msgspec.json.decode(body, type=_Counted).input_tokens
     except NOT_JSON:
-        told = body[:500].decode(errors="replace")
-        raise BackendError(f"the backend did not count ({answer.status}): {told}") from None
+        told, refused = body[:500].decode(errors="replace"), 400 <= answer.status < 500
+        message = f"the backend did not count ({answer.status}): {told}"
+        raise BackendError(message, status=answer.status if refused else 502) from None
 
 
 def _let_through(headers: Mapping[str, str]) -> dict[str, str]:

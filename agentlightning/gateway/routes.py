@@ -137,8 +137,6 @@ class _Answering(_Route):
         copy, streamed = AnswerCopy(), call.request.stream
         reply.in_stream = lambda error: b"event: error\ndata: " + self.endpoint.error(error) + b"\n\n"
         async with call.relay() as answer:
-            if answer.status in (401, 403):
-                raise BackendError("the backend refused the gateway's key", code="backend_key_refused")
             call.answer.replica = answer.replica
             headers = [(name.encode(), value.encode("latin-1", "replace")) for name, value in answer.headers.items()]
             parts: list[bytes] = []

@@ -85,7 +85,7 @@ class Hosted:
         self.answered: dict[str, Any] = SEARCHED
 
     async def answer(self, request: Request) -> Response:
-        body = await request.json()
+        body = await request.json() if request.method == "POST" else {}
         self.asked.append((request.url.path, body, dict(request.headers)))
         if self.status != 200:
             return JSONResponse({"error": {"message": "no", "type": "x", "code": "y", "param": None}}, self.status)
@@ -223,6 +223,28 @@ async def test_refusals_are_the_backends_own_but_its_key_is_not_the_agents_matte
         await front.gateway.close()
         spans = await front.store.query_spans(UNATTRIBUTED)
     assert {span.attributes[semconv.CALL_FLAG] for span in spans} == {"call failed"}
+
+
+@pytest.mark.parametrize("path", ["models", "models/hosted"])
+async def test_what_the_backend_says_of_its_key_is_not_told(tmp_path: Path, path: str) -> None:
+    hosted = Hosted()
+    hosted.status = 401
+    async with (
+        before(hosted, tmp_path, name=ANY) as front,
+        aiohttp.ClientSession() as session,
+        session.get(f"{front.url}/v1/{path}") as answer,
+    ):
+        assert (answer.status, "refused the gateway's key" in await answer.text()) == (502, True)
+
+
+@pytest.mark.parametrize(("status", "told"), [(413, 413), (500, 502)])
+async def test_a_backend_that_does_not_count_says_why(tmp_path: Path, status: int, told: int) -> None:
+    hosted = Hosted()
+    hosted.status = status
+    async with before(hosted, tmp_path, "anthropic") as front, aiohttp.ClientSession() as session:
+        asked = {"model": "hosted", "messages": user("hello")}
+        async with session.post(f"{front.url}/v1/messages/count_tokens", json=asked) as answer:
+            assert answer.status == told
 
 
 async def test_a_stream_that_breaks_off_ends_with_an_error(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from agentlightning.gateway.backend import (
     Usage,
     unsupported,
 )
-from agentlightning.gateway.backends.connection import Connection, KeyHeader, event_data
+from agentlightning.gateway.backends.connection import Connection, KeyHeader, event_data, refusal
 from agentlightning.types import FinishReason
 
 Kind: TypeAlias = Literal["vllm", "openai", "azure", "anthropic"]
@@ -147,6 +147,8 @@ class HttpBackend:
         headers = call.headers | ({SESSION_HEADER: call.session} if call.session else {})
         body = msgspec.json.encode({**call.body, "model": self.model or call.model}) if call.body else None
         async with self.connection.posted(self.connection.url(call.path), body, headers) as response:
+            if response.status in (401, 403):
+                raise await refusal(response, self.name)
             kept = {name: response.headers[name] for name in _RELAYED_HEADERS if name in response.headers}
             yield RelayedAnswer(response.status, kept, _parts(response))
 
