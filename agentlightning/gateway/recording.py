@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from typing import Protocol
 
-from agentlightning.errors import AgentLightningError, UnavailableError
+from agentlightning.errors import UnavailableError
 from agentlightning.store.base import LightningStore
 from agentlightning.types import Span
 
 _log = logging.getLogger(__name__)
 _BATCH = 200  # spans written at once
+_PAUSE = 0.2  # seconds until a store that could not be reached is tried again
 
 
 class Recorder(Protocol):
@@ -27,26 +29,37 @@ class Recorder(Protocol):
 
 
 class CommittingRecorder:
-    """When `record` returns the span is durable; where the store is slow, calls are."""
+    """When `record` returns the span is durable; where the store is slow, calls are. A store that cannot be reached is
+    tried again for `patience` seconds: a call that is not recorded makes its whole attempt untrainable."""
 
-    def __init__(self, store: LightningStore) -> None:
+    def __init__(self, store: LightningStore, patience: float = 5.0) -> None:
         self._store = store
+        self._patience = patience
 
     async def record(self, span: Span) -> None:
-        await self._store.add_many_spans([span])
+        give_up = time.monotonic() + self._patience
+        while True:
+            try:
+                await self._store.add_many_spans([span])  # its id makes a repeated write harmless
+                return
+            except UnavailableError:
+                if time.monotonic() >= give_up:
+                    raise
+                await asyncio.sleep(_PAUSE)
 
     async def close(self) -> None:
         """Nothing is ever left to be written."""
 
 
 class QueueingRecorder:
-    """`record` returns at once and spans are written behind it. Those that find `limit` others waiting, or that the
-    store refuses, are dropped and counted in `shed`."""
+    """`record` returns at once and spans are written behind it, also after a store that could not be reached is back.
+    Those that find `limit` others waiting, or that the store refuses, are dropped and counted in `shed`."""
 
     def __init__(self, store: LightningStore, limit: int = 10_000) -> None:
         self.shed = 0
         self._store = store
         self._limit = limit
+        self._closing = False
         self._waiting: deque[Span] = deque()
         self._writing: asyncio.Task[None] | None = None
 
@@ -59,7 +72,8 @@ class QueueingRecorder:
             self._writing = asyncio.create_task(self._write(), name="gateway recording")
 
     async def close(self) -> None:
-        """Return when everything that waits has been written."""
+        """Return when everything that waits has been written, or cannot be."""
+        self._closing = True
         if self._writing is not None:
             await self._writing
 
@@ -73,10 +87,18 @@ class QueueingRecorder:
     async def _add(self, spans: list[Span]) -> None:
         """Write them at once or, where one of them is refused, each by itself."""
         try:
-            await self._store.add_many_spans(spans)
-        except AgentLightningError as error:
-            if len(spans) == 1 or isinstance(error, UnavailableError):
-                self._shed(len(spans), str(error))
+            while True:
+                try:
+                    await self._store.add_many_spans(spans)
+                    return
+                except UnavailableError as error:
+                    if self._closing:
+                        self._shed(len(spans), str(error))
+                        return
+                    await asyncio.sleep(_PAUSE)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with one span, the others are written
+            if len(spans) == 1:
+                self._shed(1, f"{type(error).__name__}: {error}")
                 return
             for span in spans:
                 await self._add([span])

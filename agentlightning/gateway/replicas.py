@@ -241,7 +241,9 @@ class Replicas:
         for number in itertools.count(1):
             await asyncio.sleep(self._check_seconds)
             due = [one for one in self.replicas if one.ejected_since is not None or number % _SLOW_ROUNDS == 0]
-            await asyncio.gather(*map(self._check_one, due))
+            for failure in await asyncio.gather(*map(self._check_one, due), return_exceptions=True):
+                if isinstance(failure, Exception):
+                    _log.error("a backend's health could not be checked", exc_info=failure)
 
     async def _check_one(self, replica: Replica) -> None:
         connection = replica.backend.connection

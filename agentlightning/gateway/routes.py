@@ -153,6 +153,7 @@ class _Answering(_Route):
                 reason = copy.read_into(call.answer, streamed=streamed)
             if answer.status >= 400:
                 call.answer.abort(FAILED)
+                call.refused = BackendError(f"the backend answered {answer.status}", status=answer.status)
             else:
                 call.answer.add(Finished(0, reason))
         if await _commit(call, watch):

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 
+from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import BackendEvent, ModelCall, RelayedAnswer, RelayedCall
 from agentlightning.gateway.capture import ABORTED, FAILED, CallRecord, call_span, undelivered_span
@@ -77,6 +78,7 @@ class RunningCall:
         self.answer = Answer(request.n)
         self.head = head
         self.relayed: RelayedCall | None = None
+        self.refused: BackendError | None = None
         self.remember: Callable[[Answer], None] | None = None
         self._call = call
         self._entry = entry
@@ -96,11 +98,12 @@ class RunningCall:
         return self._entry.backend.relay(self.relayed)
 
     async def commit(self) -> None:
-        """Store the finished call. When this returns the call is durable; only then may its end be sent."""
+        """Store the finished call, or one that was `refused` in the backend's own words. When this returns the call is
+        durable; only then may its end be sent."""
         self._recorded = True
         if self._recording is not None:
-            await self._recording.store(self.answer, None)
-        self._statistics.count(self._entry.name, "answered")
+            await self._recording.store(self.answer, self.refused)
+        self._statistics.count(self._entry.name, "failed" if self.refused else "answered")
         if self.remember is not None:
             self.remember(self.answer)
 

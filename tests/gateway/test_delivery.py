@@ -16,7 +16,8 @@ import pytest
 
 from agentlightning import semconv
 from agentlightning.data.transitions import NOT_RECEIVED, TracedRollout, trace_rollout
-from agentlightning.gateway.recording import QueueingRecorder
+from agentlightning.errors import UnavailableError
+from agentlightning.gateway.recording import CommittingRecorder, QueueingRecorder
 from agentlightning.store.redaction import redaction
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import UNATTRIBUTED, AttemptedRollout, Span
@@ -251,3 +252,39 @@ async def test_a_full_queue_sheds_and_counts(tmp_path: Path) -> None:
         await queue.close()
         kept = {one.span_id for one in await store.query_spans(UNATTRIBUTED)}
     assert kept == {span.span_id, *(copy.span_id for copy in copies[:3])}
+
+
+class AwayStore(SqlStore):
+    """Cannot be reached for its first writes of spans."""
+
+    away = 0
+
+    async def add_many_spans(self, spans):
+        if self.away:
+            self.away -= 1
+            raise UnavailableError("the store's server is gone")
+        return await super().add_many_spans(spans)
+
+
+@pytest.mark.parametrize("away", [2, 1000])
+async def test_a_store_that_cannot_be_reached_is_tried_again(tmp_path: Path, away: int) -> None:
+    store = await AwayStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
+    try:
+        async with gateway_before(Upstream(GOOD), store) as built:
+            await ask(built)
+            await built.gateway.close()
+            (span,) = await store.query_spans(UNATTRIBUTED)
+            store.away = away
+            queue, committing = QueueingRecorder(store), CommittingRecorder(store, patience=1.0)
+            await queue.record(msgspec.structs.replace(span, span_id="0" * 15 + "1"))
+            await asyncio.sleep(0.1)  # its first try
+            if away == 2:
+                await committing.record(msgspec.structs.replace(span, span_id="0" * 15 + "2"))
+            else:
+                with pytest.raises(UnavailableError):
+                    await committing.record(msgspec.structs.replace(span, span_id="0" * 15 + "2"))
+            await queue.close()
+            assert queue.shed == (0 if away == 2 else 1)
+            assert len(await store.query_spans(UNATTRIBUTED)) == (3 if away == 2 else 1)
+    finally:
+        await store.close()
