@@ -208,7 +208,7 @@ async def throughput(world: World, seconds: float) -> dict[str, dict[str, float]
             floor = [post(f"{world.floor.url}/", body("at-once", stream=False, exact=True))] * 32
             figures["whole, floor, 32 open"] = await measure(world, call_for(seconds, world.floor.url, floor))
         requests = [unattributed(world, "at-once", stream=stream)] * 32
-        figures[f"{kind}, not captured, 32 open"] = await measure(world, call_for(seconds, world.gateway.url, requests))
+        figures[f"{kind}, queued, 32 open"] = await measure(world, call_for(seconds, world.gateway.url, requests))
         for open_calls in OPEN_CALLS[: 1 if stream else None]:
             name = f"{kind}, captured, {open_calls} open"
             figures[name] = await captured(world, open_calls, seconds, stream=stream)
@@ -222,14 +222,14 @@ async def throughput(world: World, seconds: float) -> dict[str, dict[str, float]
 
 
 async def latency(world: World) -> dict[str, dict[str, float]]:
-    """What one call at a time takes directly, and how much longer through the gateway, not captured and captured, in
+    """What one call at a time takes directly, and how much longer through the gateway, queued and captured, in
     turn: milliseconds to the whole answer, and to the first byte of a stream whose end comes 2 ms later."""
     figures: dict[str, dict[str, float]] = {}
     async with attempts(world.store, 1) as [rollout]:
         for pace, stream in (("at-once", False), ("first-token", True)):
             ways = {
                 "direct": (world.upstream, direct(world, pace, stream=stream)),
-                "not captured": (world.gateway, unattributed(world, pace, stream=stream)),
+                "queued": (world.gateway, unattributed(world, pace, stream=stream)),
                 "captured": (world.gateway, attributed(world, rollout, pace, stream=stream)),
             }
             made = {way: Calls() for way in ways}
