@@ -95,6 +95,8 @@ class PostgresConnection:
             try:
                 self.revive()
                 (status,) = self._raw.execute("SELECT pg_xact_status(%s::xid8)", (number,)).fetchone() or (None,)
+            except psycopg.errors.InvalidParameterValue:
+                return False  # "in the future": the server died before anything of it was written, and has forgotten it
             except psycopg.Error as error:
                 if self.trouble(error) != "lost":
                     raise

@@ -22,6 +22,7 @@ from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.store import calls, postgres
 from agentlightning.store.client import LightningStoreClient
+from agentlightning.store.postgres import PostgresConnection
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
 from tests.postgres import PostgresServer
@@ -111,6 +112,17 @@ async def test_postgresql_killed_and_restarted_under_load_loses_and_doubles_noth
         await storm.calm()
         await storm.check(one)
         assert sorted(storm.feed) == sorted(storm.ended)
+
+
+def test_a_transaction_that_a_dead_server_has_forgotten_was_not_committed(postgres_database):
+    connection = PostgresConnection(postgres_database, "FULL")
+    try:
+        (now,) = connection.execute("SELECT pg_current_xact_id()::text").fetchone()
+        connection.settle()
+        assert connection._was_committed(now)
+        assert not connection._was_committed(str(int(now) + 1_000_000))
+    finally:
+        connection.close()
 
 
 async def test_who_waits_is_woken_by_another_server_after_postgresql_was_restarted(
