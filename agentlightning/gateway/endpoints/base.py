@@ -5,6 +5,7 @@ Knows no backends, rollouts or HTTP server.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -102,3 +103,30 @@ def server_sent(data: Any, event: str | None = None) -> bytes:
     """One server-sent event with JSON data."""
     name = b"" if event is None else b"event: " + event.encode() + b"\n"
     return name + b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+class OpenAIStream:
+    """What the streams of chat completions and completions share: each event is `data: {…}` of one kind of `object`,
+    and the last is `[DONE]`."""
+
+    def __init__(self, request: CallRequest, head: Head, kind: str) -> None:
+        self._request = request
+        self._head: dict[str, Any] = {
+            "id": head.response_id,
+            "object": kind,
+            "created": head.created,
+            "model": head.model,
+        }
+
+    def error(self, error: BackendError) -> bytes:
+        return b"data: " + openai_error(error) + b"\n\n"
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return server_sent({**self._head, "choices": choices, **more})
+
+    def _end(self, answer: Answer, choices: Iterable[dict[str, Any]]) -> bytes:
+        """The last event of each choice, usage if it was asked for, and the end of the stream."""
+        ends = [self._event([choice]) for choice in choices]
+        if self._request.include_usage:
+            ends.append(self._event([], usage=openai_usage(answer.token_counts())))
+        return b"".join(ends) + b"data: [DONE]\n\n"

@@ -12,7 +12,7 @@ import msgspec
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer, Choice
 from agentlightning.gateway.backend import Delta, Started
-from agentlightning.gateway.endpoints.base import Head, openai_error, openai_usage, server_sent
+from agentlightning.gateway.endpoints.base import Head, OpenAIStream, openai_error, openai_usage
 from agentlightning.gateway.request import (
     MAX_CHOICES,
     SHAPING_FIELDS,
@@ -193,17 +193,11 @@ def _logprobs(entries: Any) -> dict[str, Any]:
     return {"content": entries, "refusal": None}
 
 
-class ChunkWriter:
+class ChunkWriter(OpenAIStream):
     """Writes one streamed answer, each event `data: {chat.completion.chunk}`."""
 
     def __init__(self, request: CallRequest, head: Head) -> None:
-        self._request = request
-        self._head: dict[str, Any] = {
-            "id": head.response_id,
-            "object": "chat.completion.chunk",
-            "created": head.created,
-            "model": head.model,
-        }
+        super().__init__(request, head, "chat.completion.chunk")
 
     def started(self, event: Started) -> bytes:
         """The first chunk of each choice."""
@@ -230,19 +224,11 @@ class ChunkWriter:
         return self._event([choice])
 
     def end(self, answer: Answer) -> bytes:
-        """The last chunk of each choice, usage if it was asked for, and the end of the stream."""
-        ends: list[bytes] = []
-        for index, choice in enumerate(answer.choices):
-            last = {"index": index, "delta": {}, "logprobs": None, "finish_reason": choice.finish_reason}
-            if choice.stop_string is not None:
-                last["stop_reason"] = choice.stop_string
-            ends.append(self._event([last]))
-        if self._request.include_usage:
-            ends.append(self._event([], usage=openai_usage(answer.token_counts())))
-        return b"".join(ends) + b"data: [DONE]\n\n"
+        return self._end(answer, [_last(index, choice) for index, choice in enumerate(answer.choices)])
 
-    def error(self, error: BackendError) -> bytes:
-        return b"data: " + openai_error(error) + b"\n\n"
 
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return server_sent({**self._head, "choices": choices, **more})
+def _last(index: int, choice: Choice) -> dict[str, Any]:
+    last: dict[str, Any] = {"index": index, "delta": {}, "logprobs": None, "finish_reason": choice.finish_reason}
+    if choice.stop_string is not None:
+        last["stop_reason"] = choice.stop_string
+    return last

@@ -15,7 +15,7 @@ import msgspec
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer, Choice
 from agentlightning.gateway.backend import Delta, Started
-from agentlightning.gateway.endpoints.base import Head, openai_error, openai_usage, server_sent
+from agentlightning.gateway.endpoints.base import Head, OpenAIStream, openai_error, openai_usage
 from agentlightning.gateway.endpoints.chat_completions import SAMPLING_RANGES, SAMPLING_TYPES, sampling_fields
 from agentlightning.gateway.request import CallRefused, CallRequest, Fields, require, rest_json
 
@@ -113,17 +113,11 @@ def _choice(index: int, text: str, ended: Choice | None = None) -> dict[str, Any
     return choice
 
 
-class CompletionWriter:
+class CompletionWriter(OpenAIStream):
     """Writes one streamed answer, each event `data: {text_completion}`."""
 
     def __init__(self, request: CallRequest, head: Head) -> None:
-        self._request = request
-        self._head: dict[str, Any] = {
-            "id": head.response_id,
-            "object": "text_completion",
-            "created": head.created,
-            "model": head.model,
-        }
+        super().__init__(request, head, "text_completion")
         self._logprobs: defaultdict[int, _Logprobs] = defaultdict(lambda: _Logprobs(request.top_logprobs))
 
     def started(self, event: Started) -> bytes:
@@ -146,17 +140,7 @@ class CompletionWriter:
         return self._event([choice])
 
     def end(self, answer: Answer) -> bytes:
-        """The last event of each choice, usage if it was asked for, and the end of the stream."""
-        ends = [self._event([_choice(index, "", choice)]) for index, choice in enumerate(answer.choices)]
-        if self._request.include_usage:
-            ends.append(self._event([], usage=openai_usage(answer.token_counts())))
-        return b"".join(ends) + b"data: [DONE]\n\n"
-
-    def error(self, error: BackendError) -> bytes:
-        return b"data: " + openai_error(error) + b"\n\n"
-
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return server_sent({**self._head, "choices": choices, **more})
+        return self._end(answer, [_choice(index, "", choice) for index, choice in enumerate(answer.choices)])
 
 
 # --- logprobs -----------------------------------------------------------------------------------------------------
