@@ -116,7 +116,11 @@ def settle(connection: Connection, changes: Changes) -> None:
         "UPDATE counters SET value = value + ? WHERE name = 'finished' RETURNING value", (len(finished),)
     ).fetchone()
     for index, rollout_id in enumerate(finished, last - len(finished) + 1):
-        connection.execute("UPDATE rollouts SET finished_index = ? WHERE rollout_id = ?", (index, rollout_id))
+        # Unless it was deleted since, and another rollout was given its id.
+        connection.execute(
+            f"UPDATE rollouts SET finished_index = ? WHERE rollout_id = ? AND status IN {TERMINAL_STATUSES}",
+            (index, rollout_id),
+        )
     for group_id in dict.fromkeys(changes.groups):
         _complete_group(connection, group_id, changes)
 

@@ -81,3 +81,20 @@ async def test_whatever_happens_at_once_leaves_nothing_wrong(addresses: list[str
         assert len(done) > operations / 5
         for store in stores:
             assert await store.perform(calls.CheckStore()) == []
+
+
+async def test_a_rollout_made_anew_in_the_transaction_that_finished_and_deleted_it_is_not_finished(
+    addresses: list[str],
+) -> None:
+    async with AsyncExitStack() as stack:
+        store = await SqlStore.open(addresses[0])
+        stack.push_async_callback(store.close)
+        request = EnqueueRolloutRequest(input=1, rollout_id="again")
+        await store.perform(calls.EnqueueRollouts(requests=[request]))
+        await asyncio.gather(  # what one turn of the event loop brings shares a commit
+            store.perform(calls.CancelRollout(rollout_id="again")),
+            store.perform(calls.DeleteRollouts(where=Condition("rollout_id", "eq", "again"))),
+            store.perform(calls.EnqueueRollouts(requests=[request])),
+        )
+        assert await store.perform(calls.CheckStore()) == []
+        assert (await store.perform(calls.FinishedAfter(cursor=0, timeout=0))).rollouts == ()
