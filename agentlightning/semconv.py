@@ -12,6 +12,7 @@ EXCEPTION: Final = "agentlightning.exception"
 OPERATION: Final = "agentlightning.operation"
 UNDELIVERED: Final = "agentlightning.call.undelivered"  # a span that only says which call's answer nobody received
 REWARD: Final = "agentlightning.reward"
+LOG: Final = "agentlightning.log"  # what an attempt wrote to one stream, not one line of it
 
 # Resource attributes that bind a span to its attempt.
 ROLLOUT_ID: Final = "agentlightning.rollout_id"
@@ -51,6 +52,8 @@ RECORDED_SPLICE: Final = "agentlightning.call.spliced_tokens"  # prompt tokens t
 OPERATION_NAME: Final = "agentlightning.operation.name"
 OPERATION_INPUT: Final = "agentlightning.operation.input"  # JSON
 OPERATION_OUTPUT: Final = "agentlightning.operation.output"  # JSON
+LOG_STREAM: Final = "agentlightning.log.stream"  # stdout, stderr or log (Python's logging)
+LOG_TEXT: Final = "agentlightning.log.text"
 OBJECT_JSON: Final = "agentlightning.object.json"
 MESSAGE_BODY: Final = "agentlightning.message.body"
 EXCEPTION_TYPE: Final = "exception.type"

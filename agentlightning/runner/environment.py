@@ -1,0 +1,63 @@
+"""The environment variables by which a process is an attempt's agent, whatever it is written in.
+
+They are those that SDKs read by themselves (OpenAI's, Anthropic's, OpenTelemetry's) and a few of our own. This module
+knows names of variables; it does not start processes.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID
+from agentlightning.types import LLM
+
+_OPENTELEMETRY = {
+    "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+    "OTEL_TRACES_EXPORTER": "otlp",
+    "OTEL_METRICS_EXPORTER": "none",
+    "OTEL_LOGS_EXPORTER": "none",
+}
+
+
+def agent_environment(
+    llm: LLM | None,
+    rollout_id: str,
+    attempt_id: str,
+    server_url: str | None,
+    api_key: str,
+    *,
+    reward_key: str | None = None,
+) -> dict[str, str]:
+    """Variables to add to those of a process, so that its LLM calls, spans and rewards are those of the attempt.
+
+    `api_key` is the attempt's own. Without `llm` there are no variables for LLM calls; an `llm` with another key is a
+    hosted model, and named as it is. `server_url` is the root of the server; without it there are none for spans and
+    rewards. With `reward_key` (`AttemptedRollout.reward_key`) the process may give its own rewards, at
+    `AGL_REWARD_URL`."""
+    variables = {"AGL_ROLLOUT_ID": rollout_id, "AGL_ATTEMPT_ID": attempt_id}
+    if llm is not None:
+        hosted = llm.api_key not in (None, api_key)
+        endpoint = llm.endpoint if hosted else llm.get_base_url(rollout_id, attempt_id)
+        key = llm.api_key or api_key
+        variables |= {
+            "OPENAI_BASE_URL": endpoint,
+            "OPENAI_API_BASE": endpoint,
+            "OPENAI_API_KEY": key,
+            "OPENAI_MODEL": llm.model,
+            "ANTHROPIC_BASE_URL": endpoint.rstrip("/").removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": key,
+            "ANTHROPIC_MODEL": llm.model,
+            "AGL_MODEL": llm.model,
+            "OPENAI_AGENTS_DISABLE_TRACING": "1",  # it would send its traces to OpenAI, with a key not of theirs
+        }
+    if server_url is not None:
+        root = server_url.rstrip("/").removesuffix("/v1")
+        variables |= {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": f"{root}/rollout/{rollout_id}/attempt/{attempt_id}",
+            "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{quote(api_key)}",
+            "OTEL_RESOURCE_ATTRIBUTES": f"{ROLLOUT_ID}={quote(rollout_id)},{ATTEMPT_ID}={quote(attempt_id)}",
+            **_OPENTELEMETRY,
+        }
+        if reward_key is not None:
+            variables["AGL_REWARD_URL"] = f"{root}/rewards/{reward_key}"
+    return variables

@@ -1,0 +1,114 @@
+"""What an attempt wrote, kept as a few spans of bounded size: a process's stdout and stderr, and records of `logging`.
+
+This module knows texts and the attempt that the running code belongs to. It does not know processes or runners.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Final, Literal, TypeAlias
+
+from agentlightning.semconv import LOG, LOG_STREAM, LOG_TEXT
+from agentlightning.tracing.context import AttemptTracer, current_binding
+
+LogStream: TypeAlias = Literal["stdout", "stderr", "log"]
+
+KEPT_BYTES: Final = 64 * 1024  # of each stream of an attempt
+
+
+class Excerpt:
+    """The beginning and the end of what is written, in about `limit` bytes of memory however much that is."""
+
+    def __init__(self, limit: int = KEPT_BYTES) -> None:
+        self._half = max(1, limit // 2)
+        self._head = bytearray()
+        self._tail = bytearray()
+        self._written = 0
+
+    @property
+    def left_out(self) -> int:
+        """How many bytes between the beginning and the end are gone."""
+        return self._written - len(self._head) - min(len(self._tail), self._half)
+
+    def write(self, data: bytes) -> None:
+        self._written += len(data)
+        room = self._half - len(self._head)
+        if room > 0:
+            self._head += data[:room]
+            data = data[room:]
+        self._tail += data[-self._half :]
+        if len(self._tail) > 2 * self._half:  # seldom, so that short writes are cheap
+            del self._tail[: -self._half]
+
+    def text(self) -> str:
+        """What is kept, with a line that counts what is not, and U+FFFD for what is not UTF-8."""
+        tail = self._tail[-self._half :]
+        if not self.left_out:
+            return (self._head + tail).decode(errors="replace")
+        gap = f"\n… {self.left_out} bytes left out …\n"
+        return self._head.decode(errors="replace") + gap + tail.decode(errors="replace")
+
+
+def record_log(tracer: AttemptTracer, stream: LogStream, text: str) -> None:
+    """Record what the attempt wrote to `stream` as one span. Half surrogates, which UTF-8 cannot hold, become `?`."""
+    now = time.time()
+    written = text.encode(errors="replace").decode()
+    tracer.record(LOG, {LOG_STREAM: stream, LOG_TEXT: written}, start_time=now, end_time=now)
+
+
+class AttemptLogs(logging.Handler):
+    """Keeps the records that the code of an attempt logs (INFO and above, where its logger lets them through), for the
+    attempts that are open here."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self._excerpts: dict[AttemptTracer, Excerpt] = {}
+
+    @contextmanager
+    def installed(self) -> Generator[None]:
+        """On the root logger for as long as the block lasts."""
+        root = logging.getLogger()
+        root.addHandler(self)
+        try:
+            yield
+        finally:
+            root.removeHandler(self)
+
+    @contextmanager
+    def open(self, tracer: AttemptTracer) -> Generator[None]:
+        """Keep what the attempt of `tracer` logs within the block, and record it at its end, if it is anything."""
+        excerpt = self._excerpts[tracer] = Excerpt()
+        try:
+            yield
+        finally:
+            del self._excerpts[tracer]
+            if text := excerpt.text():
+                record_log(tracer, "log", text)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        last_resort = logging.lastResort
+        if last_resort is not None and record.levelno >= last_resort.level and self._is_alone(record):
+            last_resort.handle(record)
+        binding = current_binding()
+        excerpt = None if binding is None else self._excerpts.get(binding.tracer)
+        if excerpt is None:
+            return
+        try:
+            excerpt.write(f"{self.format(record)}\n".encode(errors="replace"))
+        except Exception:  # noqa: BLE001 - as every handler: a record that cannot be formatted is said on stderr
+            self.handleError(record)
+
+    def _is_alone(self, record: logging.LogRecord) -> bool:
+        """Whether `record` meets no other handler: what Python then writes to stderr must not be lost by this one."""
+        logger: logging.Logger | None = logging.getLogger(record.name)
+        kin: list[logging.Handler] = []
+        while logger is not None:
+            if any(not isinstance(handler, AttemptLogs) for handler in logger.handlers):
+                return False
+            kin += logger.handlers
+            logger = logger.parent if logger.propagate else None
+        return kin[0] is self  # of several runners in one process only one says it
