@@ -119,12 +119,13 @@ class Lease(Noun, frozen=True, kw_only=True):
 class AttemptedRollout(Rollout, frozen=True, kw_only=True):
     """A rollout together with the attempt just started on it.
 
-    `lease` and `api_key` are present where the attempt was handed to a worker; the key lets its holder call the
-    gateway and write spans of this attempt, and nothing else."""
+    `lease` and the keys are present where the attempt was handed to a worker; `api_key` lets its holder call the
+    gateway and write spans of this attempt, and nothing else. `reward_key` may give the attempt's rewards as well."""
 
     attempt: Attempt
     lease: Lease | None = None
     api_key: str | None = None
+    reward_key: str | None = None
 
 
 class Heartbeat(Noun, frozen=True, kw_only=True):

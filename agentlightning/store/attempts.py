@@ -240,8 +240,14 @@ def _handed_out_again(
 
 
 def _handed_out(tx: Transaction, rollout: Rollout, attempt: Attempt, lease: Lease) -> AttemptedRollout:
-    api_key = keys.sign(tx.secret, rollout.rollout_id, attempt.attempt_id)
-    return AttemptedRollout(**msgspec.structs.asdict(rollout), attempt=attempt, lease=lease, api_key=api_key)
+    ids = rollout.rollout_id, attempt.attempt_id
+    return AttemptedRollout(
+        **msgspec.structs.asdict(rollout),
+        attempt=attempt,
+        lease=lease,
+        api_key=keys.sign(tx.secret, *ids),
+        reward_key=keys.sign(tx.secret, *ids, rewards=True),
+    )
 
 
 def _start(tx: Transaction, rollout: Rollout, worker_id: str | None, attempt_id: str | None) -> AttemptedRollout:
