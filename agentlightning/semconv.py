@@ -18,9 +18,11 @@ LOG: Final = "agentlightning.log"  # what an attempt wrote to one stream, not on
 ROLLOUT_ID: Final = "agentlightning.rollout_id"
 ATTEMPT_ID: Final = "agentlightning.attempt_id"
 SPAN_SEQUENCE_ID: Final = "agentlightning.span_sequence_id"
+UNFINISHED: Final = "agentlightning.unfinished"  # True on a span of OpenTelemetry's SDK that outlived its attempt
 
 
 REWARD_FINAL: Final = "agentlightning.reward.final"  # False on an intermediate reward; absent: the rollout's reward
+REWARD_RETURNED: Final = "agentlightning.reward.returned"  # True on what the agent returned, which is its last word
 
 
 def reward_name(index: int) -> str:
@@ -47,6 +49,7 @@ CALL_FIRST_VERSION: Final = "agentlightning.call.policy_version.first"  # of the
 CALL_LAST_VERSION: Final = "agentlightning.call.policy_version.last"
 CALL_TRAINABLE: Final = "agentlightning.call.trainable"  # False for a frozen model
 CALL_HELD_SECONDS: Final = "agentlightning.call.held_seconds"  # before its start, while weights were updated
+FROZEN_HEADER: Final = "x-agentlightning-frozen"  # `true` on a request whose answer must not be trained, as a judge's
 RECORDED_SPLICE: Final = "agentlightning.call.spliced_tokens"  # prompt tokens taken from recorded answers
 
 OPERATION_NAME: Final = "agentlightning.operation.name"

@@ -2,7 +2,8 @@
 
 The span is known by what it offers, not by its class: OpenTelemetry is not imported. What a span cannot hold becomes
 what an export by OTLP would make of it: bytes are base64 text; maps and nested lists are JSON text; NaN and the
-infinities are words; nothing is left out but None.
+infinities are words, integers beyond 64 bits are text; what is no Unicode text becomes question marks; nothing is left
+out but None.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from agentlightning.semconv import SPAN_SEQUENCE_ID
 from agentlightning.types import Attributes, AttributeValue, Span, SpanEvent, SpanLink, SpanStatus
 
 _NANOSECONDS: Final = 1_000_000_000
+_LIMIT: Final = 2**63
 _STATUS: Final = ("UNSET", "OK", "ERROR")
 
 
@@ -50,16 +52,19 @@ def _span_of(rollout_id: str, attempt_id: str, sequence_id: int | None, span: An
         trace_id=f"{context.trace_id:032x}",
         span_id=f"{context.span_id:016x}",
         parent_id=None if span.parent is None else f"{span.parent.span_id:016x}",
-        name=span.name,
+        name=_text(span.name),
         start_time=span.start_time / _NANOSECONDS,
         end_time=span.end_time / _NANOSECONDS,
         status=SpanStatus(
-            status_code=status if status in _STATUS else "UNSET", description=span.status.description or None
+            status_code=status if status in _STATUS else "UNSET",
+            description=_text(span.status.description or "") or None,
         ),
         attributes=attributes,
         events=tuple(
             SpanEvent(
-                name=event.name, attributes=_attributes(event.attributes), timestamp=event.timestamp / _NANOSECONDS
+                name=_text(event.name),
+                attributes=_attributes(event.attributes),
+                timestamp=event.timestamp / _NANOSECONDS,
             )
             for event in span.events
         ),
@@ -76,7 +81,7 @@ def _span_of(rollout_id: str, attempt_id: str, sequence_id: int | None, span: An
 
 
 def _attributes(given: Mapping[str, Any] | None) -> Attributes:
-    values = ((name, _plain(value)) for name, value in (given or {}).items())
+    values = ((_text(name), _plain(value)) for name, value in (given or {}).items())
     return {name: _flat(value) for name, value in values if value is not None}
 
 
@@ -88,12 +93,20 @@ def _flat(value: Any) -> AttributeValue:
 
 def _plain(value: Any) -> Any:
     """What JSON can hold of a value."""
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, int):
+        return value if -_LIMIT <= value < _LIMIT else str(value)
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
+        return {_text(str(name)): _plain(item) for name, item in value.items()}
+    if isinstance(value, Sequence):
         return [_plain(item) for item in value]
     return value
+
+
+def _text(value: str) -> str:
+    return value if value.isascii() else value.encode(errors="replace").decode()

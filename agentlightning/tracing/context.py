@@ -2,7 +2,8 @@
 
 The binding is a contextvar: every asyncio task and every `asyncio.to_thread` call started by an agent inherits it, so
 hundreds of attempts share one process without mixing. A bare `threading.Thread` does not inherit it; run its target
-by `contextvars.copy_context().run`. Nothing here knows the store: spans wait in memory until they are drained.
+by `contextvars.copy_context().run`. Nothing here knows the store: spans wait in memory until they are drained. Nor does
+anything here know OpenTelemetry: `tracing.opentelemetry` has a tracer that does.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -93,6 +94,14 @@ class AttemptTracer:
             taken.append(self._pending.popleft())
         return taken
 
+    def entered(self, parent_id: str | None) -> AbstractContextManager[None]:
+        """Around code whose spans are to be children of `parent_id`, or of none."""
+        return nullcontext()
+
+    def enclosing(self, parent_id: str | None) -> str | None:
+        """The span around the running code, where `parent_id` is the innermost operation around it."""
+        return parent_id
+
     def close(self) -> None:
         """The attempt is over: what is recorded from now on is dropped with a warning."""
         self._closed = True
@@ -109,7 +118,7 @@ class AttemptTracer:
 
 @dataclass(frozen=True)
 class Binding:
-    """What the contextvar holds: the attempt's tracer and the operation that encloses the running code."""
+    """The attempt's tracer, and the span that encloses the running code (in the contextvar: the operation)."""
 
     tracer: AttemptTracer
     parent_id: str | None = None
@@ -120,12 +129,13 @@ _current: ContextVar[Binding | None] = ContextVar("agentlightning_attempt", defa
 
 def current_binding() -> Binding | None:
     """The binding of the running code, or None outside a rollout."""
-    return _current.get()
+    binding = _current.get()
+    return None if binding is None else Binding(binding.tracer, binding.tracer.enclosing(binding.parent_id))
 
 
 def require_binding(what: str) -> Binding:
     """The binding of the running code; ConfigError that names `what` outside a rollout."""
-    binding = _current.get()
+    binding = current_binding()
     if binding is None:
         raise ConfigError(
             f"{what} was called outside a rollout, so its span would belong to nothing. Call it from code that a "
@@ -140,7 +150,8 @@ def bind(tracer: AttemptTracer, parent_id: str | None = None) -> Generator[Attem
     """Within the block, and in tasks and `to_thread` calls started there, spans go to `tracer`."""
     token = _current.set(Binding(tracer, parent_id))
     try:
-        yield tracer
+        with tracer.entered(parent_id):
+            yield tracer
     finally:
         _current.reset(token)
 
