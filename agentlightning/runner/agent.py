@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, cast
 
 from agentlightning.errors import ConfigError, nearest
@@ -19,8 +19,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 ResourceT = TypeVar("ResourceT", LLM, PromptTemplate)
 
-# A reward; nothing (the reward was emitted, or there is none); or spans made by hand.
-RolloutRawResult: TypeAlias = float | list[Span] | None
+# A reward, alone or named ones; nothing (the reward was emitted, or there is none); or spans made by hand.
+RolloutRawResult: TypeAlias = float | Mapping[str, Any] | list[Span] | None
 EntryPoint: TypeAlias = Callable[[Any, NamedResources, AttemptedRollout], Any]
 
 INJECTED = ("llm", "prompt_template", "resources", "rollout")
@@ -120,8 +120,9 @@ def rollout(function: Callable[P, R]) -> FunctionAgent[P, R]:
     """Make an agent of a function, sync or async.
 
     Its first parameter receives the task; `llm`, `prompt_template`, `resources` and `rollout` are recognised by name,
-    in any order, and those that are there are filled in. It returns the reward as a float, None, or a list of spans.
-    ConfigError for any other signature."""
+    in any order, and those that are there are filled in. It returns the reward as a number or as named ones
+    (`{"correct": 1, "short": 0.2, "primary_key": "correct"}`), None, or a list of spans. ConfigError for any other
+    signature."""
     return FunctionAgent(function)
 
 

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, cast
 from agentlightning.errors import InvalidError
 from agentlightning.runner.agent import EntryPoint, LitAgent, is_async
 from agentlightning.runner.hooks import Hook
+from agentlightning.semconv import REWARD_RETURNED
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import emit_exception, emit_reward, shown
-from agentlightning.tracing.rewards import checked_reward
+from agentlightning.tracing.rewards import read_reward
 from agentlightning.types import AttemptedRollout, AttemptStatus, NamedResources, Span
 
 if TYPE_CHECKING:
@@ -209,7 +210,8 @@ async def in_own_thread(function: Callable[[], Any]) -> Any:
 
 
 def record_result(tracer: AttemptTracer, result: Any) -> None:
-    """Turn what an agent returned into spans. InvalidError for all but None, a finite number and a list of spans."""
+    """Turn what an agent returned into spans. InvalidError for all but None, a reward in any of the forms that
+    `read_reward` takes, and a list of spans."""
     if result is None:
         return
     if isinstance(result, list):
@@ -220,7 +222,10 @@ def record_result(tracer: AttemptTracer, result: Any) -> None:
         for span in spans:
             tracer.adopt(span)
         return
-    emit_reward(checked_reward(result, "the agent's result"))
+    given = read_reward(result, "the agent's result")
+    if not given.final:
+        raise InvalidError("the agent's result has final=false, but what is returned is final; emit that one instead")
+    emit_reward(given.reward, primary_key=given.primary_key, attributes={REWARD_RETURNED: True})
 
 
 def _failed(error: BaseException) -> Outcome:

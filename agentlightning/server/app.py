@@ -33,6 +33,7 @@ from agentlightning.server.observing import Observed, label_routes
 from agentlightning.server.openapi import documentation_routes
 from agentlightning.server.otlp import OtlpRoutes
 from agentlightning.server.rest import LONGEST_POLL, PREFIX, LongPolls, StoreRest
+from agentlightning.server.reward_url import reward_route
 from agentlightning.server.shortcut import Shortcut
 from agentlightning.store.base import LightningStore
 from agentlightning.store.sql import SqlStore
@@ -118,7 +119,8 @@ def _parts_of(
     if gateway is not None:
         beside += ModelRoutes(gateway.models, access, body_limit).routes()
         beside += HoldingRoutes(gateway, access, body_limit).routes()
-    parts.routes = [Mount(PREFIX, routes=beside), *OtlpRoutes(store, access, body_limit).routes()]
+    given = [*OtlpRoutes(store, access, body_limit).routes(), reward_route(store)]
+    parts.routes = [Mount(PREFIX, routes=beside), *given]
     return parts
 
 

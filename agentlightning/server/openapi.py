@@ -26,6 +26,7 @@ from agentlightning.gateway.updates import WeightUpdate
 from agentlightning.server.holding import Hold, Release, Updated
 from agentlightning.server.models import ModelDescription, ModelRegistration
 from agentlightning.server.rest import PREFIX
+from agentlightning.server.reward_url import REWARD_PATH
 from agentlightning.store import calls
 from agentlightning.store.calls import AdminCall, Call, ErrorReply
 
@@ -205,6 +206,7 @@ def _others(with_store: bool, with_gateway: bool) -> dict[tuple[str, str], Json]
             "What happens in the store, as server-sent events: `rollout`, `spans`, `groups`, `queued`, `reset`",
             "events", stream, "401", "403", "429", "503",
         )  # fmt: skip
+        found["post", REWARD_PATH] = _reward_operation()
         for prefix in ("", _ATTEMPT):
             found["post", f"{prefix}/v1/traces"] = _plain(
                 "Spans of any OpenTelemetry exporter (OTLP over HTTP)", "otlp", anything | {
@@ -250,6 +252,19 @@ def _model_operation(call: _ModelCall, body: Json | None, answer: Json | None) -
     if body is not None:
         operation["requestBody"] = {"required": method == "PUT", "content": {_JSON: {"schema": body}}}
     return operation
+
+
+def _reward_operation() -> Json:
+    """The one route whose key is part of its path."""
+    number: Json = {"type": "number"}
+    named: Json = {"type": "object", "additionalProperties": True}
+    operation = _plain(
+        "Give an attempt a reward: a number, or an object of named ones", "rewards", {_JSON: {"schema": named}},
+        "400", "401", "403", "404", "413", "429", "503", path=REWARD_PATH,
+    )  # fmt: skip
+    operation["parameters"].append(_parameter("Idempotency-Key", "header", {"type": "string"}, required=False))
+    body: Json = {"schema": {"anyOf": [number, named]}}
+    return operation | {"requestBody": {"required": True, "content": {_JSON: body}}, "security": []}
 
 
 def _plain(about: str, tag: str, content: Json, *failures: str, path: str = "", body: bool = False) -> Json:

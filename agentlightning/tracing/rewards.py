@@ -2,20 +2,64 @@
 
 A reward span carries `agentlightning.reward.0.{name,value}`, the value that is optimised, and further dimensions under
 1, 2 …. `agentlightning.reward.final` is False on an intermediate reward; without it a reward is final.
+`agentlightning.reward.returned` is True on what the agent returned, the last word whatever the clocks of others say.
 """
 
 from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, cast
+
+import msgspec
 
 from agentlightning.errors import InvalidError
-from agentlightning.semconv import REWARD_FINAL, reward_name, reward_value
+from agentlightning.semconv import REWARD_FINAL, REWARD_RETURNED, reward_name, reward_value
 from agentlightning.tracing.attributes import finite
 from agentlightning.types import Attributes, Span
 
 PRIMARY = "primary"  # the name of a reward that was given none
+FORMS = 'a number such as 0.7, {"reward": 0.7}, or {"correct": 1, "short": 0.2, "primary_key": "correct"}'
+
+
+class GivenReward(NamedTuple):
+    """The arguments of `reward_attributes`, and the first ones of `emit_reward`."""
+
+    reward: float | dict[str, float]
+    primary_key: str | None = None
+    final: bool = True
+
+
+def parse_reward(text: str | bytes, what: str = "the reward") -> GivenReward:
+    """The reward that a line of JSON gives, in the forms of `read_reward`. InvalidError for anything else."""
+    try:
+        value = msgspec.json.decode(text)
+    except (ValueError, RecursionError) as error:
+        shown = text.decode(errors="replace") if isinstance(text, bytes) else text
+        raise InvalidError(f"{what} is {shown.strip()!r:.200}, which is not JSON ({error}); expected {FORMS}") from None
+    return read_reward(value, what)
+
+
+def read_reward(value: Any, what: str = "the reward") -> GivenReward:
+    """A reward in any form that programs give it in, checked: a number, `{"reward": 0.7}`, or names with numbers.
+
+    Of several names the one that is optimised is `primary_key`'s, or else `reward`. `final: false` marks an
+    intermediate reward. NumPy's and torch's scalars are numbers. InvalidError for anything else."""
+    if not isinstance(value, Mapping):
+        return GivenReward(checked_reward(value, what))
+    named = dict(cast("Mapping[Any, Any]", value))
+    primary_key, final = named.pop("primary_key", None), named.pop("final", True)
+    if not isinstance(final, bool) or not isinstance(primary_key, str | None):
+        raise InvalidError(
+            f"{what} has final={final!r:.50} and primary_key={primary_key!r:.50}; give true or false, and a name"
+        )
+    if named.keys() == {"reward"}:  # a single one, or the names within
+        inner: Any = named["reward"]
+        if not isinstance(inner, Mapping):
+            return GivenReward(checked_reward(inner, what), primary_key, final)
+        named = dict(cast("Mapping[Any, Any]", inner))
+    dimensions = _named(named, primary_key, what)
+    return GivenReward(dict(dimensions), dimensions[0][0], final)
 
 
 def reward_attributes(
@@ -54,31 +98,49 @@ def find_reward_spans(spans: Iterable[Span]) -> list[Span]:
 
 
 def find_final_reward(spans: Iterable[Span]) -> float | None:
-    """The rollout's reward: that of the last final reward span (a returned value is emitted last), or None."""
+    """The rollout's reward: what the agent returned, else the last final reward, else None."""
     final = [span for span in find_reward_spans(spans) if is_final_reward(span)]
-    return get_reward_value(final[-1]) if final else None
+    returned = [span for span in final if span.attributes.get(REWARD_RETURNED) is True]
+    return get_reward_value((returned or final)[-1]) if final else None
 
 
 def checked_reward(value: Any, what: str = "the reward") -> float:
-    """`value` as a float. InvalidError for anything that is not a finite real number; a bool is not one."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    """`value` as a float: a finite real number, or a scalar of NumPy or torch. InvalidError for anything else; a bool
+    is no number."""
+    number = _plain_scalar(value)
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
         raise InvalidError(
             f"{what} is {value!r:.200} of type {type(value).__name__}; expected a finite number, such as float(...)"
         )
-    return finite(what, float(value))
+    try:
+        return finite(what, float(number))
+    except OverflowError:
+        raise InvalidError(f"{what} is an integer of {len(str(number))} digits, too large for a float") from None
 
 
-def _named(reward: float | Mapping[str, float], primary_key: str | None) -> list[tuple[str, float]]:
+def _plain_scalar(value: Any) -> Any:
+    """The Python number in a NumPy or torch scalar; anything else as it is."""
+    if isinstance(value, numbers.Real) or not hasattr(value, "item") or getattr(value, "shape", None) != ():
+        return value
+    return value.item()
+
+
+def _named(
+    reward: float | Mapping[str, float], primary_key: str | None, what: str = "the reward"
+) -> list[tuple[str, float]]:
     if not isinstance(reward, Mapping):
         if primary_key is not None:
             raise InvalidError("primary_key was given with a single reward; it chooses among named dimensions")
         return [(PRIMARY, checked_reward(reward))]
-    dimensions = {str(name): checked_reward(value, f"reward {name!r}") for name, value in reward.items()}
+    dimensions = {str(name): checked_reward(value, f"{what} {name!r}") for name, value in reward.items()}
     if not dimensions:
-        raise InvalidError("the reward is an empty mapping; expected at least one named value")
-    key = next(iter(dimensions)) if primary_key is None and len(dimensions) == 1 else primary_key
+        raise InvalidError(f"{what} is an empty mapping; expected at least one named value")
+    key = primary_key
+    if key is None:
+        key = next(iter(dimensions)) if len(dimensions) == 1 else "reward"
     if key not in dimensions:
         raise InvalidError(
-            f"primary_key is {primary_key!r}; it must name the dimension to optimise, one of {sorted(dimensions)}"
+            f"the primary_key of {what} is {primary_key!r}; expected the name of the one to optimise, one of "
+            f"{sorted(dimensions)} (without a primary_key that is 'reward')"
         )
     return [(key, dimensions.pop(key)), *dimensions.items()]

@@ -1,0 +1,70 @@
+"""The reward URL of an attempt: `POST /rewards/KEY` with a line of JSON, from any language that speaks HTTP.
+
+The key in the path is all that authorises it, and names the attempt: one that may give rewards and is handed out with
+the lease. This module knows how a reward is asked for and answered; what a reward is `tracing.rewards` knows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from agentlightning.errors import ForbiddenError, InvalidError
+from agentlightning.semconv import ANNOTATION
+from agentlightning.server.access import UnauthenticatedError
+from agentlightning.server.failures import refusal
+from agentlightning.server.observing import note_caller
+from agentlightning.server.rest import read_body
+from agentlightning.store.base import LightningStore
+from agentlightning.store.calls import AddSpans, FindKey
+from agentlightning.tracing.context import AttemptTracer
+from agentlightning.tracing.rewards import parse_reward, reward_attributes
+
+REWARD_PATH: Final = "/rewards/{key}"
+_LONGEST: Final = 64 * 1024  # bytes
+
+
+def reward_route(store: LightningStore) -> Route:
+    """The route over one store. A body that is no reward is answered 400 with what to send. A request that repeats the
+    `Idempotency-Key` of another is answered as if it were new, and the first one counts."""
+
+    async def give(request: Request) -> Response:
+        rollout_id, attempt_id = await _attempt_of(store, request)
+        try:
+            given = parse_reward(await read_body(request, _LONGEST))
+        except InvalidError as error:
+            return refusal(400, "invalid", str(error))
+        tracer = AttemptTracer(rollout_id, attempt_id)
+        now = time.time()
+        repeated = request.headers.get("idempotency-key")
+        tracer.record(
+            ANNOTATION,
+            reward_attributes(*given),
+            start_time=now,
+            end_time=now,
+            span_id=None if repeated is None else hashlib.sha256(repeated.encode()).hexdigest()[:16],
+        )
+        await store.perform(AddSpans(spans=tracer.drain()))
+        return Response(msgspec.json.encode(given._asdict()), media_type="application/json")
+
+    return Route(REWARD_PATH, give, methods=["POST"])
+
+
+async def _attempt_of(store: LightningStore, request: Request) -> tuple[str, str]:
+    """Whose rewards the key in the path gives; UnauthenticatedError, or ForbiddenError for a key of another kind."""
+    credential = await store.perform(FindKey(api_key=request.path_params["key"]))
+    if credential is None:
+        raise UnauthenticatedError("this URL holds no key of this server; post to $AGL_REWARD_URL exactly as it is")
+    note_caller(request.scope, credential.name)
+    if credential.attempt is None or not credential.rewards:
+        raise ForbiddenError(
+            f"{credential.name} cannot give rewards at this URL; use the reward key that an attempt is leased with "
+            "($AGL_REWARD_URL), or post the spans of a grader"
+        )
+    return credential.attempt

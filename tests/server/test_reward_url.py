@@ -1,0 +1,106 @@
+"""Whoever can make an HTTP request can give an attempt its reward, and nothing but a reward is taken for one."""
+
+from __future__ import annotations
+
+import shutil
+
+import anyio
+import pytest
+
+from agentlightning.runner.environment import agent_environment
+from agentlightning.server.openapi import document
+from agentlightning.tracing.rewards import find_final_reward, find_reward_spans, get_reward_value, is_final_reward
+from agentlightning.types import AttemptedRollout
+from tests.server.conftest import ADMIN_KEY
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def attempted(store) -> AttemptedRollout:
+    return await store.start_rollout("a task")
+
+
+def url_of(attempted: AttemptedRollout, server) -> str:
+    ids = attempted.rollout_id, attempted.attempt.attempt_id
+    return agent_environment(None, *ids, server.url, "key", reward_key=attempted.reward_key)["AGL_REWARD_URL"]
+
+
+async def given(store, attempted: AttemptedRollout):
+    return find_reward_spans(await store.query_spans(attempted.rollout_id))
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        ("0.7", 0.7),
+        (" 1\n", 1.0),
+        ('{"reward": 0.7}', 0.7),
+        ('{"correct": 1}', 1.0),
+        ('{"reward": 0.5, "short": 0.2}', 0.5),
+        ('{"short": 0.2, "correct": 1, "primary_key": "correct"}', 1.0),
+        ('{"reward": {"short": 0.2, "correct": 1}, "primary_key": "correct"}', 1.0),
+    ],
+)
+async def test_a_reward_is_a_number_or_named_numbers(store, server, http, attempted, body, value):
+    async with http.post(url_of(attempted, server), data=body) as answer:
+        assert answer.status == 200, await answer.text()
+    assert find_final_reward(await given(store, attempted)) == value
+
+
+async def test_the_answer_says_what_was_understood(server, http, attempted):
+    async with http.post(url_of(attempted, server), data='{"reward": 0.25, "final": false}') as answer:
+        assert await answer.json() == {"reward": 0.25, "primary_key": None, "final": False}
+
+
+async def test_an_intermediate_reward_never_displaces_the_final_one(store, server, http, attempted):
+    for body in ("1", '{"reward": 0.25, "final": false}'):
+        assert (await http.post(url_of(attempted, server), data=body)).status == 200
+    spans = await given(store, attempted)
+    assert [(get_reward_value(span), is_final_reward(span)) for span in spans] == [(1.0, True), (0.25, False)]
+    assert find_final_reward(spans) == 1.0
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["", "good", "NaN", "Infinity", "1e999", "true", "null", '"0.7"', "[1]", "{}", '{"reward": null}', "9" * 400,
+     '{"a": 1, "b": 2}', '{"a": 1, "primary_key": "b"}', '{"reward": 1, "final": "no"}', b"\xff", "[" * 60_000],
+)  # fmt: skip
+async def test_anything_else_is_refused_and_told_what_to_send(store, server, http, attempted, body):
+    async with http.post(url_of(attempted, server), data=body) as answer:
+        assert answer.status == 400
+        message = (await answer.json())["error"]["message"]
+        assert "expected" in message or "must be" in message or "give" in message or "too large" in message
+    assert await given(store, attempted) == []
+
+
+async def test_a_repeated_request_counts_once(store, server, http, attempted):
+    for _ in range(2):
+        headers = {"Idempotency-Key": "step 1"}
+        body = '{"reward": 0.5, "final": false}'
+        assert (await http.post(url_of(attempted, server), data=body, headers=headers)).status == 200
+    assert len(await given(store, attempted)) == 1
+
+
+async def test_only_a_key_for_rewards_opens_it(store, server, http, attempted):
+    for key, status in [("agl-made.up", 401), ("x", 401), (attempted.api_key, 403), (ADMIN_KEY.replace(" ", ""), 401)]:
+        async with http.post(f"/rewards/{key}", data="1", headers={"authorization": f"Bearer {ADMIN_KEY}"}) as answer:
+            assert answer.status == status
+    async with http.post(url_of(attempted, server), data="1" * 70_000) as answer:
+        assert answer.status == 413
+    async with http.get(url_of(attempted, server)) as answer:
+        assert answer.status == 405
+    assert await given(store, attempted) == []
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+async def test_curl_is_enough(store, server, attempted):
+    done = await anyio.run_process(["curl", "-sf", "-d", "0.7", url_of(attempted, server)])
+    assert done.stdout == b'{"reward":0.7,"primary_key":null,"final":true}'
+    assert find_final_reward(await given(store, attempted)) == 0.7
+
+
+def test_it_is_described():
+    operation = document()["paths"]["/rewards/{key}"]["post"]
+    assert operation["security"] == []
+    assert set(operation["responses"]) == {"200", "400", "401", "403", "404", "413", "429", "503"}
