@@ -189,17 +189,21 @@ async def _server(settings: ServerSettings) -> None:
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
 @click.option("--project", metavar="NAME", help="Lease only rollouts of this project.")
 @click.option("--concurrency", type=click.IntRange(min=1), default=64, show_default=True, help="Rollouts at once.")
-def runner(agent: str, server: str, key: str | None, concurrency: int, project: str | None) -> None:
+@click.option("--tracer", type=click.Choice(["auto", "opentelemetry", "light"]), default="auto", show_default=True,
+              help="Collect what OpenTelemetry's SDK traces (auto: where it is installed), or not.")  # fmt: skip
+@click.option("--settle", "settle_seconds", type=Duration(zero=True), metavar="2s", default="0s", show_default=True,
+              help="End an attempt when no span has come for so long: for agents that export them.")  # fmt: skip
+def runner(agent: str, server: str, key: str | None, **options: Any) -> None:
     """Lease rollouts from a server and run AGENT on them, until stopped.
 
     The first Ctrl-C (or SIGTERM) lets the rollouts at hand finish; the second hands them back to be retried."""
     try:
-        asyncio.run(_runner(agent, server, key, concurrency, project))
+        asyncio.run(_runner(agent, server, key, **options))
     except asyncio.CancelledError:
         raise click.Abort from None
 
 
-async def _runner(agent: str, url: str, key: str | None, concurrency: int, project: str | None) -> None:
+async def _runner(agent: str, url: str, key: str | None, concurrency: int, **options: Any) -> None:
     from agentlightning.data.references import load_reference
     from agentlightning.runner.runner import Runner
     from agentlightning.store.client import LightningStoreClient
@@ -207,7 +211,7 @@ async def _runner(agent: str, url: str, key: str | None, concurrency: int, proje
     loaded = load_reference(agent)
     store = LightningStoreClient(url, api_key=key)
     try:
-        working = Runner(store, loaded, concurrency=concurrency, project=project)
+        working = Runner(store, loaded, concurrency=concurrency, **options)
         task = asyncio.current_task()
         assert task is not None
         click.echo(f"{working.worker_id} runs {agent} for {url}, up to {concurrency} at once", err=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import random
 import socket
@@ -35,8 +36,9 @@ from agentlightning.runner.hooks import Hook
 from agentlightning.runner.resources import ResourceCache
 from agentlightning.store.base import LightningStore
 from agentlightning.store.lifecycle import TERMINAL
+from agentlightning.tracing.choice import TracerKind, choose_tracer
 from agentlightning.tracing.context import AttemptTracer
-from agentlightning.types import AttemptedRollout, Mode, NamedResources, Rollout, RolloutConfig, Span
+from agentlightning.types import And, AttemptedRollout, Condition, Mode, NamedResources, Rollout, RolloutConfig, Span
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ T = TypeVar("T")
 
 POLL_SECONDS = 20.0  # one long poll for work
 HEARTBEAT_SECONDS = 10.0  # until a lease was seen; then a third of the shortest lease
+SETTLE_PERIODS = 10  # after so many an attempt ends though spans still arrive
 GIVE_BACK_SECONDS = 5.0  # how long a cancelled runner tries to hand its attempts back
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 5.0
 
@@ -71,7 +74,11 @@ class Runner:
     `worker_id` names this worker and must be unique; the default is. With a `project` only its rollouts are leased.
     `endpoint_override` is the gateway's URL as seen
     from here, where that differs from the one in the resources. While the store cannot be reached, calls are repeated
-    for `patience_seconds`; then `run` ends with UnavailableError. ConfigError for an agent that cannot be run."""
+    for `patience_seconds`; then `run` ends with UnavailableError. ConfigError for an agent that cannot be run.
+
+    `tracer` is explained at `choose_tracer`. Where programs outside this process export spans of the attempt by
+    themselves, `settle_seconds` is how long none must have reached the store, after the agent's end, before the attempt
+    ends (at most ten times that long; it counts towards the attempt's timeout)."""
 
     def __init__(
         self,
@@ -84,9 +91,13 @@ class Runner:
         hooks: Sequence[Hook] = (),
         endpoint_override: str | None = None,
         patience_seconds: float = 60.0,
+        tracer: TracerKind = "auto",
+        settle_seconds: float = 0.0,
     ) -> None:
         if concurrency < 1:
             raise ConfigError(f"concurrency is {concurrency}; it must be at least 1")
+        if not 0 <= settle_seconds < math.inf:
+            raise ConfigError(f"settle_seconds is {settle_seconds}; give the seconds without spans to wait for, or 0")
         self.store = store
         self.agent = as_agent(agent)
         self.agent.check()
@@ -95,6 +106,8 @@ class Runner:
         self._concurrency = concurrency
         self._hooks = tuple(hooks)
         self._patience = patience_seconds
+        self._make_tracer = choose_tracer(tracer)
+        self._settle_seconds = settle_seconds
         self._resources = ResourceCache(store, endpoint_override)
         self._flights: dict[str, Flight] = {}
         self._finished = 0
@@ -167,7 +180,7 @@ class Runner:
 
     def _board(self, rollout: AttemptedRollout) -> Flight:
         """Count a leased rollout as in flight, from before its task first runs."""
-        tracer = AttemptTracer(rollout.rollout_id, rollout.attempt.attempt_id)
+        tracer = self._make_tracer(rollout.rollout_id, rollout.attempt.attempt_id)
         flight = Flight(rollout, tracer, Execution(self, self.agent, self._hooks, rollout, tracer))
         self._flights[rollout.attempt.attempt_id] = flight
         self._adjust_heartbeat(rollout)
@@ -193,10 +206,26 @@ class Runner:
             return Outcome("failed", str(error), error)
         clock = asyncio.create_task(self._time_out(flight))
         try:
-            return await flight.execution.run(resources)
+            outcome = await flight.execution.run(resources)
+            if self._settle_seconds and outcome.status in ("succeeded", "failed"):
+                await self._settle(flight.rollout)
+            return outcome
         finally:
             clock.cancel()
             flight.tracer.close()  # before the last spans are sent, so that none is lost behind them unsaid
+
+    async def _settle(self, rollout: AttemptedRollout) -> None:
+        """Wait until no span of an attempt has reached the store for a while."""
+        ids = rollout.rollout_id, rollout.attempt.attempt_id
+        where = And([Condition("rollout_id", "eq", ids[0]), Condition("attempt_id", "eq", ids[1])])
+        seen = None
+        for _ in range(SETTLE_PERIODS):
+            stored = await self._patiently(lambda: self.store.page_spans(where, limit=1, with_total=True))
+            if stored.total == seen:
+                return
+            seen = stored.total
+            await asyncio.sleep(self._settle_seconds)
+        logger.warning("attempt %s ends though its spans still arrive; they are kept when they come", ids[1])
 
     async def _time_out(self, flight: Flight) -> None:
         """Stop the agent at its timeout, which is later by as long as the gateway held its calls; the store is asked
