@@ -339,13 +339,14 @@ class IssuedKey(ApiKey, frozen=True, kw_only=True):
 class Credential(Noun, frozen=True, kw_only=True):
     """What the holder of a key may do. One of an `attempt`, (rollout_id, attempt_id), may call the gateway for it and
     add its spans, those with rewards only if `rewards`; one without may do what its scopes say, in its `project` or,
-    if that is None, everywhere."""
+    if that is None, everywhere. With a `worker_id` the attempt is the one that this worker holds at present."""
 
     name: str
     scopes: tuple[KeyScope, ...] = ()
     project: str | None = None
     attempt: tuple[str, str] | None = None
     rewards: bool = False
+    worker_id: str | None = None
 
 
 class AuditRecord(Noun, frozen=True, kw_only=True):

@@ -63,7 +63,7 @@ class Reply:
             await self.body(self.in_stream(error) if self.in_stream else b"", more=False)
             return
         # SDKs retry some refusals on their own; an attempt that has ended does not come back.
-        headers = [(b"x-should-retry", b"false")] if error.status in (401, 403) else []
+        headers = [(b"x-should-retry", b"false")] if error.status in (401, 403, 409) else []
         if error.retry_after is not None:
             headers.append((b"retry-after", error.retry_after.encode("latin-1", "ignore")))
         await self.json(error.status, self.encode(error), *headers)

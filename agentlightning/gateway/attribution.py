@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
 from agentlightning import semconv
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, ConflictError
 from agentlightning.gateway.request import CallRefused
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import FindKey
@@ -100,7 +100,8 @@ class Attributor:
         """The caller, `UNATTRIBUTED` for a call that names no attempt; None without a store.
 
         CallRefused: 401 without a key where one is required, 403 for a key of another attempt, an attempt that has
-        ended or a rollout that is terminal, 404 for ids the store does not know."""
+        ended or a rollout that is terminal, 404 for ids the store does not know, 409 for the key of a worker that
+        holds no attempt, or several."""
         credential = await self.check_key(api_key)
         if self._store is None:
             return None
@@ -132,12 +133,15 @@ class Attributor:
         return credential
 
     async def _credential(self, store: LightningStore, api_key: str) -> Credential | None:
-        """Keys of attempts are remembered; others can be revoked."""
+        """Keys of attempts are remembered; others can be revoked, or stand for another attempt the next time."""
         if api_key in self._keys:
             self._keys.move_to_end(api_key)
             return self._keys[api_key]
-        credential = await store.perform(FindKey(api_key=api_key))
-        if credential is not None and credential.attempt is not None:
+        try:
+            credential = await store.perform(FindKey(api_key=api_key))
+        except ConflictError as error:
+            _refuse(409, "worker_attempt", str(error))
+        if credential is not None and credential.attempt is not None and credential.worker_id is None:
             self._keys[api_key] = credential
             if len(self._keys) > self._remembered:
                 self._keys.popitem(last=False)

@@ -51,6 +51,7 @@ _LOOKED_INTO: Final = (
     calls.AddSpans,
     calls.WaitForRollouts,
     calls.UpdateWorker,
+    calls.IssueWorkerKey,
 )
 
 

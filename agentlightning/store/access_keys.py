@@ -12,13 +12,14 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from agentlightning import semconv
 from agentlightning.errors import InvalidError, NotFoundError
 from agentlightning.store import calls, codec, fields, keys
-from agentlightning.store.attempts import load_standing
+from agentlightning.store.attempts import load_standing, touch_worker
 from agentlightning.store.calls import AdminCall, Call
 from agentlightning.store.database import Connection
 from agentlightning.store.transaction import Transaction
-from agentlightning.types import ApiKey, AuditRecord, Filter, IssuedKey, KeyScope
+from agentlightning.types import ApiKey, AuditRecord, Filter, IssuedKey, KeyScope, Span, SpanStatus
 
 T = TypeVar("T")
 
@@ -60,6 +61,52 @@ def issue_for_attempt(tx: Transaction, call: calls.IssueAttemptKey) -> str:
     """A key of one attempt, that may write its rewards or not."""
     load_standing(tx.connection, call.rollout_id, call.attempt_id)
     return keys.sign(tx.secret, call.rollout_id, call.attempt_id, rewards=call.rewards)
+
+
+def issue_for_worker(tx: Transaction, call: calls.IssueWorkerKey) -> str:
+    """The key of one worker."""
+    touch_worker(tx, call.worker_id)
+    return keys.sign_worker(tx.secret, call.worker_id)
+
+
+def held_by(connection: Connection, worker_id: str) -> list[tuple[str, str]]:
+    """(rollout_id, attempt_id) of the attempts a worker holds: the active ones, else the one that fell silent and that
+    its next sign of life will revive."""
+    held = connection.execute(
+        "SELECT rollout_id, attempt_id FROM attempts WHERE status IN ('preparing', 'running') AND worker_id = ?",
+        (worker_id,),
+    ).fetchall()
+    silent = (
+        held
+        or connection.execute(
+            "SELECT a.rollout_id, a.attempt_id FROM rollouts r JOIN attempts a "
+            "ON a.rollout_id = r.rollout_id AND a.sequence_id = r.attempts "
+            "WHERE r.status IN ('queuing', 'requeuing') AND a.status = 'unresponsive' AND a.worker_id = ?",
+            (worker_id,),
+        ).fetchall()
+    )
+    return [(rollout_id, attempt_id) for rollout_id, attempt_id in silent]
+
+
+def misuse(worker_id: str, held: Sequence[tuple[str, str]], now: float) -> list[Span]:
+    """A note for each of several attempts that one worker held at once while its key was used. Written again it is the
+    same span."""
+    text = f"worker {worker_id} held {len(held)} attempts at once while its key was used, so that the call was refused"
+    return [
+        Span(
+            rollout_id=rollout_id,
+            attempt_id=attempt_id,
+            sequence_id=0,
+            trace_id=digest(f"{rollout_id}/{attempt_id}")[:32],
+            span_id=digest(f"misuse/{rollout_id}/{attempt_id}")[:16],
+            name=semconv.MESSAGE,
+            start_time=now,
+            end_time=now,
+            status=SpanStatus(status_code="ERROR", description=text),
+            attributes={semconv.MESSAGE_BODY: text},
+        )
+        for rollout_id, attempt_id in held
+    ]
 
 
 def revoke(tx: Transaction, call: calls.RevokeKey) -> ApiKey:

@@ -381,6 +381,11 @@ class LightningStore(abc.ABC):
     async def update_worker(self, worker_id: str, heartbeat_stats: Mapping[str, Any] | None = None) -> Worker:
         return await self.perform(calls.UpdateWorker(worker_id=worker_id, heartbeat_stats=_dict(heartbeat_stats)))
 
+    async def issue_worker_key(self, worker_id: str) -> str:
+        """An API key that stands for whatever attempt this worker holds at present; with none or several it is refused
+        (HTTP 409)."""
+        return await self.perform(calls.IssueWorkerKey(worker_id=worker_id))
+
     async def query_workers(self) -> list[Worker]:
         return await self.perform(calls.QueryWorkers())
 

@@ -367,6 +367,15 @@ class VerifyKey(Call[tuple[str, str] | None], frozen=True, kw_only=True):
     api_key: str
 
 
+class IssueWorkerKey(Call[str], frozen=True, kw_only=True):
+    """A key that stands for whatever attempt the worker holds at present, for agents whose client is made once for many
+    attempts. A worker that uses it may hold one attempt at a time."""
+
+    route = "POST /workers/key"
+    scope = "worker"
+    worker_id: str
+
+
 # --- administration ----------------------------------------------------------------------------------------------
 
 
@@ -419,7 +428,8 @@ class RevokeKey(AdminCall[ApiKey], frozen=True, kw_only=True):
 
 
 class FindKey(Call[Credential | None], frozen=True, kw_only=True):
-    """What the holder of a key may do; None for a key that is not valid, or no longer."""
+    """What the holder of a key may do; None for a key that is not valid, or no longer. ConflictError for the key of a
+    worker that holds no attempt, or several."""
 
     route = "POST /keys/find"
     scope = "admin"

@@ -1,7 +1,8 @@
-"""API keys of attempts: signed, so that checking one needs no lookup.
+"""API keys of attempts and of workers: signed, so that checking one needs no lookup.
 
-A key is `agl-<ids>.<signature>`, both in URL-safe base64: it says which rollout and attempt its holder is and whether
-it may write rewards, and only the store's secret could have signed it. This module does not know what that allows.
+A key of an attempt is `agl-<ids>.<signature>`, both in URL-safe base64: it says which rollout and attempt its holder is
+and whether it may write rewards. A worker's, `agl-wk-<id>.<signature>`, says which worker its holder is. Only the
+store's secret could have signed either. This module does not know what that allows.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Final, NamedTuple
 
 PREFIX: Final = "agl-"
 _REWARDS: Final = "/rewards"
+_WORKER: Final = f"{PREFIX}wk-"
+_OF_WORKER: Final = b"worker\0"  # signed before a worker's id, and in no attempt's: neither key passes for the other
 
 
 def new_secret() -> bytes:
@@ -48,6 +51,22 @@ def verify(secret: bytes, api_key: str) -> AttemptKey | None:
     again = sign(secret, rollout_id, attempt_id, rewards=holder.rewards)
     genuine = hmac.compare_digest(given, _mac(secret, ids)) and hmac.compare_digest(api_key.encode(), again.encode())
     return holder if genuine else None
+
+
+def sign_worker(secret: bytes, worker_id: str) -> str:
+    """The API key of one worker, which stands for whatever attempt it holds at present."""
+    name = worker_id.encode()
+    return f"{_WORKER}{_text(name)}.{_text(_mac(secret, _OF_WORKER + name))}"
+
+
+def verify_worker(secret: bytes, api_key: str) -> str | None:
+    """The worker whose key that is, None for one that `secret` did not sign."""
+    try:
+        worker_id = _bytes(api_key.removeprefix(_WORKER).partition(".")[0]).decode()
+    except ValueError:
+        return None
+    genuine = hmac.compare_digest(api_key.encode(), sign_worker(secret, worker_id).encode())
+    return worker_id if genuine else None
 
 
 def _mac(secret: bytes, ids: bytes) -> bytes:

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from agentlightning.errors import ConfigError, InvalidError, UnavailableError
+from agentlightning.errors import ConfigError, ConflictError, InvalidError, UnavailableError
 from agentlightning.store import access_keys, attempts, calls, codec, keys, queries, records, retention, rollouts, spans
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
@@ -71,6 +71,7 @@ _WRITES: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
     calls.UpdateWorker: records.update_worker,
     calls.IssueKey: access_keys.issue,
     calls.IssueAttemptKey: access_keys.issue_for_attempt,
+    calls.IssueWorkerKey: access_keys.issue_for_worker,
     calls.RevokeKey: access_keys.revoke,
 }
 _READS: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
@@ -406,6 +407,9 @@ class SqlStore(LightningStore):
         if holder is not None:
             attempt = (holder.rollout_id, holder.attempt_id)
             return Credential(name=f"attempt {holder.attempt_id}", attempt=attempt, rewards=holder.rewards)
+        worker_id = keys.verify_worker(self._opened.secret, call.api_key)
+        if worker_id is not None:
+            return await self._find_worker(worker_id)
         if not call.api_key.startswith(access_keys.PREFIX):
             return None
         valid = self._keys  # another dict from the moment a key is revoked, also while this one is being looked up
@@ -418,6 +422,17 @@ class SqlStore(LightningStore):
             return None
         valid[call.api_key] = key
         return Credential(name=key.key_id, scopes=key.scopes, project=key.project)
+
+    async def _find_worker(self, worker_id: str) -> Credential:
+        held = await self._read(lambda tx: access_keys.held_by(tx.connection, worker_id))
+        if len(held) == 1:
+            return Credential(name=f"worker {worker_id}", worker_id=worker_id, attempt=held[0])
+        if held:
+            await self.add_many_spans(access_keys.misuse(worker_id, held, self._clock()))
+        hint = "a worker whose key is used leases one rollout at a time" if held else "call during a rollout only"
+        raise ConflictError(
+            f"the key stands for the attempt of worker {worker_id}, and it holds {len(held) or 'none'} at present; {hint}"
+        )
 
     async def _delete_rollouts(self, call: calls.DeleteRollouts) -> Deleted:
         deleted, remaining = await self._write(lambda tx: access_keys.audited(tx, call, retention.delete_rollouts))

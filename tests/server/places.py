@@ -55,6 +55,7 @@ WORKER = GRADER | {
     calls.ExtendAttempts,
     calls.NextSpanSequenceId,
     calls.UpdateWorker,
+    calls.IssueWorkerKey,
     calls.VerifyKey,
 }
 TRAINER = WORKER | {
@@ -220,6 +221,7 @@ NAMELESS: dict[type[Call[Any]], Callable[[Place], Call[Any]]] = {
     calls.StartRun: lambda p: calls.StartRun(kind="train", manifest={}),
     calls.QueryRuns: lambda p: calls.QueryRuns(),
     calls.UpdateWorker: lambda p: calls.UpdateWorker(worker_id=p.worker_id),
+    calls.IssueWorkerKey: lambda p: calls.IssueWorkerKey(worker_id=p.worker_id),
     calls.QueryWorkers: lambda p: calls.QueryWorkers(),
     calls.ExtendAttempts: lambda p: calls.ExtendAttempts(attempts=[(p.rollout_id, p.attempt_id)], seconds=1.0),
     calls.Statistics: lambda p: calls.Statistics(),
