@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -41,6 +41,7 @@ from agentlightning.types import (
     FinishedRollouts,
     Group,
     Rollout,
+    Span,
 )
 
 T = TypeVar("T")
@@ -103,12 +104,14 @@ class SqlStore(LightningStore):
         clock: Callable[[], float],
         lease_seconds: float,
         redact: Redact,
+        stored: Callable[[Sequence[Span]], None] | None,
     ) -> None:
         self._address = address
         self._opened = opened
         self._clock = clock
         self._lease_seconds = lease_seconds
         self._redact = redact
+        self._stored = stored
         self._queued = QueueWaiters()
         self._finished = Signal()
         self._complete = Signal()  # groups
@@ -149,13 +152,15 @@ class SqlStore(LightningStore):
         clock: Callable[[], float] | None = None,
         lease_seconds: float = LEASE_SECONDS,
         redact: Redact = _REMOVE_SECRETS,
+        stored: Callable[[Sequence[Span]], None] | None = None,
     ) -> SqlStore:
         """Open the store in the file `address`, creating it where there is none; one in memory for `":memory:"`; or the
         one in the PostgreSQL database of a `postgresql://` URL.
 
         `synchronous="FULL"` survives a power cut, `"NORMAL"` only the death of the process. Attempts that were active
         when the store was closed get `lease_seconds` of grace. `redact` sees every span before it is written; make it
-        with `redaction`.
+        with `redaction`. `stored` is told, in the event loop, which spans this process has added, as they were written;
+        a span that is added again may be told again.
         ConfigError if the file or database is not a store, is damaged, in use by another process, or cannot be written;
         UnavailableError if the database cannot be reached."""
         if synchronous not in ("FULL", "NORMAL"):
@@ -170,7 +175,9 @@ class SqlStore(LightningStore):
             )
         else:
             opened = await asyncio.to_thread(open_sqlite, str(address), synchronous)
-        store = cls(str(address), opened, _steady(opened.now) if clock is None else clock, lease_seconds, redact)
+        store = cls(
+            str(address), opened, _steady(opened.now) if clock is None else clock, lease_seconds, redact, stored
+        )
         try:
             await store._write(attempts.grant_grace)
             await store.expire_overdue()
@@ -391,7 +398,11 @@ class SqlStore(LightningStore):
     async def _add_spans(self, call: calls.AddSpans) -> list[int]:
         kept = [self._redact(span) for span in call.spans]
         columns = [None if span is None else codec.span_columns(span) for span in kept]
-        return await self._write(lambda tx: spans.add_spans(tx, call.spans, columns))
+        numbers = await self._write(lambda tx: spans.add_spans(tx, call.spans, columns))
+        if self._stored is not None:
+            written = zip(kept, numbers, strict=True)
+            self._stored([msgspec.structs.replace(span, sequence_id=n) for span, n in written if span is not None])
+        return numbers
 
     async def _import_rollout(self, call: calls.ImportRollout) -> bool:
         kept = [span for span in map(self._redact, call.spans) if span is not None]
@@ -431,7 +442,7 @@ class SqlStore(LightningStore):
             await self.add_many_spans(access_keys.misuse(worker_id, held, self._clock()))
         hint = "a worker whose key is used leases one rollout at a time" if held else "call during a rollout only"
         raise ConflictError(
-            f"the key stands for the attempt of worker {worker_id}, and it holds {len(held) or 'none'} at present; {hint}"
+            f"the key stands for the attempt of worker {worker_id}, which holds {len(held) or 'none'} at present; {hint}"
         )
 
     async def _delete_rollouts(self, call: calls.DeleteRollouts) -> Deleted:
