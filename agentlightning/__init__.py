@@ -101,6 +101,8 @@ __all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "rewards":
+        return importlib.import_module("agentlightning.rewards")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'agentlightning' has no attribute {name!r}; public names: {', '.join(__all__)}")
     value = getattr(importlib.import_module(_HOME_OF[name]), name)

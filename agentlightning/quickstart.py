@@ -177,30 +177,20 @@ def _starting_policy(
 
 def make_starting_policy(example: FlightExample, seed: int, progress: Progress) -> Policy:
     """The tiny policy, warm-started on deliberately mediocre demonstrations; the same for the same seed."""
-    import torch
+    from agentlightning.learner.warm_start import make_policy
 
-    from agentlightning.learner.policy import Policy
-    from agentlightning.learner.tiny import chat_text, make_model, make_tokenizer
-    from agentlightning.learner.warm_start import warm_start
-
-    torch.set_num_threads(1)  # more only slow so small a model down
     recipe = example.recipe
     progress.phase("make demonstrations")
     shown = example.demonstrations.demonstrations(recipe.DEMONSTRATIONS, seed)
-    tools = example.demonstrations.TOOLS
-    tokenizer = make_tokenizer((chat_text(one["messages"], tools) for one in shown), recipe.VOCABULARY_SIZE)
-    model = make_model(tokenizer, seed=seed)
     progress.phase("warm start", recipe.WARM_START.max_steps)
-    warm_start(
-        model,
-        tokenizer,
+    return make_policy(
         shown,
-        tools=tools,
+        tools=example.demonstrations.TOOLS,
         seed=seed,
+        vocabulary_size=recipe.VOCABULARY_SIZE,
         options=recipe.WARM_START,
         on_step=lambda state: progress.advance(state.step),
     )
-    return Policy(model, tokenizer)
 
 
 def _report(result: FitResult, example: FlightExample, seed: int, seconds: float) -> QuickstartReport:

@@ -27,6 +27,7 @@ from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.algorithm.manifest import make_manifest
 from agentlightning.algorithm.traces import render_trace
 from agentlightning.data.datasets import load_dataset
+from agentlightning.data.references import is_reference, load_reference
 from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
@@ -70,8 +71,8 @@ class Trainer:
     """Trains or evaluates an agent.
 
     Args:
-        model: what is trained: a directory, a Hugging Face id, or a loaded `Policy`. None evaluates an endpoint given
-            in `initial_resources`.
+        model: what is trained: a directory, a Hugging Face id, a loaded `Policy`, or `file.py:function` that makes one
+            from the seed. None evaluates an endpoint given in `initial_resources`.
         model_name: what agents call it by; trainers that share a server each need one of their own.
         algorithm: `GRPO(…)` by default; `Baseline()` only evaluates.
         optimizer: learning rate and the like.
@@ -304,7 +305,15 @@ class Trainer:
         from agentlightning.learner.policy import Policy, load_policy
         from agentlightning.learner.serving import serve_policy
 
-        policy = self.model if isinstance(self.model, Policy) else load_policy(self.model, device=self.device)
+        if isinstance(self.model, Policy):
+            policy = self.model
+        elif isinstance(self.model, str) and is_reference(self.model):
+            self.progress.phase("make the model")
+            policy = load_reference(self.model)(self.seed)
+            if not isinstance(policy, Policy):
+                raise ConfigError(f"{self.model} made a {type(policy).__name__}; it must return a Policy")
+        else:
+            policy = load_policy(self.model, device=self.device)
         served = serve_policy(
             policy,
             concurrency=max(1, self.n_runners or 64),

@@ -17,6 +17,7 @@ from agentlightning.errors import AgentLightningError, nearest
 
 # Command → the module that defines it, under the same name as a click command.
 COMMANDS = {
+    "init": "init",
     "quickstart": "training",
     "train": "training",
     "dev": "training",

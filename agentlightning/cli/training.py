@@ -23,6 +23,7 @@ F = typing.TypeVar("F", bound=Callable[..., Any])
 # Algorithms by the name a run file gives them; any other is named by a reference, `file.py:Class`.
 ALGORITHMS = {"grpo": "agentlightning.algorithm:GRPO"}
 
+RUN_FILE = Path("run.yaml")
 INTERRUPTED = 130
 
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
@@ -33,7 +34,7 @@ def mirrored_flags(command: F) -> F:
     """One flag per key of a run file."""
     flags = [
         click.option("--agent", metavar="FILE.py:NAME", help="The agent: file.py:name or module:name."),
-        click.option("--model", metavar="ID|DIR", help="Hugging Face id or directory of the model to train."),
+        click.option("--model", metavar="ID|DIR|FILE.py:NAME", help="Model to train: id, directory or maker."),
         click.option("--model-name", metavar="NAME", help="What agents call it by; default policy."),
         click.option("--train-dataset", metavar="DATA", help="Tasks to learn from: a file, or file.py:name."),
         click.option("--val-dataset", metavar="DATA", help="Held-out tasks, measured before and after."),
@@ -63,7 +64,11 @@ def mirrored_flags(command: F) -> F:
 @click.option("--json", "as_json", is_flag=True, help="End stdout with one JSON object; everything else to stderr.")
 @mirrored_flags
 def train(run_file: Path | None, assignments: tuple[str, ...], as_json: bool, steps: int | None, **flags: Any) -> int:
-    """Train an agent as RUN.yaml, or flags, or both say; a flag wins over --set, and --set over the file."""
+    """Train an agent as RUN.yaml, or flags, or both say; a flag wins over --set, and --set over the file.
+
+    Without RUN.yaml and --agent it is the run.yaml of this folder."""
+    if run_file is None and flags["agent"] is None and RUN_FILE.is_file():
+        run_file = RUN_FILE
     if steps is not None:
         assignments = (*assignments, f"algorithm.steps={steps}")
     config = load_config(run_file, assignments, flags)

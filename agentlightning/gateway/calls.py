@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from agentlightning.gateway.request import NOT_JSON, CallRequest
 from agentlightning.gateway.running import Recording, RunningCall
 from agentlightning.gateway.sampling import LEFT_OPEN, decided_by_run, effective_sampling
 from agentlightning.gateway.statistics import CallStatistics
+from agentlightning.semconv import FROZEN_HEADER
 
 # How the SDKs of OpenAI and Anthropic say that they repeat a request.
 RETRY_HEADER = "x-stainless-retry-count"
@@ -161,11 +162,17 @@ class CallOpener:
         if any(endpoint.path in entry.backend.relays for entry in self._models):
             fields = read_fields(body)
             request = read_request(fields)
-            entry = self._models.resolve(request.model)
+            entry = self._resolve(request.model, headers)
             if endpoint.path in entry.backend.relays:
                 return caller, request, entry, fields
         request = await self.conversations.join(caller, endpoint.read(body))
-        return caller, request, self._models.resolve(request.model), None
+        return caller, request, self._resolve(request.model, headers), None
+
+    def _resolve(self, model: str, headers: Mapping[str, str]) -> ModelEntry:
+        """Who answers; a call that says it is none of the policy's is not trained, and sampled as it asks."""
+        entry = self._models.resolve(model)
+        frozen = headers.get(FROZEN_HEADER) == "true"
+        return replace(entry, trainable=False, train=None, val=None) if frozen else entry
 
 
 class _Counted(msgspec.Struct):

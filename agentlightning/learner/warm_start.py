@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from agentlightning.errors import ConfigError, TrainingError
-from agentlightning.learner.tiny import ASSISTANT, END, PAD, chat_text, token_id
+from agentlightning.learner.policy import Policy
+from agentlightning.learner.tiny import ASSISTANT, END, PAD, chat_text, make_model, make_tokenizer, token_id
 
 COMMON = 0.25  # a token that occurs in a larger share of the demonstrations belongs to the form, not to the task
 
@@ -61,6 +62,25 @@ class Example:
     token_ids: tuple[int, ...]
     learned: tuple[bool, ...]
     copied: tuple[bool, ...]
+
+
+def make_policy(
+    demonstrations: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    seed: int,
+    vocabulary_size: int = 1024,
+    options: WarmStart = WarmStart(),
+    on_step: Callable[[Progress], None] | None = None,
+) -> Policy:
+    """A tiny policy made from nothing but `demonstrations`: its words are theirs, and it is warm-started on them.
+
+    The same seed gives the same policy. Raises as `warm_start` does."""
+    torch.set_num_threads(1)  # more only slow so small a model down
+    tokenizer = make_tokenizer((chat_text(one["messages"], tools) for one in demonstrations), vocabulary_size)
+    model = make_model(tokenizer, seed=seed)
+    warm_start(model, tokenizer, demonstrations, tools=tools, seed=seed, options=options, on_step=on_step)
+    return Policy(model, tokenizer)
 
 
 def warm_start(

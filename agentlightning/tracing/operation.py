@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast, overload
@@ -40,6 +40,10 @@ class Operation:
     def set_output(self, output: Any) -> None:
         """Record what came out, as JSON."""
         self._attributes[OPERATION_OUTPUT] = _described(output)
+
+    def set_attributes(self, attributes: Mapping[str, Any]) -> None:
+        """Record more about it; nested mappings become dotted names, None is left out."""
+        self._attributes.update(flatten(attributes))
 
     def __enter__(self) -> Self:
         self._binding = current_binding()

@@ -1,0 +1,72 @@
+r"""Numbers found in text and compared.
+
+Which number a text means: that in its last `\boxed{…}` where there is one, else the last one in it. Understood are
+`1,234.5` (commas between groups of three), `$`, `€` and `£` in front, `-` or `−`, `1.5e3`, `12%` (0.12), `3/4`, `1 1/2`
+and `\frac{3}{4}`. Not understood: a decimal comma, Roman numerals and numbers in words.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from agentlightning.errors import InvalidError
+
+_PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_NUMBER = re.compile(
+    rf"""(?<![\w.])(?P<sign>[-+]?)\s?[$€£]?(?P<inner_sign>-?)
+    (?:(?P<whole>\d+)[ ](?=\d+/\d))?                     # of a mixed number: 1 1/2
+    (?P<number>(?:{_PLAIN})(?:e[-+]?\d+)?)
+    (?:\s?/\s?(?P<below>{_PLAIN})(?!\s?/))?
+    \s?(?P<percent>\\?%)?""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+
+
+def extract_number(text: str) -> float | None:
+    r"""The number that `text` means, by this module's rules; None where it has none or it is not finite.
+
+    `"so it costs $1,234.50."` → 1234.5; `"\boxed{\frac{3}{4}}"` → 0.75; `"12%"` → 0.12"""
+    boxed = _BOXED.findall(text)
+    text = _FRACTION.sub(r" \1/\2", boxed[-1] if boxed else text).replace("−", "-").replace("\\$", "$")
+    found = list(_NUMBER.finditer(text))
+    return _value(found[-1]) if found else None
+
+
+def numeric_equal(
+    prediction: str | float,
+    answer: str | float,
+    *,
+    relative_tolerance: float = 1e-6,
+    absolute_tolerance: float = 1e-9,
+) -> float:
+    """1.0 where both mean numbers that are at most `max(relative_tolerance · the larger, absolute_tolerance)` apart,
+    else 0.0. InvalidError for an `answer` without a number: it is the data that is wrong then."""
+    right = extract_number(answer) if isinstance(answer, str) else float(answer)
+    if right is None or not math.isfinite(right):
+        raise InvalidError(f"the right answer {answer!r} holds no finite number; correct the task, or compare as text")
+    given = extract_number(prediction) if isinstance(prediction, str) else float(prediction)
+    if given is None:
+        return 0.0
+    return float(math.isclose(given, right, rel_tol=relative_tolerance, abs_tol=absolute_tolerance))
+
+
+def _value(found: re.Match[str]) -> float | None:
+    value = _plain(found["number"])
+    if found["below"] is not None:
+        below = _plain(found["below"])
+        if not below:
+            return None
+        value /= below
+    value += _plain(found["whole"] or "0")
+    if found["percent"]:
+        value /= 100
+    if "-" in found["sign"] + found["inner_sign"]:
+        value = -value
+    return value if math.isfinite(value) else None
+
+
+def _plain(text: str) -> float:
+    return float(text.replace(",", ""))
