@@ -7,6 +7,7 @@ Commands import what they need when they run, so that `agl --help` is quick and 
 from __future__ import annotations
 
 import importlib
+import keyword
 import os
 import sys
 from collections.abc import Sequence
@@ -25,7 +26,10 @@ COMMANDS = {
     "server": "serving",
     "runner": "serving",
     "proxy": "proxy",
+    "run": "run",
+    "import": "importing",
     "runs": "inspecting",
+    "rollouts": "rollouts",
     "drift": "drift",
     "store": "store",
     "keys": "keys",
@@ -42,7 +46,7 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"agentlightning.cli.{COMMANDS[cmd_name]}")
-        return getattr(module, cmd_name)
+        return getattr(module, f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

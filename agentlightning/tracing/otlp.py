@@ -47,7 +47,7 @@ SCOPE_VERSION: Final = "otel.scope.version"
 
 _TRACE_ID_BYTES: Final = 16
 _SPAN_ID_BYTES: Final = 8
-_IDS_IN_JSON: Final = ("traceId", "spanId", "parentSpanId")
+_IDS_IN_JSON: Final = ("traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id")
 _HEX: Final = re.compile(r"([0-9A-Fa-f]{2})*")
 _KINDS: Final = ("", "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")  # by number
 _STATUS: Final[tuple[StatusCode, ...]] = ("UNSET", "OK", "ERROR")  # by number

@@ -1,0 +1,112 @@
+"""Which server answers: told on the command line, or by the variables that an agent's own clients would read.
+
+This module knows addresses, kinds of servers and where their keys are. It does not know what is done with them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import click
+
+from agentlightning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentlightning.gateway.backend import Backend
+    from agentlightning.gateway.backends.http import HttpBackend, Kind
+
+_HOSTS: dict[str, Kind] = {"anthropic.com": "anthropic", "azure.com": "azure", "openai.com": "openai"}
+_KEYS: dict[str, str] = {
+    "openai": "OPENAI_API_KEY",
+    "azure": "AZURE_OPENAI_API_KEY",
+    "anthropic": "ANTHROPIC_API_KEY",
+}
+_OPENAI_URL, _ANTHROPIC_URL = "https://api.openai.com/v1", "https://api.anthropic.com"
+
+
+def backend_options(*, required: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`--backend`, `--kind` and `--backend-key`, as `open_backend` takes them."""
+    address = "The server, such as http://localhost:8000/v1."
+    if not required:
+        address += " Left out, it is what OPENAI_BASE_URL, OPENAI_API_KEY and their like say."
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in (
+            click.option("--backend-key", metavar="KEY", envvar="AGL_BACKEND_KEY", show_envvar=True,
+                         help="The server's key; else OPENAI_API_KEY, AZURE_OPENAI_API_KEY or ANTHROPIC_API_KEY."),
+            click.option("--kind", type=click.Choice(["vllm", "openai", "azure", "anthropic"]),
+                         help="What it is. Left out, it is told by its address, or else asked whether it is vLLM."),
+            click.option("--backend", metavar="URL", required=required, help=address),
+        ):  # fmt: skip
+            command = option(command)
+        return command
+
+    return add
+
+
+async def open_backend(url: str, kind: Kind | None, key: str | None) -> HttpBackend:
+    """The server at `url`. ConfigError if nobody answers there, or a hosted API would need a key."""
+    from agentlightning.gateway.backends.http import HttpBackend
+
+    hosted = _kind_by_host(url)
+    kind = kind or hosted or await _kind_by_asking(url)
+    api_key = key or os.environ.get(_KEYS.get(kind, ""))
+    if hosted and not api_key:
+        raise ConfigError(f"{url} needs a key; set {_KEYS[hosted]}, or give it with --backend-key")
+    return HttpBackend(url, kind=kind, api_key=api_key)
+
+
+async def backend_of_environment(environment: Mapping[str, str]) -> Backend:
+    """Whom a program with these variables would call: OpenAI's API, Anthropic's, or both. ConfigError without any."""
+    from agentlightning.gateway.backends.by_protocol import ByProtocol
+
+    openai_url = environment.get("OPENAI_BASE_URL") or environment.get("OPENAI_API_BASE")
+    anthropic_url = environment.get("ANTHROPIC_BASE_URL")
+    openai = anthropic = None
+    if openai_url or environment.get("OPENAI_API_KEY"):
+        openai = await open_backend(openai_url or _OPENAI_URL, None, environment.get("OPENAI_API_KEY"))
+    if anthropic_url or environment.get("ANTHROPIC_API_KEY"):
+        url = f"{(anthropic_url or _ANTHROPIC_URL).rstrip('/').removesuffix('/v1')}/v1"
+        anthropic = await open_backend(url, "anthropic", environment.get("ANTHROPIC_API_KEY"))
+    if openai is not None and anthropic is not None:
+        return ByProtocol(openai, anthropic)
+    found = openai or anthropic
+    if found is None:
+        raise ConfigError(
+            "no server is known that would answer the program's calls; set OPENAI_API_KEY, OPENAI_BASE_URL or "
+            "ANTHROPIC_API_KEY, or name one with --backend URL"
+        )
+    return found
+
+
+def _kind_by_host(url: str) -> Kind | None:
+    """None for the address of no hosted API. ConfigError for what is no address."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname if parts.scheme in ("http", "https") and parts.port != 0 else None
+    except ValueError:  # a port out of range, half an IPv6 address
+        host = None
+    if not host:
+        raise ConfigError(f"the server is {url!r}; it must be a URL such as http://localhost:8000/v1")
+    return next((kind for name, kind in _HOSTS.items() if host == name or host.endswith(f".{name}")), None)
+
+
+async def _kind_by_asking(url: str) -> Kind:
+    """`vllm` for a server that tells vLLM's version, `openai` for any other. ConfigError if nobody answers."""
+    import aiohttp
+
+    root = url.partition("?")[0].rstrip("/").removesuffix("/v1")
+    try:
+        timeout = aiohttp.ClientTimeout(total=10)
+        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{root}/version") as answer:
+            told = await answer.json(content_type=None) if answer.status == 200 else None
+    except (aiohttp.ClientConnectionError, aiohttp.InvalidURL, TimeoutError) as error:
+        raise ConfigError(
+            f"nothing answers at {url} ({error}); start that server first, or say what it will be with --kind"
+        ) from None
+    except ValueError:
+        told = None
+    return "vllm" if isinstance(told, dict) and "version" in told else "openai"

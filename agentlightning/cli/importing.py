@@ -1,0 +1,78 @@
+"""`agl import`: traces that other tools exported, brought into a store."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import click
+
+from agentlightning.cli.store import open_store, run
+from agentlightning.errors import InvalidError
+from agentlightning.types import Mode
+
+_PROBLEMS_SHOWN = 10
+_AT_ONCE = 16  # rollouts that share a commit
+
+
+@click.command("import")
+@click.argument("files", metavar="FILE…", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--store", "address", metavar="PATH|URL", default="agentlightning.sqlite", show_default=True,
+              help="SQLite file, created if there is none, or postgresql://…")  # fmt: skip
+@click.option("--server", metavar="URL", help="The `agl server` that has the store open, instead of --store.")
+@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="An admin key of the server.")
+@click.option("--by", metavar="ATTRIBUTE", help="One rollout per value of this, such as session.id; else per trace.")
+@click.option("--reward", metavar="NAME", help="The attribute, or the evaluation, whose score is the reward.")
+@click.option("--mode", type=click.Choice(["train", "val", "test"]), default="train", show_default=True)
+@click.option("--strict", is_flag=True, help="Store nothing if a part of the files cannot be read.")
+def import_(
+    files: tuple[Path, ...],
+    address: str,
+    server: str | None,
+    key: str | None,
+    by: str | None,
+    reward: str | None,
+    mode: Mode,
+    strict: bool,
+) -> int:
+    """Store traces exported as OTLP JSON as finished rollouts, for fine-tuning, prompt optimisation and analysis.
+
+    FILE holds one ExportTraceServiceRequest, a list of these, or one a line. What is stored already stays as it is."""
+    return run(_import(files, None if server else address, server, key, by, reward, mode, strict))
+
+
+async def _import(
+    files: tuple[Path, ...],
+    address: str | None,
+    server: str | None,
+    key: str | None,
+    by: str | None,
+    reward: str | None,
+    mode: Mode,
+    strict: bool,
+) -> int:
+    from agentlightning.data.foreign_traces import read_traces, rollouts_of
+    from agentlightning.store import calls
+
+    read = [read_traces(file) for file in files]
+    problems = [problem for one in read for problem in one.problems]
+    for problem in problems[:_PROBLEMS_SHOWN]:
+        click.echo(problem, err=True)
+    if len(problems) > _PROBLEMS_SHOWN:
+        click.echo(f"… and {len(problems) - _PROBLEMS_SHOWN} more", err=True)
+    spans = [span for one in read for span in one.spans]
+    if problems and (strict or not spans):
+        raise InvalidError(f"{len(problems)} parts of the files cannot be read; nothing was stored")
+    records = rollouts_of(spans, by=by, reward=reward, mode=mode)
+    new = 0
+    async with open_store(address, server, key, create=True) as opened:
+        for first in range(0, len(records), _AT_ONCE):
+            imports = [
+                calls.ImportRollout(rollout=record.rollout, attempts=record.attempts, spans=record.spans)
+                for record in records[first : first + _AT_ONCE]
+            ]
+            new += sum(await asyncio.gather(*map(opened.perform, imports)))
+    aside = [f"{len(records) - new} were stored already"] if new < len(records) else []
+    aside += [f"{len(problems)} parts could not be read"] if problems else []
+    click.echo("; ".join([f"stored {new} rollouts with {len(spans)} spans" if new else "stored nothing", *aside]))
+    return 0

@@ -1,0 +1,257 @@
+"""`agl run -- COMMAND`: one run of a program as it is, recorded and shown as a tree."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import threading
+import tty
+from collections.abc import AsyncGenerator, Generator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+import msgspec
+
+from agentlightning.cli.backends import backend_of_environment, backend_options, open_backend
+from agentlightning.cli.prices import PRICE_HELP, read_prices
+from agentlightning.cli.store import open_store
+from agentlightning.errors import AgentLightningError, ConfigError
+from agentlightning.runner.agent import LitAgent
+from agentlightning.types import LLM, AttemptedRollout, NamedResources
+
+if TYPE_CHECKING:
+    from agentlightning.gateway.backends.http import Kind
+    from agentlightning.store.base import LightningStore
+    from agentlightning.tracing.logs import Excerpt
+
+_OUTPUT_SECONDS: Final = 2.0  # how long what the program left running may hold its output open
+_ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "AGL_MODEL")  # the program knows which models it asks for
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.argument("command", metavar="COMMAND…", nargs=-1, required=True, type=click.UNPROCESSED)
+@backend_options(required=False)
+@click.option("--store", "address", metavar="PATH|URL", default="agentlightning.sqlite", show_default=True,
+              help="Where it is recorded: an SQLite file, created if there is none, or postgresql://…")  # fmt: skip
+@click.option("--server", metavar="URL", help="Record into the store of this `agl server` instead.")
+@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="An admin key of the server.")
+@click.option("--instrument", metavar="[NAMES]", is_flag=False, flag_value="",
+              help="Record tools and agents of Python frameworks too: all there are, or langchain,…")  # fmt: skip
+@click.option("--task", metavar="JSON", help="What to store as the rollout's input instead of the command.")
+@click.option("--price", multiple=True, metavar="MODEL=IN,OUT|FILE", help=PRICE_HELP)
+def run(
+    command: tuple[str, ...],
+    backend: str | None,
+    kind: Kind | None,
+    backend_key: str | None,
+    address: str,
+    server: str | None,
+    key: str | None,
+    instrument: str | None,
+    task: str | None,
+    price: tuple[str, ...],
+) -> int:
+    """Run a program as it is and record its calls of language models, and what else it tells.
+
+    The program needs no change if it finds its API by OPENAI_BASE_URL or ANTHROPIC_BASE_URL, as the SDKs do. Its exit
+    code is passed on. The tree of what it did is printed on stderr.
+
+    \b
+    agl run -- python my_agent.py
+    agl run --instrument --price gpt-4o=2.5,10 -- python my_agent.py"""
+    from agentlightning.tracing.tree import rollout_tree
+
+    prices = read_prices(price)
+    program = Program(command, None if instrument is None else tuple(filter(None, instrument.split(","))))
+    given = shlex.join(command) if task is None else _task(task)
+
+    async def work() -> int:
+        answering = await (open_backend(backend, kind, backend_key) if backend else backend_of_environment(os.environ))
+        async with open_store(None if server else address, server, key, create=True) as store:
+            async with _gateway(answering, store) as url:
+                rollout = await program.run(store, url, given)
+            spans = await store.query_spans(rollout.rollout_id, "latest")
+            ended = await store.get_rollout_by_id(rollout.rollout_id)
+        _show(rollout_tree(ended or rollout, spans, prices=prices))
+        where = f"--server {server}" if server else f"--store {shlex.quote(address)}"
+        click.echo(f"agl rollouts show {rollout.rollout_id} {where}", err=True)
+        return program.exit_code
+
+    return asyncio.run(work())
+
+
+def _task(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise click.BadParameter(f"{error}; a task is JSON, text in quotes", param_hint="'--task'") from None
+
+
+def _show(tree: Any) -> None:
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False).print(tree)
+
+
+@contextlib.asynccontextmanager
+async def _gateway(backend: Any, store: LightningStore) -> AsyncGenerator[str]:
+    """The gateway in front of the server that answers, on this machine alone; gives its root URL."""
+    try:
+        from agentlightning.gateway.app import Gateway
+        from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
+        from agentlightning.server.app import create_app
+        from agentlightning.server.serve import HttpServer
+    except ImportError as error:
+        raise ConfigError(f"recording needs a server ({error}): pip install 'agent-lightning-next[server]'") from None
+    gateway = Gateway(ModelTable([ModelEntry(ANY, backend, trainable=False, train=None, val=None)]), store)
+    try:
+        async with HttpServer(create_app(store, gateway=gateway)) as http:
+            yield http.url
+    finally:
+        await gateway.close()
+
+
+# --- the program -------------------------------------------------------------------------------------------------
+
+
+class ProgramFailed(AgentLightningError):
+    """The program ended with an exit code other than 0, or by a signal."""
+
+
+@dataclass
+class Program(LitAgent[Any]):
+    """A command as an agent that is run once. `exit_code` is as a shell says it: 128 and the signal's number for one
+    that was killed, 127 for one that could not be started."""
+
+    command: Sequence[str]
+    instrument: tuple[str, ...] | None = None
+    exit_code: int = 127
+    _url: str = ""
+    _rollout: AttemptedRollout | None = field(default=None, repr=False)
+
+    async def run(self, store: LightningStore, url: str, task: Any) -> AttemptedRollout:
+        """Run it as a rollout of its own; its calls are answered, and its spans taken, at `url`."""
+        from agentlightning.runner.runner import Runner
+
+        self._url = url
+        with contextlib.suppress(ProgramFailed):
+            await Runner(store, self).run_one(task, mode="test")  # sampling is the program's own
+        assert self._rollout is not None
+        return self._rollout
+
+    async def rollout_async(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> None:
+        from agentlightning.tracing.context import require_binding
+        from agentlightning.tracing.logs import record_log
+
+        self._rollout = rollout
+        tracer = require_binding("agl run").tracer
+        with tempfile.TemporaryDirectory(prefix="agl-run-") as directory:
+            streams = await self._executed({**os.environ, **self._variables(rollout, Path(directory))})
+        for name, excerpt in streams.items():
+            if text := excerpt.text():
+                record_log(tracer, name, text)  # pyright: ignore[reportArgumentType]
+        if self.exit_code:
+            raise ProgramFailed(f"exit code {self.exit_code}")
+
+    def _variables(self, rollout: AttemptedRollout, directory: Path) -> dict[str, str]:
+        from agentlightning.cli import instrumented
+        from agentlightning.runner.environment import agent_environment
+
+        ids, key = (rollout.rollout_id, rollout.attempt.attempt_id), rollout.api_key or ""
+        llm = LLM(endpoint=f"{self._url}/v1", model="")
+        variables = agent_environment(llm, *ids, self._url, key, reward_key=rollout.reward_key)
+        for name in _ITS_OWN_CHOICE:
+            variables.pop(name, None)
+        if self.instrument is not None:
+            told = instrumented.Told(self.instrument, f"{self._url}/api/v1/spans", key, *ids)
+            variables |= instrumented.variables(told, directory)
+            del variables["OPENAI_AGENTS_DISABLE_TRACING"]  # what is instrumented is just that tracing
+        return variables
+
+    async def _executed(self, environment: dict[str, str]) -> dict[str, Excerpt]:
+        """Run the process to its end; what it wrote."""
+        passing = {name: Passing(own) for name, own in (("stdout", sys.stdout), ("stderr", sys.stderr))}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self.command, env=environment, stdout=passing["stdout"].theirs, stderr=passing["stderr"].theirs
+            )
+        except OSError as error:
+            raise ConfigError(f"{self.command[0]!r} cannot be started: {error.strerror or error}") from None
+        finally:
+            for stream in passing.values():
+                os.close(stream.theirs)
+        with _signals_to(process):
+            code = await process.wait()
+        self.exit_code = code if code >= 0 else 128 - code
+        for stream in passing.values():
+            await asyncio.to_thread(stream.thread.join, _OUTPUT_SECONDS)
+        return {name: stream.excerpt for name, stream in passing.items()}
+
+
+class Passing:
+    """What a process writes, passed on to a stream of our own as it comes, and an excerpt of it kept.
+
+    Where ours is a terminal the process has one too, so that it writes as it would without us. `theirs` is for the
+    process, and closed here once it has it."""
+
+    def __init__(self, own: Any) -> None:
+        from agentlightning.tracing.logs import Excerpt
+
+        self.excerpt = Excerpt()
+        self._own = own.fileno()
+        self._source, self.theirs = _terminal(self._own) if os.isatty(self._own) else os.pipe()
+        self.thread = threading.Thread(target=self._pass, daemon=True, name="agl run output")
+        self.thread.start()
+
+    def _pass(self) -> None:
+        while data := self._read():
+            self.excerpt.write(data)
+            with contextlib.suppress(OSError):  # our reader may have left (`agl run … | head`)
+                while data:
+                    data = data[os.write(self._own, data) :]
+        os.close(self._source)
+
+    def _read(self) -> bytes:
+        try:
+            return os.read(self._source, 65536)
+        except OSError:  # a terminal's way to say that nobody writes to it any more
+            return b""
+
+
+def _terminal(like: int) -> tuple[int, int]:
+    """(our end, the process's end) of a new terminal as wide as `like`, which changes nothing that is written."""
+    import fcntl
+    import termios
+
+    ours, theirs = os.openpty()
+    tty.setraw(theirs)
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, fcntl.ioctl(like, termios.TIOCGWINSZ, bytes(8)))
+    return ours, theirs
+
+
+@contextlib.contextmanager
+def _signals_to(process: asyncio.subprocess.Process) -> Generator[None]:
+    """Ctrl-C and SIGTERM are the program's to answer; we end when it does."""
+
+    def passed_on(number: signal.Signals) -> None:
+        from_terminal = number is signal.SIGINT and os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
+        if not from_terminal:  # which sends it to the program by itself
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, passed_on, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,170 @@
+"""What was said in an LLM call and how many tokens it took, in whatever dialect its span says it.
+
+The one form that comes out is that of chat completions: `{"role": …, "content": …, "tool_calls": […]}`. This module
+knows attribute names. It does not know calls that were merged, attempts or rewards.
+
+| dialect | messages | tokens |
+|---|---|---|
+| ours, OpenTelemetry | `gen_ai.input.messages` as JSON, with `content` or with `parts` | `gen_ai.usage.*` |
+| OpenInference | `llm.input_messages.0.message.role` … | `llm.token_count.*` |
+| Traceloop | `gen_ai.prompt.0.role`, `gen_ai.completion.0.role` … | `gen_ai.usage.*` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from agentlightning import semconv
+from agentlightning.types import Attributes, AttributeValue
+
+_MODELS: Final = (semconv.GEN_AI_RESPONSE_MODEL, semconv.GEN_AI_REQUEST_MODEL, "llm.model_name")
+_INPUT_TOKENS: Final = (semconv.GEN_AI_INPUT_TOKENS, "gen_ai.usage.prompt_tokens", "llm.token_count.prompt")
+_OUTPUT_TOKENS: Final = (semconv.GEN_AI_OUTPUT_TOKENS, "gen_ai.usage.completion_tokens", "llm.token_count.completion")
+
+
+def input_messages(attributes: Attributes) -> list[dict[str, Any]]:
+    """What the model was sent; empty where the span does not say."""
+    return _messages(attributes, semconv.GEN_AI_INPUT_MESSAGES, "llm.input_messages", "gen_ai.prompt")
+
+
+def output_messages(attributes: Attributes) -> list[dict[str, Any]]:
+    """What the model answered, one message per choice; empty where the span does not say."""
+    return _messages(attributes, semconv.GEN_AI_OUTPUT_MESSAGES, "llm.output_messages", "gen_ai.completion")
+
+
+def model_name(attributes: Attributes) -> str | None:
+    """The model that answered, else the one that was asked for."""
+    return next((name for key in _MODELS if isinstance(name := attributes.get(key), str) and name), None)
+
+
+def token_counts(attributes: Attributes) -> tuple[int, int] | None:
+    """(tokens read, tokens written), None where the span counts neither."""
+    read, written = (_first_integer(attributes, names) for names in (_INPUT_TOKENS, _OUTPUT_TOKENS))
+    return None if read is None and written is None else (read or 0, written or 0)
+
+
+def finish_reasons(attributes: Attributes) -> list[str]:
+    """Why each choice ended."""
+    value = attributes.get(semconv.GEN_AI_FINISH_REASONS, ())
+    if isinstance(value, str):  # some write the list as JSON
+        return [str(reason) for reason in _list_of(value)] or [value]
+    return [str(reason) for reason in value] if isinstance(value, Sequence) else []
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """The text of a message; parts that are none (images) by their type."""
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part for part in content if isinstance(part, dict)]
+        return " ".join(str(part.get("text") or f"[{part.get('type', 'part')}]") for part in parts)
+    return content if isinstance(content, str) else "" if content is None else msgspec.json.encode(content).decode()
+
+
+def _first_integer(attributes: Attributes, names: Sequence[str]) -> int | None:
+    return next((value for name in names if type(value := attributes.get(name)) is int), None)
+
+
+def _messages(attributes: Attributes, as_json: str, openinference: str, traceloop: str) -> list[dict[str, Any]]:
+    said = attributes.get(as_json)
+    if isinstance(said, str):
+        return [chat for message in _list_of(said) if isinstance(message, dict) for chat in _of_parts(message)]
+    nested = [entry.get("message") for entry in _unflattened(attributes, openinference)]
+    if nested:
+        return [_of_openinference(message) for message in nested if isinstance(message, dict)]
+    return [_of_traceloop(entry) for entry in _unflattened(attributes, traceloop)]
+
+
+def _list_of(text: str) -> list[Any]:
+    try:
+        value: Any = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return []
+    return value if isinstance(value, list) else [{"role": "user", "content": value}] if isinstance(value, str) else []
+
+
+def _unflattened(attributes: Attributes, prefix: str) -> list[dict[str, Any]]:
+    """`{"p.0.role": "user", "p.0.content": "hi"}` under `p` → `[{"role": "user", "content": "hi"}]`."""
+    root: dict[str, Any] = {}
+    for name, value in attributes.items():
+        if name.startswith(f"{prefix}."):
+            *path, leaf = name[len(prefix) + 1 :].split(".")
+            _put(root, path, leaf, value)
+    return [root[index] for index in sorted(filter(str.isdecimal, root), key=int) if isinstance(root[index], dict)]
+
+
+def _put(node: dict[str, Any], path: Sequence[str], leaf: str, value: AttributeValue) -> None:
+    for part in path:
+        below = node.setdefault(part, {})
+        if not isinstance(below, dict):  # the name of a value and of a group of values at once
+            return
+        node = below
+    node[leaf] = value
+
+
+def _entries(node: Any) -> list[dict[str, Any]]:
+    """The values of `{"0": …, "1": …}` in the order of their numbers."""
+    if not isinstance(node, dict):
+        return []
+    return [node[index] for index in sorted(filter(str.isdecimal, node), key=int) if isinstance(node[index], dict)]
+
+
+def _of_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """A message with OpenTelemetry's `parts`; one without is in our form already. Several tool results in one message
+    are one message each."""
+    parts = message.get("parts")
+    if not isinstance(parts, list):
+        return [message]
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    for part in parts:
+        match part:
+            case {"type": "text", "content": str(text)}:
+                texts.append(text)
+            case {"type": "tool_call", "name": str(name)}:
+                calls.append(_tool_call(part.get("id"), name, part.get("arguments")))
+            case {"type": "tool_call_response"}:
+                content = _text(part.get("response", part.get("result")))
+                results.append({"role": "tool", "tool_call_id": part.get("id"), "content": content})
+            case _:
+                pass
+    if results and not texts and not calls:
+        return results
+    chat: dict[str, Any] = {"role": message.get("role", "user"), "content": "\n".join(texts)}
+    return [chat | ({"tool_calls": calls} if calls else {}), *results]
+
+
+def _of_openinference(message: dict[str, Any]) -> dict[str, Any]:
+    parts = [entry.get("message_content") for entry in _entries(message.get("contents"))]
+    texts = [str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part]
+    calls: list[dict[str, Any]] = []
+    for entry in _entries(message.get("tool_calls")):
+        call = entry.get("tool_call")
+        if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
+            calls.append(_tool_call(call.get("id"), function.get("name"), function.get("arguments")))
+    return _chat(message, message.get("content", "\n".join(texts) if texts else None), calls)
+
+
+def _of_traceloop(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [
+        _tool_call(call.get("id"), call.get("name"), call.get("arguments"))
+        for call in _entries(message.get("tool_calls"))
+    ]
+    return _chat(message, message.get("content"), calls)
+
+
+def _chat(message: dict[str, Any], content: Any, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    chat: dict[str, Any] = {"role": message.get("role", "assistant"), "content": content}
+    chat |= {name: message[name] for name in ("name", "tool_call_id") if name in message}
+    return chat | ({"tool_calls": calls} if calls else {})
+
+
+def _tool_call(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": _text(arguments, "{}")}}
+
+
+def _text(value: Any, nothing: str = "") -> str:
+    return value if isinstance(value, str) else nothing if value is None else msgspec.json.encode(value).decode()

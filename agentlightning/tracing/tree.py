@@ -1,0 +1,233 @@
+"""One attempt as a person reads it: agents as branches, and on them calls, tools, rewards and what went wrong.
+
+This module knows steps and how a line about each reads. It does not know the store, nor which terminal it is for: texts
+are made of one line each, which wraps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from rich.text import Text
+from rich.tree import Tree
+
+from agentlightning import semconv
+from agentlightning.tracing.messages import finish_reasons, model_name, output_messages, text_of, token_counts
+from agentlightning.tracing.rewards import find_final_reward, get_reward_value, is_final_reward
+from agentlightning.tracing.steps import Step, read_steps
+from agentlightning.types import Rollout, Span
+
+Prices: TypeAlias = Mapping[str, tuple[float, float]]
+"""Model → price of a million tokens read and of a million written. A name also stands for those that begin with it."""
+
+LINES: Final = 200
+_TEXT: Final = 160  # characters of an answer, an argument or a result
+_NOT_STEPS: Final = frozenset({semconv.LOG, semconv.UNDELIVERED})
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What an attempt took. `cost` is None without prices; `unpriced` are the models that have none."""
+
+    calls: int
+    tokens_read: int
+    tokens_written: int
+    cost: float | None = None
+    unpriced: tuple[str, ...] = ()
+
+    def words(self) -> str:
+        """`2 calls  1,203 → 211 tokens  0.0041 (no price for m)`."""
+        parts = [f"{self.calls} call{'s' * (self.calls != 1)}", _tokens((self.tokens_read, self.tokens_written))]
+        if self.cost is not None:
+            parts.append(
+                f"cost {self.cost:.4f}" + (f" (no price for {', '.join(self.unpriced)})" * bool(self.unpriced))
+            )
+        return "  ".join(parts)
+
+
+def totals(steps: Iterable[Step], prices: Prices | None = None) -> Totals:
+    """Calls and tokens of an attempt's steps, and their cost."""
+    calls = [_reporting(step) for step in steps if step.kind == "call"]
+    counts = [(model_name(span.attributes) or "?", token_counts(span.attributes) or (0, 0)) for span in calls]
+    read, written = (sum(count[index] for _, count in counts) for index in (0, 1))
+    if not prices:
+        return Totals(len(calls), read, written)
+    cost, unpriced = 0.0, list[str]()
+    for model, (tokens_read, tokens_written) in counts:
+        price = _price(model, prices)
+        if price is None:
+            unpriced.append(model)
+        else:
+            cost += (tokens_read * price[0] + tokens_written * price[1]) / 1e6
+    return Totals(len(calls), read, written, cost, tuple(sorted(set(unpriced))))
+
+
+def rollout_tree(rollout: Rollout, spans: Sequence[Span], *, prices: Prices | None = None, limit: int = LINES) -> Tree:
+    """The tree of one attempt's spans below a line about its rollout. Beyond `limit` steps the rest is counted."""
+    steps = [step for step in read_steps(spans) if step.span.name not in _NOT_STEPS]
+    reward = find_final_reward(spans)
+    head = Text.assemble((rollout.rollout_id, "bold"), "  ", (rollout.status, _status_style(rollout.status)))
+    head.append(f"  reward {'none' if reward is None else f'{reward:g}'}  {totals(steps, prices).words()}")
+    if rollout.end_time is not None:
+        head.append(f"  {_seconds(rollout.end_time - rollout.start_time)}")
+    tree = Tree(head, guide_style="dim")
+    if rollout.input is not None:
+        tree.add(Text.assemble(("input  ", "dim"), one_line(text_of({"content": rollout.input}))))
+    _grow(tree, steps, spans, limit)
+    for stream, lines in _logged(spans).items():
+        tree.add(Text(f"{stream}: {lines} line{'s' * (lines != 1)}", "dim"))
+    return tree
+
+
+def one_line(text: str, limit: int = _TEXT) -> str:
+    """Text without line ends and control characters, which would act on a terminal, cut at `limit` characters."""
+    flat = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * limit]).split())
+    return flat if len(flat) <= limit else f"{flat[: limit - 1]}…"
+
+
+# --- branches ----------------------------------------------------------------------------------------------------
+
+
+def _grow(tree: Tree, steps: Sequence[Step], spans: Sequence[Span], limit: int) -> None:
+    parents = _parents(steps, spans)
+    inner = {id(parent) for parent in parents if parent is not None}
+    shown: dict[int, Tree] = {}
+    lines = 0
+    for index, (step, parent) in enumerate(zip(steps, parents, strict=True)):
+        branch = tree if parent is None else shown[id(parent)]
+        if step.kind == "other" and id(step) in inner and not step.failed and not _is_ours(step.span):
+            shown[id(step)] = branch  # a wrapper: what it holds says more
+            continue
+        if lines == limit:
+            tree.add(Text(f"… and {len(steps) - index} more", "bold"))
+            return
+        lines += 1
+        shown[id(step)] = branch.add(_line(step))
+
+
+def _parents(steps: Sequence[Step], spans: Sequence[Span]) -> list[Step | None]:
+    """Of each step the nearest step that its span descends from, else the agent it ran under; never a later one."""
+    above = {span.span_id: span.parent_id for span in spans}
+    places = {step.span.span_id: index for index, step in enumerate(steps)}
+    found: list[Step | None] = []
+    for index, step in enumerate(steps):
+        seen: set[str | None] = {step.span.span_id}
+        at = step.span.parent_id
+        while at is not None and at not in seen and places.get(at, index) >= index:
+            seen.add(at)
+            at = above.get(at)
+        place = None if at in seen else places.get(at or "")
+        found.append(steps[place] if place is not None else _enclosing_agent(step, steps[:index]))
+    return found
+
+
+def _enclosing_agent(step: Step, earlier: Sequence[Step]) -> Step | None:
+    if step.agent is None or step.kind == "agent":
+        return None
+    during = (one for one in reversed(earlier) if one.kind == "agent" and one.name == step.agent)
+    return next((one for one in during if one.span.end_time >= step.span.start_time), None)
+
+
+# --- lines -------------------------------------------------------------------------------------------------------
+
+
+def _line(step: Step) -> Text:
+    span = step.span
+    if get_reward_value(span) is not None:
+        return _reward(span)
+    if span.name == semconv.EXCEPTION:
+        kind, said = (span.attributes.get(key, "") for key in (semconv.EXCEPTION_TYPE, semconv.EXCEPTION_MESSAGE))
+        return Text(f"! {str(kind).rpartition('.')[2]}: {one_line(str(said))}", "red")
+    if step.kind == "call":
+        return _call(step)
+    style = {"agent": "bold", "tool": "cyan"}.get(step.kind, "dim")
+    line = Text.assemble((step.name, style), f"  {_seconds(step.duration)}" * (step.duration > 0))
+    if step.kind == "tool":
+        line = Text.assemble(("tool ", "dim"), line, "  ", ("failed", "red") if step.failed else ("ok", "green"))
+        line.append(f"  {one_line(step.arguments or '')}").append(f" → {one_line(step.result)}" if step.result else "")
+    elif step.kind == "agent":
+        line = Text.assemble(("agent ", "dim"), line)
+    elif _is_ours(span):
+        line.append(f"  {one_line(_said(span))}")
+    return _with_failure(line, step)
+
+
+def _call(step: Step) -> Text:
+    attributes = _reporting(step).attributes
+    line = Text.assemble(("call ", "dim"), (model_name(attributes) or step.name, "magenta"))
+    counts = token_counts(attributes)
+    line.append(f"  {_tokens(counts)}" if counts else "").append(f"  {_seconds(step.duration)}")
+    line.append(f"  {', '.join(finish_reasons(attributes))}", "dim")
+    for message in output_messages(attributes):
+        text = one_line(text_of(message))
+        line.append(f"  “{text}”" if text else "")
+        for call in message.get("tool_calls") or []:
+            function = call.get("function") or {}
+            line.append("  → ").append(str(function.get("name")), "cyan").append(f"({one_line(_arguments(function))})")
+    return _with_failure(line, step)
+
+
+def _arguments(function: Mapping[str, object]) -> str:
+    arguments = function.get("arguments")
+    return "" if arguments is None else str(arguments)
+
+
+def _reporting(step: Step) -> Span:
+    """The span that tells most of a call: the gateway's, where there is one."""
+    return step.call or step.span
+
+
+def _reward(span: Span) -> Text:
+    named: list[str] = []
+    while (value := span.attributes.get(semconv.reward_value(len(named)))) is not None:
+        named.append(f"{span.attributes.get(semconv.reward_name(len(named)))} {value:g}")
+    line = Text.assemble(("reward ", "dim"), (", ".join(named), "yellow"))
+    return line if is_final_reward(span) else line.append("  intermediate", "dim")
+
+
+def _said(span: Span) -> str:
+    return ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in span.attributes.items())
+
+
+def _with_failure(line: Text, step: Step) -> Text:
+    if step.failed:
+        exceptions = [event.attributes for event in step.span.events if event.name == "exception"]
+        reason = step.span.status.description or next(
+            (str(said.get(semconv.EXCEPTION_MESSAGE, "")) for said in exceptions), ""
+        )
+        line.append(f"  ! {one_line(reason)}", "red")
+    return line
+
+
+def _is_ours(span: Span) -> bool:
+    return span.name.startswith("agentlightning.")
+
+
+def _logged(spans: Sequence[Span]) -> Counter[str]:
+    lines: Counter[str] = Counter()
+    for span in spans:
+        if span.name == semconv.LOG:
+            lines[str(span.attributes.get(semconv.LOG_STREAM))] += len(
+                str(span.attributes.get(semconv.LOG_TEXT, "")).splitlines()
+            )
+    return lines
+
+
+def _price(model: str, prices: Prices) -> tuple[float, float] | None:
+    names = [name for name in prices if model.startswith(name)]
+    return prices[max(names, key=len)] if names else None
+
+
+def _tokens(counts: tuple[int, int]) -> str:
+    return f"{counts[0]:,} → {counts[1]:,} tokens"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def _status_style(status: str) -> str:
+    return {"succeeded": "green", "failed": "red"}.get(status, "yellow")
