@@ -442,7 +442,7 @@ class SqlStore(LightningStore):
             await self.add_many_spans(access_keys.misuse(worker_id, held, self._clock()))
         hint = "a worker whose key is used leases one rollout at a time" if held else "call during a rollout only"
         raise ConflictError(
-            f"the key stands for the attempt of worker {worker_id}, which holds {len(held) or 'none'} at present; {hint}"
+            f"the key is for the attempt of worker {worker_id}, which holds {len(held) or 'none'} at present; {hint}"
         )
 
     async def _delete_rollouts(self, call: calls.DeleteRollouts) -> Deleted:

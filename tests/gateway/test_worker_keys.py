@@ -55,7 +55,7 @@ async def test_without_an_attempt_it_is_refused_and_not_retried(gateway_world: W
     with pytest.raises(openai.ConflictError) as caught:
         await say_hello(client)
     assert caught.value.code == "worker_attempt"
-    assert "it holds none at present" in caught.value.message
+    assert "which holds none at present" in caught.value.message
     assert caught.value.response.headers["x-should-retry"] == "false"
     assert await gateway_world.spans(attempted) == []
 
