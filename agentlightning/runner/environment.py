@@ -6,10 +6,14 @@ knows names of variables; it does not start processes.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from urllib.parse import quote
 
 from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID
 from agentlightning.types import LLM
+
+current_server: ContextVar[str | None] = ContextVar("agentlightning_server", default=None)
+"""The URL of the server that the runner of the running code leases from; None where its store is at hand."""
 
 _OPENTELEMETRY = {
     "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",

@@ -31,6 +31,7 @@ from agentlightning.errors import (
 )
 from agentlightning.runner.agent import LitAgent, as_agent
 from agentlightning.runner.clients import ClientPool, current_pool
+from agentlightning.runner.environment import current_server
 from agentlightning.runner.execution import Execution, Outcome
 from agentlightning.runner.hooks import Hook
 from agentlightning.runner.resources import ResourceCache
@@ -38,6 +39,7 @@ from agentlightning.store.base import LightningStore
 from agentlightning.store.lifecycle import TERMINAL
 from agentlightning.tracing.choice import TracerKind, choose_tracer
 from agentlightning.tracing.context import AttemptTracer
+from agentlightning.tracing.logs import AttemptLogs
 from agentlightning.types import And, AttemptedRollout, Condition, Mode, NamedResources, Rollout, RolloutConfig, Span
 
 logger = logging.getLogger(__name__)
@@ -109,6 +111,7 @@ class Runner:
         self._make_tracer = choose_tracer(tracer)
         self._settle_seconds = settle_seconds
         self._resources = ResourceCache(store, endpoint_override)
+        self._logs = AttemptLogs()
         self._flights: dict[str, Flight] = {}
         self._finished = 0
         self._unlucky: Counter[str] = Counter()
@@ -206,7 +209,8 @@ class Runner:
             return Outcome("failed", str(error), error)
         clock = asyncio.create_task(self._time_out(flight))
         try:
-            outcome = await flight.execution.run(resources)
+            with self._logs.open(flight.tracer):
+                outcome = await flight.execution.run(resources)
             if self._settle_seconds and outcome.status in ("succeeded", "failed"):
                 await self._settle(flight.rollout)
             return outcome
@@ -382,18 +386,21 @@ class Runner:
 
     @asynccontextmanager
     async def _session(self) -> AsyncGenerator[None]:
-        """The timer and the agents' connections. An error inside comes out alone, not as a group."""
+        """The timer, the agents' connections and logs. An error inside comes out alone, not as a group."""
         pool = ClientPool()
         token = current_pool.set(pool)
+        server = current_server.set(getattr(self.store, "url", None))  # which a client has
         try:
             async with asyncio.TaskGroup() as group:
                 timer = group.create_task(self._heartbeats())
-                yield
+                with self._logs.installed():
+                    yield
                 timer.cancel()
         except BaseExceptionGroup as errors:
             raise _first_leaf(errors) from None
         finally:
             current_pool.reset(token)
+            current_server.reset(server)
             await pool.close()
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:

@@ -1,0 +1,286 @@
+"""`command`: any program is an agent, in any language, without a line of ours in it.
+
+The program gets the task on stdin and in its arguments, and its model, traces and rewards by environment variables.
+This module knows how a task becomes arguments and where a reward is read; how a program is run and ended `executable`
+knows.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shlex
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias, cast, get_args
+
+import msgspec
+
+from agentlightning.errors import AgentLightningError, ConfigError, InvalidError, nearest
+from agentlightning.runner.agent import LitAgent, RolloutRawResult, is_async, pick_resource
+from agentlightning.runner.environment import agent_environment, current_server
+from agentlightning.runner.executable import execute
+from agentlightning.runner.execution import in_own_thread
+from agentlightning.tracing.attributes import to_json
+from agentlightning.tracing.context import current_binding
+from agentlightning.tracing.logs import KEPT_BYTES, Excerpt, record_log
+from agentlightning.tracing.rewards import FORMS, parse_reward
+from agentlightning.types import LLM, AttemptedRollout, NamedResources
+
+logger = logging.getLogger(__name__)
+
+RewardSource: TypeAlias = Literal["auto", "stdout", "file", "url"]
+
+_FIELD: Final = re.compile(r"\{task((?:\[[^\]{}]+\]|\.\w+)*)\}")
+_STEP: Final = re.compile(r"\[([^\]]+)\]|\.(\w+)")
+_SHELL: Final = frozenset({"|", "||", "&&", "&", ";", ">", ">>", "<", "2>", "2>&1"})
+_LONGEST_REWARD: Final = 64 * 1024  # bytes of a reward file
+_SHOWN: Final = 2000  # characters of stderr in the reason of a failure
+
+
+class CommandFailedError(AgentLightningError):
+    """The program exited with another status than 0, or was killed."""
+
+
+@dataclass(frozen=True)
+class CommandOutput:
+    """What a program that exited with status 0 wrote; of much output the beginning and the end."""
+
+    stdout: str
+    stderr: str
+
+
+Grader: TypeAlias = Callable[[Any, CommandOutput], Any]
+
+
+def command(
+    line: str,
+    *,
+    reward: RewardSource = "auto",
+    grader: Grader | str | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    kept_bytes: int = KEPT_BYTES,
+) -> CommandAgent:
+    """An agent of a program: `command("python my_agent.py --question {task[question]}", reward="stdout")`.
+
+    `line` is split as a shell would, and no shell runs it; then `{task}` becomes the task (text as it is, else JSON),
+    `{task[key]}` and `{task.key}` a field of it, each within its one argument. stdin is the task as JSON.
+
+    `reward` is where the reward is: `stdout`, its last line; `file`, the file that `AGL_REWARD_FILE` names; `url`, what
+    is posted to `AGL_REWARD_URL`. `auto` takes the file if it was written, else a last line that is an object with
+    `reward` or `primary_key`, else what was posted, if anything. Or else a `grader` decides: a function (sync or async)
+    of the task and a `CommandOutput`, or a command that gets both as JSON on stdin and prints the reward last.
+
+    `env` adds variables, `cwd` is where it runs. `kept_bytes` of stdout, and of stderr, are kept as the attempt's logs.
+    ConfigError for a line that cannot be run so."""
+    if reward not in get_args(RewardSource):
+        raise ConfigError(f"reward is {reward!r}; {nearest(reward, get_args(RewardSource))}")
+    if grader is not None and reward != "auto":
+        raise ConfigError(f"the reward is either the grader's or read from {reward!r}; leave one of them out")
+    return CommandAgent(Program(line, dict(env or {}), None if cwd is None else Path(cwd), kept_bytes), reward, grader)
+
+
+class Program:
+    """A command line with places for the task, and where and with what variables it runs."""
+
+    def __init__(self, line: str, env: dict[str, str], cwd: Path | None, kept_bytes: int) -> None:
+        try:
+            self._words = shlex.split(line)
+        except ValueError as error:
+            raise ConfigError(f"the command {line!r} cannot be split into words: {error}") from None
+        if not self._words:
+            raise ConfigError("the command is empty; give a program and its arguments")
+        if shell := _SHELL.intersection(self._words):
+            raise ConfigError(
+                f"the command has {min(shell)!r}, but no shell runs it; write: sh -c '… {min(shell)} …' if one should"
+            )
+        is_shell = Path(self._words[0]).name in ("sh", "bash", "dash", "zsh", "ksh")
+        if is_shell and any(a == "-c" and _FIELD.search(b) for a, b in zip(self._words, self._words[1:], strict=False)):
+            raise ConfigError(
+                "the task in a shell's script would be run as code; write: sh -c 'agent.py \"$1\"' sh {task}"
+            )
+        self.env = env
+        self.cwd = cwd
+        self.kept_bytes = kept_bytes
+
+    def check(self) -> None:
+        """ConfigError where there is no such program to run."""
+        if self.cwd is not None and not self.cwd.is_dir():
+            raise ConfigError(f"cwd is {str(self.cwd)!r}, which is no directory")
+        name = self._words[0]
+        if _FIELD.search(name):
+            return
+        place = str((self.cwd or Path()) / name) if os.sep in name else name
+        if shutil.which(place, path=self.env.get("PATH")) is None:
+            exists = os.path.isfile(place)
+            what = (
+                "is not executable (chmod +x)" if exists else "is not there" if place != name else "is not on the PATH"
+            )
+            raise ConfigError(f"the command's program {place!r} {what}")
+
+    async def run(self, task: Any, stdin: str, variables: Mapping[str, str], what: str) -> CommandOutput:
+        """Run it on a task; what it wrote is logged however it ends. CommandFailedError if it fails."""
+        arguments = [_FIELD.sub(lambda found: _field(task, found[1]), word) for word in self._words]
+        stdout, stderr = Excerpt(self.kept_bytes), Excerpt(self.kept_bytes)
+        try:
+            exit_code = await execute(
+                arguments,
+                stdin=f"{stdin}\n".encode(),
+                environment={**_inherited(), **variables, **self.env},
+                directory=self.cwd,
+                stdout=stdout,
+                stderr=stderr,
+            )
+        finally:
+            output = CommandOutput(stdout.text(), stderr.text())
+            _log(output)
+        if exit_code:
+            raise CommandFailedError(_failure(what, exit_code, output.stderr))
+        return output
+
+
+class CommandAgent(LitAgent[Any]):
+    """What `command` makes: a program, and where its reward comes from."""
+
+    def __init__(self, program: Program, reward: RewardSource, grader: Grader | str | None) -> None:
+        self._program = program
+        self._source = reward
+        self._warned = False
+        self._grader = (
+            Program(grader, program.env, program.cwd, program.kept_bytes) if isinstance(grader, str) else grader
+        )
+
+    def check(self) -> None:
+        """ConfigError where a program is not there."""
+        self._program.check()
+        if isinstance(self._grader, Program):
+            self._grader.check()
+
+    async def rollout_async(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> RolloutRawResult:
+        """Run the program on the task and return its reward, None where it gave that itself or gave none."""
+        with tempfile.TemporaryDirectory(prefix="agentlightning-") as directory:
+            reward_file = Path(directory, "reward")
+            variables = self._variables(resources, rollout)
+            if self._source in ("auto", "file") and self._grader is None:
+                variables["AGL_REWARD_FILE"] = str(reward_file)
+            output = await self._program.run(task, to_json("the task", task), variables, "the command")
+            if self._grader is not None:
+                return await self._graded(self._grader, task, output)
+            return self._reward(output, reward_file)
+
+    def _variables(self, resources: NamedResources, rollout: AttemptedRollout) -> dict[str, str]:
+        any_llm = any(isinstance(resource, LLM) for resource in resources.values())
+        llm = pick_resource(resources, "llm", LLM) if any_llm else None
+        server = current_server.get()
+        if server is None and llm is not None and "/rollout/" in llm.endpoint:
+            server = llm.endpoint.partition("/rollout/")[0]
+        may_give = self._source in ("auto", "url") and self._grader is None
+        if self._source == "url" and server is None:
+            raise ConfigError(
+                "reward='url' needs a server to post to, and this runner's store is not behind one; "
+                "take reward='stdout' or 'file', or run it by `agl runner --server URL`"
+            )
+        ids = rollout.rollout_id, rollout.attempt.attempt_id
+        reward_key = rollout.reward_key if may_give else None  # else an agent could grade itself
+        return agent_environment(llm, *ids, server, rollout.api_key or "none", reward_key=reward_key)
+
+    def _reward(self, output: CommandOutput, file: Path) -> RolloutRawResult:
+        if self._source == "url":
+            return None
+        if self._source != "stdout" and (text := _written(file)):
+            return parse_reward(text, "what the command wrote to $AGL_REWARD_FILE")._asdict()
+        if self._source == "file":
+            raise InvalidError(f"the command wrote no reward to the file $AGL_REWARD_FILE; expected {FORMS}")
+        line = _last_line(output)
+        if self._source == "stdout":
+            return parse_reward(line, "the last line of the command's stdout")._asdict()
+        return self._declared(line)
+
+    def _declared(self, line: str) -> RolloutRawResult:
+        """The reward in a last line that says by itself that it is one: an answer of 42 is no reward of 42."""
+        try:
+            value = msgspec.json.decode(line)
+        except (ValueError, RecursionError):
+            return None
+        if isinstance(value, dict) and ("reward" in value or "primary_key" in value):
+            return parse_reward(line, "the last line of the command's stdout")._asdict()
+        if isinstance(value, float | int) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the command's last line is a number, and was not taken for the reward; if it is one, say "
+                'reward="stdout" or print {"reward": %s}',
+                line[:50],
+            )
+        return None
+
+    async def _graded(self, grader: Grader | Program, task: Any, output: CommandOutput) -> Any:
+        if isinstance(grader, Program):
+            given = {"task": task, "stdout": output.stdout, "stderr": output.stderr}
+            graded = await grader.run(task, to_json("the task", given), {}, "the grader's command")
+            return parse_reward(_last_line(graded), "the last line of the grader's stdout")._asdict()
+        if is_async(grader):
+            return await grader(task, output)
+        return await in_own_thread(lambda: grader(task, output))
+
+
+def _field(task: Any, path: str) -> str:
+    """The text of a task, or of what `path` leads to within it: `[key]` and `.key`, one after the other."""
+    value = task
+    for step in _STEP.finditer(path):
+        key = step[1] or step[2]
+        if isinstance(value, Mapping) and key in value:
+            value = cast("Mapping[str, Any]", value)[key]
+        elif isinstance(value, list) and key.isdecimal() and int(key) < len(cast("list[Any]", value)):
+            value = cast("list[Any]", value)[int(key)]
+        else:
+            have = nearest(key, map(str, cast("Mapping[Any, Any]", value))) if isinstance(value, Mapping) else ""
+            raise ConfigError(f"the command names {{task{path}}}, but the task has no {key!r}; {have}".rstrip("; "))
+    return value if isinstance(value, str) else to_json("the task", value)
+
+
+def _inherited() -> dict[str, str]:
+    """This process's variables without the key of its server, which opens more than an agent's own, and without those
+    that would come before the attempt's with an exporter."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name != "AGL_KEY" and not name.startswith("OTEL_EXPORTER_OTLP_TRACES_")
+    }
+
+
+def _written(file: Path) -> bytes:
+    """What stands in a reward file, b"" where there is none. InvalidError for what is no small plain file."""
+    if not os.path.lexists(file):
+        return b""
+    if not file.is_file() or file.stat().st_size > _LONGEST_REWARD:
+        raise InvalidError(f"$AGL_REWARD_FILE is no plain file of at most {_LONGEST_REWARD} bytes; expected {FORMS}")
+    return file.read_bytes().strip()
+
+
+def _last_line(output: CommandOutput) -> str:
+    return output.stdout.rstrip().rpartition("\n")[2]
+
+
+def _log(output: CommandOutput) -> None:
+    binding = current_binding()
+    if binding is not None:
+        if output.stdout:
+            record_log(binding.tracer, "stdout", output.stdout)
+        if output.stderr:
+            record_log(binding.tracer, "stderr", output.stderr)
+
+
+def _failure(what: str, exit_code: int, stderr: str) -> str:
+    if exit_code < 0:
+        how = f"was killed by signal {-exit_code} ({signal.strsignal(-exit_code)})"
+    else:
+        how = f"exited with status {exit_code}"
+    end = stderr.strip()[-_SHOWN:]
+    last = end.rpartition("\n")[2]
+    return f"{what} {how}: {last}\n{end}" if end else f"{what} {how} and wrote nothing to stderr"
