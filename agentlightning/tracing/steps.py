@@ -1,16 +1,24 @@
 """The spans of one attempt, in whatever instrumentation's words, as one list of steps: calls, tools, agents.
 
-A pure reading of spans. It does not know the store, rewards or learning.
+What two sources report is one step: a call that the gateway recorded and the agent's framework too, a tool that two
+instrumentations saw. A pure reading of spans; it does not know the store, rewards or learning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Final, cast
 
 from agentlightning import semconv
+from agentlightning.tracing import dialects
+from agentlightning.tracing.dialects import Kind
 from agentlightning.types import Span
+
+_RESPONSE_ID: Final = re.compile(r"\b(?:chatcmpl|cmpl|resp|msg)[-_][\w-]+")
+_TOOL_CALL_ID: Final = re.compile(r'"(?:tool_call_id|call_id|tool_use_id)": ?"([^"]+)"')
+_CALL_ID_NAMES: Final = ("gen_ai.tool.call.id", "tool_call.id", "tool.id")
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,7 @@ class Step:
     call (itself, where it is the gateway's); for a tool, the gateway call that asked for it."""
 
     span: Span
-    kind: Literal["call", "tool", "agent", "other"]
+    kind: Kind
     name: str
     agent: str | None
     tool_call_id: str | None
@@ -33,22 +41,235 @@ class Step:
     call: Span | None
 
 
+@dataclass(frozen=True)
+class ToolRequest:
+    """A tool call in a model's answer."""
+
+    call: Span
+    id: str
+    name: str
+
+
 def read_steps(spans: Sequence[Span]) -> list[Step]:
     """The steps of ONE attempt, by start time; its spans may come in any order."""
-    return [_step(span) for span in sorted(spans, key=lambda span: (span.start_time, span.sequence_id))]
+    return _Attempt(spans).steps()
 
 
-def _step(span: Span) -> Step:
-    gateway = semconv.CALL_ENDPOINT in span.attributes
-    return Step(
-        span=span,
-        kind="call" if gateway else "other",
-        name=str(span.attributes.get(semconv.GEN_AI_RESPONSE_MODEL, span.name)) if gateway else span.name,
-        agent=None,
-        tool_call_id=None,
-        arguments=None,
-        result=None,
-        failed=span.status.status_code == "ERROR",
-        duration=span.end_time - span.start_time,
-        call=span if gateway else None,
-    )
+def tool_requests(call: Span) -> list[ToolRequest]:
+    """The tool calls in the answer of a gateway's call, in order: of its first choice, where there are several."""
+    answers = dialects.json_of(dialects.text_of(call, semconv.GEN_AI_OUTPUT_MESSAGES))
+    message: Any = cast(list[Any], answers)[0] if isinstance(answers, list) and answers else None
+    asked = cast(dict[str, Any], message).get("tool_calls") if isinstance(message, dict) else None
+    return [
+        ToolRequest(call, str(item.get("id") or ""), str((item.get("function") or {}).get("name") or ""))
+        for item in (cast(list[dict[str, Any]], asked) or [])
+    ]
+
+
+class _Attempt:
+    """The spans of an attempt and how they hang together."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.spans = sorted(spans, key=lambda span: (span.start_time, span.sequence_id))
+        self.by_id = {span.span_id: span for span in self.spans}
+        self.kinds: dict[str, Kind] = {span.span_id: dialects.kind_of(span) for span in self.spans}
+        self.named = {span.span_id: dialects.names_agent(span) for span in self.spans}
+        self.told_ids = {one.span_id: _tool_call_id(one) for one in self.spans if self.kinds[one.span_id] == "tool"}
+        self.calls = [span for span in self.spans if dialects.is_gateway_call(span)]
+        self.requests = [request for call in self.calls for request in tool_requests(call)]
+        self.agents = [span for span in self.spans if self.kinds[span.span_id] == "agent"]
+        self.reports: dict[str, list[Span]] = {call.span_id: [] for call in self.calls}
+        self._link()
+        self.agent_of_call = {call.span_id: self._agent_of_call(call) for call in self.calls}
+
+    def steps(self) -> list[Step]:
+        """One step for each span that no other stands for."""
+        heads: dict[str, list[Span]] = {}
+        for span in self.spans:
+            heads.setdefault(self._head(span), []).append(span)
+        told = {span.span_id for reports in self.reports.values() for span in reports}
+        groups = [(self.by_id[head], group) for head, group in heads.items() if head not in told]
+        claimed: set[str] = set()
+        return [
+            self._tool(span, group, claimed) if self.kinds[span.span_id] == "tool" else self._step(span)
+            for span, group in sorted(groups, key=lambda pair: (pair[0].start_time, pair[0].sequence_id))
+        ]
+
+    def _step(self, span: Span) -> Step:
+        kind = self.kinds[span.span_id]
+        gateway = dialects.is_gateway_call(span)
+        return Step(
+            span=span,
+            kind=kind,
+            name=dialects.name_of(span, kind),
+            agent=self._agent_of_call(span) if kind == "call" else self._agent_around(span),
+            tool_call_id=None,
+            arguments=dialects.arguments_of(span),
+            result=dialects.result_of(span),
+            failed=span.status.status_code == "ERROR",
+            duration=span.end_time - span.start_time,
+            call=span if gateway else None,
+        )
+
+    def _tool(self, span: Span, group: list[Span], claimed: set[str]) -> Step:
+        """One execution, of which `group` are the reports. `claimed` are the ids of tool calls executed before it."""
+        name = dialects.name_of(span, "tool")
+        around = self._agent_around(span)
+        tool_call_id = next((told for one in group if (told := self.told_ids[one.span_id])), None)
+        request = self._request(span, name, tool_call_id, around, claimed)
+        if request is not None:
+            claimed.add(request.id)
+        return Step(
+            span=span,
+            kind="tool",
+            name=name,
+            agent=(self.agent_of_call[request.call.span_id] if request else None) or around,
+            tool_call_id=tool_call_id or (request.id if request else None),
+            arguments=next((said for one in group if (said := dialects.arguments_of(one))), None),
+            result=next((said for one in group if (said := dialects.result_of(one))), None),
+            failed=any(dialects.tool_failed(one) for one in group),
+            duration=span.end_time - span.start_time,
+            call=request.call if request else None,
+        )
+
+    # --- what belongs together ---
+
+    def _head(self, span: Span) -> str:
+        """The id of the span that stands for this one: the outermost report of one agent, tool call or model call."""
+        kind, head = self.kinds[span.span_id], span
+        if dialects.is_gateway_call(span) or kind == "other":
+            return span.span_id
+        if told := self.told_ids.get(span.span_id):
+            head = self.by_id[next(one for one, other in self.told_ids.items() if other == told)]
+        for outer in self._ancestors(head):
+            if self.kinds[outer.span_id] != kind:
+                break
+            if kind != "call" and dialects.name_of(outer, kind) != dialects.name_of(span, kind):
+                break
+            if kind == "tool" and _scope(outer) == _scope(head):  # a tool that calls itself
+                break
+            head = outer
+        return head.span_id
+
+    def _link(self) -> None:
+        """For each gateway call, find what other instrumentation said of it: by its parents, the id of its answer, the
+        ids of the tools it asked for, else by model, time and text."""
+        above: dict[str, list[Span]] = {}
+        for call in self.calls:
+            for outer in self._ancestors(call):
+                above.setdefault(outer.span_id, []).append(call)
+        by_response = {dialects.text_of(call, semconv.GEN_AI_RESPONSE_ID): call for call in self.calls}
+        by_request = {request.id: request.call for request in self.requests if request.id}
+        unsure: list[Span] = []
+        for span in self.spans:
+            if self.kinds[span.span_id] != "call" or span.span_id in self.reports:
+                continue
+            named = [by_response[told] for told in _response_ids(span) if told in by_response]
+            asked = [by_request[told] for told in _asked_ids(span) if told in by_request]
+            found = above.get(span.span_id) or named[:1] or asked[:1]
+            for call in found:
+                self._report(call, span)
+            if not found:
+                unsure.append(span)
+        linked = {span.span_id for reports in self.reports.values() for span in reports}
+        for span in unsure:
+            free = [call for call in self.calls if not self.reports[call.span_id] and _may_be(span, call)]
+            if free and span.span_id not in linked:
+                self._report(max(free, key=lambda call: (_same_text(span, call), _overlap(span, call))), span)
+
+    def _report(self, call: Span, span: Span) -> None:
+        """Take `span`, and the reports of the same call around it, for reports of `call`."""
+        reports = self.reports[call.span_id]
+        for one in (span, *self._ancestors(span)):
+            if self.kinds[one.span_id] != "call" or one.span_id in self.reports:
+                return
+            if one not in reports:
+                reports.append(one)
+
+    def _request(
+        self, tool: Span, name: str, tool_call_id: str | None, agent: str | None, claimed: set[str]
+    ) -> ToolRequest | None:
+        """The tool call that this execution answers: by its id, else the first of the latest call before it that asked
+        for this tool, of its agent where one did, and was not answered yet."""
+        if tool_call_id is not None:
+            return next((request for request in self.requests if request.id == tool_call_id), None)
+        earlier = [one for one in self.requests if one.name == name and one.call.start_time <= tool.start_time]
+        own = [one for one in earlier if agent is not None and self.agent_of_call[one.call.span_id] == agent] or earlier
+        open_ = [one for one in own if one.id not in claimed]
+        return max(open_ or own, key=lambda one: one.call.start_time, default=None)
+
+    # --- who it belongs to ---
+
+    def _agent_of_call(self, call: Span) -> str | None:
+        """Of the nearest span that names an agent: above the call, or above what else reports it; else of the agents
+        at work at that time, if they run inside each other; else what the call says of itself."""
+        sources = [call, *self.reports.get(call.span_id, ())]
+        for source in sources:
+            for span in (source, *self._ancestors(source)):
+                if name := self.named[span.span_id]:
+                    return name
+        return self._agent_at_work(call) or next(
+            (name for span in sources if (name := dialects.text_of(span, semconv.GEN_AI_AGENT_NAME))), None
+        )
+
+    def _agent_at_work(self, call: Span) -> str | None:
+        working = [one for one in self.agents if one.start_time <= call.start_time and call.end_time <= one.end_time]
+        if not working:
+            return None
+        around = {working[-1].span_id, *(outer.span_id for outer in self._ancestors(working[-1]))}
+        return dialects.name_of(working[-1], "agent") if all(one.span_id in around for one in working) else None
+
+    def _agent_around(self, span: Span) -> str | None:
+        """The nearest agent above this span, itself left out."""
+        own = self.named[span.span_id] if self.kinds[span.span_id] != "agent" else None
+        return own or next((name for outer in self._ancestors(span) if (name := self.named[outer.span_id])), None)
+
+    def _ancestors(self, span: Span) -> Iterator[Span]:
+        """From the parent up, as far as it is known."""
+        seen = {span.span_id}
+        while (above := self.by_id.get(span.parent_id or "")) is not None and above.span_id not in seen:
+            seen.add(above.span_id)
+            yield above
+            span = above
+
+
+def _tool_call_id(span: Span) -> str | None:
+    if told := dialects.text_of(span, *_CALL_ID_NAMES):
+        return told
+    found = _TOOL_CALL_ID.findall(dialects.result_of(span) or "")
+    return found[0] if len(set(found)) == 1 else None
+
+
+def _response_ids(span: Span) -> list[str]:
+    told = dialects.text_of(span, semconv.GEN_AI_RESPONSE_ID)
+    return [told] if told else _RESPONSE_ID.findall(dialects.result_of(span) or "")
+
+
+def _asked_ids(span: Span) -> list[str]:
+    return [
+        value
+        for name, value in span.attributes.items()
+        if name.startswith("llm.output_messages.") and name.endswith("tool_call.id") and isinstance(value, str)
+    ]
+
+
+def _scope(span: Span) -> str | None:
+    return dialects.text_of(span, "otel.scope.name")
+
+
+def _may_be(span: Span, call: Span) -> bool:
+    models = {dialects.text_of(call, name) for name in (semconv.GEN_AI_REQUEST_MODEL, semconv.GEN_AI_RESPONSE_MODEL)}
+    asked = dialects.name_of(span, "call")
+    return _overlap(span, call) >= 0 and (asked in models or asked == span.name)
+
+
+def _overlap(span: Span, call: Span) -> float:
+    return min(span.end_time, call.end_time) - max(span.start_time, call.start_time)
+
+
+def _same_text(span: Span, call: Span) -> bool:
+    """Whether the span holds the text of the call's answer."""
+    answers = dialects.json_of(dialects.text_of(call, semconv.GEN_AI_OUTPUT_MESSAGES))
+    first: Any = cast(list[Any], answers)[0] if isinstance(answers, list) and answers else None
+    said = cast(dict[str, Any], first).get("content") if isinstance(first, dict) else None
+    return isinstance(said, str) and bool(said) and any(said in str(value) for value in span.attributes.values())

@@ -1,0 +1,140 @@
+"""What one span says, in the words of OpenTelemetry's gen_ai, of OpenInference, of Traceloop, or in ours.
+
+Looks at a span by itself; how spans belong together is read in `tracing.steps`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final, Literal, TypeAlias, cast
+
+from agentlightning import semconv
+from agentlightning.types import Span
+
+Kind: TypeAlias = Literal["call", "tool", "agent", "other"]
+
+_KINDS: Final[dict[str, Kind]] = {
+    "chat": "call",
+    "text_completion": "call",
+    "generate_content": "call",
+    "completion": "call",
+    "LLM": "call",
+    "execute_tool": "tool",
+    "TOOL": "tool",
+    "tool": "tool",
+    "invoke_agent": "agent",
+    "AGENT": "agent",
+    "agent": "agent",
+}
+_RANK: Final[tuple[Kind, ...]] = ("other", "call", "agent", "tool")  # of a span that two vocabularies call differently
+_KIND_NAMES: Final = (
+    semconv.GEN_AI_OPERATION,
+    "openinference.span.kind",
+    "traceloop.span.kind",
+    "llm.request.type",  # Traceloop's, on spans of models
+)
+_TOOL_NAMES: Final = ("gen_ai.tool.name", "tool.name", "tool_call.function.name")
+_AGENT_NAMES: Final = (semconv.GEN_AI_AGENT_NAME, "agent.name", "graph.node.id", "traceloop.entity.name")
+_MODEL_NAMES: Final = (semconv.GEN_AI_RESPONSE_MODEL, semconv.GEN_AI_REQUEST_MODEL, "llm.model_name")
+_ARGUMENTS: Final = ("gen_ai.tool.call.arguments", "input.value", "traceloop.entity.input", semconv.OPERATION_INPUT)
+_RESULTS: Final = ("gen_ai.tool.call.result", "output.value", "traceloop.entity.output", semconv.OPERATION_OUTPUT)
+_LANGCHAIN: Final = "traceloop.association.properties."
+_PREBUILT_NODES: Final = ("model", "agent", "tools")  # of every agent that LangChain builds: these name nobody
+
+
+def is_gateway_call(span: Span) -> bool:
+    """Whether the gateway recorded it as a call, so that it has what was really asked and answered."""
+    return span.tokens is not None or semconv.CALL_ENDPOINT in span.attributes
+
+
+def kind_of(span: Span) -> Kind:
+    if is_gateway_call(span):
+        return "call"
+    said: set[Kind] = {_KINDS[value] for name in _KIND_NAMES if (value := text_of(span, name)) in _KINDS}
+    if said:
+        return max(said, key=_RANK.index)
+    if text_of(span, *_TOOL_NAMES):
+        return "tool"
+    return "agent" if _langchain(span, "lc_agent_name") == span.name else "other"
+
+
+def name_of(span: Span, kind: Kind) -> str:
+    """The tool's, agent's or model's name, else the span's."""
+    named = {"call": _MODEL_NAMES, "tool": (*_TOOL_NAMES, "traceloop.entity.name"), "agent": _AGENT_NAMES, "other": ()}
+    return text_of(span, *named[kind]) or span.name
+
+
+def names_agent(span: Span) -> str | None:
+    """The agent that what runs in this span belongs to, if the span says so.
+
+    A call's own `gen_ai.agent.name` is not asked: some instrumentation writes one constant there for all agents."""
+    if kind_of(span) == "agent":
+        return name_of(span, "agent")
+    if name := _langchain(span, "lc_agent_name"):
+        return name
+    # `writer:6f…|model:9c…` is the node of a graph within the node `writer`.
+    path = _langchain(span, "langgraph_checkpoint_ns") or _langchain(span, "langgraph_node") or ""
+    node = path.split("|")[0].split(":")[0]
+    return node if node not in ("", *_PREBUILT_NODES) else None
+
+
+def arguments_of(span: Span) -> str | None:
+    return _said(span, _ARGUMENTS)
+
+
+def result_of(span: Span) -> str | None:
+    return _said(span, _RESULTS)
+
+
+def tool_failed(span: Span) -> bool:
+    """Whether this span says that the tool failed; UNSET is success."""
+    return (
+        span.status.status_code == "ERROR"
+        or any(event.name == "exception" for event in span.events)
+        or says_failure(result_of(span))
+    )
+
+
+def says_failure(result: object) -> bool:
+    """Whether a tool's result is a failure by its own account: `is_error`, `status: "error"`, an HTTP status from 400.
+
+    `result` is JSON or its text; text that is no JSON object says nothing."""
+    decoded = json_of(result) if isinstance(result, str) else result
+    if not isinstance(decoded, dict):
+        return False
+    body = cast(dict[str, Any], decoded)
+    if isinstance(inner := body.get("data", body.get("kwargs")), dict):  # LangChain's messages, serialised
+        return says_failure(cast(object, inner))
+    if body.get("is_error") is True or body.get("isError") is True or body.get("status") == "error":
+        return True
+    codes = (body.get("status"), body.get("status_code"), body.get("statusCode"))
+    return any(type(code) is int and 400 <= code < 600 for code in codes)
+
+
+def text_of(span: Span, *names: str) -> str | None:
+    """The first of these attributes that is a text with something in it."""
+    for name in names:
+        value = span.attributes.get(name)
+        if isinstance(value, str) and value:
+            return value
+    return None
+
+
+def json_of(text: str | None) -> Any:
+    """Decoded JSON; None for what is none, as texts are that were cut to fit."""
+    try:
+        return json.loads(text or "null")
+    except ValueError:
+        return None
+
+
+def _said(span: Span, names: tuple[str, ...]) -> str | None:
+    """The first of these attributes there is: text as it stands, anything else (OpenAI Agents' numbers) as JSON."""
+    value = next((span.attributes[name] for name in names if name in span.attributes), None)
+    return value if value is None or isinstance(value, str) else json.dumps(value)
+
+
+def _langchain(span: Span, key: str) -> str | None:
+    metadata = json_of(text_of(span, "metadata"))
+    value = cast(dict[str, Any], metadata).get(key) if isinstance(metadata, dict) else None
+    return value if isinstance(value, str) else text_of(span, _LANGCHAIN + key)

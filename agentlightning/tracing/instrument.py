@@ -1,0 +1,131 @@
+"""`agl.instrument`: switch on the published OpenTelemetry instrumentation of the agent frameworks that are installed.
+
+Knows which package instruments which framework and where each is wanting; patches nothing itself, and knows neither
+attempts nor spans. Nothing of OpenTelemetry or of a framework is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+from agentlightning.errors import ConfigError, nearest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Framework:
+    """Distributions that must be installed (the last is the one that instruments), and what switches it on."""
+
+    distributions: tuple[str, ...]
+    switch_on: Callable[[], None]
+
+    def missing(self) -> list[str]:
+        return [name for name in self.distributions if not _installed(name)]
+
+
+def instrument(*names: str) -> list[str]:
+    """Let these frameworks report their tools and agents as spans; without names, all for which that is installed.
+
+    To be called before agents are built; in a process where it was done already it does nothing. Returns the names that
+    are on. ConfigError for an unknown name, a package that is missing (with the command that installs it), or one that
+    does not fit its framework's version."""
+    for name in names:
+        if name not in _FRAMEWORKS:
+            raise ConfigError(f"no instrumentation is known for {name!r}; {nearest(name, _FRAMEWORKS)}")
+        if missing := _FRAMEWORKS[name].missing():
+            raise ConfigError(f"to instrument {name} you need {' and '.join(missing)}: pip install {' '.join(missing)}")
+    switched_on: list[str] = []
+    for name in names or [name for name, framework in _FRAMEWORKS.items() if not framework.missing()]:
+        try:
+            _FRAMEWORKS[name].switch_on()
+        except Exception as error:
+            if names:
+                raise ConfigError(f"{name} cannot be instrumented: {error}") from error
+            logger.warning("%s is left without instrumentation: %s", name, error)
+        else:
+            switched_on.append(name)
+    return switched_on
+
+
+def quiet_openai_agents() -> bool:
+    """Keep the OpenAI Agents SDK, if it is installed, from sending its traces to OpenAI's address.
+
+    It does so whatever address its model has. Only the processor that uploads is taken out: others, through which
+    instrumentation listens, stay. Returns whether there was one to take out."""
+    if not _installed("openai-agents"):
+        return False
+    try:
+        tracing = importlib.import_module("agents.tracing")
+        processors = importlib.import_module("agents.tracing.processors")
+    except ImportError:  # a module of the user's has the same name
+        return False
+    # The SDK can add processors and replace them all, but lists them only in private.
+    registered = getattr(getattr(tracing.get_trace_provider(), "_multi_processor", None), "_processors", None)
+    if registered is None:
+        tracing.set_tracing_disabled(True)
+        logger.warning(
+            "the tracing of the OpenAI Agents SDK is off: what uploads to OpenAI cannot be told from the rest"
+        )
+        return True
+    uploading = processors.default_processor()
+    if uploading not in registered:
+        return False
+    tracing.set_trace_processors([processor for processor in registered if processor is not uploading])
+    logger.warning(
+        "the OpenAI Agents SDK no longer uploads its traces to api.openai.com; to have them there, call "
+        "agents.add_trace_processor(agents.tracing.processors.default_processor()) in your agent"
+    )
+    return True
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _openinference(module: str, name: str, **options: Any) -> Callable[[], None]:
+    def switch_on() -> None:
+        instrumentor = getattr(importlib.import_module(f"openinference.instrumentation.{module}"), name)()
+        if not instrumentor.is_instrumented_by_opentelemetry:
+            instrumentor.instrument(raise_exception_on_conflict=True, **options)
+
+    return switch_on
+
+
+def _openai_agents() -> None:
+    quiet_openai_agents()
+    # By default it would take out every other processor, the user's own too.
+    _openinference("openai_agents", "OpenAIAgentsInstrumentor", exclusive_processor=False)()
+
+
+def _agent_framework() -> None:
+    # Its own spans are on from the start, without arguments and results.
+    importlib.import_module("agent_framework.observability").enable_instrumentation(enable_sensitive_data=True)
+
+
+_PACKAGE: Final = "openinference-instrumentation-"
+_FRAMEWORKS: Final = {
+    "langchain": _Framework(
+        ("langchain-core", f"{_PACKAGE}langchain"), _openinference("langchain", "LangChainInstrumentor")
+    ),
+    "openai-agents": _Framework(("openai-agents", f"{_PACKAGE}openai-agents"), _openai_agents),
+    "autogen": _Framework(
+        ("autogen-agentchat", f"{_PACKAGE}autogen-agentchat"),
+        _openinference("autogen_agentchat", "AutogenAgentChatInstrumentor"),
+    ),
+    "crewai": _Framework(("crewai", f"{_PACKAGE}crewai"), _openinference("crewai", "CrewAIInstrumentor")),
+    "agent-framework": _Framework(("agent-framework-core", "opentelemetry-sdk"), _agent_framework),
+    "openai": _Framework(("openai", f"{_PACKAGE}openai"), _openinference("openai", "OpenAIInstrumentor")),
+    "anthropic": _Framework(
+        ("anthropic", f"{_PACKAGE}anthropic"), _openinference("anthropic", "AnthropicInstrumentor")
+    ),
+}
