@@ -23,7 +23,8 @@ _AT_ONCE = 16  # rollouts that share a commit
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="An admin key of the server.")
 @click.option("--by", metavar="ATTRIBUTE", help="One rollout per value of this, such as session.id; else per trace.")
 @click.option("--reward", metavar="NAME", help="The attribute, or the evaluation, whose score is the reward.")
-@click.option("--mode", type=click.Choice(["train", "val", "test"]), default="train", show_default=True)
+@click.option("--mode", type=click.Choice(["train", "val", "test"]), default="train", show_default=True,
+              help="What the rollouts are for.")  # fmt: skip
 @click.option("--strict", is_flag=True, help="Store nothing if a part of the files cannot be read.")
 def import_(
     files: tuple[Path, ...],

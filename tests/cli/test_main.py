@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 import click
 import pytest
 
-from agentlightning.cli.main import COMMANDS, run
+from agentlightning.cli.main import COMMANDS, agl, run
 from agentlightning.cli.training import make_algorithm
 from agentlightning.errors import ConfigError
 from agentlightning.types import RolloutConfig
@@ -28,7 +27,8 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_command_explains_itself_and_each_of_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([name, "--help"]) == 0
     assert f"Usage: agl {name}" in capsys.readouterr().out
-    command = getattr(importlib.import_module(f"agentlightning.cli.{COMMANDS[name]}"), name)
+    command = agl.get_command(click.Context(agl), name)
+    assert command is not None
     assert all(option.help for option in command.params if isinstance(option, click.Option))
 
 
