@@ -20,12 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rich.console import Console
+
 from agentlightning.algorithm import GRPO, Algorithm, Baseline, NoProgress, Progress, Reinforcement, RunContext
 from agentlightning.algorithm.checkpoints import Checkpoints
 from agentlightning.algorithm.directory import RunDirectory
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.algorithm.manifest import make_manifest
-from agentlightning.algorithm.traces import render_trace
 from agentlightning.data.datasets import load_dataset
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.errors import ConfigError, UnavailableError
@@ -44,6 +45,7 @@ from agentlightning.server.serve import HttpServer, run_on_fastest_loop
 from agentlightning.store.base import LightningStore
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
+from agentlightning.tracing.tree import rollout_tree
 from agentlightning.types import LLM, Metrics, NamedResources
 
 if TYPE_CHECKING:
@@ -177,8 +179,11 @@ class Trainer:
         baseline = Baseline(mode="test")
         await self._run(agent, baseline, [], load_dataset(dataset), resume=False)
         tasks = [task for evaluation in baseline.evaluations for task in evaluation.tasks]
+        console = Console(highlight=False)
         for task in tasks:
-            print(render_trace(task))  # noqa: T201 - this is what dev is for
+            console.print(rollout_tree(task.rollout, task.spans))
+            if task.traced.excluded:
+                console.print(f"calls not trainable: {dict(task.traced.excluded)}", markup=False)
         return tasks
 
     def _default_algorithm(self) -> Algorithm:

@@ -1,4 +1,4 @@
-"""One rollout as a person reads it: the conversation, the tools it called, its reward, what went wrong."""
+"""The conversation of a rollout, message by message."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from agentlightning import semconv
-from agentlightning.algorithm.evaluation import EvaluatedTask
 from agentlightning.types import Span
 
 
@@ -40,20 +39,3 @@ def render_message(message: dict[str, Any]) -> str:
     said = message.get("content")
     text = said if isinstance(said, str) else "" if said is None else msgspec.json.encode(said).decode()
     return " ".join([f"{role}:", text] if text or not calls else [role]) + "".join(f" → {call}" for call in calls)
-
-
-def render_trace(task: EvaluatedTask) -> str:
-    """The whole trace as plain text."""
-    lines = [f"── {task.rollout.rollout_id}  {task.rollout.status}  reward {_reward(task.reward)}"]
-    lines += [f"   {render_message(message)}" for message in conversation(task.spans)]
-    for span in task.spans:
-        if span.name == semconv.EXCEPTION:
-            kind, text = span.attributes.get(semconv.EXCEPTION_TYPE), span.attributes.get(semconv.EXCEPTION_MESSAGE)
-            lines.append(f"   ! {kind}: {text}")
-    if task.traced.excluded:
-        lines.append(f"   calls not trainable: {dict(task.traced.excluded)}")
-    return "\n".join(lines)
-
-
-def _reward(reward: float | None) -> str:
-    return "none" if reward is None else f"{reward:.3f}"

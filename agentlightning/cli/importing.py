@@ -63,7 +63,7 @@ async def _import(
         click.echo(f"… and {len(problems) - _PROBLEMS_SHOWN} more", err=True)
     spans = [span for one in read for span in one.spans]
     if problems and (strict or not spans):
-        raise InvalidError(f"{len(problems)} parts of the files cannot be read; nothing was stored")
+        raise InvalidError(f"{_parts(problems)} not be read; nothing was stored")
     records = rollouts_of(spans, by=by, reward=reward, mode=mode)
     new = 0
     async with open_store(address, server, key, create=True) as opened:
@@ -74,6 +74,10 @@ async def _import(
             ]
             new += sum(await asyncio.gather(*map(opened.perform, imports)))
     aside = [f"{len(records) - new} were stored already"] if new < len(records) else []
-    aside += [f"{len(problems)} parts could not be read"] if problems else []
+    aside += [f"{_parts(problems)} not be read"] if problems else []
     click.echo("; ".join([f"stored {new} rollouts with {len(spans)} spans" if new else "stored nothing", *aside]))
     return 0
+
+
+def _parts(problems: list[str]) -> str:
+    return "1 part could" if len(problems) == 1 else f"{len(problems)} parts could"

@@ -63,8 +63,14 @@ def read_traces(path: Path) -> TraceFile:
                 try:
                     found.spans += decode_traces(msgspec.json.encode(single), JSON)
                 except InvalidError as reason:
-                    found.problems.append(f"{place}, {where}: {reason}")
+                    found.problems.append(f"{place}, {where}: {_why(reason)}")
     return found
+
+
+def _why(error: InvalidError) -> str:
+    """The innermost field that is named, and what is wrong with it."""
+    said = str(error).partition(f"{JSON}: ")[2] or str(error)
+    return said.rpartition("Failed to parse ")[2]
 
 
 def _documents(path: Path, body: bytes, problems: list[str]) -> Iterator[tuple[str, Any]]:

@@ -93,12 +93,12 @@ def one_line(text: str, limit: int = _TEXT) -> str:
 
 def _grow(tree: Tree, steps: Sequence[Step], spans: Sequence[Span], limit: int) -> None:
     parents = _parents(steps, spans)
-    inner = {id(parent) for parent in parents if parent is not None}
+    inner = {span.parent_id for span in spans}
     shown: dict[int, Tree] = {}
     lines = 0
     for index, (step, parent) in enumerate(zip(steps, parents, strict=True)):
         branch = tree if parent is None else shown[id(parent)]
-        if step.kind == "other" and id(step) in inner and not step.failed and not _is_ours(step.span):
+        if step.kind == "other" and step.span.span_id in inner and not step.failed and not _is_ours(step.span):
             shown[id(step)] = branch  # a wrapper: what it holds says more
             continue
         if lines == limit:
