@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from agentlightning.runner.agent import prompt_rollout as prompt_rollout
     from agentlightning.runner.agent import rollout as rollout
     from agentlightning.runner.clients import openai_client as openai_client
+    from agentlightning.runner.command import CommandOutput as CommandOutput
+    from agentlightning.runner.command import command as command
     from agentlightning.runner.hooks import Hook as Hook
     from agentlightning.runner.runner import Runner as Runner
     from agentlightning.store.base import LightningStore as LightningStore
@@ -62,6 +64,7 @@ _HOMES = {
     "agentlightning.learner.base": ("AdamW",),
     "agentlightning.runner.agent": ("LitAgent", "RolloutRawResult", "llm_rollout", "prompt_rollout", "rollout"),
     "agentlightning.runner.clients": ("openai_client",),
+    "agentlightning.runner.command": ("CommandOutput", "command"),
     "agentlightning.runner.hooks": ("Hook",),
     "agentlightning.runner.runner": ("Runner",),
     "agentlightning.store.base": ("LightningStore",),

@@ -9,13 +9,32 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import yaml
 
-from agentlightning.data.references import is_reference
+from agentlightning.data.references import is_reference, load_reference
 from agentlightning.errors import ConfigError, nearest
+from agentlightning.runner.command import CommandAgent, RewardSource, command
+
+
+class CommandConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An agent that is a program; the fields are those of `agentlightning.command`. `grader` is a command, or a
+    reference to a function. In a run file `cwd` is the file's folder unless it says otherwise."""
+
+    command: str
+    reward: RewardSource = "auto"
+    grader: str | None = None
+    env: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+    cwd: str | None = None
+
+    def load(self) -> CommandAgent:
+        """The agent. ConfigError where it cannot be one, such as for a grader that cannot be loaded."""
+        grader: Any = self.grader
+        if self.grader is not None and _is_word(self.grader) and is_reference(self.grader):
+            grader = load_reference(self.grader)
+        return command(self.command, reward=self.reward, grader=grader, env=self.env, cwd=self.cwd)
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +42,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     algorithm's own fields (a run file may give the bare name), `optimizer` those of AdamW. Paths in a run file are
     relative to it, paths in flags to the current directory."""
 
-    agent: str
+    agent: str | CommandConfig
     model: str
     model_name: str = "policy"
     train_dataset: Any
@@ -122,9 +141,25 @@ def _read_run_file(path: Path) -> dict[str, Any]:
     for key in _PATHS:
         if key in values:
             values[key] = _beside(path, values[key], must_exist=key == "model")
-    if isinstance(values.get("agent"), str):
-        values["agent"] = _beside(path, values["agent"])
+    agent = values.get("agent")
+    if isinstance(agent, str):
+        values["agent"] = _beside(path, agent)
+    elif isinstance(agent, dict):
+        values["agent"] = _command_beside(path, cast("dict[str, Any]", agent))
     return values
+
+
+def _command_beside(path: Path, agent: dict[str, Any]) -> dict[str, Any]:
+    """A command runs in the run file's folder, and its grader, if it is a reference, is looked up there."""
+    seen = {**agent, "cwd": _beside(path, agent.get("cwd") or ".")}
+    grader = agent.get("grader")
+    if isinstance(grader, str) and _is_word(grader) and is_reference(grader):
+        seen["grader"] = _beside(path, grader)
+    return seen
+
+
+def _is_word(text: str) -> bool:
+    return len(text.split()) == 1
 
 
 def _beside(run_file: Path, value: Any, must_exist: bool = False) -> Any:

@@ -85,7 +85,7 @@ def train(run_file: Path | None, assignments: tuple[str, ...], as_json: bool, st
     console = Console(stderr=as_json)
     with LiveProgress(console, steps=getattr(algorithm, "steps", None), time_limit=config.time_limit) as progress:
         trainer = Trainer(algorithm=algorithm, optimizer=optimizer, progress=progress, **passed)
-        agent = load_reference(config.agent)
+        agent = load_reference(config.agent) if isinstance(config.agent, str) else config.agent.load()
         result = trainer.fit(agent, config.train_dataset, config.val_dataset, resume=config.resume)
     _show_fit(console, result)
     if as_json:
