@@ -17,7 +17,7 @@ _NUMBER = re.compile(
     rf"""(?<![\w.])(?P<sign>[-+]?)\s?[$€£]?(?P<inner_sign>-?)
     (?:(?P<whole>\d+)[ ](?=\d+/\d))?                     # of a mixed number: 1 1/2
     (?P<number>(?:{_PLAIN})(?:e[-+]?\d+)?)
-    (?:\s?/\s?(?P<below>{_PLAIN})(?!\s?/))?
+    (?:\s?/\s?(?P<below>{_PLAIN}))?
     \s?(?P<percent>\\?%)?""",
     re.VERBOSE | re.IGNORECASE,
 )
@@ -30,7 +30,8 @@ def extract_number(text: str) -> float | None:
 
     `"so it costs $1,234.50."` → 1234.5; `"\boxed{\frac{3}{4}}"` → 0.75; `"12%"` → 0.12"""
     boxed = _BOXED.findall(text)
-    text = _FRACTION.sub(r" \1/\2", boxed[-1] if boxed else text).replace("−", "-").replace("\\$", "$")
+    text = _FRACTION.sub(r" \1/\2", (boxed[-1] if boxed else text).replace("{,}", ","))
+    text = text.replace("−", "-").replace("\\$", "$")
     found = list(_NUMBER.finditer(text))
     return _value(found[-1]) if found else None
 

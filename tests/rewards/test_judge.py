@@ -1,0 +1,181 @@
+"""A judge is a model that scores; it is never trained, and what it costs is recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from agentlightning import rewards, semconv
+from agentlightning.data.transitions import trace_rollout
+from agentlightning.errors import BackendError, ConfigError
+from agentlightning.gateway.backends.http import HttpBackend
+from agentlightning.gateway.models import ModelEntry
+from agentlightning.rewards import judge as judge_module
+from agentlightning.tracing.context import AttemptTracer, bind, recording
+from agentlightning.types import LLM, PromptTemplate
+from tests.gateway.world import World, world
+
+pytestmark = pytest.mark.anyio
+VALUES = {"question": "1+1?", "reference": "2", "answer": "{two}"}
+
+
+class JudgingServer:
+    """Says what it is told to, call by call, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.answers: list[str | int] = ["Score: 7"]  # a text, or a status
+        self.asked: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.asked.append(await request.json())
+        self.keys.append(request.headers.get("Authorization"))
+        said = self.answers[min(len(self.asked), len(self.answers)) - 1]
+        if isinstance(said, int):
+            return web.json_response({"error": {"message": "not now"}}, status=said)
+        return web.json_response(
+            {
+                "id": "chatcmpl-1",
+                "object": "chat.completion",
+                "created": 1,
+                "model": "judge-2026",
+                "choices": [{"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}],
+                "usage": {"prompt_tokens": 30, "completion_tokens": 4, "total_tokens": 34},
+            }
+        )
+
+
+@pytest.fixture
+async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[JudgingServer]:
+    monkeypatch.setattr(judge_module, "WAITS", (0.01, 0.01))
+    judging = JudgingServer()
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", judging.answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    judging.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    yield judging
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def behind_gateway(tmp_path: Path, server: JudgingServer) -> AsyncIterator[World]:
+    """A gateway with a policy, and with the judging server as a frozen model called `judge`."""
+    async with world(tmp_path) as built:
+        backend = HttpBackend(server.url, kind="openai")
+        built.gateway.models.put(ModelEntry("judge", backend, trainable=False, train=None, val=None))
+        yield built
+        await backend.close()
+
+
+async def test_the_score_is_read_and_scaled(server: JudgingServer) -> None:
+    llm = LLM(endpoint=server.url, model="judge", api_key="secret", sampling_parameters={"temperature": 0})
+    assert await rewards.LLMJudge(llm).score(**VALUES) == 0.7
+    asked = server.asked[0]
+    assert (asked["model"], asked["temperature"], server.keys[0]) == ("judge", 0, "Bearer secret")
+    assert "N from 0 to 10" in asked["messages"][0]["content"]
+    assert asked["messages"][1]["content"].endswith("Answer to be judged:\n{two}")
+
+
+async def test_the_template_and_the_scale_are_the_users(server: JudgingServer) -> None:
+    server.answers = ["I would say score 1, no: **Score:** 4"]
+    template = PromptTemplate(template="Is {{ x }} kind?", engine="jinja")
+    judge = rewards.LLMJudge(LLM(endpoint=server.url, model="judge"), template, worst=1, best=5)
+    assert await judge.score(x="this") == 0.75
+    assert server.asked[0]["messages"][1]["content"] == "Is this kind?"
+    assert server.keys == [None]
+    with pytest.raises(ConfigError, match="cannot fill"):
+        await judge.score(y="this")
+
+
+@pytest.mark.parametrize("said", ["Good!", "Score: 11", "Score: -1", ""])
+async def test_an_answer_without_a_score_is_the_judges_failure(server: JudgingServer, said: str) -> None:
+    server.answers = [said]
+    with pytest.raises(BackendError, match="gave no score from 0 to 10"):
+        await rewards.LLMJudge(LLM(endpoint=server.url, model="judge")).score(**VALUES)
+
+
+async def test_a_judge_that_is_busy_is_asked_again_and_one_that_refuses_is_not(server: JudgingServer) -> None:
+    judge = rewards.LLMJudge(LLM(endpoint=server.url, model="judge"))
+    server.answers = [429, 503, "Score: 10"]
+    assert await judge.score(**VALUES) == 1.0
+    server.answers, server.asked = [401], []
+    with pytest.raises(BackendError, match=r"answered 401.*not now"):
+        await judge.score(**VALUES)
+    assert len(server.asked) == 1
+
+
+async def test_a_judge_nobody_serves_is_named(server: JudgingServer) -> None:
+    with pytest.raises(BackendError, match=r"127.0.0.1:1/v1/chat/completions cannot be reached"):
+        await rewards.LLMJudge(LLM(endpoint="http://127.0.0.1:1/v1", model="judge")).score(**VALUES)
+
+
+async def test_outside_the_gateway_the_judge_records_its_cost_itself(server: JudgingServer) -> None:
+    with recording() as tracer:
+        await rewards.LLMJudge(LLM(endpoint=server.url, model="judge")).score(**VALUES)
+    (span,) = tracer.get_last_trace()
+    assert span.name == "agentlightning.operation"
+    assert span.attributes["agentlightning.operation.name"] == "judge"
+    assert (span.attributes[semconv.GEN_AI_INPUT_TOKENS], span.attributes[semconv.GEN_AI_OUTPUT_TOKENS]) == (30, 4)
+    assert span.attributes[semconv.GEN_AI_RESPONSE_MODEL] == "judge-2026"
+    assert json.loads(str(span.attributes[semconv.OPERATION_OUTPUT])) == {"answer": "Score: 7", "score": 0.7}
+
+
+async def test_code_that_is_not_async_can_ask_too(server: JudgingServer) -> None:
+    judge = rewards.LLMJudge(LLM(endpoint=server.url, model="judge"))
+    with recording() as tracer:
+        assert await asyncio.to_thread(judge.score_sync, **VALUES) == 0.7
+    assert len(tracer.get_last_trace()) == 1
+    with pytest.raises(ConfigError, match=r"await judge.score"):
+        judge.score_sync(**VALUES)
+
+
+async def test_a_judge_behind_the_gateway_is_counted_once_and_never_trained(
+    behind_gateway: World, server: JudgingServer
+) -> None:
+    attempted = await behind_gateway.attempt()
+    url = f"{behind_gateway.url}/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}/v1"
+    tracer = AttemptTracer(attempted.rollout_id, attempted.attempt.attempt_id)
+    with bind(tracer):
+        judge = rewards.LLMJudge(LLM(endpoint=url, model="judge", api_key=attempted.api_key))
+        assert await judge.score(**VALUES) == 0.7
+    (own,) = tracer.get_last_trace()
+    assert semconv.GEN_AI_INPUT_TOKENS not in own.attributes
+    (call,) = await behind_gateway.spans(attempted)
+    assert call.attributes[semconv.GEN_AI_INPUT_TOKENS] == 30
+    assert call.attributes[semconv.CALL_TRAINABLE] is False
+
+
+async def test_a_judge_that_nobody_registered_is_not_replaced_by_the_policy(behind_gateway: World) -> None:
+    attempted = await behind_gateway.attempt()
+    url = f"{behind_gateway.url}/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}/v1"
+    with bind(AttemptTracer(attempted.rollout_id, attempted.attempt.attempt_id)):
+        judge = rewards.LLMJudge(LLM(endpoint=url, model="jugde", api_key=attempted.api_key))
+        with pytest.raises(ConfigError, match=r"called 'jugde'; 'policy' answered"):
+            await judge.score(**VALUES)
+
+
+async def test_a_call_of_the_policy_that_says_it_is_frozen_is_sampled_as_asked_and_not_trained(
+    behind_gateway: World,
+) -> None:
+    attempted = await behind_gateway.attempt()
+    client = behind_gateway.client(attempted)
+    ask: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+    await client.chat.completions.create(**ask, temperature=0.5, extra_headers={semconv.FROZEN_HEADER: "true"})
+    await client.chat.completions.create(**ask, temperature=0.5)
+    frozen, trained = await behind_gateway.spans(attempted)
+    assert frozen.attributes[semconv.GEN_AI_TEMPERATURE] == 0.5
+    assert trained.attributes[semconv.GEN_AI_TEMPERATURE] == 0.0
+    rollout = await behind_gateway.store.get_rollout_by_id(attempted.rollout_id)
+    assert rollout is not None
+    traced = trace_rollout(rollout, [frozen, trained])
+    assert [transition.span_id for transition in traced.transitions] == [trained.span_id]
+    assert traced.excluded == {"frozen model": 1}

@@ -1,0 +1,91 @@
+"""Queries are as good as what they return, and the predicted one can do no harm."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+
+from agentlightning import rewards
+from agentlightning.errors import ConfigError, InvalidError
+
+GOLD = "SELECT name, age FROM people"
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    path = tmp_path / "a folder?#%" / "people.sqlite"
+    path.parent.mkdir()
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE people (name TEXT, age INTEGER, weight REAL)")
+    connection.executemany("INSERT INTO people VALUES (?, ?, ?)", [("Ann", 3, 0.1), ("Bo", 5, 0.2), ("Ann", 3, None)])
+    connection.commit()
+    connection.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("prediction", "gold", "equal"),
+    [
+        ("select age as a, name from people", "SELECT age, name FROM people", 1.0),
+        ("SELECT age, name FROM people", GOLD, 0.0),  # the order of columns matters
+        (f"{GOLD} ORDER BY age DESC", GOLD, 1.0),  # the order of rows does not, unless asked for
+        (f"{GOLD} ORDER BY age DESC", f"{GOLD} ORDER BY age", 0.0),
+        (f"{GOLD} ORDER BY name", f"{GOLD} ORDER BY age", 1.0),
+        ("SELECT DISTINCT name, age FROM people", GOLD, 0.0),  # how often a row occurs matters
+        (f"{GOLD} ORDER BY age DESC", "SELECT * FROM (SELECT name, age FROM people ORDER BY age)", 1.0),
+        ("SELECT 3.0", "SELECT MIN(age) FROM people", 1.0),
+        ("SELECT 0.30000000000000004", "SELECT 0.3", 1.0),
+        ("SELECT weight FROM people", "SELECT weight FROM people WHERE weight IS NOT NULL", 0.0),
+        ("WITH p AS (SELECT * FROM people) SELECT name, age FROM p; -- done", GOLD, 1.0),
+        ("SELECT name FROM people WHERE age > 99", "SELECT age FROM people WHERE age < 0", 1.0),
+    ],
+)
+def test_what_equal_means(database: Path, prediction: str, gold: str, equal: float) -> None:
+    assert rewards.sql_result_equal(prediction, gold, database) == equal
+
+
+@pytest.mark.parametrize(
+    "prediction",
+    [
+        "",
+        "nonsense",
+        "SELECT nobody FROM people",
+        f"{GOLD}; SELECT 1",
+        "DELETE FROM people",
+        "DROP TABLE people",
+        "PRAGMA user_version",
+        "ATTACH 'other.sqlite' AS other",
+        "SELECT hex(zeroblob(900000000))",
+        "SELECT 1 \x00",
+        "SELECT '\ud800'",
+        "SELECT CAST(x'ff' AS TEXT)",
+    ],
+)
+def test_a_prediction_that_fails_or_is_no_query_is_worth_nothing(database: Path, prediction: str) -> None:
+    before = database.read_bytes()
+    assert rewards.sql_result_equal(prediction, GOLD, database) == 0.0
+    assert database.read_bytes() == before
+    assert list(database.parent.iterdir()) == [database]
+
+
+def test_an_endless_prediction_is_stopped(database: Path) -> None:
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n"
+    started = time.monotonic()
+    assert rewards.sql_result_equal(endless, GOLD, database, timeout=0.1) == 0.0
+    assert time.monotonic() - started < 5
+
+
+def test_too_many_rows_are_not_compared(database: Path) -> None:
+    assert rewards.sql_result_equal(f"{GOLD} UNION ALL {GOLD}", GOLD, database, row_limit=3) == 0.0
+
+
+def test_a_right_query_that_fails_is_an_error_of_the_data(database: Path) -> None:
+    with pytest.raises(InvalidError, match="no such column: nobody"):
+        rewards.sql_result_equal(GOLD, "SELECT nobody FROM people", database)
+    with pytest.raises(InvalidError, match="more than 2 rows"):
+        rewards.sql_result_equal(GOLD, GOLD, database, row_limit=2)
+    with pytest.raises(ConfigError, match="no database"):
+        rewards.sql_result_equal(GOLD, GOLD, database.parent / "absent.sqlite")
