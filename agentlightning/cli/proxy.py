@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from agentlightning.cli.backends import backend_options, open_backend
-from agentlightning.cli.serving import KEY_HELP, address_options, until_stopped
+from agentlightning.cli.serving import KEY_HELP, address_options, forwarding_options, until_stopped
 
 if TYPE_CHECKING:
     from agentlightning.gateway.backends.http import Kind
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
               help="Where calls are recorded: an SQLite file, created if there is none, or postgresql://…")  # fmt: skip
 @address_options(8124)
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help=KEY_HELP)
-def proxy(
-    backend: str, kind: Kind | None, backend_key: str | None, address: str, host: str, port: int, key: str | None
-) -> None:
+@forwarding_options
+def proxy(backend: str, kind: Kind | None, backend_key: str | None, address: str, **others: Any) -> None:
     """Pass an agent's calls on to a server, and record them.
 
     Nothing is changed on the way, and recording never delays an answer. From vLLM the exact token ids are recorded too.
@@ -33,7 +32,7 @@ def proxy(
     from agentlightning.server.service import ServerSettings
 
     configure_logging("text")
-    settings = ServerSettings(store=address, host=host, port=port, key=key, record="queue")
+    settings = ServerSettings(store=address, record="queue", **others)
     run_on_fastest_loop(_proxy(backend, kind, backend_key, settings))
 
 

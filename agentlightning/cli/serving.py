@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import re
 import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
 import msgspec
@@ -17,8 +18,10 @@ from agentlightning.cli.durations import Duration
 from agentlightning.gateway.attribution import api_key_of
 
 if TYPE_CHECKING:
+    from agentlightning.runner.command import RewardSource
     from agentlightning.server.service import ServerSettings
 
+_HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 FILE = click.Path(dir_okay=False, path_type=Path)
 KEY_HELP = "Key that callers must present; needed to listen anywhere but on this machine."
 
@@ -52,6 +55,29 @@ def address_options(port: int) -> Callable[[Callable[..., Any]], Callable[..., A
         return click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")(command)
 
     return add
+
+
+class Header(click.ParamType[tuple[str, str]]):
+    """`"name=value"` → its two parts. A usage error for what cannot be an HTTP header."""
+
+    name = "header"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        name, separator, content = str(value).partition("=")
+        if not separator or not _HEADER_NAME.fullmatch(name) or not content.isprintable():
+            self.fail("a header is written NAME=VALUE, such as authorization='Bearer KEY'", param, ctx)
+        return name, content
+
+
+def forwarding_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    command = click.option(
+        "--otlp-forward-header", "otlp_forward_headers", type=Header(), multiple=True, metavar="NAME=VALUE",
+        help="Header for that collector, such as its key; may be given again.",
+    )(command)  # fmt: skip
+    return click.option(
+        "--otlp-forward", metavar="URL",
+        help="Send on what is stored, without token ids, to an OpenTelemetry collector (OTLP over HTTP).",
+    )(command)  # fmt: skip
 
 
 @click.command()
@@ -137,6 +163,7 @@ async def _serve(
 @click.option("--access-log", is_flag=True, help="Log a line for every request.")
 @click.option("--otlp-grpc-port", type=click.IntRange(0, 65535), metavar="PORT",
               help="Take OpenTelemetry spans over gRPC at this port too (usually 4317).")  # fmt: skip
+@forwarding_options
 @click.option("--capture", type=click.Choice(["full", "tokens", "off"]), default="full", show_default=True,
               help="What of LLM calls and spans is kept: all, token ids without any text, or neither.")  # fmt: skip
 @click.option("--redact", metavar="FILE.py:NAME", help="Function that sees each span before it is written.")
@@ -184,7 +211,11 @@ async def _server(settings: ServerSettings) -> None:
 
 
 @click.command()
-@click.argument("agent", metavar="FILE.py:NAME")
+@click.argument("agent", metavar="[FILE.py:NAME]", required=False)
+@click.option("--command", metavar="LINE", help="Run this program instead: 'python my_agent.py --task {task}'.")
+@click.option("--reward", type=click.Choice(["auto", "stdout", "file", "url"]), default="auto", show_default=True,
+              help="Where the reward of --command is: its last line, $AGL_REWARD_FILE, $AGL_REWARD_URL.")  # fmt: skip
+@click.option("--grader", metavar="LINE|FILE.py:NAME", help="What grades --command, a program or a function.")
 @click.option("--server", metavar="URL", required=True, help="The `agl server` to lease rollouts from.")
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
 @click.option("--project", metavar="NAME", help="Lease only rollouts of this project.")
@@ -193,28 +224,45 @@ async def _server(settings: ServerSettings) -> None:
               help="Collect what OpenTelemetry's SDK traces (auto: where it is installed), or not.")  # fmt: skip
 @click.option("--settle", "settle_seconds", type=Duration(zero=True), metavar="2s", default="0s", show_default=True,
               help="End an attempt when no span has come for so long: for agents that export them.")  # fmt: skip
-def runner(agent: str, server: str, key: str | None, **options: Any) -> None:
-    """Lease rollouts from a server and run AGENT on them, until stopped.
+def runner(
+    agent: str | None,
+    command: str | None,
+    reward: RewardSource,
+    grader: str | None,
+    server: str,
+    key: str | None,
+    **options: Any,
+) -> None:
+    """Lease rollouts from a server and run an agent on them, a Python object or a --command, until stopped.
 
     The first Ctrl-C (or SIGTERM) lets the rollouts at hand finish; the second hands them back to be retried."""
+    from agentlightning.cli.config import CommandConfig
+    from agentlightning.data.references import load_reference
+
+    if (agent is None) == (command is None):
+        raise click.UsageError("give either FILE.py:NAME or --command, the agent to run")
+    if command is None and (grader is not None or reward != "auto"):
+        raise click.UsageError("--reward and --grader are for --command; a Python agent returns its reward")
+    if command is None:
+        loaded = load_reference(agent or "")
+    else:
+        loaded = CommandConfig(command=command, reward=reward, grader=grader).load()
     try:
-        asyncio.run(_runner(agent, server, key, **options))
+        asyncio.run(_runner(loaded, agent or f"`{command}`", server, key, **options))
     except asyncio.CancelledError:
         raise click.Abort from None
 
 
-async def _runner(agent: str, url: str, key: str | None, concurrency: int, **options: Any) -> None:
-    from agentlightning.data.references import load_reference
+async def _runner(agent: Any, name: str, url: str, key: str | None, concurrency: int, **options: Any) -> None:
     from agentlightning.runner.runner import Runner
     from agentlightning.store.client import LightningStoreClient
 
-    loaded = load_reference(agent)
     store = LightningStoreClient(url, api_key=key)
     try:
-        working = Runner(store, loaded, concurrency=concurrency, **options)
+        working = Runner(store, agent, concurrency=concurrency, **options)
         task = asyncio.current_task()
         assert task is not None
-        click.echo(f"{working.worker_id} runs {agent} for {url}, up to {concurrency} at once", err=True)
+        click.echo(f"{working.worker_id} runs {name} for {url}, up to {concurrency} at once", err=True)
         with _on_signal(working.stop, then=task.cancel):
             await working.run()
     finally:

@@ -6,10 +6,11 @@ This module wires routes and turns typed errors into answers. It does not open s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -50,6 +51,7 @@ def create_app(
     rate_limit: float | None = None,
     access_log: bool = False,
     longest_poll: float = LONGEST_POLL,
+    collectors: Sequence[Collector] = (),
 ) -> Starlette:
     """The application: `/health`, `/ready`, `/metrics`, `/docs`, the REST interface of an open `store`, its events and
     the gateway's model table under `/api/v1` (without a store there is none of these), and the gateway's own routes as
@@ -58,7 +60,7 @@ def create_app(
     With an `admin_key` the interface needs it; without one `HttpServer` serves on loopback only. A request body above
     `body_limit` bytes is refused, and so is a caller who makes more than `rate_limit` requests a second. A call that
     waits is answered after `longest_poll` seconds, for its caller to ask again. With `access_log` each request leaves a
-    line in the log. Closing the store stays with the caller."""
+    line in the log. `collectors` bring counts of their own to `/metrics`. Closing the store stays with the caller."""
     if admin_key is not None and len(admin_key) < 8:
         raise ConfigError("the admin key is shorter than 8 characters; choose one that cannot be guessed")
 
@@ -71,8 +73,8 @@ def create_app(
         own = gateway.routes()
         parts.innermost.append(Middleware(Shortcut, routes=own))
         routes.extend(own)
-    collectors = [] if gateway is None else [GatewayMetrics(gateway)]
-    metrics = ServerMetrics(store, parts.access, parts.gauges, collectors)
+    counts = [*collectors, *([] if gateway is None else [GatewayMetrics(gateway)])]
+    metrics = ServerMetrics(store, parts.access, parts.gauges, counts)
     routes.append(metrics.route())
     routes += documentation_routes(
         with_store=store is not None, with_gateway=gateway is not None, protected=admin_key is not None

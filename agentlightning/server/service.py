@@ -17,8 +17,9 @@ from typing import Literal
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
-from agentlightning.server.access import Access
+from agentlightning.server.access import Access, is_loopback
 from agentlightning.server.app import BODY_LIMIT, create_app
+from agentlightning.server.forwarding import Forwarder
 from agentlightning.server.retaining import retain
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.redaction import Capture, redaction
@@ -31,7 +32,8 @@ from agentlightning.store.sqlite import Synchronous
 class ServerSettings:
     """What a server is told. `store` is a path or a `postgresql://` URL. What ended more than `retain_seconds` ago is
     removed, down to its rewards with `retain_rewards`. `hook` sees every span before it is written. `models` are there
-    from the beginning; with `record="queue"` no call waits for the store (see `Gateway`)."""
+    from the beginning; with `record="queue"` no call waits for the store (see `Gateway`).
+    What is stored goes on to the collector at `otlp_forward`."""
 
     store: str
     synchronous: Synchronous = "FULL"
@@ -50,6 +52,8 @@ class ServerSettings:
     retain_rewards: bool = False
     models: tuple[ModelEntry, ...] = ()
     record: Literal["commit", "queue"] = "commit"
+    otlp_forward: str | None = None
+    otlp_forward_headers: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,15 @@ async def running_server(settings: ServerSettings) -> AsyncGenerator[Running]:
     # Requests leave next to no cycles, and looking for them at Python's usual pace takes a tenth of a server's time.
     gc.set_threshold(20_000, 50, 100)
     async with AsyncExitStack() as stack:
+        forwarder = _forwarder(settings)
+        if forwarder is not None:
+            forwarder.start()
+            stack.push_async_callback(forwarder.close)  # after all that may still store something
         store = await SqlStore.open(
-            settings.store, synchronous=settings.synchronous, redact=redaction(settings.capture, settings.hook)
+            settings.store,
+            synchronous=settings.synchronous,
+            redact=redaction(settings.capture, settings.hook),
+            stored=None if forwarder is None else forwarder.take,
         )
         stack.push_async_callback(store.close)
         gateway = Gateway(
@@ -87,6 +98,7 @@ async def running_server(settings: ServerSettings) -> AsyncGenerator[Running]:
             body_limit=settings.body_limit,
             rate_limit=settings.rate_limit,
             access_log=settings.access_log,
+            collectors=[] if forwarder is None else [forwarder],
         )
         http = HttpServer(
             app, host=settings.host, port=settings.port, tls_cert=settings.tls_cert, tls_key=settings.tls_key
@@ -99,6 +111,20 @@ async def running_server(settings: ServerSettings) -> AsyncGenerator[Running]:
             work = retain(store, settings.retain_seconds, keep_rewards=settings.retain_rewards)
             stack.push_async_callback(_cancel, asyncio.create_task(work, name="retention"))
         yield Running(http.url, otlp_grpc, gateway)
+
+
+def _forwarder(settings: ServerSettings) -> Forwarder | None:
+    """ConfigError for a server that would send its spans to itself, and again, and for headers to nowhere."""
+    if settings.otlp_forward is None:
+        if settings.otlp_forward_headers:
+            raise ConfigError("--otlp-forward-header is for the collector at --otlp-forward; give that too")
+        return None
+    forwarder = Forwarder(settings.otlp_forward, dict(settings.otlp_forward_headers))
+    url = forwarder.url
+    same_host = url.host == settings.host or (is_loopback(url.host) and is_loopback(settings.host))
+    if same_host and url.port == settings.port:
+        raise ConfigError(f"{url} is this server itself; give the address of another collector to forward spans to")
+    return forwarder
 
 
 async def _serve_otlp_grpc(settings: ServerSettings, port: int, store: SqlStore, stack: AsyncExitStack) -> str:

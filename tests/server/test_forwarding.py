@@ -1,0 +1,331 @@
+"""What a server stores goes on to a collector of the user's own, and costs the store nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from click.testing import CliRunner
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+
+from agentlightning.cli.serving import server
+from agentlightning.errors import ConfigError
+from agentlightning.gateway.models import ModelEntry
+from agentlightning.semconv import ATTEMPT_ID, GEN_AI_INPUT_TOKENS, GEN_AI_OUTPUT_TOKENS
+from agentlightning.server import forwarding
+from agentlightning.server.forwarding import Forwarder
+from agentlightning.server.service import Running, ServerSettings, running_server
+from agentlightning.store.client import LightningStoreClient
+from agentlightning.tracing.otlp import PROTOBUF, decode_traces
+from agentlightning.types import AttemptedRollout, SampledChoice, Span, TokenCapture
+from tests.gateway.world import GREEDY, talking
+from tests.server.conftest import until
+from tests.server.exporters import export, key_of
+
+pytestmark = pytest.mark.anyio
+
+
+class CollectorStandIn:
+    """Takes OTLP over HTTP as collectors do; `answers` are what it says, one after the other, then 200."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.spans: list[Span] = []
+        self.headers: list[Any] = []
+        self.answers: list[web.Response] = []
+        self.awake = asyncio.Event()
+        self.awake.set()
+        self._changed = asyncio.Event()
+
+    async def take(self, request: web.Request) -> web.Response:
+        body = await request.read()  # aiohttp inflates it
+        await self.awake.wait()
+        self.headers.append(request.headers)
+        answer = self.answers.pop(0) if self.answers else web.Response(content_type=PROTOBUF)
+        if answer.status == 200:
+            self.spans += decode_traces(body, request.headers["content-type"])
+        self._changed.set()
+        return answer
+
+    async def until(self, spans: int = 0, requests: int = 0) -> None:
+        async with asyncio.timeout(20):
+            while len(self.spans) < spans or len(self.headers) < requests:
+                self._changed.clear()
+                await self._changed.wait()
+
+
+@asynccontextmanager
+async def collecting(port: int = 0) -> AsyncIterator[CollectorStandIn]:
+    collector = CollectorStandIn()
+    application = web.Application(client_max_size=100_000_000)
+    application.router.add_post("/v1/traces", collector.take)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    collector.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield collector
+    finally:
+        collector.awake.set()
+        await runner.cleanup()
+
+
+@pytest.fixture
+async def collector(anyio_backend) -> AsyncIterator[CollectorStandIn]:
+    async with collecting() as running:
+        yield running
+
+
+@asynccontextmanager
+async def forwarding_server(
+    collector: CollectorStandIn, **settings: Any
+) -> AsyncIterator[tuple[Running, LightningStoreClient, AttemptedRollout]]:
+    async with running_server(ServerSettings(":memory:", otlp_forward=collector.url, **settings)) as running:
+        store = LightningStoreClient(running.url)
+        yield running, store, await store.start_rollout("task")
+        await store.close()
+
+
+def span(attempted: AttemptedRollout | None = None, number: int = 1, **fields: Any) -> Span:
+    rollout_id, attempt_id = (attempted.rollout_id, attempted.attempt.attempt_id) if attempted else ("r", "a")
+    return Span(
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        sequence_id=0,
+        trace_id="a" * 32,
+        span_id=f"{number:016x}",
+        name="tool",
+        start_time=1.5,
+        end_time=2.5,
+        **fields,
+    )
+
+
+# --- what is forwarded -------------------------------------------------------------------------------------------
+
+
+async def test_spans_of_every_way_in_reach_the_collector(collector):
+    async with (
+        talking() as (backend, _),
+        forwarding_server(collector, models=(ModelEntry("policy", backend, train=GREEDY),)) as (running, store, mine),
+    ):
+        await store.add_span(span(mine, attributes={"city": "Köln"}))
+        exporter = OTLPSpanExporter(f"{running.url}/v1/traces", headers=key_of(mine))
+        await asyncio.to_thread(export, exporter, {"service.name": "travel"})
+        path = f"{running.url}/rollout/{mine.rollout_id}/attempt/{mine.attempt.attempt_id}/v1/chat/completions"
+        request = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+        async with aiohttp.ClientSession() as http, http.post(path, json=request) as answer:
+            assert answer.status == 200, await answer.text()
+        await collector.until(spans=4)
+        stored = {one.span_id: one for one in await store.query_spans(mine.rollout_id)}
+    assert {one.span_id for one in collector.spans} == set(stored)
+    for one in collector.spans:
+        assert one.resource[ATTEMPT_ID] == mine.attempt.attempt_id
+        kept = stored[one.span_id]
+        assert (one.name, one.parent_id, one.start_time) == (kept.name, kept.parent_id, kept.start_time)
+    services = {one.name: one.resource["service.name"] for one in collector.spans}
+    assert (services["plan"], services["tool"]) == ("travel", "agentlightning")
+
+
+async def test_token_ids_stay_and_their_counts_go(collector):
+    choice = SampledChoice(token_ids=(7, 8), logprobs=(-0.1, -0.2), finish_reason="stop")
+    tokens = TokenCapture(prompt_token_ids=(1, 2, 3), choices=(choice, choice))
+    async with forwarding_server(collector) as (_, store, mine):
+        await store.add_span(span(mine, tokens=tokens))
+    (call,) = collector.spans
+    assert call.tokens is None
+    assert (call.attributes[GEN_AI_INPUT_TOKENS], call.attributes[GEN_AI_OUTPUT_TOKENS]) == (3, 4)
+
+
+async def test_what_is_kept_out_of_the_store_is_not_forwarded_either(collector):
+    secret = "sk-proj-" + "a1B2" * 12
+
+    def drop_private(one: Span) -> Span | None:
+        return None if one.attributes.get("private") else one
+
+    async with forwarding_server(collector, hook=drop_private) as (_, store, mine):
+        await store.add_many_spans(
+            [span(mine, 1, attributes={"key": secret}), span(mine, 2, attributes={"private": True})]
+        )
+    (forwarded,) = collector.spans
+    assert secret not in str(forwarded)
+
+
+async def test_headers_go_to_the_collector_alone_also_where_it_points_elsewhere(collector):
+    async with collecting() as other:
+        collector.answers = [web.Response(status=307, headers={"location": f"{other.url}/v1/traces"})]
+        headers = (("authorization", "Bearer k"),)
+        async with forwarding_server(collector, otlp_forward_headers=headers) as (_, store, mine):
+            await store.add_span(span(mine))
+        assert other.headers == []
+    assert collector.headers[0]["authorization"] == "Bearer k"
+
+
+# --- a collector in trouble --------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def forwarder_to(url: str, **options: Any) -> AsyncIterator[Forwarder]:
+    forwarder = Forwarder(url, linger=0.01, **options)
+    forwarder.start()
+    yield forwarder
+    await forwarder.close()
+
+
+async def test_spans_wait_for_a_collector_that_is_down(unused_port, caplog):
+    async with forwarder_to(f"http://127.0.0.1:{unused_port}") as forwarder:
+        with caplog.at_level(logging.WARNING):
+            forwarder.take([span()])
+
+            async def it_is_said() -> bool:
+                return bool(caplog.records)
+
+            await until(it_is_said)
+        assert forwarder.pending == 1
+        async with collecting(unused_port) as collector:
+            await collector.until(spans=1)
+        assert (forwarder.dropped, len(caplog.records)) == (0, 1)
+
+
+@pytest.fixture
+def unused_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
+async def test_it_tries_again_when_asked_to_and_not_when_refused(collector, caplog):
+    collector.answers = [web.Response(status=503), web.Response(status=429), web.Response(status=500, text="no disk")]
+    async with forwarder_to(collector.url) as forwarder:
+        forwarder.take([span()])
+        await collector.until(requests=3)
+        forwarder.take([span(number=2)])
+        await collector.until(spans=1)
+    assert [one.span_id for one in collector.spans] == [f"{2:016x}"]
+    assert (forwarder.sent, forwarder.dropped) == (1, 1)
+
+
+async def test_what_a_collector_refuses_of_a_batch_is_counted(collector, caplog):
+    answer = ExportTraceServiceResponse()
+    answer.partial_success.rejected_spans = 2
+    answer.partial_success.error_message = "too old"
+    collector.answers = [web.Response(body=answer.SerializeToString(), content_type=PROTOBUF)]
+    async with forwarder_to(collector.url) as forwarder:
+        forwarder.take([span(number=number) for number in range(1, 6)])
+    assert (forwarder.sent, forwarder.dropped) == (3, 2)
+    assert "too old" in caplog.text
+
+
+async def test_a_slow_collector_delays_no_write(collector):
+    collector.awake.clear()
+    async with forwarding_server(collector) as (_, store, mine):
+        began = time.monotonic()
+        for number in range(1, 51):
+            await store.add_span(span(mine, number))
+        assert time.monotonic() - began < 5
+        assert collector.spans == []
+        collector.awake.set()
+    assert len(collector.spans) == 50
+
+
+async def test_a_full_queue_drops_what_comes_and_says_so_once(collector, monkeypatch, caplog):
+    monkeypatch.setattr(forwarding, "QUEUE_BYTES", 10_000)
+    collector.awake.clear()
+    async with forwarder_to(collector.url) as forwarder:
+        for number in range(1, 101):
+            forwarder.take([span(number=number, attributes={"text": "x" * 500})])
+        assert (forwarder.pending, forwarder.dropped) == (10, 90)
+        collector.awake.set()
+    assert (len(collector.spans), forwarder.sent) == (10, 10)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+async def test_large_spans_are_sent_in_requests_a_collector_takes(collector, monkeypatch):
+    monkeypatch.setattr(forwarding, "BATCH_BYTES", 5_000)
+    async with forwarder_to(collector.url) as forwarder:
+        forwarder.take([span(number=number, attributes={"text": "x" * 2_000}) for number in range(1, 5)])
+    assert (len(collector.spans), len(collector.headers)) == (4, 2)
+
+
+# --- the end -----------------------------------------------------------------------------------------------------
+
+
+async def test_what_waits_is_sent_when_the_server_stops(collector):
+    async with forwarding_server(collector) as (_, store, mine):
+        await store.add_many_spans([span(mine, number) for number in range(1, 2001)])
+    assert len({one.span_id for one in collector.spans}) == 2000
+
+
+@pytest.mark.parametrize("trouble", ["down", "hanging"])
+async def test_a_collector_that_does_not_answer_holds_the_end_up_for_a_few_seconds_at_most(
+    trouble, collector, unused_port, monkeypatch, caplog
+):
+    monkeypatch.setattr(forwarding, "CLOSE_SECONDS", 0.3)
+    collector.awake.clear()
+    url = collector.url if trouble == "hanging" else f"http://127.0.0.1:{unused_port}"
+    async with forwarder_to(url) as forwarder:
+        forwarder.take([span()])
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    assert (forwarder.dropped, forwarder.pending) == (1, 0)
+    assert "the server stops" in caplog.text
+
+
+# --- settings and counts -----------------------------------------------------------------------------------------
+
+
+async def test_metrics_count_what_was_sent_and_dropped(collector):
+    collector.answers = [web.Response(status=400)]
+    async with forwarding_server(collector) as (running, store, mine), aiohttp.ClientSession() as http:
+        await store.add_span(span(mine))
+
+        async def it_is_shown() -> bool:
+            async with http.get(f"{running.url}/metrics") as answer:
+                shown = (await answer.text()).splitlines()
+            assert "agl_forward_sent_spans_total 0.0" in shown
+            return {"agl_forward_dropped_spans_total 1.0", "agl_forward_pending_spans 0.0"} <= set(shown)
+
+        await until(it_is_shown)
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ("http://collector:4318", "http://collector:4318/v1/traces"),
+        ("http://collector:4318/", "http://collector:4318/v1/traces"),
+        ("https://host/api/public/otel", "https://host/api/public/otel/v1/traces"),
+        ("https://host/v1/traces", "https://host/v1/traces"),
+    ],
+)
+async def test_the_path_of_the_protocol_is_appended_unless_it_is_there(given, used):
+    assert str(Forwarder(given).url) == used
+
+
+@pytest.mark.parametrize("address", ["collector:4318", "grpc://collector:4317", "http://", ""])
+async def test_what_is_no_address_is_refused(address):
+    with pytest.raises(ConfigError, match="http://localhost:4318"):
+        Forwarder(address)
+
+
+async def test_a_server_does_not_forward_to_itself(unused_port):
+    settings = ServerSettings(":memory:", port=unused_port, otlp_forward=f"http://localhost:{unused_port}")
+    with pytest.raises(ConfigError, match="this server itself"):
+        async with running_server(settings):
+            pass
+
+
+@pytest.mark.parametrize("header", ["authorization", "=x", "a b=c", "a=b\r\nc: d"])
+def test_a_header_that_cannot_be_one_is_refused_on_the_command_line(header):
+    options = ["--otlp-forward", "http://localhost:1", "--otlp-forward-header", header]
+    result = CliRunner().invoke(server, options)
+    assert result.exit_code == 2
+    assert "NAME=VALUE" in result.output
