@@ -1,0 +1,373 @@
+"""Any program is an agent: how it gets its task, how its reward is read, and how it is ended with all it started."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+import agentlightning as agl
+from agentlightning.errors import AgentLightningError, ConfigError, InvalidError
+from agentlightning.runner.command import CommandAgent, CommandFailedError, CommandOutput, command
+from agentlightning.runner.runner import Runner
+from agentlightning.semconv import LOG, LOG_STREAM, LOG_TEXT
+from agentlightning.server.app import create_app
+from agentlightning.server.serve import HttpServer
+from agentlightning.store.client import LightningStoreClient
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import RolloutConfig, Span
+from tests.runner.world import Endpoint, running
+
+pytestmark = pytest.mark.anyio
+
+
+async def run(
+    store: agl.LightningStore, agent: CommandAgent, task: Any = "hi", llm: agl.LLM | None = None
+) -> list[Span]:
+    """The spans of one rollout; raises what failed it."""
+    rollout = await Runner(store, agent).run_one(task, {} if llm is None else {"llm": llm})
+    return await store.query_spans(rollout.rollout_id)
+
+
+def log_of(spans: list[Span], stream: str = "stdout") -> str:
+    return "".join(str(s.attributes[LOG_TEXT]) for s in spans if s.attributes.get(LOG_STREAM) == stream)
+
+
+async def reward(store: agl.LightningStore, line: str, task: Any = "hi", **options: Any) -> float | None:
+    return agl.find_final_reward(await run(store, command(line, **options), task))
+
+
+def script(tmp_path: Path, text: str, name: str = "agent.py") -> str:
+    """The command that runs a Python program."""
+    (tmp_path / name).write_text(text)
+    return f"{sys.executable} {tmp_path / name}"
+
+
+@pytest.fixture
+async def served(store: SqlStore) -> AsyncIterator[LightningStoreClient]:
+    """The store behind a server with an admin key."""
+    async with HttpServer(create_app(store, admin_key="an admin's key")) as server:
+        client = LightningStoreClient(server.url, api_key="an admin's key")
+        yield client
+        await client.close()
+
+
+# --- the task ----------------------------------------------------------------------------------------------------
+
+
+async def test_the_task_is_json_on_stdin(store: SqlStore) -> None:
+    assert log_of(await run(store, command("cat"), {"city": "Köln"})) == '{"city":"Köln"}\n'
+    assert log_of(await run(store, command("cat /dev/stdin"), "hi")) == '"hi"\n'
+
+
+@pytest.mark.parametrize(
+    ("place", "argument"),
+    [
+        ("{task}", '{"q":"it\'s; $(rm) \\"x\\"","n":[1,{"deep":2}]}'),
+        ("{task[q]}", 'it\'s; $(rm) "x"'),
+        ("--q={task.q}", '--q=it\'s; $(rm) "x"'),
+        ("{task.n[1].deep}", "2"),
+        ("{task.n}", '[1,{"deep":2}]'),
+        ('{\\"braces\\":1}', '{"braces":1}'),
+    ],
+)
+async def test_a_place_in_the_command_is_one_argument_whatever_the_task_holds(
+    store: SqlStore, tmp_path: Path, place: str, argument: str
+) -> None:
+    line = script(tmp_path, "import sys, json; print(json.dumps(sys.argv[1:]))")
+    spans = await run(store, command(f"{line} {place}"), {"q": 'it\'s; $(rm) "x"', "n": [1, {"deep": 2}]})
+    assert json.loads(log_of(spans)) == [argument]
+
+
+async def test_a_field_that_the_task_lacks_is_named(store: SqlStore) -> None:
+    with pytest.raises(ConfigError, match=r"\{task\.citty\}.*did you mean 'city'"):
+        await run(store, command("echo {task.citty}"), {"city": "Köln"})
+
+
+@pytest.mark.parametrize("task", ["a\0b", "x" * 3_000_000])
+async def test_a_task_that_is_no_argument_fails_its_attempt_and_not_the_runner(store: SqlStore, task: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be started"):
+        await run(store, command("echo {task}"), task)
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "message"),
+    [
+        ("", {}, "empty"),
+        ("echo 'a", {}, "split"),
+        ("echo a | cat", {}, "no shell runs it"),
+        ("sh -c 'echo {task}'", {}, "run as code"),
+        ("echo", {"reward": "std"}, "did you mean 'stdout'"),
+        ("echo", {"reward": "stdout", "grader": "cat"}, "either the grader's"),
+        ("no-such-program", {}, "not on the PATH"),
+        ("./agent.sh", {"cwd": "/nowhere"}, "no directory"),
+        ("./nothing.sh", {"cwd": "/"}, "not there"),
+        ("./etc/passwd", {"cwd": "/"}, "not executable"),
+    ],
+)
+async def test_a_command_that_cannot_work_is_refused_before_anything_runs(
+    store: SqlStore, line: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Runner(store, command(line, **options))
+
+
+# --- the reward --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("output", "value"),
+    [("thinking\\n0.7\\n\\n", 0.7), ('{"a": 1, "b": 2, "primary_key": "b"}', 2.0), ("-1", -1.0)],
+)
+async def test_the_last_line_of_stdout(store: SqlStore, output: str, value: float) -> None:
+    assert await reward(store, f"printf '{output}'", reward="stdout") == value
+
+
+@pytest.mark.parametrize("output", ["", "done", "NaN", "inf", '{"reward": null}', "\\355\\240\\275", "1.0.", "true"])
+async def test_what_is_no_reward_is_never_taken_for_one(store: SqlStore, output: str) -> None:
+    with pytest.raises(InvalidError, match="the last line of the command's stdout"):
+        await reward(store, f"printf '{output}'", reward="stdout")
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        ("echo 1 > $AGL_REWARD_FILE; echo 0.2", 1.0),
+        ("echo '{\"reward\": 0.3}'", 0.3),
+        ("echo 42", None),  # an answer
+        ("echo '{\"answer\": 42}'", None),
+        ("true", None),
+    ],
+)
+async def test_by_default_only_what_says_that_it_is_a_reward_is_one(
+    store: SqlStore, tmp_path: Path, body: str, value: float | None
+) -> None:
+    (tmp_path / "agent.sh").write_text(body)
+    assert await reward(store, f"sh {tmp_path / 'agent.sh'}") == value
+
+
+@pytest.mark.parametrize(
+    "body", ["true", "touch $AGL_REWARD_FILE", "mkfifo $AGL_REWARD_FILE", "mkdir $AGL_REWARD_FILE"]
+)
+async def test_a_reward_file_that_holds_none(store: SqlStore, body: str) -> None:
+    with pytest.raises(InvalidError, match="AGL_REWARD_FILE"):
+        await reward(store, f"sh -c '{body}'", reward="file")
+
+
+async def test_a_grader_decides_alone(store: SqlStore, tmp_path: Path) -> None:
+    def length(task: dict[str, Any], output: CommandOutput) -> float:
+        return len(output.stdout) + task["n"]
+
+    async def named(task: Any, output: CommandOutput) -> dict[str, float]:
+        return {"reward": 0.5, "short": 1.0}
+
+    line = "sh -c 'echo ${AGL_REWARD_URL-none}${AGL_REWARD_FILE-none}'"
+    assert await reward(store, line, {"n": 1}, grader=length) == 10.0
+    assert await reward(store, line, grader=named) == 0.5
+    grading = "import json, sys; given = json.load(sys.stdin); print(given['task'] + given['stdout'] == 'hi6\\n')"
+    program = script(tmp_path, f"{grading}; print(0.25)", "grade.py")
+    assert await reward(store, "echo 6", grader=program) == 0.25
+    with pytest.raises(CommandFailedError, match="the grader's command exited with status 1"):
+        await reward(store, "echo 6", grader="false")
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+async def test_a_shell_script_that_posts_its_reward(served: LightningStoreClient, store: SqlStore) -> None:
+    post = 'curl -sf -d 0.7 "$AGL_REWARD_URL"'
+    assert await reward(served, f"sh -c '{post}'") == 0.7
+    assert await reward(served, f"sh -c '{post}; echo 42'", reward="url") == 0.7
+    with pytest.raises(CommandFailedError):  # no URL for one whose stdout is the reward
+        await reward(served, f"sh -c '{post}'", reward="stdout")
+    with pytest.raises(ConfigError, match="needs a server"):
+        await reward(store, f"sh -c '{post}'", reward="url")
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+async def test_a_node_program(served: LightningStoreClient, tmp_path: Path) -> None:
+    (tmp_path / "agent.js").write_text(
+        """
+        const task = JSON.parse(require("fs").readFileSync("/dev/stdin"));
+        const give = (body) => fetch(process.env.AGL_REWARD_URL, { method: "POST", body: JSON.stringify(body) });
+        give({ reward: 0.1, final: false }).then(() => give(task.length / 10));
+        """
+    )
+    assert await reward(served, f"node {tmp_path / 'agent.js'}", "four") == 0.4
+
+
+async def test_a_program_that_knows_openais_variables_calls_as_its_attempt(
+    store: SqlStore, endpoint: Endpoint, tmp_path: Path
+) -> None:
+    line = script(
+        tmp_path,
+        """
+import json, os, urllib.request
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": []}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+)
+answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+print(float(answer == "hello"))
+""",
+    )
+    agent = command(line, reward="stdout", env={"no_proxy": "127.0.0.1"})
+    rollout = await Runner(store, agent).run_one("hi", {"llm": agl.LLM(endpoint=endpoint.url, model="policy")})
+    ((path, _),) = endpoint.calls
+    assert path.startswith(f"/rollout/{rollout.rollout_id}/attempt/")
+    assert agl.find_final_reward(await store.query_spans(rollout.rollout_id)) == 1.0
+
+
+async def test_the_key_of_the_server_is_not_handed_on(
+    store: SqlStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AGL_KEY", "an admin's key")
+    agent = command("sh -c 'echo ${AGL_KEY-none} $OWN $PWD'", env={"OWN": "mine"}, cwd=tmp_path)
+    assert log_of(await run(store, agent)) == f"none mine {tmp_path}\n"
+
+
+# --- how it ends -------------------------------------------------------------------------------------------------
+
+
+async def test_a_status_other_than_0_fails_the_attempt_with_the_end_of_stderr(store: SqlStore) -> None:
+    (rollout,) = [await store.enqueue_rollout("hi")]
+    async with running(Runner(store, command("sh -c 'echo 1; echo first >&2; echo no ticket >&2; exit 3'"))):
+        (ended,) = await store.wait_for_rollouts([rollout.rollout_id], timeout=20)
+    attempt = await store.get_latest_attempt(rollout.rollout_id)
+    assert attempt is not None
+    assert ended.status == "failed"
+    expected = "CommandFailedError: the command exited with status 3: no ticket\nfirst\nno ticket"
+    assert attempt.metadata["reason"] == expected
+    spans = await store.query_spans(rollout.rollout_id)
+    assert (log_of(spans), log_of(spans, "stderr")) == ("1\n", "first\nno ticket\n")
+    assert agl.find_final_reward(spans) is None
+
+
+async def test_a_program_that_is_killed(store: SqlStore) -> None:
+    with pytest.raises(CommandFailedError, match="killed by signal 9"):
+        await run(store, command("sh -c 'kill -9 $$'"))
+
+
+async def test_a_flood_is_bounded_and_does_not_block_its_program(store: SqlStore) -> None:
+    spans = await run(
+        store, command("sh -c 'head -c 200000000 /dev/zero | tr \"\\0\" x; echo; echo 1'", reward="stdout")
+    )
+    assert agl.find_final_reward(spans) == 1.0
+    assert 60_000 < len(log_of(spans)) < 70_000
+    assert "… 199934467 bytes left out …" in log_of(spans)
+
+
+async def test_what_is_not_utf8_is_shown_with_replacements(store: SqlStore) -> None:
+    assert log_of(await run(store, command("printf 'caf\\351 \\355\\240\\275'"))) == "caf\ufffd \ufffd\ufffd\ufffd"
+
+
+FORKING = """
+import os, pathlib, signal, sys, time
+folder, *options = sys.argv[1:]
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+reading, writing = os.pipe()
+child = os.fork()
+if child == 0:
+    if "escape" in options:
+        os.setsid()
+    os.write(writing, b"1")
+    time.sleep(600)
+os.read(reading, 1)
+pathlib.Path(folder, "pids").write_text(f"{os.getpid()} {child}")
+if "stay" in options:
+    time.sleep(600)
+"""
+
+
+def is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there and is no zombie, as orphans may be that nobody waits for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def pids_in(folder: Path) -> tuple[int, int]:
+    """The parent and the child of FORKING, once there are both. Another process announces nothing else."""
+    file = folder / "pids"
+    with anyio.fail_after(20):
+        while not (file.exists() and " " in file.read_text()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    parent, child = file.read_text().split()
+    return int(parent), int(child)
+
+
+async def until_dead(pid: int) -> None:
+    with anyio.fail_after(20):
+        while is_alive(pid):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc to look into")
+async def test_nothing_that_a_program_started_outlives_it(store: SqlStore, tmp_path: Path) -> None:
+    await run(store, command(f"{script(tmp_path, FORKING)} {tmp_path}"))
+    parent, child = await pids_in(tmp_path)
+    assert not is_there(parent)  # nor is there a zombie
+    await until_dead(child)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc to look into")
+async def test_a_program_past_its_timeout_is_ended_with_all_its_kin_though_they_ignore_sigterm(
+    store: SqlStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentlightning.runner.executable.GRACE_SECONDS", 0.2)
+    rollout = await store.enqueue_rollout("hi", config=RolloutConfig(timeout_seconds=0.5))
+    async with running(Runner(store, command(f"{script(tmp_path, FORKING)} {tmp_path} stay"))):
+        parent, child = await pids_in(tmp_path)
+        (ended,) = await store.wait_for_rollouts([rollout.rollout_id], timeout=20)
+    attempt = await store.get_latest_attempt(rollout.rollout_id)
+    assert attempt is not None
+    assert (ended.status, attempt.status) == ("failed", "timeout")
+    assert not is_there(parent)
+    await until_dead(child)
+
+
+async def test_a_program_that_stops_at_sigterm_may_still_say_goodbye(store: SqlStore) -> None:
+    rollout = await store.enqueue_rollout("hi", config=RolloutConfig(timeout_seconds=0.3))
+    async with running(Runner(store, command("sh -c 'trap \"echo bye; exit 0\" TERM; sleep 600 & wait'"))):
+        await store.wait_for_rollouts([rollout.rollout_id], timeout=20)
+    spans = await store.query_spans(rollout.rollout_id)
+    assert log_of(spans) == "bye\n"
+    assert [span.name for span in spans] == [LOG]
+
+
+async def test_a_grandchild_that_escapes_does_not_hold_the_attempt_up(store: SqlStore, tmp_path: Path) -> None:
+    started = time.monotonic()
+    await run(store, command(f"{script(tmp_path, FORKING)} {tmp_path} escape"))
+    assert time.monotonic() - started < 10
+    _, child = await pids_in(tmp_path)
+    os.kill(child, signal.SIGKILL)  # which raises where there is none
+
+
+async def test_many_programs_run_at_once(store: SqlStore) -> None:
+    agent = command("sh -c 'echo 1'", reward="stdout")
+    ids = [(await store.enqueue_rollout(number)).rollout_id for number in range(20)]
+    async with running(Runner(store, agent)):
+        done = await store.wait_for_rollouts(ids, timeout=20)
+    assert {rollout.status for rollout in done} == {"succeeded"}
+
+
+async def test_an_agent_that_is_no_runners_can_be_called_in_a_test(store: SqlStore) -> None:
+    rollout = await store.start_rollout("hi")
+    answer = await command("echo 0.5", reward="stdout").rollout_async("hi", {}, rollout)
+    assert answer == {"reward": 0.5, "primary_key": None, "final": True}
+    with pytest.raises(AgentLightningError):
+        await command("false").rollout_async("hi", {}, rollout)

@@ -1,0 +1,41 @@
+"""The variables by which SDKs of any language find an attempt's model, traces and rewards."""
+
+from __future__ import annotations
+
+from agentlightning.runner.environment import agent_environment
+from agentlightning.types import LLM
+
+IDS = "R", "A"
+
+
+def test_every_url_names_the_attempt() -> None:
+    llm = LLM(endpoint="http://host:1/v1", model="policy")
+    variables = agent_environment(llm, *IDS, "http://host:1", "agl-key")
+    assert variables["OPENAI_BASE_URL"] == variables["OPENAI_API_BASE"] == "http://host:1/rollout/R/attempt/A/v1"
+    assert variables["ANTHROPIC_BASE_URL"] == "http://host:1/rollout/R/attempt/A"  # its SDK adds /v1
+    assert variables["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://host:1/rollout/R/attempt/A"
+    assert variables["OPENAI_API_KEY"] == variables["ANTHROPIC_API_KEY"] == "agl-key"
+    assert variables["OTEL_EXPORTER_OTLP_HEADERS"] == "authorization=Bearer%20agl-key"
+    assert variables["AGL_MODEL"] == "policy"
+
+
+def test_an_endpoint_bound_to_the_attempt_stays_as_it_is() -> None:
+    llm = LLM(endpoint="http://host:1/rollout/R/attempt/A/v1", model="policy", api_key="agl-key")
+    assert agent_environment(llm, *IDS, None, "agl-key")["OPENAI_BASE_URL"] == llm.endpoint
+
+
+def test_a_hosted_model_keeps_its_url_and_key() -> None:
+    llm = LLM(endpoint="https://hosted/v1", model="large", api_key="theirs")
+    variables = agent_environment(llm, *IDS, "http://host:1", "agl-key")
+    assert (variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"]) == ("https://hosted/v1", "theirs")
+    assert "agl-key" in variables["OTEL_EXPORTER_OTLP_HEADERS"]
+
+
+def test_what_is_not_there_has_no_variable() -> None:
+    assert agent_environment(None, *IDS, None, "agl-key") == {"AGL_ROLLOUT_ID": "R", "AGL_ATTEMPT_ID": "A"}
+
+
+def test_rewards_are_given_only_by_whom_they_are_entrusted_to() -> None:
+    assert "AGL_REWARD_URL" not in agent_environment(None, *IDS, "http://host:1", "agl-key")
+    trusted = agent_environment(None, *IDS, "http://host:1/", "agl-key", reward_key="agl-reward")
+    assert trusted["AGL_REWARD_URL"] == "http://host:1/rewards/agl-reward"

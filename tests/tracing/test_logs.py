@@ -1,0 +1,125 @@
+"""What an attempt writes is kept beside its calls: bounded, its own, and not in the way of anybody else's logging."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.semconv import LOG, LOG_STREAM, LOG_TEXT
+from agentlightning.store.sql import SqlStore
+from agentlightning.tracing.context import AttemptTracer, recording
+from agentlightning.tracing.logs import AttemptLogs, Excerpt, record_log
+
+logger = logging.getLogger("travel")
+
+
+@contextmanager
+def plain_logging() -> Generator[logging.Logger]:
+    """The root logger as a plain program has it, without pytest's handlers, which come only once a test runs."""
+    root = logging.getLogger()
+    before = root.handlers[:]
+    root.handlers[:] = []
+    logger.setLevel(logging.INFO)
+    try:
+        yield root
+    finally:
+        root.handlers[:] = before
+        logger.setLevel(logging.NOTSET)
+
+
+def logs(tracer: AttemptTracer) -> list[str]:
+    return [str(span.attributes[LOG_TEXT]) for span in tracer.get_last_trace() if span.name == LOG]
+
+
+# --- excerpts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_of_a_flood_the_beginning_and_the_end_are_kept_and_the_rest_is_counted(size: int) -> None:
+    written = b"".join(b"%09d\n" % number for number in range(1000))
+    excerpt = Excerpt(40)
+    for start in range(0, len(written), size):
+        excerpt.write(written[start : start + size])
+    assert excerpt.text() == "000000000\n000000001\n\n… 9960 bytes left out …\n000000998\n000000999\n"
+
+
+def test_what_fits_is_kept_whole_also_where_its_middle_is_within_a_letter() -> None:
+    excerpt = Excerpt(6)
+    excerpt.write("aaéaa".encode())
+    assert (excerpt.text(), excerpt.left_out) == ("aaéaa", 0)
+
+
+def test_what_is_not_utf8_is_shown_by_replacement_characters() -> None:
+    excerpt = Excerpt()
+    excerpt.write(b"caf\xe9")
+    assert excerpt.text() == "caf\ufffd"
+
+
+def test_a_log_is_a_span_whatever_it_holds() -> None:
+    with recording() as tracer:
+        record_log(tracer, "stdout", "half \ud83d of a pair")
+    (span,) = tracer.get_last_trace()
+    assert span.attributes == {LOG_STREAM: "stdout", LOG_TEXT: "half ? of a pair"}
+
+
+# --- logging -----------------------------------------------------------------------------------------------------
+
+
+def test_records_of_an_attempt_become_one_span_and_those_of_others_none() -> None:
+    handler = AttemptLogs()
+    with plain_logging() as root, recording() as tracer, handler.installed():
+        with handler.open(tracer):
+            logger.info("looking for %s", "Köln")
+            logger.debug("too detailed")
+            with recording("another"):
+                logger.info("not of this attempt")
+            logger.info("found")
+        logger.info("too late")
+    (text,) = logs(tracer)
+    assert [line.partition("INFO ")[2] for line in text.splitlines()] == ["travel: looking for Köln", "travel: found"]
+    assert handler not in root.handlers
+
+
+def test_an_attempt_that_logs_nothing_has_no_log() -> None:
+    handler = AttemptLogs()
+    with handler.installed(), recording() as tracer, handler.open(tracer):
+        pass
+    assert logs(tracer) == []
+
+
+def test_what_python_says_on_stderr_without_handlers_is_still_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = AttemptLogs(), AttemptLogs()  # of two runners in one process
+    with plain_logging(), first.installed(), second.installed():
+        logger.warning("low on fuel")
+        logger.info("on course")
+    assert capsys.readouterr().err == "low on fuel\n"
+
+
+def test_a_handler_of_the_users_own_is_not_spoken_over(capsys: pytest.CaptureFixture[str]) -> None:
+    own = logging.NullHandler()
+    logger.addHandler(own)
+    with plain_logging(), AttemptLogs().installed():
+        logger.warning("low on fuel")
+    logger.removeHandler(own)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.anyio
+async def test_a_runner_keeps_what_its_agents_log_apart() -> None:
+    store = await SqlStore.open(":memory:")
+
+    async def agent(task: str) -> None:
+        await asyncio.to_thread(logger.info, "the task is %s", task)
+
+    with plain_logging() as root:
+        for task in ("one", "two"):
+            rollout = await agl.Runner(store, agent).run_one(task)
+            (log,) = await store.query_spans(rollout.rollout_id)
+            assert str(log.attributes[LOG_TEXT]).endswith(f"INFO travel: the task is {task}\n")
+        assert root.handlers == []
+    await store.close()
