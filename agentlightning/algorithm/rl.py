@@ -25,6 +25,7 @@ from typing import Any, Literal
 from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.checkpoints import Checkpoints, LoopState
 from agentlightning.algorithm.evaluation import Evaluation, evaluate, evaluation_id, why_unrewarded
+from agentlightning.data.agents import agent_pattern
 from agentlightning.data.sequences import Aggregation, CreditedTransition, Level, TrainingSequence, build_sequences
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import AgentLightningError, ConfigError, TrainingError
@@ -39,6 +40,7 @@ class Reinforcement(abc.ABC):
     A step samples `tasks_per_step` tasks, runs each `group_size` times, and makes `minibatches` optimiser steps.
     `reference` keeps a copy of the starting weights; straying from it costs `kl_coefficient` (0.04 by default).
     `unrewarded` says what a rollout without a reward counts for: left out of its group, or a stated reward.
+    `agents` are the names of the agents to train, as in `"writer|rewriter"`; without it all are.
     Training stops after `steps`, or once the mean training reward of three steps reaches `target_reward`."""
 
     steps: int = 100
@@ -59,6 +61,7 @@ class Reinforcement(abc.ABC):
     val_temperature: float = 1.0
     max_tokens: int | None = None
     unrewarded: Literal["exclude"] | float = "exclude"
+    agents: str | None = None
     target_reward: float | None = None
     evaluate_every: int = 0
     checkpoint_every: int = 10
@@ -82,6 +85,7 @@ class Reinforcement(abc.ABC):
             raise ConfigError(f"unrewarded is {self.unrewarded}; give 'exclude', or a finite reward")
         if self.kl_coefficient and not self.reference:
             raise ConfigError("kl_coefficient pulls towards a reference policy; set reference=True to keep one")
+        self.agent_pattern = None if self.agents is None else agent_pattern(self.agents)
         self.loss()  # refuses settings out of range now, rather than after the first rollouts
 
     @abc.abstractmethod
@@ -169,7 +173,7 @@ class Loop:
         batch, metrics = await self._learnable(groups)
         if batch:
             metrics |= await self._learn(batch, step)
-        else:
+        elif metrics["calls"]:
             self.context.progress.note(
                 f"step {step} taught nothing: in every group all rewards were equal, or fewer than two members had one "
                 f"(mean {metrics['reward']:.2f})"
@@ -228,10 +232,10 @@ class Loop:
         return [traced[group_id] for group_id in sorted(traced)], cursor
 
     async def _trace(self, rollout_ids: Sequence[str]) -> list[TracedRollout]:
-        store, models = self.context.store, (self.context.model_name,)
+        store, models, agents = self.context.store, (self.context.model_name,), self.algorithm.agent_pattern
         rollouts = {r.rollout_id: r for r in await store.query_rollouts(rollout_id_in=rollout_ids)}
         return [
-            trace_rollout(rollouts[name], await store.query_spans(name, "latest"), models=models)
+            trace_rollout(rollouts[name], await store.query_spans(name, "latest"), models=models, agents=agents)
             for name in rollout_ids
         ]
 
@@ -245,7 +249,10 @@ class Loop:
         excluded: Counter[str] = Counter()
         for traced in rollouts:
             excluded.update(traced.excluded)
-        if silent:
+        others = sorted({name for traced in rollouts for name in traced.other_agents})
+        if silent and others:
+            self._no_chosen_agent(others)
+        elif silent:
             raise TrainingError(
                 f"no call of the policy in {len(rollouts)} rollouts can be trained"
                 f"{f' (left out: {dict(excluded)})' if excluded else ''}: the agent must send its chat completions to "
@@ -279,6 +286,16 @@ class Loop:
             "sequences": float(len(batch)),
         }
         return batch, metrics | {f"excluded/{reason}": float(count) for reason, count in excluded.items()}
+
+    def _no_chosen_agent(self, others: list[str]) -> None:
+        """TrainingError in the first batch, where it is a mistake; later an agent may have had nothing to do."""
+        message = (
+            f"none of the calls is by an agent that agents={self.algorithm.agents!r} names; the agents here are "
+            f"{', '.join(others[:10])}{' …' if len(others) > 10 else ''}"
+        )
+        if self.state.step == 0:
+            raise TrainingError(message)
+        self.context.progress.note(f"step {self.state.step + 1} trains nothing: {message}")
 
     def _rewarded(self, group: list[TracedRollout]) -> tuple[list[TracedRollout], list[float]]:
         stated = self.algorithm.unrewarded

@@ -6,6 +6,7 @@ knows spans and rewards; it does not know groups, advantages or models.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from agentlightning import semconv
+from agentlightning.data.agents import NAMELESS, AgentName, agent_of, chosen
+from agentlightning.data.tool_calls import ToolStatus, tool_statuses
 from agentlightning.tracing.rewards import find_final_reward
+from agentlightning.tracing.steps import read_steps
 from agentlightning.types import Rollout, SampledChoice, Span
 
 IntArray = npt.NDArray[np.int32]
@@ -24,6 +28,7 @@ FloatArray = npt.NDArray[np.float32]
 # Why a call does not train, beyond what the gateway says of it.
 NOT_RECEIVED = "nobody received the answer"
 CALL_MISSING = "another call of the attempt was not recorded"
+OTHER_AGENT = "other agent"
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,8 @@ class Transition:
     """One sampled answer of the policy.
 
     `prompt_ids` int32[P], `response_ids` int32[T] (EOS included where it was sampled), `logprobs` float32[T] under the
-    distribution sampled from, `versions` int32[T] the policy version of each sampled token."""
+    distribution sampled from, `versions` int32[T] the policy version of each sampled token. `agent` is the name of the
+    agent that asked, `tools` how the tool calls in the answer went."""
 
     rollout_id: str
     attempt_id: str
@@ -45,6 +51,7 @@ class Transition:
     versions: IntArray
     finish_reason: str
     agent: str | None = None
+    tools: tuple[ToolStatus, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,20 +59,29 @@ class TracedRollout:
     """A finished rollout as learning sees it.
 
     `reward` is R, or None where the rollout has none (failed, cancelled, or never rewarded): an explicit state that
-    the algorithm chooses about. `excluded` counts calls that do not train, by reason."""
+    the algorithm chooses about. `excluded` counts calls that do not train, by reason; `other_agents` are the names of
+    the agents that were not chosen to be trained."""
 
     rollout: Rollout
     transitions: tuple[Transition, ...]
     reward: float | None
     excluded: Counter[str] = field(default_factory=Counter[str])
+    other_agents: frozenset[str] = frozenset()
 
 
-def trace_rollout(rollout: Rollout, spans: Sequence[Span], *, models: Iterable[str] | None = None) -> TracedRollout:
+def trace_rollout(
+    rollout: Rollout,
+    spans: Sequence[Span],
+    *,
+    models: Iterable[str] | None = None,
+    agents: re.Pattern[str] | None = None,
+) -> TracedRollout:
     """All transitions of the rollout's final attempt, in call order, with its reward.
 
     Args:
         spans: spans of the rollout, of any of its attempts, in any order; only those of the last attempt count.
         models: names of the models being trained; None takes every model marked trainable.
+        agents: what the agents being trained are called; None takes all.
 
     A rollout that did not succeed has reward None even where an earlier reward span exists: a crashed agent's partial
     score is not the score of its task."""
@@ -74,20 +90,29 @@ def trace_rollout(rollout: Rollout, spans: Sequence[Span], *, models: Iterable[s
     wanted = None if models is None else frozenset(models)
     incomplete = CALL_MISSING if _lacks_a_call(final) else None
     discarded = _discarded(final)
+    steps = read_steps(final)
+    names = {step.span.span_id: agent_of(step) for step in steps if step.kind == "call"}
+    tools = tool_statuses(steps)
     transitions: list[Transition] = []
     excluded: Counter[str] = Counter()
+    other_agents: set[str] = set()
     for span in calls:
+        agent = names[span.span_id]
         reason = incomplete or (NOT_RECEIVED if _index(span) in discarded else None) or _why_not(span, wanted)
+        if reason is None and agents is not None and not chosen(agents, agent):
+            reason = OTHER_AGENT
+            other_agents.add(agent.name or NAMELESS)
         if reason:
             excluded[reason] += 1
             continue
         assert span.tokens is not None
         # With n > 1 nobody can tell which choices the agent used; the first is what every SDK example reads.
-        transitions.append(_transition(span, 0, span.tokens.choices[0]))
+        said = tuple(tools.get(span.span_id, ()))
+        transitions.append(_transition(span, 0, span.tokens.choices[0], agent, said))
         if len(span.tokens.choices) > 1:
             excluded["unused choice"] += len(span.tokens.choices) - 1
     reward = find_final_reward(final) if rollout.status == "succeeded" else None
-    return TracedRollout(rollout, tuple(transitions), reward, excluded)
+    return TracedRollout(rollout, tuple(transitions), reward, excluded, frozenset(other_agents))
 
 
 def _final_attempt(spans: Sequence[Span]) -> list[Span]:
@@ -146,9 +171,10 @@ def _model(span: Span) -> str:
     return str(span.attributes.get(semconv.GEN_AI_RESPONSE_MODEL) or span.attributes.get(semconv.GEN_AI_REQUEST_MODEL))
 
 
-def _transition(span: Span, index: int, choice: SampledChoice) -> Transition:
+def _transition(
+    span: Span, index: int, choice: SampledChoice, agent: AgentName, tools: tuple[ToolStatus, ...]
+) -> Transition:
     assert span.tokens is not None
-    agent = span.attributes.get(semconv.GEN_AI_AGENT_NAME)
     return Transition(
         rollout_id=span.rollout_id,
         attempt_id=span.attempt_id,
@@ -161,7 +187,8 @@ def _transition(span: Span, index: int, choice: SampledChoice) -> Transition:
         logprobs=np.asarray(choice.logprobs, np.float32),
         versions=_expand(choice),
         finish_reason=choice.finish_reason,
-        agent=None if agent is None else str(agent),
+        agent=agent.name,
+        tools=tools,
     )
 
 

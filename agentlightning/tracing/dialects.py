@@ -99,12 +99,9 @@ def says_failure(result: object) -> bool:
     """Whether a tool's result is a failure by its own account: `is_error`, `status: "error"`, an HTTP status from 400.
 
     `result` is JSON or its text; text that is no JSON object says nothing."""
-    decoded = json_of(result) if isinstance(result, str) else result
-    if not isinstance(decoded, dict):
-        return False
-    body = cast(dict[str, Any], decoded)
-    if isinstance(inner := body.get("data", body.get("kwargs")), dict):  # LangChain's messages, serialised
-        return says_failure(cast(object, inner))
+    body = mapping(json_of(result) if isinstance(result, str) else result)
+    for wrapper in ("output", "data", "kwargs"):  # LangChain's messages, serialised in two ways
+        body = mapping(body.get(wrapper)) or body
     if body.get("is_error") is True or body.get("isError") is True or body.get("status") == "error":
         return True
     codes = (body.get("status"), body.get("status_code"), body.get("statusCode"))
@@ -124,8 +121,18 @@ def json_of(text: str | None) -> Any:
     """Decoded JSON; None for what is none, as texts are that were cut to fit."""
     try:
         return json.loads(text or "null")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
+
+
+def mapping(value: object) -> dict[str, Any]:
+    """`value` if it is a JSON object, else an empty one."""
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+
+
+def items(value: object) -> list[Any]:
+    """`value` if it is a JSON array, else an empty one."""
+    return cast(list[Any], value) if isinstance(value, list) else []
 
 
 def _said(span: Span, names: tuple[str, ...]) -> str | None:
@@ -135,6 +142,5 @@ def _said(span: Span, names: tuple[str, ...]) -> str | None:
 
 
 def _langchain(span: Span, key: str) -> str | None:
-    metadata = json_of(text_of(span, "metadata"))
-    value = cast(dict[str, Any], metadata).get(key) if isinstance(metadata, dict) else None
+    value = mapping(json_of(text_of(span, "metadata"))).get(key)
     return value if isinstance(value, str) else text_of(span, _LANGCHAIN + key)

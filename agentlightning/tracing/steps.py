@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from agentlightning import semconv
 from agentlightning.tracing import dialects
@@ -57,12 +57,10 @@ def read_steps(spans: Sequence[Span]) -> list[Step]:
 
 def tool_requests(call: Span) -> list[ToolRequest]:
     """The tool calls in the answer of a gateway's call, in order: of its first choice, where there are several."""
-    answers = dialects.json_of(dialects.text_of(call, semconv.GEN_AI_OUTPUT_MESSAGES))
-    message: Any = cast(list[Any], answers)[0] if isinstance(answers, list) and answers else None
-    asked = cast(dict[str, Any], message).get("tool_calls") if isinstance(message, dict) else None
+    asked = [dialects.mapping(item) for item in dialects.items(_answer(call).get("tool_calls"))]
     return [
-        ToolRequest(call, str(item.get("id") or ""), str((item.get("function") or {}).get("name") or ""))
-        for item in (cast(list[dict[str, Any]], asked) or [])
+        ToolRequest(call, str(item.get("id") or ""), str(dialects.mapping(item.get("function")).get("name") or ""))
+        for item in asked
     ]
 
 
@@ -253,6 +251,12 @@ def _asked_ids(span: Span) -> list[str]:
     ]
 
 
+def _answer(call: Span) -> dict[str, Any]:
+    """The message of a gateway call's first choice."""
+    messages = dialects.items(dialects.json_of(dialects.text_of(call, semconv.GEN_AI_OUTPUT_MESSAGES)))
+    return dialects.mapping(messages[0]) if messages else {}
+
+
 def _scope(span: Span) -> str | None:
     return dialects.text_of(span, "otel.scope.name")
 
@@ -269,7 +273,5 @@ def _overlap(span: Span, call: Span) -> float:
 
 def _same_text(span: Span, call: Span) -> bool:
     """Whether the span holds the text of the call's answer."""
-    answers = dialects.json_of(dialects.text_of(call, semconv.GEN_AI_OUTPUT_MESSAGES))
-    first: Any = cast(list[Any], answers)[0] if isinstance(answers, list) and answers else None
-    said = cast(dict[str, Any], first).get("content") if isinstance(first, dict) else None
+    said = _answer(call).get("content")
     return isinstance(said, str) and bool(said) and any(said in str(value) for value in span.attributes.values())

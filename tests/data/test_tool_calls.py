@@ -1,0 +1,127 @@
+"""How the tool calls of each model call went, from tools' spans and from API logs alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from agentlightning import semconv
+from agentlightning.data.tool_calls import ToolStatus, tool_statuses
+from agentlightning.data.transitions import trace_rollout
+from agentlightning.tracing.dialects import is_gateway_call
+from agentlightning.tracing.steps import read_steps
+from agentlightning.types import Rollout, Span
+from tests.tracing.recorded import WITH_AGENTS, recorded
+
+
+def statuses(spans: list[Span]) -> list[list[ToolStatus]]:
+    """Of each call, in order."""
+    read = tool_statuses(read_steps(spans))
+    calls = sorted(filter(is_gateway_call, spans), key=lambda span: span.start_time)
+    return [read.get(call.span_id, []) for call in calls]
+
+
+def call(index: int, asked: list[tuple[str, str]], messages: Any) -> Span:
+    """A call that ended in these tool calls, (id, name)."""
+    tool_calls = [{"id": id, "function": {"name": name, "arguments": "{}"}} for id, name in asked]
+    answer = [{"role": "assistant", "content": None, "tool_calls": tool_calls}]
+    return Span(
+        rollout_id="r",
+        attempt_id="a",
+        sequence_id=index + 1,
+        trace_id="0" * 32,
+        span_id=f"call{index}",
+        name="chat policy",
+        start_time=float(index),
+        end_time=index + 0.5,
+        attributes={
+            semconv.CALL_ENDPOINT: "chat/completions",
+            semconv.GEN_AI_INPUT_MESSAGES: msgspec.json.encode(messages).decode(),
+            semconv.GEN_AI_OUTPUT_MESSAGES: msgspec.json.encode(answer).decode(),
+        },
+    )
+
+
+@pytest.mark.parametrize("framework", WITH_AGENTS)
+def test_each_framework_tells_which_call_asked_for_a_tool_and_how_it_went(framework: str) -> None:
+    first, second, *others = statuses(recorded(framework))
+    assert [(one.tool, one.status) for one in first] == [("add", 1)]
+    assert [(one.tool, one.status) for one in second] == [("boom", -1)]
+    assert not any(others)
+    assert all(one.duration is not None and one.duration > 0 for one in (*first, *second))
+
+
+def test_a_transition_has_the_tools_it_asked_for() -> None:
+    rollout = Rollout(rollout_id="r", input="task", start_time=0.0, status="succeeded")
+    traced = trace_rollout(rollout, recorded("autogen"))
+    assert [[(one.tool, one.status) for one in transition.tools] for transition in traced.transitions] == [
+        [("add", 1)], [("boom", -1)], [], []
+    ]  # fmt: skip
+
+
+def chat(content: Any) -> list[Any]:
+    return [{"role": "tool", "tool_call_id": "t", "content": content}]
+
+
+def anthropic(content: Any, **more: Any) -> list[Any]:
+    return [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": content, **more}]}]
+
+
+def responses(output: Any) -> list[Any]:
+    return [{"type": "function_call_output", "call_id": "t", "output": output}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "status"),
+    [
+        (chat("3"), 1),
+        (chat(""), 1),
+        (chat('{"status": "ok", "is_error": false}'), 1),
+        (chat('[{"status": 500}]'), 1),
+        (chat([{"type": "text", "text": "sunny"}]), 1),
+        (chat(None), -1),
+        (chat("null"), -1),
+        (chat('{"status": 404, "body": "not found"}'), -1),
+        (chat('{"status_code": 500}'), -1),
+        (chat('{"isError": true}'), -1),
+        (chat("Error: it exploded"), -1),
+        (anthropic("3"), 1),
+        (anthropic("3 exploded", is_error=True), -1),
+        (anthropic([{"type": "text", "text": '{"status": 503}'}]), -1),
+        (responses("3"), 1),
+        (responses('{"is_error": true}'), -1),
+        (responses(None), -1),
+    ],
+)
+def test_without_tool_spans_the_next_request_tells(messages: list[Any], status: int) -> None:
+    read = statuses([call(0, [("t", "look")], []), call(1, [], messages)])
+    assert read == [[ToolStatus("look", status, None)], []]  # type: ignore[arg-type]
+
+
+def test_parallel_calls_are_told_apart_by_their_ids() -> None:
+    results = [{"role": "tool", "tool_call_id": id, "content": content} for id, content in (("b", None), ("a", "3"))]
+    read = statuses([call(0, [("a", "one"), ("b", "two"), ("c", "never answered")], []), call(1, [], results)])
+    assert read[0] == [ToolStatus("one", 1, None), ToolStatus("two", -1, None)]
+
+
+def test_a_history_that_repeats_ids_is_read_at_its_end() -> None:
+    first = [{"role": "tool", "tool_call_id": "call_0", "content": None}]
+    second = [*first, {"role": "tool", "tool_call_id": "call_0", "content": "3"}]
+    read = statuses([call(0, [("call_0", "x")], []), call(1, [("call_0", "x")], first), call(2, [], second)])
+    assert [one[0].status for one in read[:2]] == [-1, 1]
+
+
+def test_one_tool_span_and_the_messages_are_not_asked() -> None:
+    about = {"tool.name": "look"}
+    tool = msgspec.structs.replace(call(0, [], []), span_id="tool", start_time=0.6, end_time=0.9, attributes=about)
+    read = statuses([call(0, [("t", "look"), ("u", "other")], []), tool, call(1, [], chat("3"))])
+    assert read[0] == [ToolStatus("look", 1, pytest.approx(0.3))]  # type: ignore[arg-type]
+
+
+def test_a_tool_that_no_answer_names_belongs_to_the_call_before_it() -> None:
+    """An agent may read tool calls out of the text."""
+    about = {"tool.name": "x"}
+    tool = msgspec.structs.replace(call(1, [], []), span_id="tool", start_time=1.6, end_time=1.8, attributes=about)
+    assert [len(one) for one in statuses([call(0, [], []), call(1, [], []), tool, call(2, [], [])])] == [0, 1, 0]

@@ -1,0 +1,221 @@
+"""Spans of real instrumentation, of every dialect, read as one list of steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentlightning import semconv
+from agentlightning.tracing.context import recording
+from agentlightning.tracing.dialects import is_gateway_call
+from agentlightning.tracing.operation import operation
+from agentlightning.tracing.steps import Step, read_steps
+from agentlightning.types import Span, SpanEvent, SpanStatus
+from tests.tracing.recorded import ALL, WITH_AGENTS, recorded
+
+
+def span(name: str, start: float, end: float, parent: str | None = None, status: Any = "UNSET", **told: Any) -> Span:
+    return Span(
+        rollout_id="r",
+        attempt_id="a",
+        sequence_id=0,
+        trace_id="0" * 32,
+        span_id=name,
+        parent_id=parent,
+        name=name,
+        start_time=start,
+        end_time=end,
+        status=SpanStatus(status_code=status),
+        attributes={key.replace("__", "."): value for key, value in told.items()},
+    )
+
+
+def gateway(name: str, start: float, end: float, said: str = "", *asked: str, parent: str | None = None) -> Span:
+    """A call recorded by the gateway, whose answer is `said` and asks for the tools `asked` by the ids NAME-TOOL."""
+    tools = [{"id": f"{name}-{tool}", "function": {"name": tool, "arguments": "{}"}} for tool in asked]
+    answer = msgspec.json.encode([{"role": "assistant", "content": said, "tool_calls": tools}]).decode()
+    told = {semconv.CALL_ENDPOINT: "chat/completions", semconv.GEN_AI_OUTPUT_MESSAGES: answer}
+    told |= {semconv.GEN_AI_RESPONSE_MODEL: "policy", semconv.GEN_AI_RESPONSE_ID: f"chatcmpl-{name}"}
+    return msgspec.structs.replace(span(name, start, end, parent), attributes=told)
+
+
+def tools(steps: list[Step]) -> list[tuple[str, bool]]:
+    return [(step.name, step.failed) for step in steps if step.kind == "tool"]
+
+
+# --- of real packages ---
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_each_call_is_one_step_however_many_instrumentations_report_it(framework: str) -> None:
+    spans = recorded(framework)
+    calls = [step for step in read_steps(spans) if step.kind == "call"]
+    assert [step.span for step in calls] == sorted(filter(is_gateway_call, spans), key=lambda one: one.start_time)
+    assert all(step.call is step.span for step in calls)
+
+
+@pytest.mark.parametrize("framework", WITH_AGENTS)
+def test_each_tool_is_one_step_with_its_outcome_its_agent_and_the_call_that_asked(framework: str) -> None:
+    steps = read_steps(recorded(framework))
+    add, boom = (step for step in steps if step.kind == "tool")
+    first, second = [step for step in steps if step.kind == "call"][:2]
+    assert (add.name, add.failed, add.agent, add.call) == ("add", False, "writer", first.span)
+    assert (boom.name, boom.failed, boom.agent, boom.call) == ("boom", True, "writer", second.span)
+    assert add.tool_call_id is not None
+    assert boom.tool_call_id not in (None, add.tool_call_id)
+    assert add.arguments is not None
+    assert "3" in (add.result or "")
+    assert 0 < add.duration < 1
+
+
+@pytest.mark.parametrize("framework", WITH_AGENTS)
+def test_each_call_is_of_the_agent_that_the_framework_names(framework: str) -> None:
+    agents = [step.agent for step in read_steps(recorded(framework)) if step.kind == "call"]
+    assert agents == ["writer"] * (len(agents) - 1) + ["rewriter"]
+
+
+@pytest.mark.parametrize("framework", [name for name in WITH_AGENTS if name != "langgraph"])  # its nodes are no agents
+def test_an_agent_at_work_is_one_step(framework: str) -> None:
+    counted = Counter(step.name for step in read_steps(recorded(framework)) if step.kind == "agent")
+    assert (counted["writer"], counted["rewriter"]) == (1, 1)
+
+
+def test_a_failure_that_one_of_two_instrumentations_reports_as_success_is_a_failure() -> None:
+    spans = recorded("autogen")
+    boom = [one.status.status_code for one in spans if one.name in ("writer.boom", "execute_tool boom")]
+    assert sorted(boom) == ["ERROR", "OK"]
+    assert tools(read_steps(spans)) == [("add", False), ("boom", True)]
+
+
+@pytest.mark.parametrize("framework", WITH_AGENTS)
+def test_autogen_style_gaps_are_filled_without_the_gateway_too(framework: str) -> None:
+    steps = read_steps([one for one in recorded(framework) if not is_gateway_call(one)])
+    assert tools(steps) == [("add", False), ("boom", True)]
+    assert all(step.call is None for step in steps)
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_the_order_of_the_spans_does_not_matter(framework: str) -> None:
+    spans = recorded(framework)
+    assert read_steps(spans[::-1]) == read_steps(spans)
+
+
+# --- of made-up spans: what the packages above do not show ---
+
+
+def test_no_status_is_success_and_an_exception_event_is_failure() -> None:
+    quiet = span("quiet", 0, 1, tool__name="quiet")
+    loud = msgspec.structs.replace(span("loud", 1, 2, tool__name="loud"), events=(SpanEvent(name="exception"),))
+    told = span("told", 2, 3, tool__name="told", output__value='{"is_error": true}')
+    assert tools(read_steps([quiet, loud, told])) == [("quiet", False), ("loud", True), ("told", True)]
+
+
+def test_two_executions_of_one_tool_at_once_are_two_steps() -> None:
+    both = [span(name, 0, 1, gen_ai__tool__name="search", gen_ai__tool__call__id=name) for name in ("one", "two")]
+    call = gateway("call", 0, 0.1, "", "search")
+    assert [step.tool_call_id for step in read_steps([call, *both]) if step.kind == "tool"] == ["one", "two"]
+
+
+def test_a_tool_that_calls_itself_is_two_steps() -> None:
+    outer = span("outer", 0, 3, tool__name="walk", otel__scope__name="x")
+    inner = span("inner", 1, 2, "outer", tool__name="walk", otel__scope__name="x")
+    assert len(tools(read_steps([outer, inner]))) == 2
+
+
+def test_tools_without_ids_answer_the_latest_call_that_asked_in_order() -> None:
+    spans = [gateway("a", 0, 1, "", "add"), gateway("b", 2, 3, "", "add", "add")]
+    spans += [span(f"t{start}", start, start + 0.5, tool__name="add") for start in (1.2, 3.2, 4.2)]
+    asked = [step.call.span_id for step in read_steps(spans) if step.kind == "tool" and step.call]
+    assert asked == ["a", "b", "b"]
+
+
+def test_a_call_without_parents_is_of_the_agent_at_work_unless_several_are() -> None:
+    writer = span("w", 0, 5, gen_ai__operation__name="invoke_agent", gen_ai__agent__name="writer")
+    inner = span("i", 1, 4, "w", gen_ai__operation__name="invoke_agent", gen_ai__agent__name="inner")
+    beside = span("b", 1, 4, gen_ai__operation__name="invoke_agent", gen_ai__agent__name="beside")
+    call = gateway("call", 2, 3)
+    assert [step.agent for step in read_steps([writer, call]) if step.kind == "call"] == ["writer"]
+    assert [step.agent for step in read_steps([writer, inner, call]) if step.kind == "call"] == ["inner"]
+    assert [step.agent for step in read_steps([writer, inner, beside, call]) if step.kind == "call"] == [None]
+
+
+def test_calls_at_the_same_time_are_told_apart_by_what_was_answered() -> None:
+    agents = [span(name, 0, 5, openinference__span__kind="AGENT") for name in ("left", "right")]
+    told = {"openinference__span__kind": "LLM", "llm__model_name": "policy"}
+    reports = [
+        span("l", 1, 4.1, "left", **told, output__value="good morning"),
+        span("r", 1, 4, "right", **told, output__value="good night"),
+    ]
+    calls = [gateway("one", 2, 3, "good night"), gateway("two", 2.1, 3, "good morning")]
+    steps = read_steps([*agents, *reports, *calls])
+    assert {step.span.span_id: step.agent for step in steps if step.kind == "call"} == {"one": "right", "two": "left"}
+
+
+def test_a_call_that_the_gateway_did_not_see_is_a_step_without_one() -> None:
+    elsewhere = span("m", 0, 1, gen_ai__operation__name="chat", gen_ai__response__model="other")
+    (step, other) = read_steps([elsewhere, gateway("call", 0.2, 0.8)])
+    assert (step.kind, step.name, step.call) == ("call", "other", None)
+    assert other.call is other.span
+
+
+def test_an_operation_is_a_tool_only_if_it_says_so() -> None:
+    with recording() as tracer:
+        with operation(name="plan"):
+            pass
+        with operation(**{"gen_ai.tool.name": "search"}):
+            pass
+    assert [(step.kind, step.name) for step in read_steps(tracer.get_last_trace())] == [
+        ("other", semconv.OPERATION), ("tool", "search")
+    ]  # fmt: skip
+
+
+words = st.sampled_from(
+    [
+        "LLM",
+        "TOOL",
+        "AGENT",
+        "chat",
+        "execute_tool",
+        "invoke_agent",
+        "x",
+        "[]",
+        "{}",
+        '[{"tool_calls": [1]}]',
+        "null",
+        "3",
+    ]
+)
+names = st.sampled_from(
+    [
+        "openinference.span.kind",
+        "gen_ai.operation.name",
+        "gen_ai.tool.name",
+        "gen_ai.tool.call.id",
+        "output.value",
+        "gen_ai.agent.name",
+        "metadata",
+        semconv.CALL_ENDPOINT,
+        semconv.GEN_AI_OUTPUT_MESSAGES,
+        "gen_ai.response.id",
+    ]  # fmt: skip
+)
+anything = st.builds(
+    lambda id, parent, start, length, told: msgspec.structs.replace(
+        span(str(id), start, start + length, str(parent)), attributes=told
+    ),
+    st.integers(0, 8), st.integers(0, 8), st.floats(0, 9), st.floats(0, 9),
+    st.dictionaries(names, words | st.integers() | st.lists(st.integers(), max_size=2), max_size=4),
+)  # fmt: skip
+
+
+@given(st.lists(anything, max_size=9, unique_by=lambda one: one.span_id))
+def test_whatever_spans_there_are_each_is_told_at_most_once_and_every_gateway_call_is(spans: list[Span]) -> None:
+    steps = read_steps(spans)
+    assert max(Counter(step.span.span_id for step in steps).values(), default=1) == 1
+    assert {one.span_id for one in spans if is_gateway_call(one)} <= {one.span.span_id for one in steps}
+    assert [step.span.start_time for step in steps] == sorted(step.span.start_time for step in steps)
