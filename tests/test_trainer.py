@@ -199,7 +199,7 @@ def test_dev_runs_a_few_tasks_and_prints_each_trace(tmp_path: Path, capsys: pyte
     tasks = trainer(tmp_path).dev(agents.vowels, TASKS[:2])
     assert [task.rollout.mode for task in tasks] == ["test", "test"]
     printed = capsys.readouterr().out
-    assert "input  apple" in printed and "call policy" in printed
+    assert 'input  {"word":"apple"' in printed and "call policy" in printed
     assert "reward" in printed
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
     from agentlightning.tracing.logs import Excerpt
 
-_OUTPUT_SECONDS: Final = 2.0  # how long what the program left running may hold its output open
+_OUTPUT_SECONDS: Final = 1.0  # how long what the program left running may hold its output open
 _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "AGL_MODEL")  # the program knows which models it asks for
 
 
@@ -142,7 +142,7 @@ class Program(LitAgent[Any]):
 
         self._url = url
         with contextlib.suppress(ProgramFailed):
-            await Runner(store, self).run_one(task, mode="test")  # sampling is the program's own
+            await Runner(store, self, tracer="light").run_one(task, mode="test")  # sampling is the program's own
         assert self._rollout is not None
         return self._rollout
 
@@ -190,8 +190,7 @@ class Program(LitAgent[Any]):
         with _signals_to(process):
             code = await process.wait()
         self.exit_code = code if code >= 0 else 128 - code
-        for stream in passing.values():
-            await asyncio.to_thread(stream.thread.join, _OUTPUT_SECONDS)
+        await asyncio.gather(*(asyncio.to_thread(stream.thread.join, _OUTPUT_SECONDS) for stream in passing.values()))
         return {name: stream.excerpt for name, stream in passing.items()}
 
 

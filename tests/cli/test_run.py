@@ -1,0 +1,303 @@
+"""`agl run`: a program that knows nothing of us is run as it is, and recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from agentlightning import semconv
+from agentlightning.cli.main import run
+from agentlightning.server.service import ServerSettings, running_server
+from agentlightning.store.client import LightningStoreClient
+from agentlightning.store.sql import SqlStore
+from agentlightning.store.transfer import Record
+from tests.gateway.upstream import DONE, Upstream, chunk
+from tests.gateway.world import serving
+
+USAGE = {"prompt_tokens": 1000, "completion_tokens": 20, "total_tokens": 1020}
+HI = [chunk({"index": 0, "delta": {"content": "Hi!"}, "finish_reason": "stop"}, usage=USAGE), DONE]
+BONJOUR = {
+    "id": "m", "type": "message", "role": "assistant", "model": "claude", "stop_reason": "end_turn",
+    "content": [{"type": "text", "text": "Bonjour"}], "usage": {"input_tokens": 7, "output_tokens": 3},
+}  # fmt: skip
+
+# What the programs below begin with: a client of both APIs that needs no package.
+CLIENT = """
+import json, os, sys, urllib.request
+def post(url, key, **body):
+    headers = {"authorization": "Bearer " + key, "x-api-key": key, "anthropic-version": "2023-06-01"}
+    body = json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
+        return json.load(answer)
+def ask(text):
+    answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", os.environ["OPENAI_API_KEY"],
+                  model="gpt-5", messages=[{"role": "user", "content": text}])
+    return answer["choices"][0]["message"]["content"]
+"""
+
+
+class Apis(Upstream):
+    """Stands in for OpenAI's and Anthropic's."""
+
+    @asynccontextmanager
+    async def served(self) -> Any:
+        routes = [
+            Route("/v1/chat/completions", self.answer, methods=["POST"]),
+            Route("/v1/messages", self.message, methods=["POST"]),
+        ]
+        async with serving(Starlette(routes=routes)) as url:
+            yield url
+
+    async def message(self, request: Request) -> Response:
+        self.headers.append(dict(request.headers))
+        return JSONResponse(BONJOUR)
+
+
+@dataclass
+class Desk:
+    """A directory to run programs in, and the APIs that they call."""
+
+    apis: Apis
+    url: str
+    portal: BlockingPortal
+    store: str = "agentlightning.sqlite"
+
+    def run(self, program: str, *options: str) -> int:
+        return run(["run", *options, "--", sys.executable, "-c", CLIENT + program])
+
+    def recorded(self) -> Record:
+        """The only rollout in the store."""
+        return asyncio.run(self._recorded())
+
+    async def _recorded(self) -> Record:
+        store = await SqlStore.open(self.store)
+        try:
+            (rollout,) = await store.query_rollouts()
+            attempts = await store.query_attempts(rollout.rollout_id)
+            return Record(rollout=rollout, attempts=attempts, spans=await store.query_spans(rollout.rollout_id))
+        finally:
+            await store.close()
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    monkeypatch.chdir(tmp_path)
+    apis = Apis(HI)
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(apis.served()) as url:
+        for name in [name for name in os.environ if name.startswith(("OPENAI_", "ANTHROPIC_", "AGL_"))]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("OPENAI_BASE_URL", f"{url}/v1")
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-openai-0123456789")
+        yield Desk(apis, url, portal)
+
+
+def logs(record: Record) -> dict[str, str]:
+    spans = [span.attributes for span in record.spans if span.name == semconv.LOG]
+    return {str(log[semconv.LOG_STREAM]): str(log[semconv.LOG_TEXT]) for log in spans}
+
+
+# --- what is recorded --------------------------------------------------------------------------------------------
+
+
+def test_a_program_that_calls_both_apis_is_recorded_and_its_end_passed_on(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ANTHROPIC_BASE_URL", desk.url)
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-ant-0123456789")
+    program = """
+print(ask("hello"))
+claude = post(os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages", os.environ["ANTHROPIC_API_KEY"], model="claude",
+              max_tokens=9, messages=[{"role": "user", "content": "hello"}])
+print(claude["content"][0]["text"], sys.stdin.read())
+urllib.request.urlopen(urllib.request.Request(os.environ["AGL_REWARD_URL"], b"0.7"))
+print("models: ", [name for name in os.environ if name.endswith("_MODEL")], file=sys.stderr)
+sys.exit(3)
+"""
+    assert desk.run(program, "--price", "gpt=1,100") == 3
+    written, told = capfd.readouterr()
+    assert written == "Hi!\nBonjour \n"
+    openai, anthropic = desk.apis.headers
+    assert openai["authorization"] == "Bearer sk-openai-0123456789"
+    assert anthropic["x-api-key"] == "sk-ant-0123456789" and "authorization" not in anthropic
+    record = desk.recorded()
+    assert (record.rollout.status, record.rollout.mode) == ("failed", "test")
+    assert record.rollout.input.startswith(f"{sys.executable} -c ")
+    assert record.attempts[0].metadata == {"reason": "ProgramFailed: exit code 3"}
+    assert logs(record) == {"stdout": written, "stderr": "models:  []\n"}
+    for line in (
+        "models:  []",
+        f"{record.rollout.rollout_id}  failed  reward 0.7  2 calls  1,007 → 23 tokens  cost",
+        "call gpt-5  1,000 → 20 tokens",
+        "“Hi!”",
+        "call claude  7 → 3 tokens",
+        "stdout: 2 lines",
+        f"agl rollouts show {record.rollout.rollout_id} --store agentlightning.sqlite",
+    ):
+        assert line in told
+    assert "0.0030" in told and "no price for claude" in " ".join(told.split())
+
+
+def test_a_task_is_the_input_where_one_is_given(desk: Desk) -> None:
+    assert desk.run("pass", "--task", '{"question": "2+2"}', "--store", "other.sqlite") == 0
+    desk.store = "other.sqlite"
+    record = desk.recorded()
+    assert record.rollout.input == {"question": "2+2"} and record.rollout.status == "succeeded"
+    assert record.spans == []
+
+
+def test_what_an_instrumented_program_traces_stands_beside_its_calls(
+    desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = """
+from opentelemetry import trace
+with trace.get_tracer("mine").start_as_current_span("desk", attributes={
+        "gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "desk"}):
+    ask("hello")
+"""
+    assert desk.run(program, "--instrument") == 0
+    record = desk.recorded()
+    assert {"desk", "chat gpt-5"} <= {span.name for span in record.spans}
+    assert "agent desk" in capfd.readouterr().err
+
+
+def test_an_instrumentation_that_is_not_known_is_told_and_the_program_runs(
+    desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert desk.run("print('ran')", "--instrument", "langchian") == 0
+    written, told = capfd.readouterr()
+    assert written == "ran\n"
+    assert "not instrumented" in told and "'langchain'" in told
+
+
+def test_a_sitecustomize_of_the_programs_own_is_imported_too(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("own").mkdir()
+    Path("own/sitecustomize.py").write_text("print('own')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["own", str(Path(__file__).parents[2])]))
+    assert desk.run("print('ran')", "--instrument") == 0
+    assert capfd.readouterr().out == "own\nran\n"
+
+
+def test_a_flood_passes_through_and_little_of_it_is_kept(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
+    assert desk.run("print('x' * 3_000_000)") == 0
+    assert len(capfd.readouterr().out) == 3_000_001
+    kept = logs(desk.recorded())["stdout"]
+    assert len(kept) < 70_000 and "bytes left out" in kept
+
+
+def test_a_process_that_the_program_leaves_running_is_not_waited_for(desk: Desk) -> None:
+    left = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True)"
+    assert desk.run(left) == 0
+    os.kill(int(logs(desk.recorded())["stdout"]), signal.SIGKILL)
+
+
+def test_a_run_can_be_recorded_by_a_server(desk: Desk) -> None:
+    settings = ServerSettings(store="served.sqlite", key="an admin's key")
+    with desk.portal.wrap_async_context_manager(running_server(settings)) as server:
+        assert desk.run("ask('hello')", "--server", server.url, "--key", "an admin's key") == 0
+
+        async def calls() -> int:
+            store = LightningStoreClient(server.url, "an admin's key")
+            (rollout,) = await store.query_rollouts()
+            spans = await store.query_spans(rollout.rollout_id)
+            await store.close()
+            return len(spans)
+
+        assert asyncio.run(calls()) == 1
+    assert not Path("agentlightning.sqlite").exists()
+
+
+# --- mistakes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--", "no-such-program"], 1, "'no-such-program' cannot be started"),
+        (["--price", "gpt", "--", "true"], 2, "MODEL=IN,OUT"),
+        (["--price", "gpt=1", "--", "true"], 2, "the price of 'gpt'"),
+        (["--task", "{", "--", "true"], 2, "a task is JSON"),
+        (["--backend", "localhost", "--", "true"], 1, "must be a URL"),
+        ([], 2, "Missing argument"),
+    ],
+)
+def test_a_mistake_is_explained(
+    desk: Desk, arguments: list[str], code: int, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["run", *arguments]) == code
+    told = capfd.readouterr().err
+    assert said in told and "Traceback" not in told
+
+
+def test_without_a_server_that_would_answer_it_says_how_to_name_one(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name)
+    assert run(["run", "--", "true"]) == 1
+    assert "--backend URL" in capfd.readouterr().err
+
+
+# --- signals and terminals ---------------------------------------------------------------------------------------
+
+ANSWERS = """
+import signal, sys, time
+asked = []
+signal.signal(signal.SIGINT, lambda *_: asked.append(1))
+print("ready", sys.stdout.isatty(), flush=True)
+while not asked:
+    time.sleep(0.02)
+time.sleep(0.2)
+print("asked", len(asked), flush=True)
+sys.exit(5)
+"""
+
+
+def command(program: str) -> list[str]:
+    return [sys.executable, "-m", "agentlightning.cli.main", "run", "--", sys.executable, "-c", program]
+
+
+def test_an_interrupt_is_the_programs_to_answer(desk: Desk) -> None:
+    with subprocess.Popen(command(ANSWERS), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready False\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.read() == b"asked 1\n"
+    assert process.returncode == 5
+    assert desk.recorded().rollout.status == "failed"
+
+
+def test_on_a_terminal_the_program_has_a_terminal_and_hears_ctrl_c_once(desk: Desk) -> None:
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(command(ANSWERS), stdin=theirs, stdout=theirs, stderr=theirs,
+                               start_new_session=True, preexec_fn=lambda: os.login_tty(0))  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    while b"ready True\r\n" not in shown:
+        shown += os.read(ours, 1000)
+    os.write(ours, b"\x03")
+    while b"asked" not in shown:
+        shown += os.read(ours, 1000)
+    assert b"asked 1\r\n" in shown + os.read(ours, 100)
+    while process.poll() is None:  # what it prints at its end must be read for it to end
+        try:
+            os.read(ours, 1000)
+        except OSError:  # nobody writes there any more
+            process.wait(10)
+    os.close(ours)
+    assert process.returncode == 5

@@ -1,0 +1,110 @@
+"""An attempt as a tree of lines that a person can read, whatever is in its spans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from agentlightning import semconv
+from agentlightning.tracing.rewards import reward_attributes
+from agentlightning.tracing.steps import read_steps
+from agentlightning.tracing.tree import one_line, rollout_tree, totals
+from agentlightning.types import Rollout, Span, SpanStatus
+
+ROLLOUT = Rollout(rollout_id="ro-1", input="Fly me", start_time=0.0, end_time=60.0, status="succeeded")
+
+
+def span(
+    name: str, start: float, end: float, *, parent: str | None = None, failed: str | None = None, **attributes: Any
+) -> Span:
+    return Span(
+        rollout_id="ro-1", attempt_id="at-1", sequence_id=0, trace_id="0" * 32, span_id=f"{name}@{start}",
+        parent_id=parent, name=name, start_time=start, end_time=end,
+        status=SpanStatus(status_code="ERROR", description=failed) if failed else SpanStatus(),
+        attributes={key.replace("__", "."): value for key, value in attributes.items()},
+    )  # fmt: skip
+
+
+def call(start: float, said: str = "Done", **more: Any) -> Span:
+    made = span("chat m", start, start + 1.0, **more)
+    attributes = {
+        semconv.CALL_ENDPOINT: "chat/completions",
+        semconv.GEN_AI_REQUEST_MODEL: "m",
+        semconv.GEN_AI_RESPONSE_MODEL: "m-2025",
+        semconv.GEN_AI_INPUT_TOKENS: 1_000,
+        semconv.GEN_AI_OUTPUT_TOKENS: 10,
+        semconv.GEN_AI_FINISH_REASONS: ["stop"],
+        semconv.GEN_AI_OUTPUT_MESSAGES: msgspec.json.encode([{"role": "assistant", "content": said}]).decode(),
+    }
+    return msgspec.structs.replace(made, attributes=attributes)
+
+
+def agent(name: str, start: float, end: float, **more: Any) -> Span:
+    return span(name, start, end, gen_ai__operation__name="invoke_agent", gen_ai__agent__name=name, **more)
+
+
+def shown(*spans: Span, width: int = 120, **options: Any) -> list[str]:
+    console = Console(width=width, highlight=False)
+    with console.capture() as capture:
+        console.print(rollout_tree(ROLLOUT, spans, **options))
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def test_agents_are_branches_and_wrappers_that_only_hold_steps_are_left_out() -> None:
+    desk, graph = agent("desk", 0, 9), span("RunnableSequence", 1, 8, parent="desk@0")
+    tool = span("execute_tool search", 3, 4, parent=graph.span_id, failed="no flights",
+                gen_ai__operation__name="execute_tool", gen_ai__tool__name="search",
+                gen_ai__tool__call__arguments='{"to": "Oslo"}')  # fmt: skip
+    reward = span(semconv.ANNOTATION, 10, 10)
+    reward = msgspec.structs.replace(reward, attributes=reward_attributes({"correct": 1.0, "short": 0.2}, "correct"))
+    assert shown(reward, tool, desk, call(2, parent=graph.span_id), graph) == [
+        "ro-1  succeeded  reward 1  1 call  1,000 → 10 tokens  60 s",
+        "├── input  Fly me",
+        "├── agent desk  9.00 s",
+        "│   ├── call m-2025  1,000 → 10 tokens  1.00 s  stop  “Done”",
+        '│   └── tool search  1.00 s  failed  {"to": "Oslo"}  ! no flights',
+        "└── reward correct 1, short 0.2",
+    ]
+
+
+def test_a_span_of_the_programs_own_stands_where_it_was() -> None:
+    lines = shown(span("parse", 1, 1.5), span("agentlightning.message", 2, 2, agentlightning__message__body="hi"))
+    assert lines[-2:] == ["├── parse  0.50 s", "└── agentlightning.message  body=hi"]
+
+
+def test_exceptions_are_told_and_logs_counted() -> None:
+    raised = span(semconv.EXCEPTION, 1, 1, failed="x", exception__type="a.b.ValueError", exception__message="no seat")
+    log = span(semconv.LOG, 2, 2, agentlightning__log__stream="stderr", agentlightning__log__text="one\ntwo")
+    assert shown(raised, log)[-2:] == ["├── ! ValueError: no seat", "└── stderr: 2 lines"]
+
+
+def test_parents_in_a_circle_and_unknown_ones_end_at_the_root() -> None:
+    one, other = span("one", 1, 2, parent="other@2"), span("other", 2, 3, parent="one@1")
+    assert any("call" in line for line in shown(one, other, call(4, parent="nobody")))
+
+
+def test_a_huge_attempt_is_cut_with_a_count_of_the_rest() -> None:
+    lines = shown(*(call(float(start)) for start in range(5_000)), limit=20)
+    assert len(lines) == 23 and lines[-1] == "└── … and 4980 more"
+
+
+def test_a_narrow_terminal_wraps_and_shows_all() -> None:
+    lines = shown(call(1, "Þrjú flug frá Osló 🛫 á morgun"), width=30)
+    assert max(map(len, lines)) <= 30
+    assert "🛫" in "".join(lines)
+
+
+def test_what_would_act_on_a_terminal_is_left_out() -> None:
+    assert one_line("\x1b[2Jred\x07 \ud800 [bold]x[/bold]\r\n\ttab") == "[2Jred [bold]x[/bold] tab"
+    assert len(one_line("a" * 10_000_000)) == 160
+    assert any("[bold]" in line for line in shown(call(1, "[bold]no markup[/bold]")))
+
+
+def test_costs_are_of_the_longest_name_that_fits_and_missing_prices_are_named() -> None:
+    steps = read_steps([call(1), call(3)])
+    assert totals(steps).cost is None
+    took = totals(steps, {"m": (1.0, 1.0), "m-2025": (10.0, 100.0)})
+    assert took.cost == 2 * (1_000 * 10 + 10 * 100) / 1e6
+    assert totals(steps, {"other": (1.0, 1.0)}).unpriced == ("m-2025",)
