@@ -33,6 +33,10 @@ def reward_value(index: int) -> str:
     return f"{REWARD}.{index}.value"
 
 
+LINK: Final = "agentlightning.link"  # .N.key_match and .N.value_match: what the span is about (`tracing.links`)
+TAG: Final = "agentlightning.tag"  # .N: free words
+
+
 # On a gateway call, beside its token ids (which are stored as binary, not as attributes).
 CALL_INDEX: Final = "agentlightning.call.index"  # 0, 1, 2 … within the attempt
 CALL_ENDPOINT: Final = "agentlightning.call.endpoint"  # the protocol it came in, such as `chat/completions`
@@ -57,6 +61,7 @@ OPERATION_INPUT: Final = "agentlightning.operation.input"  # JSON
 OPERATION_OUTPUT: Final = "agentlightning.operation.output"  # JSON
 LOG_STREAM: Final = "agentlightning.log.stream"  # stdout, stderr or log (Python's logging)
 LOG_TEXT: Final = "agentlightning.log.text"
+OBJECT_TYPE: Final = "agentlightning.object.type"  # qualified name of its Python type
 OBJECT_JSON: Final = "agentlightning.object.json"
 MESSAGE_BODY: Final = "agentlightning.message.body"
 EXCEPTION_TYPE: Final = "exception.type"

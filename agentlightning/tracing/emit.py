@@ -7,9 +7,14 @@ has no JSON form is an InvalidError at the call, not later in the store.
 
 from __future__ import annotations
 
+import base64
+import functools
+import inspect
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
+
+import msgspec
 
 from agentlightning.errors import InvalidError
 from agentlightning.semconv import (
@@ -22,11 +27,14 @@ from agentlightning.semconv import (
     MESSAGE_BODY,
     OBJECT,
     OBJECT_JSON,
+    OBJECT_TYPE,
 )
 from agentlightning.tracing.attributes import checked_text, flatten, to_json
-from agentlightning.tracing.context import Stopwatch, require_binding
+from agentlightning.tracing.context import AttemptTracer, Stopwatch, require_binding
 from agentlightning.tracing.rewards import reward_attributes
-from agentlightning.types import Attributes, Span, SpanStatus
+from agentlightning.types import UNATTRIBUTED, Attributes, Span, SpanStatus
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 MAX_STACKTRACE = 16_000  # characters; the end of a longer one is kept, since that is where it failed
 
@@ -37,43 +45,87 @@ def emit_reward(
     primary_key: str | None = None,
     final: bool = True,
     attributes: Mapping[str, Any] | None = None,
+    propagate: bool = True,
 ) -> Span:
     """Record a reward: a number, or several named dimensions of which `primary_key` is the one that is optimised.
 
     The last reward with `final=True` is the rollout's, unless the agent returns one. `final=False` marks an
-    intermediate reward, which belongs to the LLM call before it and never displaces the rollout's."""
-    return _emit(
-        "emit_reward", ANNOTATION, {**flatten(attributes or {}), **reward_attributes(reward, primary_key, final)}
-    )
+    intermediate reward, which belongs to the LLM call before it and never displaces the rollout's. With
+    `propagate=False` this and the other emitters record nothing: the span is the caller's, who may return it."""
+    described = {**flatten(attributes or {}), **reward_attributes(reward, primary_key, final)}
+    return _emit("emit_reward", ANNOTATION, described, propagate=propagate)
 
 
-def emit_message(message: str, attributes: Mapping[str, Any] | None = None) -> Span:
+def emit_message(message: str, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> Span:
     """Record a line of text, such as a log message that should be seen beside the calls."""
-    return _emit("emit_message", MESSAGE, {**flatten(attributes or {}), MESSAGE_BODY: _text(message)})
+    described = {**flatten(attributes or {}), MESSAGE_BODY: _text(message)}
+    return _emit("emit_message", MESSAGE, described, propagate=propagate)
 
 
-def emit_object(object: Any, attributes: Mapping[str, Any] | None = None) -> Span:
-    """Record anything that has a JSON form."""
-    body = to_json("the object", object)
-    return _emit("emit_object", OBJECT, {**flatten(attributes or {}), OBJECT_JSON: body})
+def emit_object(object: Any, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> Span:
+    """Record anything that has a JSON form; bytes become base64."""
+    described = {
+        **flatten(attributes or {}),
+        OBJECT_TYPE: _type_name(object),
+        OBJECT_JSON: to_json("the object", object),
+    }
+    return _emit("emit_object", OBJECT, described, propagate=propagate)
 
 
-def emit_annotation(annotation: Mapping[str, Any]) -> Span:
+def emit_annotation(annotation: Mapping[str, Any], propagate: bool = True) -> Span:
     """Record facts about the rollout; nested mappings become dotted attribute names."""
-    return _emit("emit_annotation", ANNOTATION, flatten(annotation))
+    return _emit("emit_annotation", ANNOTATION, flatten(annotation), propagate=propagate)
 
 
-def emit_exception(exception: BaseException, attributes: Mapping[str, Any] | None = None) -> Span:
+def emit_exception(
+    exception: BaseException, attributes: Mapping[str, Any] | None = None, propagate: bool = True
+) -> Span:
     """Record an exception with its traceback; the span's status is ERROR."""
     described = {**flatten(attributes or {}), **exception_attributes(exception)}
     status = SpanStatus(status_code="ERROR", description=str(described[EXCEPTION_MESSAGE]))
-    return _emit("emit_exception", EXCEPTION, described, status)
+    return _emit("emit_exception", EXCEPTION, described, status, propagate=propagate)
+
+
+def reward(function: FunctionT) -> FunctionT:
+    """Decorator of a function, sync or async, that returns a reward: it is emitted as well."""
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def emitting_async(*args: Any, **kwargs: Any) -> Any:
+            value = await function(*args, **kwargs)
+            emit_reward(value)
+            return value
+
+        return cast(FunctionT, emitting_async)
+
+    @functools.wraps(function)
+    def emitting(*args: Any, **kwargs: Any) -> Any:
+        value = function(*args, **kwargs)
+        emit_reward(value)
+        return value
+
+    return cast(FunctionT, emitting)
+
+
+def get_message_value(span: Span) -> str | None:
+    """What `emit_message` recorded in this span; None for any other span."""
+    body = span.attributes.get(MESSAGE_BODY)
+    return body if isinstance(body, str) else None
+
+
+def get_object_value(span: Span) -> Any:
+    """What `emit_object` recorded in this span; None for any other span."""
+    body = span.attributes.get(OBJECT_JSON)
+    if not isinstance(body, str):
+        return None
+    value = msgspec.json.decode(body)
+    return base64.b64decode(value) if span.attributes.get(OBJECT_TYPE) == "bytes" else value
 
 
 def exception_attributes(exception: BaseException) -> Attributes:
     """Type, message and traceback under OpenTelemetry's names."""
     return {
-        EXCEPTION_TYPE: f"{type(exception).__module__}.{type(exception).__qualname__}".removeprefix("builtins."),
+        EXCEPTION_TYPE: _type_name(exception),
         EXCEPTION_MESSAGE: shown(exception),
         EXCEPTION_STACKTRACE: shown(exception, _stacktrace)[-MAX_STACKTRACE:],
     }
@@ -91,12 +143,18 @@ def _stacktrace(exception: BaseException) -> str:
     return "".join(traceback.format_exception(exception))
 
 
-def _emit(caller: str, name: str, attributes: Attributes, status: SpanStatus | None = None) -> Span:
-    binding = require_binding(caller)
+def _emit(caller: str, name: str, attributes: Attributes, status: SpanStatus | None = None, *, propagate: bool) -> Span:
     now = Stopwatch().start_time
-    return binding.tracer.record(
-        name, attributes, start_time=now, end_time=now, status=status, parent_id=binding.parent_id
-    )
+    if propagate:
+        binding = require_binding(caller)
+        tracer, parent_id = binding.tracer, binding.parent_id
+    else:
+        tracer, parent_id = AttemptTracer(UNATTRIBUTED, UNATTRIBUTED), None
+    return tracer.record(name, attributes, start_time=now, end_time=now, status=status, parent_id=parent_id)
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
 def _text(message: Any) -> str:

@@ -18,7 +18,7 @@ from agentlightning.semconv import OPERATION, OPERATION_INPUT, OPERATION_NAME, O
 from agentlightning.tracing.attributes import flatten, to_json
 from agentlightning.tracing.context import Binding, Stopwatch, bind, current_binding, new_span_id
 from agentlightning.tracing.emit import exception_attributes, shown
-from agentlightning.types import Attributes, SpanStatus
+from agentlightning.types import Attributes, Span, SpanStatus
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -26,8 +26,10 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 class Operation:
     """One running operation. Serves as `with` and `async with`; use one object for one block."""
 
-    def __init__(self, attributes: Attributes) -> None:
+    def __init__(self, attributes: Attributes, propagate: bool = True) -> None:
         self._attributes = attributes
+        self._propagate = propagate
+        self._span: Span | None = None
         self._binding: Binding | None = None
         self._stack = ExitStack()
         self._span_id = new_span_id()
@@ -41,12 +43,18 @@ class Operation:
         """Record what came out, as JSON."""
         self._attributes[OPERATION_OUTPUT] = _described(output)
 
+    def span(self) -> Span:
+        """What was recorded. ConfigError before the end, and where nothing is recorded."""
+        if self._span is None:
+            raise ConfigError("the operation has no span: it is not over, or it ran outside a rollout")
+        return self._span
+
     def set_attributes(self, attributes: Mapping[str, Any]) -> None:
         """Record more about it; nested mappings become dotted names, None is left out."""
         self._attributes.update(flatten(attributes))
 
     def __enter__(self) -> Self:
-        self._binding = current_binding()
+        self._binding = current_binding() if self._propagate else None
         if self._binding is not None:
             self._stack.enter_context(bind(self._binding.tracer, self._span_id))
         self._clock = Stopwatch()
@@ -62,7 +70,7 @@ class Operation:
         if error is not None:
             self._attributes.update(exception_attributes(error))
             status = SpanStatus(status_code="ERROR", description=shown(error))
-        self._binding.tracer.record(
+        self._span = self._binding.tracer.record(
             OPERATION,
             self._attributes,
             start_time=self._clock.start_time,
@@ -82,25 +90,33 @@ class Operation:
 
     def __call__(self, function: FunctionT) -> FunctionT:
         """Use as a decorator with attributes: `@operation(step="plan")`."""
-        return _decorated(function, self._attributes)
+        return _decorated(function, self._attributes, self._propagate)
 
 
 @overload
 def operation(function: FunctionT, /) -> FunctionT: ...
 @overload
-def operation(*, name: str | None = None, **attributes: Any) -> Operation: ...
-def operation(function: Callable[..., Any] | None = None, /, *, name: str | None = None, **attributes: Any) -> Any:
+def operation(*, propagate: bool = True, name: str | None = None, **attributes: Any) -> Operation: ...
+def operation(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    propagate: bool = True,
+    name: str | None = None,
+    **attributes: Any,
+) -> Any:
     """`@operation`, `@operation(step="plan")`, `with operation(name="plan") as op:` or `async with`.
 
     As a decorator the span holds the function's name, arguments and result; a raised exception is recorded and goes
-    on. Generator functions are refused (ConfigError): put the context manager inside them."""
+    on. Generator functions are refused (ConfigError): put the context manager inside them. With `propagate=False`
+    nothing is recorded."""
     flat = flatten({OPERATION_NAME: name, **attributes})
     if function is not None:
-        return _decorated(function, flat)
-    return Operation(flat)
+        return _decorated(function, flat, propagate)
+    return Operation(flat, propagate)
 
 
-def _decorated(function: FunctionT, attributes: Attributes) -> FunctionT:
+def _decorated(function: FunctionT, attributes: Attributes, propagate: bool) -> FunctionT:
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigError(
             f"{function.__qualname__} is a generator; `operation` decorates functions that return. "
@@ -112,7 +128,7 @@ def _decorated(function: FunctionT, attributes: Attributes) -> FunctionT:
 
         @functools.wraps(function)
         async def run_async(*args: Any, **kwargs: Any) -> Any:
-            with Operation(dict(named)) as running:
+            with Operation(dict(named), propagate) as running:
                 running.set_input(*args, **kwargs)
                 output = await function(*args, **kwargs)
                 running.set_output(output)
@@ -122,7 +138,7 @@ def _decorated(function: FunctionT, attributes: Attributes) -> FunctionT:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with Operation(dict(named)) as running:
+        with Operation(dict(named), propagate) as running:
             running.set_input(*args, **kwargs)
             output = function(*args, **kwargs)
             running.set_output(output)

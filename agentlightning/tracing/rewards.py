@@ -22,6 +22,13 @@ PRIMARY = "primary"  # the name of a reward that was given none
 FORMS = 'a number such as 0.7, {"reward": 0.7}, or {"correct": 1, "short": 0.2, "primary_key": "correct"}'
 
 
+class Reward(NamedTuple):
+    """One dimension of a reward."""
+
+    name: str
+    value: float
+
+
 class GivenReward(NamedTuple):
     """The arguments of `reward_attributes`, and the first ones of `emit_reward`."""
 
@@ -86,6 +93,19 @@ def get_reward_value(span: Span) -> float | None:
     return float(value)
 
 
+def get_rewards_from_span(span: Span) -> list[Reward]:
+    """All dimensions of a reward span, the primary one first; empty for any other span."""
+    rewards: list[Reward] = []
+    while isinstance(value := span.attributes.get(reward_value(len(rewards))), (int, float)):
+        rewards.append(Reward(str(span.attributes.get(reward_name(len(rewards)), PRIMARY)), float(value)))
+    return rewards
+
+
+def is_reward_span(span: Span) -> bool:
+    """Whether the span carries a reward, final or intermediate."""
+    return get_reward_value(span) is not None
+
+
 def is_final_reward(span: Span) -> bool:
     """Whether the span carries a reward of the whole rollout rather than an intermediate one."""
     return get_reward_value(span) is not None and span.attributes.get(REWARD_FINAL, True) is not False
@@ -105,10 +125,10 @@ def find_final_reward(spans: Iterable[Span]) -> float | None:
 
 
 def checked_reward(value: Any, what: str = "the reward") -> float:
-    """`value` as a float: a finite real number, or a scalar of NumPy or torch. InvalidError for anything else; a bool
-    is no number."""
+    """`value` as a float: a finite real number, a bool (1 or 0), or a scalar of NumPy or torch. InvalidError for
+    anything else."""
     number = _plain_scalar(value)
-    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+    if not isinstance(number, numbers.Real):
         raise InvalidError(
             f"{what} is {value!r:.200} of type {type(value).__name__}; expected a finite number, such as float(...)"
         )

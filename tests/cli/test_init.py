@@ -60,11 +60,10 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_project_trains_at_once_and_gets_better(project: Path) -> None:
-    trained = run(project, *AGL, "train", "--json", timeout=110)
+    trained = run(project, *AGL, "train", "--steps", "12", "--json", timeout=110)
     assert trained.returncode == 0, trained.stderr
     reward = json.loads(trained.stdout)["reward"]
-    assert reward["before"] < 0.7
-    assert reward["after"] > 0.9
+    assert reward["after"] > reward["before"] + 0.2
 
 
 def test_a_function_that_makes_no_policy_is_named(project: Path) -> None:

@@ -13,7 +13,16 @@ import pytest
 from agentlightning import semconv
 from agentlightning.errors import ConfigError, InvalidError
 from agentlightning.tracing.context import AttemptTracer, bind, recording
-from agentlightning.tracing.emit import emit_annotation, emit_exception, emit_message, emit_object, emit_reward
+from agentlightning.tracing.emit import (
+    emit_annotation,
+    emit_exception,
+    emit_message,
+    emit_object,
+    emit_reward,
+    get_message_value,
+    get_object_value,
+    reward,
+)
 from agentlightning.types import Span
 
 
@@ -39,7 +48,7 @@ def test_named_rewards_put_the_primary_one_first() -> None:
     }
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, True, "1.0", 1j, None, {}, {"a": math.nan}])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "1.0", 1j, None, {}, {"a": math.nan}])
 def test_a_reward_that_is_not_a_finite_number_is_refused_at_the_call(value: object) -> None:
     with recording() as tracer, pytest.raises(InvalidError, match=r"expected|finite"):
         emit_reward(value)  # type: ignore[arg-type]
@@ -144,3 +153,36 @@ def test_spans_are_drained_once_and_dropped_with_a_warning_after_the_end(caplog:
         emit_message("late")
     assert tracer.drain() == []
     assert "after the attempt had ended" in caplog.text
+
+
+def test_what_was_emitted_can_be_read_back() -> None:
+    values = ["text", 5, 0.5, True, None, b"\x00\xff", {"a": [1, {"b": 2}]}, [1, "x"]]
+    with recording():
+        assert [get_object_value(emit_object(value)) for value in values] == values
+        assert get_message_value(emit_message("hello")) == "hello"
+        assert get_message_value(emit_object("hello")) is get_object_value(emit_message("hello")) is None
+        assert emit_object([]).attributes["agentlightning.object.type"] == "list"
+
+
+def test_without_propagation_a_span_is_made_and_not_recorded() -> None:
+    span = emit_reward(0.5, propagate=False)  # outside a rollout as well
+    with recording() as tracer:
+        assert emit_message("quiet", propagate=False).attributes["agentlightning.message.body"] == "quiet"
+        assert tracer.get_last_trace() == []
+        tracer.adopt(span)
+    assert [one.attempt_id for one in tracer.get_last_trace()] == ["recording-1"]
+
+
+@pytest.mark.anyio
+async def test_a_reward_function_emits_what_it_returns() -> None:
+    @reward
+    def grade(right: bool) -> float:
+        return float(right)
+
+    @reward
+    async def grade_later(right: bool) -> bool:
+        return right
+
+    with recording() as tracer:
+        assert (grade(False), await grade_later(True)) == (0.0, True)
+    assert [span.attributes["agentlightning.reward.0.value"] for span in tracer.get_last_trace()] == [0.0, 1.0]

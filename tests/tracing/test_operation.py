@@ -89,3 +89,17 @@ def test_generators_are_refused_with_the_way_out() -> None:
         @operation
         def numbers() -> Iterator[int]:
             yield 1
+
+
+def test_an_operation_gives_its_span_once_it_is_over() -> None:
+    with recording() as tracer:
+        with operation(name="plan") as running:
+            running.set_attributes({"model": {"name": "m"}})
+            with pytest.raises(ConfigError, match="not over"):
+                running.span()
+        with operation(name="quiet", propagate=False) as quiet:
+            pass
+    assert tracer.get_last_trace() == [running.span()]
+    assert running.span().attributes["model.name"] == "m"
+    with pytest.raises(ConfigError, match="outside a rollout"):
+        quiet.span()

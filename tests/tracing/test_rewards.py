@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from agentlightning.tracing.context import recording
 from agentlightning.tracing.emit import emit_message, emit_reward
-from agentlightning.tracing.rewards import find_final_reward, find_reward_spans, get_reward_value, is_final_reward
+from agentlightning.tracing.rewards import (
+    find_final_reward,
+    find_reward_spans,
+    get_reward_value,
+    get_rewards_from_span,
+    is_final_reward,
+    is_reward_span,
+)
 
 
 def test_the_last_final_reward_is_the_rollouts() -> None:
@@ -44,3 +51,13 @@ def test_the_primary_dimension_is_the_value() -> None:
     with recording() as tracer:
         emit_reward({"speed": 0.1, "correct": 1}, primary_key="correct")
     assert find_final_reward(tracer.get_last_trace()) == 1.0
+
+
+def test_all_dimensions_are_read_back_with_the_primary_one_first() -> None:
+    with recording():
+        span = emit_reward({"speed": 0.1, "correct": True}, primary_key="correct")
+        message = emit_message("hello")
+    assert get_rewards_from_span(span) == [("correct", 1.0), ("speed", 0.1)]
+    assert is_reward_span(span)
+    assert get_rewards_from_span(message) == []
+    assert not is_reward_span(message)
