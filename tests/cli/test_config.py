@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.cli.config import build, load_config
+from agentlightning.cli.config import CommandConfig, build, load_config
 from agentlightning.errors import ConfigError
 
 COMPLETE = """
@@ -111,3 +111,38 @@ def test_fields_are_built_with_their_types_checked() -> None:
         build(dict, {"step": 2}, known, "algorithm")
     with pytest.raises(ConfigError, match=r"algorithm\.steps: expected `int`, got `float`"):
         build(dict, {"steps": 2.5}, known, "algorithm")
+
+
+COMMAND = "agent: {command: python agent.py, reward: stdout}"
+
+
+def test_an_agent_may_be_a_command_which_runs_beside_its_run_file(run_file: Path) -> None:
+    run_file.write_text(COMPLETE.replace("agent: agent.py:flight", COMMAND), encoding="utf-8")
+    agent = load_config(run_file, ["agent.env.SIZE=large"]).agent
+    assert isinstance(agent, CommandConfig)
+    assert (agent.command, agent.cwd, agent.env) == ("python agent.py", str(run_file.parent), {"SIZE": "large"})
+    assert load_config(run_file, ["agent=other.py:agent"]).agent == "other.py:agent"
+
+
+def test_the_grader_of_a_command_is_a_command_or_a_function(run_file: Path) -> None:
+    (run_file.parent / "grade.py").write_text("def grade(task, output): return 1.0", encoding="utf-8")
+    for grader in ("grade.py:grade", "python grade.py"):
+        text = COMPLETE.replace("agent: agent.py:flight", f"agent: {{command: echo, grader: '{grader}'}}")
+        run_file.write_text(text, encoding="utf-8")
+        agent = load_config(run_file).agent
+        assert isinstance(agent, CommandConfig)
+        agent.load().check()
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        ("{comand: echo}", "agent: object"),
+        ("{command: echo, reward: std}", r"agent.reward: invalid enum value 'std'"),
+        ("{command: echo, env: {A: 1}}", r"agent.env\[...\]: expected `str`"),
+    ],
+)
+def test_a_command_is_checked_like_the_rest(run_file: Path, agent: str, message: str) -> None:
+    run_file.write_text(COMPLETE.replace("agent.py:flight", agent), encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        load_config(run_file)

@@ -1,0 +1,89 @@
+"""What an agent returns is its last word: a reward in any form that programs have one in, or a typed refusal."""
+
+from __future__ import annotations
+
+import time
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import agentlightning as agl
+from agentlightning.errors import InvalidError
+from agentlightning.runner.runner import Runner
+from agentlightning.store.sql import SqlStore
+from agentlightning.tracing.rewards import reward_attributes
+from agentlightning.types import Span
+
+pytestmark = pytest.mark.anyio
+
+
+async def result_of(store: SqlStore, result: Any) -> list[Span]:
+    rollout = await Runner(store, lambda task: result).run_one("x")
+    return await store.query_spans(rollout.rollout_id)
+
+
+@pytest.mark.parametrize(
+    ("result", "value"),
+    [
+        (1, 1.0),
+        (Fraction(1, 4), 0.25),
+        (np.float32(0.25), 0.25),
+        (np.int64(3), 3.0),
+        (np.array(0.5), 0.5),
+        (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
+        (torch.tensor(2), 2.0),
+        ({"correct": 1}, 1.0),
+        ({"short": 0.2, "reward": 0.5}, 0.5),
+        ({"short": torch.tensor(0.2), "correct": np.float64(1), "primary_key": "correct"}, 1.0),
+        (None, None),
+        ([], None),
+    ],
+)
+async def test_what_counts_as_a_reward(store: SqlStore, result: Any, value: float | None) -> None:
+    assert agl.find_final_reward(await result_of(store, result)) == value
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        "0.7", b"1", torch.tensor([1.0]), np.array([1.0]), Decimal(1), 1j, {},
+        {"a": 1, "b": 2}, {"a": "1"}, {"a": float("nan")}, np.float32("inf"), torch.tensor(float("nan")), 10**400,
+        {"reward": 1, "final": False}, {"reward": 1, "primary_key": 3}, object(),
+    ],
+    ids=repr,
+)  # fmt: skip
+async def test_anything_else_fails_its_attempt_and_says_why(store: SqlStore, result: Any) -> None:
+    with pytest.raises(InvalidError, match="the agent's result"):
+        await result_of(store, result)
+
+
+async def test_all_named_rewards_are_kept(store: SqlStore) -> None:
+    (span,) = await result_of(store, {"short": 0.2, "correct": 1, "primary_key": "correct"})
+    assert reward_attributes({"correct": 1.0, "short": 0.2}, "correct").items() <= span.attributes.items()
+
+
+async def test_an_intermediate_reward_never_displaces_what_was_emitted_or_returned(store: SqlStore) -> None:
+    def emitting(task: float | None) -> float | None:
+        agl.emit_reward(0.5)
+        agl.emit_reward(0.9, final=False)
+        return task
+
+    for returned, value in ((None, 0.5), (0.25, 0.25)):
+        rollout = await Runner(store, emitting).run_one(returned)
+        assert agl.find_final_reward(await store.query_spans(rollout.rollout_id)) == value
+
+
+async def test_a_returned_reward_is_the_last_word_also_against_a_clock_that_is_ahead(store: SqlStore) -> None:
+    def agent(task: str, rollout: agl.AttemptedRollout) -> float:
+        from agentlightning.tracing.context import require_binding
+
+        ahead = time.time() + 60
+        require_binding("the test").tracer.record("posted", reward_attributes(0.5), start_time=ahead, end_time=ahead)
+        return 1.0
+
+    rollout = await Runner(store, agent).run_one("x")
+    assert agl.find_final_reward(await store.query_spans(rollout.rollout_id)) == 1.0
