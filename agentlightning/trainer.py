@@ -45,6 +45,7 @@ from agentlightning.server.serve import HttpServer, run_on_fastest_loop
 from agentlightning.store.base import LightningStore
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
+from agentlightning.tracing.choice import TracerKind, choose_tracer
 from agentlightning.tracing.tree import rollout_tree
 from agentlightning.types import LLM, Metrics, NamedResources
 
@@ -86,6 +87,8 @@ class Trainer:
         seed: the source of all randomness.
         time_limit: seconds after which training ends, closing evaluation included.
         initial_resources: more resources for the agent; a policy being trained is added as `llm`.
+        hooks: code that runs around every rollout.
+        tracer: `auto` collects what OpenTelemetry's SDK traces in the agent where it is installed; `light` does not.
         max_sequence_length: prompt and answer together, in tokens; default the model's own, at most 4096.
         device: where the model is loaded to: `cuda` where there is one, else `cpu`, unless it says `mps` or another.
         threads: torch threads; default 1 for models below 10M parameters, where more only slow it down."""
@@ -107,6 +110,7 @@ class Trainer:
         time_limit: float | None = None,
         initial_resources: Mapping[str, Any] | None = None,
         hooks: Sequence[Hook] = (),
+        tracer: TracerKind = "auto",
         progress: Progress | None = None,
         max_sequence_length: int | None = None,
         device: str | None = None,
@@ -134,6 +138,8 @@ class Trainer:
         self.time_limit = time_limit
         self.initial_resources: NamedResources = dict(initial_resources or {})
         self.hooks = tuple(hooks)
+        choose_tracer(tracer)  # refused here rather than after the model was loaded
+        self.tracer: TracerKind = tracer
         self.progress = progress or NoProgress()
         self.max_sequence_length = max_sequence_length
         self.device = device
@@ -371,7 +377,7 @@ class Trainer:
         job = asyncio.ensure_future(algorithm.run(context))
         tasks: set[asyncio.Task[None]] = {job}
         if self.n_runners:
-            runner = Runner(context.store, agent, concurrency=self.n_runners, hooks=self.hooks)
+            runner = Runner(context.store, agent, concurrency=self.n_runners, hooks=self.hooks, tracer=self.tracer)
             tasks.add(asyncio.ensure_future(runner.run()))
         status = "failed"
         try:

@@ -61,6 +61,7 @@ class Header(click.ParamType[tuple[str, str]]):
     """`"name=value"` → its two parts. A usage error for what cannot be an HTTP header."""
 
     name = "header"
+    envvar_list_splitter = ","
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
         name, separator, content = str(value).partition("=")
@@ -72,7 +73,8 @@ class Header(click.ParamType[tuple[str, str]]):
 def forwarding_options(command: Callable[..., Any]) -> Callable[..., Any]:
     command = click.option(
         "--otlp-forward-header", "otlp_forward_headers", type=Header(), multiple=True, metavar="NAME=VALUE",
-        help="Header for that collector, such as its key; may be given again.",
+        envvar="AGL_OTLP_FORWARD_HEADERS", show_envvar=True,
+        help="Header for that collector, such as its key; may be given again (in the variable: divided by commas).",
     )(command)  # fmt: skip
     return click.option(
         "--otlp-forward", metavar="URL",
