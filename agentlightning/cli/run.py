@@ -24,6 +24,7 @@ from agentlightning.cli.prices import PRICE_HELP, read_prices
 from agentlightning.cli.store import open_store
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.runner.agent import LitAgent
+from agentlightning.semconv import CALL_ENDPOINT
 from agentlightning.types import LLM, AttemptedRollout, NamedResources
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from agentlightning.tracing.logs import Excerpt
 
 _OUTPUT_SECONDS: Final = 1.0  # how long what the program left running may hold its output open
+_NO_CALLS: Final = (
+    "no call of a language model was recorded; the program must find its API by OPENAI_BASE_URL or ANTHROPIC_BASE_URL, "
+    "as the SDKs do where no other address is written into it"
+)
 _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "AGL_MODEL")  # the program knows which models it asks for
 
 
@@ -80,6 +85,8 @@ def run(
             spans = await store.query_spans(rollout.rollout_id, "latest")
             ended = await store.get_rollout_by_id(rollout.rollout_id)
         _show(rollout_tree(ended or rollout, spans, prices=prices))
+        if not any(CALL_ENDPOINT in span.attributes for span in spans):
+            click.echo(_NO_CALLS, err=True)
         where = f"--server {server}" if server else f"--store {shlex.quote(address)}"
         click.echo(f"agl rollouts show {rollout.rollout_id} {where}", err=True)
         return program.exit_code
@@ -169,6 +176,8 @@ class Program(LitAgent[Any]):
         variables = agent_environment(llm, *ids, self._url, key, reward_key=rollout.reward_key)
         for name in _ITS_OWN_CHOICE:
             variables.pop(name, None)
+        for name in ("no_proxy", "NO_PROXY"):  # what is on this machine is not reached through a company's proxy
+            variables[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
         if self.instrument is not None:
             told = instrumented.Told(self.instrument, f"{self._url}/api/v1/spans", key, *ids)
             variables |= instrumented.variables(told, directory)

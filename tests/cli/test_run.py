@@ -152,12 +152,13 @@ sys.exit(3)
     assert "0.0030" in told and "no price for claude" in " ".join(told.split())
 
 
-def test_a_task_is_the_input_where_one_is_given(desk: Desk) -> None:
+def test_a_task_is_the_input_where_one_is_given(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
     assert desk.run("pass", "--task", '{"question": "2+2"}', "--store", "other.sqlite") == 0
     desk.store = "other.sqlite"
     record = desk.recorded()
     assert record.rollout.input == {"question": "2+2"} and record.rollout.status == "succeeded"
     assert record.spans == []
+    assert "no call of a language model was recorded" in capfd.readouterr().err
 
 
 def test_what_an_instrumented_program_traces_stands_beside_its_calls(

@@ -78,9 +78,7 @@ PARTS = opentelemetry(
 OURS = opentelemetry(SENT, [{"role": "assistant", "content": "Done"}])
 
 
-@pytest.mark.parametrize(
-    "attributes", [OPENINFERENCE, TRACELOOP, PARTS, OURS], ids=["oi", "traceloop", "parts", "ours"]
-)
+@pytest.mark.parametrize("attributes", [OPENINFERENCE, TRACELOOP, PARTS, OURS], ids=["oi", "tl", "parts", "ours"])
 def test_all_dialects_say_the_same(attributes: Attributes) -> None:
     said = [{**message, "content": message["content"] or None} for message in input_messages(attributes)]
     assert said == SENT

@@ -1,0 +1,260 @@
+"""`agl import`: traces that other tools exported become rollouts, once, however often they are imported."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from agentlightning import semconv
+from agentlightning.cli.main import run
+from agentlightning.store.sql import SqlStore
+from agentlightning.store.transfer import Record
+from agentlightning.tracing.otlp import encode_traces
+from agentlightning.tracing.rewards import find_final_reward
+
+TRACE = "5b8efff798038103d269b633813fc60c"
+
+
+def pairs(attributes: dict[str, Any]) -> list[dict[str, Any]]:
+    kinds = {str: "stringValue", int: "intValue", float: "doubleValue", bool: "boolValue"}
+    return [{"key": name, "value": {kinds[type(value)]: value}} for name, value in attributes.items()]
+
+
+def span(number: int, parent: int | None = None, trace: str = TRACE, **more: Any) -> dict[str, Any]:
+    """A span from second `number` on."""
+    made = {
+        "traceId": trace,
+        "spanId": f"{number:016x}",
+        "name": "step",
+        "startTimeUnixNano": str(number * 10**9),
+        "endTimeUnixNano": str((number + 1) * 10**9),
+        "attributes": pairs(more.pop("attributes", {})),
+    }
+    return made | ({"parentSpanId": f"{parent:016x}"} if parent else {}) | more
+
+
+def request(*spans: dict[str, Any], **resource: Any) -> dict[str, Any]:
+    scopes = [{"scope": {"name": "tool"}, "spans": list(spans)}]
+    return {"resourceSpans": [{"resource": {"attributes": pairs(resource)}, "scopeSpans": scopes}]}
+
+
+LLM = {
+    "openinference.span.kind": "LLM",
+    "llm.model_name": "gpt-5",
+    "llm.token_count.prompt": 7,
+    "llm.token_count.completion": 2,
+    "llm.input_messages.0.message.role": "user",
+    "llm.input_messages.0.message.content": "Fly me",
+    "llm.output_messages.0.message.role": "assistant",
+    "llm.output_messages.0.message.content": "Done",
+}
+ROOT = {"input.value": '{"question": "Fly me"}', "output.value": "Done"}
+WHOLE = request(span(1, attributes=ROOT), span(2, parent=1, attributes=LLM))
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name: str, *documents: Any) -> str:
+    Path(name).write_text("\n".join(json.dumps(document) for document in documents))
+    return name
+
+
+def stored() -> list[Record]:
+    async def work() -> list[Record]:
+        store = await SqlStore.open("agentlightning.sqlite")
+        try:
+            return [
+                Record(
+                    rollout=rollout,
+                    attempts=await store.query_attempts(rollout.rollout_id),
+                    spans=await store.query_spans(rollout.rollout_id),
+                )
+                for rollout in await store.query_rollouts()
+            ]
+        finally:
+            await store.close()
+
+    return asyncio.run(work())
+
+
+def test_a_trace_becomes_a_rollout_with_its_input_its_calls_and_its_times() -> None:
+    assert run(["import", write("a.json", WHOLE)]) == 0
+    (record,) = stored()
+    rollout, (attempt,), (root, call) = record.rollout, record.attempts, record.spans
+    assert rollout.rollout_id == f"trace-{TRACE}" and rollout.input == {"question": "Fly me"}
+    assert (rollout.status, rollout.mode, attempt.status) == ("succeeded", "train", "succeeded")
+    assert (rollout.start_time, rollout.end_time) == (1.0, 3.0)
+    assert (root.sequence_id, call.sequence_id) == (1, 2) and call.parent_id == root.span_id
+    assert json.loads(str(call.attributes[semconv.GEN_AI_INPUT_MESSAGES])) == [{"role": "user", "content": "Fly me"}]
+    assert json.loads(str(call.attributes[semconv.GEN_AI_OUTPUT_MESSAGES]))[0]["content"] == "Done"
+    assert call.attributes[semconv.GEN_AI_RESPONSE_MODEL] == "gpt-5"
+    assert call.attributes[semconv.GEN_AI_INPUT_TOKENS] == 7
+    assert call.attributes["llm.model_name"] == "gpt-5"  # what the tool wrote stays
+
+
+def test_importing_twice_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    file = write("a.json", WHOLE)
+    assert run(["import", file]) == 0
+    before = stored()
+    assert run(["import", file, "--mode", "val"]) == 0
+    assert stored() == before
+    assert capsys.readouterr().out == "stored 1 rollouts with 2 spans\nstored nothing; 1 were stored already\n"
+
+
+@pytest.mark.parametrize("form", ["whole", "list", "lines", "snake", "indented"])
+def test_all_forms_of_a_file_are_read_alike(form: str) -> None:
+    first, second = request(span(1, attributes=ROOT)), request(span(2, parent=1, attributes=LLM))
+    if form == "list":
+        file = write("a.json", [first, second])
+    elif form == "lines":  # as the collector's file exporter writes it, other signals too
+        file = write("a.jsonl", first, {"resourceMetrics": []}, second, {"resourceLogs": []})
+    elif form == "snake":
+        names = {"resourceSpans": "resource_spans", "scopeSpans": "scope_spans", "traceId": "trace_id",
+                 "spanId": "span_id", "parentSpanId": "parent_span_id", "startTimeUnixNano": "start_time_unix_nano",
+                 "endTimeUnixNano": "end_time_unix_nano", "stringValue": "string_value",
+                 "intValue": "int_value"}  # fmt: skip
+        text = json.dumps(WHOLE)
+        for camel, snake in names.items():
+            text = text.replace(f'"{camel}"', f'"{snake}"')
+        file = write("a.json", json.loads(text))
+    else:
+        file = "a.json"
+        Path(file).write_text(json.dumps(WHOLE, indent=2 if form == "indented" else None))
+    assert run(["import", file, "--strict"]) == 0
+    (record,) = stored()
+    assert len(record.spans) == 2 and record.spans[1].parent_id == record.spans[0].span_id
+
+
+def test_what_opentelemetrys_sdk_exported_is_read() -> None:
+    """Real spans of the SDK, through our codec into protobuf's JSON with hexadecimal ids."""
+    kept = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    with provider.get_tracer("mine").start_as_current_span("root", attributes={"input.value": "Fly me"}):
+        pass
+    from google.protobuf.json_format import MessageToDict
+
+    (sdk,) = kept.get_finished_spans()
+    message = MessageToDict(encode_spans([sdk]))
+    (made,) = message["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    made["traceId"], made["spanId"] = f"{sdk.context.trace_id:032x}", f"{sdk.context.span_id:016x}"
+    assert run(["import", write("a.json", message)]) == 0
+    (record,) = stored()
+    assert record.rollout.input == "Fly me"
+    assert encode_traces(record.spans)
+
+
+def test_the_status_is_the_roots() -> None:
+    failed = span(1, status={"code": 2, "message": "no seats"})
+    tool = span(4, parent=3, trace="b" * 32, status={"code": "STATUS_CODE_ERROR"})
+    assert run(["import", write("a.json", request(failed), request(span(3, trace="b" * 32), tool))]) == 0
+    first, second = stored()
+    assert (first.rollout.status, first.attempts[0].metadata) == ("failed", {"reason": "no seats"})
+    assert second.rollout.status == "succeeded"
+
+
+def test_traces_of_one_session_become_one_rollout() -> None:
+    sessions = [
+        request(span(1), **{"session.id": "s"}),
+        request(span(2, trace="b" * 32, attributes={"session.id": "s"})),
+        request(span(3, trace="c" * 32)),
+    ]
+    assert run(["import", write("a.jsonl", *sessions), "--by", "session.id"]) == 0
+    assert [(len(one.spans), one.rollout.rollout_id[:7]) for one in stored()] == [(2, "session"), (1, "trace-c")]
+
+
+# --- rewards -----------------------------------------------------------------------------------------------------
+
+
+def evaluated(name: str, score: Any) -> dict[str, Any]:
+    attributes = {"gen_ai.evaluation.name": name, "gen_ai.evaluation.score.value": score}
+    return {"name": "gen_ai.evaluation.result", "timeUnixNano": "1", "attributes": pairs(attributes)}
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "reward"),
+    [
+        ({"events": [evaluated("correct", 0.5)]}, [], 0.5),
+        ({"attributes": {"gen_ai.evaluation.score.value": 0.25}}, [], 0.25),
+        ({"events": [evaluated("correct", 0.5), evaluated("short", 1.0)]}, ["--reward", "short"], 1.0),
+        ({"attributes": {"user.feedback": True}}, ["--reward", "user.feedback"], 1.0),
+        ({"attributes": {"user.feedback": "good"}}, ["--reward", "user.feedback"], None),
+        ({"attributes": {semconv.reward_name(0): "primary", semconv.reward_value(0): 0.75}}, [], 0.75),
+        ({}, [], None),
+    ],
+)
+def test_the_reward_is_a_score_of_the_trace(more: Any, options: list[str], reward: float | None) -> None:
+    assert run(["import", write("a.json", request(span(1, **more))), *options]) == 0
+    assert find_final_reward(stored()[0].spans) == reward
+
+
+def test_of_several_evaluations_the_user_chooses(capsys: pytest.CaptureFixture[str]) -> None:
+    file = write("a.json", request(span(1, events=[evaluated("correct", 0.5), evaluated("short", 1.0)])))
+    assert run(["import", file]) == 1
+    assert "correct, short" in capsys.readouterr().err
+    assert not Path("agentlightning.sqlite").exists()
+
+
+# --- what cannot be read -----------------------------------------------------------------------------------------
+
+BROKEN = request(span(1), span(2, traceId="zz"), span(3, startTimeUnixNano="soon"), {"name": "no ids"})
+
+
+def test_what_is_broken_is_named_and_the_rest_stored(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["import", write("a.jsonl", BROKEN, WHOLE)]) == 0
+    told = capsys.readouterr()
+    assert told.out == "stored 1 rollouts with 3 spans; 3 parts could not be read\n"
+    lines = told.err.splitlines()
+    assert lines[0].startswith("a.jsonl, line 1, resourceSpans[0].scopeSpans[0].spans[1]: traceId is 'zz'")
+    assert "spans[2]: startTimeUnixNano" in lines[1]
+    assert "spans[3]: the trace_id of span 'no ids'" in lines[2]
+
+
+def test_strict_stores_nothing_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["import", write("a.json", BROKEN), "--strict"]) == 1
+    assert "3 parts could not be read; nothing was stored" in capsys.readouterr().err
+    assert not Path("agentlightning.sqlite").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("hello", "a.json, line 1: JSON is malformed"),
+        (json.dumps(WHOLE, indent=2)[:-200], "Input data was truncated"),
+        ('{\n"resourceSpans": [\n{oops}]}', "a.json, line 3: "),
+        ('{"spans": []}', "it has no field resourceSpans"),
+        ("[1, 2]", "a.json, entry 2: it has no field resourceSpans"),
+        ('{"resourceSpans": 5}', "a.json: "),
+        ('{"resourceSpans": [5, {"scopeSpans": "x"}]}', "a.json: "),
+        ("", "a.json, line 1"),
+        ("\x00\udcff", "a.json, line 1"),
+    ],
+)
+def test_a_file_of_something_else_says_where_and_why(text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.json").write_bytes(text.encode(errors="surrogateescape"))
+    assert run(["import", "a.json"]) == 1
+    told = capsys.readouterr().err
+    assert said in told and "nothing was stored" in told and "Traceback" not in told
+
+
+def test_a_file_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["import", "nope.json"]) == 1
+    assert "nope.json cannot be read: No such file" in capsys.readouterr().err
+
+
+def test_an_empty_export_stores_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["import", write("a.json", {"resourceSpans": []})]) == 0
+    assert capsys.readouterr().out == "stored nothing\n"
+    assert msgspec.json.encode(stored()) == b"[]"

@@ -1,0 +1,141 @@
+"""`agl rollouts`: what a store holds, listed and shown."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from agentlightning.cli.main import run
+from agentlightning.store.sql import SqlStore
+from agentlightning.tracing.context import AttemptTracer, bind
+from agentlightning.tracing.emit import emit_reward
+from agentlightning.tracing.logs import record_log
+from agentlightning.types import RolloutConfig
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def fill(path: str = "agentlightning.sqlite") -> list[str]:
+    """A rollout that succeeded, then one that failed at its second attempt; their ids."""
+
+    async def work() -> list[str]:
+        store = await SqlStore.open(path)
+        good = await store.start_rollout("Fly me", mode="train")
+        tracer = AttemptTracer(good.rollout_id, good.attempt.attempt_id)
+        with bind(tracer):
+            emit_reward(0.5)
+        record_log(tracer, "stdout", "\n".join(f"line {number}\x1b[31m" for number in range(30)))
+        await store.add_many_spans(tracer.drain())
+        await store.update_attempt(good.rollout_id, good.attempt.attempt_id, status="succeeded")
+        config = RolloutConfig(max_attempts=2, retry_condition=("failed",))
+        bad = await store.start_rollout({"question": "2+2"}, mode="val", config=config)
+        await store.update_attempt(
+            bad.rollout_id, bad.attempt.attempt_id, status="failed", metadata={"reason": "exit code 3"}
+        )
+        again = await store.start_attempt(bad.rollout_id)
+        await store.update_attempt(bad.rollout_id, again.attempt.attempt_id, status="failed")
+        await store.close()
+        return [good.rollout_id, bad.rollout_id]
+
+    return asyncio.run(work())
+
+
+def test_rollouts_are_listed_newest_first_with_what_they_took(capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = fill()
+    assert run(["rollouts", "list"]) == 0
+    told = capsys.readouterr()
+    rows = [line.split() for line in told.out.splitlines() if "ro-" in line]
+    assert [row[0] for row in rows] == [bad, good]
+    assert "0.5" in rows[1] and told.err == "agentlightning.sqlite\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "which"),
+    [
+        (["--status", "failed"], [1]),
+        (["--status", "failed", "--status", "succeeded"], [1, 0]),
+        (["--mode", "train"], [0]),
+        (["--run", "nobody's"], []),
+        (["--limit", "1"], [1]),
+    ],
+)
+def test_a_list_is_narrowed(options: list[str], which: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    ids = fill()
+    assert run(["rollouts", "list", "--json", *options]) == 0
+    listed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["rollout"]["rollout_id"] for one in listed] == [ids[index] for index in which]
+
+
+def test_a_list_that_is_cut_says_so_and_an_empty_one_too(capsys: pytest.CaptureFixture[str]) -> None:
+    fill()
+    assert run(["rollouts", "list", "--limit", "1"]) == 0
+    assert "1 more, see --limit" in capsys.readouterr().err
+    assert run(["rollouts", "list", "--status", "cancelled"]) == 0
+    assert "no rollout matches" in capsys.readouterr().out
+
+
+def test_a_rollout_is_shown_with_the_last_lines_it_wrote(capsys: pytest.CaptureFixture[str]) -> None:
+    good, _ = fill()
+    assert run(["rollouts", "show", good]) == 0
+    shown = capsys.readouterr().out
+    assert f"{good}  succeeded  reward 0.5  0 calls" in shown and "input  Fly me" in shown
+    assert "── stdout (20 lines before, see --logs)\nline 20 [31m\n" in shown and "line 19" not in shown
+    assert run(["rollouts", "show", good, "--logs"]) == 0
+    assert "line 0 [31m" in capsys.readouterr().out
+
+
+def test_attempts_are_shown_with_their_ends_and_any_of_them_by_its_number(capsys: pytest.CaptureFixture[str]) -> None:
+    _, bad = fill()
+    assert run(["rollouts", "show", bad]) == 0
+    assert "  attempt 1 failed: exit code 3\n* attempt 2 failed\n" in capsys.readouterr().out
+    assert run(["rollouts", "show", bad, "--attempt", "1"]) == 0
+    assert "* attempt 1 failed: exit code 3\n" in capsys.readouterr().out
+    assert run(["rollouts", "show", bad, "--attempt", "3"]) == 1
+    assert "has 2 attempts; there is no 3" in capsys.readouterr().err
+
+
+def test_json_holds_all_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    _, bad = fill()
+    assert run(["rollouts", "show", bad, "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert whole["rollout"]["input"] == {"question": "2+2"}
+    assert [attempt["status"] for attempt in whole["attempts"]] == ["failed", "failed"]
+    assert whole["spans"] == []
+
+
+def test_the_store_is_the_newest_unless_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    fill()
+    Path("runs/one").mkdir(parents=True)
+    fill("runs/one/store.sqlite")
+    for file in Path().glob("agentlightning.sqlite*"):
+        os.utime(file, (1, 1))
+    assert run(["rollouts", "list"]) == 0
+    assert run(["rollouts", "list", "--store", "agentlightning.sqlite"]) == 0
+    assert capsys.readouterr().err == "runs/one/store.sqlite\nagentlightning.sqlite\n"
+
+
+def test_without_a_store_or_the_rollout_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["rollouts", "list"]) == 1
+    assert "name a --store" in capsys.readouterr().err
+    fill()
+    assert run(["rollouts", "show", "nope"]) == 1
+    assert "see `agl rollouts list`" in capsys.readouterr().err
+
+
+def test_a_rollout_that_has_not_begun_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    async def work() -> str:
+        store = await SqlStore.open("agentlightning.sqlite")
+        rollout = await store.enqueue_rollout("later")
+        await store.close()
+        return rollout.rollout_id
+
+    assert run(["rollouts", "show", asyncio.run(work())]) == 0
+    assert "queuing" in capsys.readouterr().out
