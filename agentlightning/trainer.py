@@ -222,6 +222,8 @@ class Trainer:
     ) -> FitResult:
         started = time.monotonic()
         agent = as_agent(agent)
+        if self.n_runners:
+            agent.check()
         directory = RunDirectory(
             self.run_dir or "runs", algorithm.name, named=self.run_dir is not None, resume=resume, seed=self.seed
         )
