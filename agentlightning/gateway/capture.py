@@ -198,7 +198,8 @@ def _trace(record: CallRecord) -> tuple[str, str | None]:
     """(trace id, parent span id): the agent's own where it sent a traceparent, else the attempt's trace."""
     match = _TRACEPARENT.match(record.traceparent or "")
     if match and match[1] != "0" * 32 and match[2] != "0" * 16:
-        return match[1], match[2]
+        # Outside any span of the agent's, the parent is the one that `tracing.opentelemetry` makes up for its trace.
+        return match[1], None if match[1].startswith(match[2]) else match[2]
     return record.caller.trace_id, None
 
 

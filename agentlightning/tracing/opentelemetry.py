@@ -41,7 +41,7 @@ class OpenTelemetryTracer(AttemptTracer):
     def __init__(self, rollout_id: str, attempt_id: str) -> None:
         super().__init__(rollout_id, attempt_id)
         self._open: dict[int, SdkSpan] = {}
-        self._root_id = self.trace_id[:16]  # the parent that spans without one name to others; nobody records it
+        self._root_id = self.trace_id[:16]  # the parent of spans without one; recorded nowhere, and known by this
         _processor.serve(self)
 
     @contextmanager

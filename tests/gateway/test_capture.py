@@ -10,9 +10,12 @@ import aiohttp
 import openai
 import pytest
 import torch
+from opentelemetry import propagate
 
 from agentlightning import semconv
 from agentlightning.gateway.seeds import call_seed
+from agentlightning.tracing.context import bind
+from agentlightning.tracing.opentelemetry import OpenTelemetryTracer
 from agentlightning.types import AttemptedRollout, Span
 from tests.gateway.talker import PLAIN, SEARCH_TOOL, make_talker, user
 from tests.gateway.world import World
@@ -128,6 +131,11 @@ async def test_the_agents_trace_is_continued(gateway_world: World) -> None:
     headers = {"traceparent": f"00-{trace_id}-{parent_id}-01"}
     _, span = await call(gateway_world, attempted, extra_headers=headers)
     assert (span.trace_id, span.parent_id) == (trace_id, parent_id)
+    headers = {}
+    with bind(OpenTelemetryTracer(attempted.rollout_id, attempted.attempt.attempt_id)) as tracer:
+        propagate.inject(headers)  # as instrumented clients do, here outside any span of the agent's
+    _, span = await call(gateway_world, attempted, extra_headers=headers)
+    assert (span.trace_id, span.parent_id) == (tracer.trace_id, None)
     _, span = await call(gateway_world, attempted)
     assert span.trace_id != trace_id and span.parent_id is None
 
