@@ -8,6 +8,7 @@ web framework, nor a database.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -16,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentlightning.algorithm import GRPO as GRPO
+    from agentlightning import rewards as rewards
     from agentlightning.algorithm import Baseline as Baseline
+    from agentlightning.algorithm import algo as algo
     from agentlightning.learner.base import AdamW as AdamW
     from agentlightning.runner.agent import LitAgent as LitAgent
     from agentlightning.runner.agent import RolloutRawResult as RolloutRawResult
@@ -36,10 +39,21 @@ if TYPE_CHECKING:
     from agentlightning.tracing.emit import emit_message as emit_message
     from agentlightning.tracing.emit import emit_object as emit_object
     from agentlightning.tracing.emit import emit_reward as emit_reward
+    from agentlightning.tracing.instrument import instrument as instrument
+    from agentlightning.tracing.emit import get_message_value as get_message_value
+    from agentlightning.tracing.emit import get_object_value as get_object_value
+    from agentlightning.tracing.emit import reward as reward
+    from agentlightning.tracing.links import extract_links_from_attributes as extract_links_from_attributes
+    from agentlightning.tracing.links import extract_tags_from_attributes as extract_tags_from_attributes
+    from agentlightning.tracing.links import make_link_attributes as make_link_attributes
+    from agentlightning.tracing.links import make_tag_attributes as make_tag_attributes
+    from agentlightning.tracing.links import query_linked_spans as query_linked_spans
     from agentlightning.tracing.operation import operation as operation
     from agentlightning.tracing.rewards import find_final_reward as find_final_reward
     from agentlightning.tracing.rewards import find_reward_spans as find_reward_spans
     from agentlightning.tracing.rewards import get_reward_value as get_reward_value
+    from agentlightning.tracing.rewards import get_rewards_from_span as get_rewards_from_span
+    from agentlightning.tracing.rewards import is_reward_span as is_reward_span
     from agentlightning.trainer import Trainer as Trainer
     from agentlightning.types import LLM as LLM
     from agentlightning.types import And as And
@@ -60,7 +74,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "agentlightning.algorithm": ("Baseline", "GRPO"),
+    "agentlightning.algorithm": ("Baseline", "GRPO", "algo"),
     "agentlightning.learner.base": ("AdamW",),
     "agentlightning.runner.agent": ("LitAgent", "RolloutRawResult", "llm_rollout", "prompt_rollout", "rollout"),
     "agentlightning.runner.clients": ("openai_client",),
@@ -76,9 +90,26 @@ _HOMES = {
         "emit_message",
         "emit_object",
         "emit_reward",
+        "get_message_value",
+        "get_object_value",
+        "reward",
     ),
+    "agentlightning.tracing.links": (
+        "extract_links_from_attributes",
+        "extract_tags_from_attributes",
+        "make_link_attributes",
+        "make_tag_attributes",
+        "query_linked_spans",
+    ),
+    "agentlightning.tracing.instrument": ("instrument",),
     "agentlightning.tracing.operation": ("operation",),
-    "agentlightning.tracing.rewards": ("find_final_reward", "find_reward_spans", "get_reward_value"),
+    "agentlightning.tracing.rewards": (
+        "find_final_reward",
+        "find_reward_spans",
+        "get_reward_value",
+        "get_rewards_from_span",
+        "is_reward_span",
+    ),
     "agentlightning.trainer": ("Trainer",),
     "agentlightning.types": (
         "LLM",
@@ -106,11 +137,22 @@ __all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 def __getattr__(name: str) -> Any:
     if name == "rewards":
         return importlib.import_module("agentlightning.rewards")
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'agentlightning' has no attribute {name!r}; public names: {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    if name in _HOME_OF:
+        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    else:
+        value = _of_0_3(name)
     globals()[name] = value
     return value
+
+
+def _of_0_3(name: str) -> Any:
+    """What serves for a name of Agent Lightning 0.3; ConfigError says what to use instead, where nothing does."""
+    if not name.startswith("_"):  # tools ask every module for names with underscores
+        from agentlightning import compatibility
+
+        with contextlib.suppress(AttributeError):
+            return compatibility.find(name)
+    raise AttributeError(f"module 'agentlightning' has no attribute {name!r}; public names: {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:

@@ -224,6 +224,8 @@ async def _server(settings: ServerSettings) -> None:
 @click.option("--concurrency", type=click.IntRange(min=1), default=64, show_default=True, help="Rollouts at once.")
 @click.option("--tracer", type=click.Choice(["auto", "opentelemetry", "light"]), default="auto", show_default=True,
               help="Collect what OpenTelemetry's SDK traces (auto: where it is installed), or not.")  # fmt: skip
+@click.option("--instrument", metavar="[NAMES]", is_flag=False, flag_value="",
+              help="Let frameworks report tools and agents: langchain,crewai,… or all that can be.")  # fmt: skip
 @click.option("--settle", "settle_seconds", type=Duration(zero=True), metavar="2s", default="0s", show_default=True,
               help="End an attempt when no span has come for so long: for agents that export them.")  # fmt: skip
 def runner(
@@ -233,6 +235,7 @@ def runner(
     grader: str | None,
     server: str,
     key: str | None,
+    instrument: str | None,
     **options: Any,
 ) -> None:
     """Lease rollouts from a server and run an agent on them, a Python object or a --command, until stopped.
@@ -245,6 +248,13 @@ def runner(
         raise click.UsageError("give either FILE.py:NAME or --command, the agent to run")
     if command is None and (grader is not None or reward != "auto"):
         raise click.UsageError("--reward and --grader are for --command; a Python agent returns its reward")
+    if instrument is not None:
+        if command is not None:
+            raise click.UsageError("--instrument is for Python agents; a --command calls agentlightning.instrument()")
+        from agentlightning.tracing import instrument as instrumentation
+
+        names = instrumentation.instrument(*filter(None, instrument.split(",")))
+        click.echo(f"instrumented: {', '.join(names) or 'nothing, no instrumentation is installed'}", err=True)
     if command is None:
         loaded = load_reference(agent or "")
     else:

@@ -6,8 +6,11 @@ attempts nor spans. Nothing of OpenTelemetry or of a framework is imported befor
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -53,37 +56,38 @@ def instrument(*names: str) -> list[str]:
     return switched_on
 
 
-def quiet_openai_agents() -> bool:
-    """Keep the OpenAI Agents SDK, if it is installed, from sending its traces to OpenAI's address.
+def quiet_openai_agents() -> None:
+    """Keep the OpenAI Agents SDK, if it is installed, from sending its traces to OpenAI, wherever its model is.
 
-    It does so whatever address its model has. Only the processor that uploads is taken out: others, through which
-    instrumentation listens, stay. Returns whether there was one to take out."""
+    Once it is imported, only the processor that uploads is taken out, and those through which instrumentation listens
+    stay. Before that its tracing is switched off by its environment variable: to import it would take seconds, also in
+    programs that do not use it. To be called before each run of an agent; after the first it costs nothing."""
     if not _installed("openai-agents"):
-        return False
-    try:
-        tracing = importlib.import_module("agents.tracing")
-        processors = importlib.import_module("agents.tracing.processors")
-    except ImportError:  # a module of the user's has the same name
-        return False
+        return
+    if "agents.tracing" in sys.modules:
+        _take_out_upload()
+    else:
+        os.environ.setdefault("OPENAI_AGENTS_DISABLE_TRACING", "1")
+
+
+@functools.cache
+def _take_out_upload() -> None:
+    tracing = importlib.import_module("agents.tracing")
+    uploading = importlib.import_module("agents.tracing.processors").default_processor()
     # The SDK can add processors and replace them all, but lists them only in private.
     registered = getattr(getattr(tracing.get_trace_provider(), "_multi_processor", None), "_processors", None)
     if registered is None:
         tracing.set_tracing_disabled(True)
+        logger.warning("tracing of the OpenAI Agents SDK is off: what uploads to OpenAI cannot be told from the rest")
+    elif uploading in registered:
+        tracing.set_trace_processors([processor for processor in registered if processor is not uploading])
         logger.warning(
-            "the tracing of the OpenAI Agents SDK is off: what uploads to OpenAI cannot be told from the rest"
+            "the OpenAI Agents SDK does not upload its traces to api.openai.com while it runs in rollouts; if you want "
+            "it to, call agents.add_trace_processor(agents.tracing.processors.default_processor()) in your agent"
         )
-        return True
-    uploading = processors.default_processor()
-    if uploading not in registered:
-        return False
-    tracing.set_trace_processors([processor for processor in registered if processor is not uploading])
-    logger.warning(
-        "the OpenAI Agents SDK no longer uploads its traces to api.openai.com; to have them there, call "
-        "agents.add_trace_processor(agents.tracing.processors.default_processor()) in your agent"
-    )
-    return True
 
 
+@functools.cache
 def _installed(distribution: str) -> bool:
     try:
         version(distribution)
@@ -102,6 +106,7 @@ def _openinference(module: str, name: str, **options: Any) -> Callable[[], None]
 
 
 def _openai_agents() -> None:
+    importlib.import_module("agents").set_tracing_disabled(False)  # it may have been switched off to keep it quiet
     quiet_openai_agents()
     # By default it would take out every other processor, the user's own too.
     _openinference("openai_agents", "OpenAIAgentsInstrumentor", exclusive_processor=False)()

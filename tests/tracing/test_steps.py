@@ -202,7 +202,7 @@ names = st.sampled_from(
         semconv.CALL_ENDPOINT,
         semconv.GEN_AI_OUTPUT_MESSAGES,
         "gen_ai.response.id",
-    ]  # fmt: skip
+    ]
 )
 anything = st.builds(
     lambda id, parent, start, length, told: msgspec.structs.replace(
