@@ -26,7 +26,7 @@ from agentlightning.server.service import ServerSettings, running_server
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.transfer import Record
-from tests.gateway.upstream import DONE, Upstream, chunk
+from tests.gateway.upstream import DONE, GOOD, Upstream, chunk
 from tests.gateway.world import serving
 
 USAGE = {"prompt_tokens": 1000, "completion_tokens": 20, "total_tokens": 1020}
@@ -150,6 +150,13 @@ sys.exit(3)
     ):
         assert line in told
     assert "0.0030" in told and "no price for claude" in " ".join(told.split())
+
+
+def test_a_server_that_tells_token_ids_is_recorded_with_them(desk: Desk) -> None:
+    desk.apis.events = GOOD
+    assert desk.run("ask('hello')", "--backend", f"{desk.url}/v1", "--kind", "vllm") == 0
+    (call,) = desk.recorded().spans
+    assert call.tokens is not None and call.tokens.choices[0].token_ids == (4, 5, 6)
 
 
 def test_a_task_is_the_input_where_one_is_given(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
