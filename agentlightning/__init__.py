@@ -16,8 +16,8 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentlightning.algorithm import GRPO as GRPO
     from agentlightning import rewards as rewards
+    from agentlightning.algorithm import GRPO as GRPO
     from agentlightning.algorithm import Baseline as Baseline
     from agentlightning.algorithm import algo as algo
     from agentlightning.learner.base import AdamW as AdamW
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from agentlightning.tracing.emit import emit_message as emit_message
     from agentlightning.tracing.emit import emit_object as emit_object
     from agentlightning.tracing.emit import emit_reward as emit_reward
-    from agentlightning.tracing.instrument import instrument as instrument
     from agentlightning.tracing.emit import get_message_value as get_message_value
     from agentlightning.tracing.emit import get_object_value as get_object_value
     from agentlightning.tracing.emit import reward as reward
+    from agentlightning.tracing.instrument import instrument as instrument
     from agentlightning.tracing.links import extract_links_from_attributes as extract_links_from_attributes
     from agentlightning.tracing.links import extract_tags_from_attributes as extract_tags_from_attributes
     from agentlightning.tracing.links import make_link_attributes as make_link_attributes
@@ -148,10 +148,8 @@ def __getattr__(name: str) -> Any:
 def _of_0_3(name: str) -> Any:
     """What serves for a name of Agent Lightning 0.3; ConfigError says what to use instead, where nothing does."""
     if not name.startswith("_"):  # tools ask every module for names with underscores
-        from agentlightning import compatibility
-
         with contextlib.suppress(AttributeError):
-            return compatibility.find(name)
+            return importlib.import_module("agentlightning.compatibility").find(name)
     raise AttributeError(f"module 'agentlightning' has no attribute {name!r}; public names: {', '.join(__all__)}")
 
 

@@ -2,7 +2,8 @@
 
 from agentlightning.algorithm.base import Algorithm, NoProgress, Progress, RunContext
 from agentlightning.algorithm.baseline import Baseline
+from agentlightning.algorithm.function import algo
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.algorithm.rl import Reinforcement
 
-__all__ = ["GRPO", "Algorithm", "Baseline", "NoProgress", "Progress", "Reinforcement", "RunContext"]
+__all__ = ["GRPO", "Algorithm", "Baseline", "NoProgress", "Progress", "Reinforcement", "RunContext", "algo"]

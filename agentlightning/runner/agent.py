@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, cast, overload
 
 from agentlightning.errors import ConfigError, nearest
+from agentlightning.tracing.context import AttemptTracer, require_binding
 from agentlightning.types import LLM, AttemptedRollout, Mode, NamedResources, PromptTemplate, Span
 
 TaskT = TypeVar("TaskT")
@@ -40,6 +42,15 @@ class LitAgent(Generic[TaskT]):
     In train mode the first of `training_rollout_async`, `training_rollout`, `rollout_async`, `rollout` that a subclass
     defines is called; in val and test mode the `validation_` ones come first instead. Sync methods run in a thread of
     their own, async ones in the runner's event loop."""
+
+    def __init__(self, *, trained_agents: str | None = None) -> None:
+        if trained_agents is not None:
+            warnings.warn("trained_agents selects nothing; give the algorithm agents=…", DeprecationWarning, 2)
+
+    @property
+    def tracer(self) -> AttemptTracer:
+        """The tracer of the attempt that the running code belongs to. ConfigError outside a rollout."""
+        return require_binding("the agent's tracer").tracer
 
     def rollout(self, task: TaskT, resources: NamedResources, rollout: AttemptedRollout) -> RolloutRawResult:
         """Run the agent on one task. `resources` are bound to this attempt: give `resources["llm"].endpoint` and
@@ -126,14 +137,25 @@ def rollout(function: Callable[P, R]) -> FunctionAgent[P, R]:
     return FunctionAgent(function)
 
 
-def llm_rollout(function: Callable[P, R]) -> FunctionAgent[P, R]:
-    """`rollout` for a function that must take `llm`."""
-    return _requiring("llm", function)
+@overload
+def llm_rollout(function: Callable[P, R]) -> FunctionAgent[P, R]: ...
+@overload
+def llm_rollout(*, strip_proxy: bool = True) -> Callable[[Callable[P, R]], FunctionAgent[P, R]]: ...
+def llm_rollout(function: Callable[..., Any] | None = None, *, strip_proxy: bool = True) -> Any:
+    """`rollout` for a function that must take `llm`, with or without parentheses.
+
+    `llm` is bound to the attempt; with `strip_proxy=False`, as with it, `llm.get_base_url(…)` gives the bound URL."""
+    return functools.partial(_requiring, "llm") if function is None else _requiring("llm", function)
 
 
-def prompt_rollout(function: Callable[P, R]) -> FunctionAgent[P, R]:
-    """`rollout` for a function that must take `prompt_template`."""
-    return _requiring("prompt_template", function)
+@overload
+def prompt_rollout(function: Callable[P, R]) -> FunctionAgent[P, R]: ...
+@overload
+def prompt_rollout() -> Callable[[Callable[P, R]], FunctionAgent[P, R]]: ...
+def prompt_rollout(function: Callable[..., Any] | None = None) -> Any:
+    """`rollout` for a function that must take `prompt_template`, with or without parentheses."""
+    needs = "prompt_template"
+    return functools.partial(_requiring, needs) if function is None else _requiring(needs, function)
 
 
 def as_agent(agent: LitAgent[Any] | Callable[..., Any]) -> LitAgent[Any]:

@@ -9,9 +9,18 @@ import msgspec
 
 from agentlightning.errors import NotFoundError
 from agentlightning.store.base import LightningStore
-from agentlightning.types import LLM, AttemptedRollout, NamedResources
+from agentlightning.types import LLM, AttemptedRollout, NamedResources, Resource
 
 VERSIONS_KEPT = 32
+
+
+class _AgentResources(dict[str, Resource]):
+    """Resources by name; agents written for Agent Lightning 0.3 find the policy, `llm`, under `main_llm`."""
+
+    def __missing__(self, name: str) -> Resource:
+        if name == "main_llm" and "llm" in self:
+            return self["llm"]
+        raise KeyError(name)
 
 
 class ResourceCache:
@@ -35,10 +44,12 @@ class ResourceCache:
             resources = latest.resources if latest else {}
         else:
             resources = await self._version(rollout.resources_id)
-        return {
-            name: self._bind(resource, rollout) if isinstance(resource, LLM) else resource
-            for name, resource in resources.items()
-        }
+        return _AgentResources(
+            {
+                name: self._bind(resource, rollout) if isinstance(resource, LLM) else resource
+                for name, resource in resources.items()
+            }
+        )
 
     async def _version(self, resources_id: str) -> NamedResources:
         async with self._lookup:

@@ -87,6 +87,9 @@ class AttemptTracer:
         """Every span recorded in this process for this attempt so far, in order of recording."""
         return list(self._spans)
 
+    def get_langchain_handler(self) -> None:
+        """None: nothing has to be handed to LangChain, whose calls are recorded by the gateway."""
+
     def drain(self) -> list[Span]:
         """Take the spans recorded since the last drain."""
         taken: list[Span] = []

@@ -44,6 +44,8 @@ def parse_reward(text: str | bytes, what: str = "the reward") -> GivenReward:
     except (ValueError, RecursionError) as error:
         shown = text.decode(errors="replace") if isinstance(text, bytes) else text
         raise InvalidError(f"{what} is {shown.strip()!r:.200}, which is not JSON ({error}); expected {FORMS}") from None
+    if isinstance(value, bool):  # a program that prints `true` may mean anything
+        raise InvalidError(f"{what} is {str(value).lower()}; expected {FORMS}")
     return read_reward(value, what)
 
 

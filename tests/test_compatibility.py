@@ -1,0 +1,183 @@
+"""Agents written for Agent Lightning 0.3 run as they are; what has no counterpart says what to use."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.data.references import load_reference
+from agentlightning.errors import ConfigError
+from agentlightning.types import LLM, Mode, PromptTemplate, Span
+from tests.runner.world import Endpoint, serving
+
+pytestmark = pytest.mark.anyio
+FOLDER = Path(__file__).parent / "agents_of_0_3"
+PARIS = {"input": "What is the capital of France?", "output": "hello"}  # which is what the endpoint says
+
+# Everything that `from agentlightning import *` gave in 0.3.0.
+NAMES_OF_0_3 = """
+APO Adapter AgentLightningClient AgentLightningServer AgentOpsTracer Algorithm Attempt AttemptStatus AttemptedRollout
+AttributeValue Attributes Baseline ClientServerExecutionStrategy CollectionBasedLightningStore Dataset DevTaskLoader
+DummyTracer EnqueueRolloutRequest Event ExecutionEvent ExecutionStrategy FastAlgorithm FilterField FilterOptions
+GenericResponse Hook InMemoryLightningStore LLM LLMProxy LegacyAgentRunner LightningEnvVar LightningStore
+LightningStoreCapabilities LightningStoreClient LightningStoreServer LightningStoreStatistics LightningStoreThreaded
+Link LitAgent LitAgentRunner LlmProxyTraceToTriplet MultiprocessingEvent NamedResources OtelResource OtelTraceAdapter
+OtelTracer PaginatedResult ParallelWorkerBase PromptTemplate ProxyLLM Resource ResourceUnion ResourcesUpdate Rollout
+RolloutConfig RolloutLegacy RolloutMode RolloutRawResult RolloutRawResultLegacy RolloutStatus Runner
+SharedMemoryExecutionStrategy SortOptions Span SpanAttributeNames SpanContext SpanCoreFields SpanLike SpanNames
+SpanRecordingContext StatusCode Task TaskIfAny TaskInput ThreadingEvent TraceAdapter TraceState TraceStatus
+TraceToMessages TraceToTripletBase Tracer TracerTraceToTriplet Trainer Triplet VERL Worker WorkerStatus algo
+build_component clear_active_tracer configure_logger emit_annotation emit_exception emit_message emit_object emit_reward
+find_final_reward find_reward_spans get_active_tracer get_message_value get_object_value get_reward_value
+get_rewards_from_span is_reward_span lightning_cli llm_rollout operation prompt_rollout resolve_bool_env_var
+resolve_int_env_var resolve_str_env_var reward rollout set_active_tracer setup_logging setup_module_logging
+""".split()  # noqa: SIM905 - a list of this length would fill a page
+
+
+@pytest.fixture
+async def endpoint() -> AsyncIterator[Endpoint]:
+    async with serving() as built:
+        yield built
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[agl.SqlStore]:
+    opened = await agl.SqlStore.open(":memory:")
+    yield opened
+    await opened.close()
+
+
+def agent(reference: str) -> Any:
+    return load_reference(f"{FOLDER}/{reference}")
+
+
+async def spans_of(
+    store: agl.SqlStore, agent: Any, resources: dict[str, Any], mode: Mode = "train", **options: Any
+) -> list[Span]:
+    rollout = await agl.Runner(store, agent, **options).run_one(PARIS, resources, mode=mode)
+    assert rollout.status == "succeeded"
+    return await store.query_spans(rollout.rollout_id)
+
+
+@pytest.mark.parametrize("name", ["capitals", "with_rollout"])
+async def test_function_agents_call_the_model_they_are_given(
+    store: agl.SqlStore, endpoint: Endpoint, name: str
+) -> None:
+    spans = await spans_of(store, agent(f"capitals.py:{name}"), {"llm": LLM(endpoint=endpoint.url, model="policy")})
+    assert agl.find_final_reward(spans) == 1.0
+    assert sum(endpoint.calls.values()) == 1
+    assert all("/rollout/" in path for path, _ in endpoint.calls)
+
+
+async def test_emitters_operations_and_several_rewards(store: agl.SqlStore, endpoint: Endpoint) -> None:
+    spans = await spans_of(
+        store, agent("capitals.py:with_a_proxy"), {"main_llm": LLM(endpoint=endpoint.url, model="m")}
+    )
+    assert [span.name.removeprefix("agentlightning.") for span in spans] == ["operation", *["annotation"] * 3]
+    assert spans[0].attributes["step"] == "answer"
+    assert spans[1].attributes == {"kind": "capital", "nested.depth": 1}
+    assert agl.extract_tags_from_attributes(spans[2].attributes) == ["guessed"]
+    assert agl.get_rewards_from_span(spans[3]) == [("right", 1.0), ("length", 0.5)]
+    assert agl.find_final_reward(spans) == 1.0
+
+
+async def test_prompts_are_filled_and_reward_functions_emit(store: agl.SqlStore) -> None:
+    resources = {"main_prompt": PromptTemplate(template="hello, {question}", engine="f-string")}
+    spans = await spans_of(store, agent("capitals.py:with_a_prompt"), resources)
+    assert [agl.get_reward_value(span) for span in spans] == [1.0, 1.0]  # once emitted, once returned
+
+
+async def test_exceptions_survived_and_spans_returned(store: agl.SqlStore) -> None:
+    spans = await spans_of(store, agent("capitals.py:survives"), {})
+    assert [span.name.removeprefix("agentlightning.") for span in spans] == ["operation", "exception", "annotation"]
+    assert agl.find_final_reward(spans) == 0.75
+
+
+@pytest.mark.parametrize(("mode", "temperature"), [("train", 0.5), ("val", 0.0)])
+async def test_a_class_agent_finds_main_llm_mode_and_tracer(
+    store: agl.SqlStore, endpoint: Endpoint, mode: Mode, temperature: float
+) -> None:
+    sql_agent = agent("sql_agent.py:LitSQLAgent")(val_temperature=0.0)
+    llm = LLM(endpoint=endpoint.url, model="policy")
+    rollout = await agl.Runner(store, sql_agent).run_one({"query": "SELECT 1"}, {"llm": llm}, mode=mode)
+    assert agl.find_final_reward(await store.query_spans(rollout.rollout_id)) == 1.0
+    ((url, used, without_handler),) = sql_agent.seen
+    assert f"/rollout/{rollout.rollout_id}/attempt/" in url
+    assert (used, without_handler) == (temperature, True)
+
+
+async def test_training_and_validation_methods_and_hooks(store: agl.SqlStore) -> None:
+    two_minded, notes = agent("sql_agent.py:TwoMinded"), agent("sql_agent.py:Notes")
+    assert agl.find_final_reward(await spans_of(store, two_minded(), {})) == 1.0
+    noted, rewarded = await spans_of(store, two_minded(), {}, "val", hooks=[notes()])
+    assert agl.get_reward_value(rewarded) == 0.5
+    assert noted.attributes["spans"] == 0
+
+
+def test_agents_that_were_selected_on_the_agent_are_told_where_that_is_done_now() -> None:
+    with pytest.warns(DeprecationWarning, match="give the algorithm agents"):
+        agent("sql_agent.py:LitSQLAgent")(trained_agents="write")
+
+
+async def test_a_function_algorithm_meets_the_runners_in_the_store(tmp_path: Path, endpoint: Endpoint) -> None:
+    found: list[Any] = []
+
+    @agl.algo
+    async def search(
+        *, store: agl.LightningStore, train_dataset: Any, val_dataset: Any, initial_resources: agl.NamedResources
+    ) -> None:
+        for template in ("what?", "say hello, {question}"):
+            tried = await store.add_resources({"prompt": PromptTemplate(template=template)})
+            rollout = await store.enqueue_rollout(input=train_dataset[0], mode="train", resources_id=tried.resources_id)
+            await store.wait_for_rollouts(rollout_ids=[rollout.rollout_id], timeout=20)
+            found.append(agl.find_final_reward(await store.query_spans(rollout.rollout_id)))
+        found.append((sorted(initial_resources), val_dataset))
+
+    initial = {"prompt": PromptTemplate(template="hm"), "llm": LLM(endpoint=endpoint.url, model="m", api_key="k")}
+    trainer = agl.Trainer(algorithm=search, n_runners=2, initial_resources=initial, run_dir=tmp_path / "run")
+    result = await trainer.fit_async(agent("capitals.py:with_a_prompt"), [PARIS])
+    assert found == [0.0, 1.0, (["llm", "prompt"], [])]
+    assert result.stopped_because == "done"
+
+
+def test_a_function_algorithm_that_cannot_be_run_is_refused() -> None:
+    def search(store: Any) -> None: ...
+
+    async def proxied(store: Any, llm_proxy: Any) -> None: ...
+
+    with pytest.raises(ConfigError, match="is not `async def`"):
+        agl.algo(search)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="'llm_proxy', which nothing fills"):
+        agl.algo(proxied)
+
+
+@pytest.mark.parametrize("name", NAMES_OF_0_3)
+def test_every_name_of_0_3_is_there_or_says_what_to_use(name: str) -> None:
+    try:
+        assert getattr(agl, name) is not None
+    except ConfigError as error:
+        assert str(error).startswith(f"agentlightning.{name} of Agent Lightning 0.3 does not exist here: ")
+
+
+def test_importing_a_name_that_is_gone_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"agl\.Trainer\(model="):
+        from agentlightning import VERL  # noqa: F401
+
+
+def test_the_page_on_compatibility_names_them_all() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    assert [name for name in NAMES_OF_0_3 if f"`{name}`" not in page] == []
+
+
+def test_loggers_are_configured_as_asked() -> None:
+    assert agl.configure_logger(logging.DEBUG, name="of_an_agent") is logging.getLogger("of_an_agent")
+    assert logging.getLogger("of_an_agent").level == logging.DEBUG
+    agl.setup_logging("WARNING", submodule_levels={"agentlightning.runner": "ERROR"})
+    assert logging.getLogger("agentlightning").level == logging.WARNING
+    assert logging.getLogger("agentlightning.runner").level == logging.ERROR
+    agl.setup_logging("NOTSET", submodule_levels={"agentlightning.runner": "NOTSET"})
