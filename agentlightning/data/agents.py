@@ -15,34 +15,42 @@ from agentlightning.tracing.dialects import items, json_of, mapping, text_of
 from agentlightning.tracing.steps import Step
 from agentlightning.types import Span
 
-NAMELESS: Final = "without a name"
 _ROLE: Final = re.compile(r"you are (?:the |an? )?([^.,;:!\n]+)", re.IGNORECASE)
 _LONGEST_NAME: Final = 60
 
 
 @dataclass(frozen=True)
 class AgentName:
-    """The agent of a call: its `name`, None where nothing tells, and all words it can be chosen by."""
+    """The agent of a call: all `names` it has, the best first (none where nothing tells), and all `words` it can be
+    chosen by."""
 
-    name: str | None
+    names: tuple[str, ...]
     words: tuple[str, ...]
+
+    @property
+    def name(self) -> str | None:
+        return self.names[0] if self.names else None
+
+    def __str__(self) -> str:
+        return " = ".join(self.names) or "one without a name"
 
 
 def agent_of(step: Step) -> AgentName:
     """The agent of a call: as its framework calls it, else the alias of the model that was asked for, else its role.
 
     The role is read from the first line of the system prompt: what follows `You are the` (`a`, `an`), up to the first
-    punctuation, else the line. An agent known by its role alone can be chosen by any word of it."""
+    punctuation, else the line. An agent that no framework names can be chosen by any word of its role too."""
     attributes = step.span.attributes
     asked, answered = attributes.get(semconv.GEN_AI_REQUEST_MODEL), attributes.get(semconv.GEN_AI_RESPONSE_MODEL)
     alias = asked if isinstance(asked, str) and asked != answered else None
-    known = tuple(name for name in (step.agent, alias) if name)
-    if known:
-        return AgentName(known[0], known)
+    if step.agent:
+        names = (step.agent,) if alias is None else (step.agent, alias)
+        return AgentName(names, names)
     line = next((line.strip() for line in _system_prompt(step.span).splitlines() if line.strip()), "")
     found = _ROLE.match(line)
     role = (found[1] if found else line).strip()[:_LONGEST_NAME]
-    return AgentName(role or None, (role, *re.findall(r"[\w-]+", role)) if role else ())
+    names = tuple(name for name in (alias, role) if name)
+    return AgentName(names, (*names, *re.findall(r"[\w-]+", role)))
 
 
 def agent_pattern(pattern: str) -> re.Pattern[str]:

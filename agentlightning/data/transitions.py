@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentlightning import semconv
-from agentlightning.data.agents import NAMELESS, AgentName, agent_of, chosen
+from agentlightning.data.agents import AgentName, agent_of, chosen
 from agentlightning.data.tool_calls import ToolStatus, tool_statuses
 from agentlightning.tracing.rewards import find_final_reward
 from agentlightning.tracing.steps import read_steps
@@ -101,7 +101,7 @@ def trace_rollout(
         reason = incomplete or (NOT_RECEIVED if _index(span) in discarded else None) or _why_not(span, wanted)
         if reason is None and agents is not None and not chosen(agents, agent):
             reason = OTHER_AGENT
-            other_agents.add(agent.name or NAMELESS)
+            other_agents.add(str(agent))
         if reason:
             excluded[reason] += 1
             continue

@@ -87,6 +87,7 @@ def test_a_name_is_taken_from_what_is_nearest_to_the_program() -> None:
     assert name_of(call(**prompt)).name == "poet"
     alias = prompt | {semconv.GEN_AI_REQUEST_MODEL: "poet-model"}
     assert name_of(call(**alias)).name == "poet-model"
+    assert str(name_of(call(**alias))) == "poet-model = poet"
     said = alias | {semconv.GEN_AI_AGENT_NAME: "said"}
     assert name_of(call(**said)).name == "said"
     around = msgspec.structs.replace(
@@ -109,6 +110,17 @@ def test_a_name_is_taken_from_what_is_nearest_to_the_program() -> None:
 )
 def test_agents_are_chosen_by_name_or_by_a_word_of_their_role(pattern: str, matches: bool) -> None:
     assert chosen(agent_pattern(pattern), name_of(told("You are a technical writer. Not a rewriter."))) is matches
+
+
+def test_an_agent_that_asks_for_a_model_by_a_name_of_its_own_is_chosen_by_that_or_by_its_role() -> None:
+    """All agents of a program may ask for one model, which says nothing."""
+    prompt = '[{"role": "system", "content": "You are the writer."}]'
+    agent = name_of(call(**{semconv.GEN_AI_INPUT_MESSAGES: prompt, semconv.GEN_AI_REQUEST_MODEL: "gpt-4o"}))
+    assert [chosen(agent_pattern(pattern), agent) for pattern in ("writer", "gpt-4o", "rewriter")] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_an_agent_that_has_a_name_is_not_chosen_by_its_prompt() -> None:
