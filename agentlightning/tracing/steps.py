@@ -7,6 +7,7 @@ instrumentations saw. A pure reading of spans; it does not know the store, rewar
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -75,6 +76,10 @@ class _Attempt:
         self.told_ids = {one.span_id: _tool_call_id(one) for one in self.spans if self.kinds[one.span_id] == "tool"}
         self.calls = [span for span in self.spans if dialects.is_gateway_call(span)]
         self.requests = [request for call in self.calls for request in tool_requests(call)]
+        times_asked = Counter(request.id for request in self.requests)
+        # Some servers count the ids of tool calls from 0 in each answer: these tell nothing about the attempt.
+        self.reused = {told for told, times in times_asked.items() if times > 1 or not told}
+        self.first_told = {told: span_id for span_id, told in reversed(self.told_ids.items()) if told}
         self.agents = [span for span in self.spans if self.kinds[span.span_id] == "agent"]
         self.reports: dict[str, list[Span]] = {call.span_id: [] for call in self.calls}
         self._link()
@@ -87,7 +92,7 @@ class _Attempt:
             heads.setdefault(self._head(span), []).append(span)
         told = {span.span_id for reports in self.reports.values() for span in reports}
         groups = [(self.by_id[head], group) for head, group in heads.items() if head not in told]
-        claimed: set[str] = set()
+        claimed: set[int] = set()
         return [
             self._tool(span, group, claimed) if self.kinds[span.span_id] == "tool" else self._step(span)
             for span, group in sorted(groups, key=lambda pair: (pair[0].start_time, pair[0].sequence_id))
@@ -109,14 +114,12 @@ class _Attempt:
             call=span if gateway else None,
         )
 
-    def _tool(self, span: Span, group: list[Span], claimed: set[str]) -> Step:
-        """One execution, of which `group` are the reports. `claimed` are the ids of tool calls executed before it."""
+    def _tool(self, span: Span, group: list[Span], claimed: set[int]) -> Step:
+        """One execution, of which `group` are the reports. `claimed` are the requests executed before it."""
         name = dialects.name_of(span, "tool")
         around = self._agent_around(span)
         tool_call_id = next((told for one in group if (told := self.told_ids[one.span_id])), None)
         request = self._request(span, name, tool_call_id, around, claimed)
-        if request is not None:
-            claimed.add(request.id)
         return Step(
             span=span,
             kind="tool",
@@ -137,8 +140,9 @@ class _Attempt:
         kind, head = self.kinds[span.span_id], span
         if dialects.is_gateway_call(span) or kind == "other":
             return span.span_id
-        if told := self.told_ids.get(span.span_id):
-            head = self.by_id[next(one for one, other in self.told_ids.items() if other == told)]
+        told = self.told_ids.get(span.span_id)
+        if told is not None and told not in self.reused:
+            head = self.by_id[self.first_told[told]]
         for outer in self._ancestors(head):
             if self.kinds[outer.span_id] != kind:
                 break
@@ -157,7 +161,7 @@ class _Attempt:
             for outer in self._ancestors(call):
                 above.setdefault(outer.span_id, []).append(call)
         by_response = {dialects.text_of(call, semconv.GEN_AI_RESPONSE_ID): call for call in self.calls}
-        by_request = {request.id: request.call for request in self.requests if request.id}
+        by_request = {request.id: request.call for request in self.requests if request.id not in self.reused}
         unsure: list[Span] = []
         for span in self.spans:
             if self.kinds[span.span_id] != "call" or span.span_id in self.reports:
@@ -185,16 +189,23 @@ class _Attempt:
                 reports.append(one)
 
     def _request(
-        self, tool: Span, name: str, tool_call_id: str | None, agent: str | None, claimed: set[str]
+        self, tool: Span, name: str, tool_call_id: str | None, agent: str | None, claimed: set[int]
     ) -> ToolRequest | None:
-        """The tool call that this execution answers: by its id, else the first of the latest call before it that asked
-        for this tool, of its agent where one did, and was not answered yet."""
-        if tool_call_id is not None:
-            return next((request for request in self.requests if request.id == tool_call_id), None)
-        earlier = [one for one in self.requests if one.name == name and one.call.start_time <= tool.start_time]
-        own = [one for one in earlier if agent is not None and self.agent_of_call[one.call.span_id] == agent] or earlier
-        open_ = [one for one in own if one.id not in claimed]
-        return max(open_ or own, key=lambda one: one.call.start_time, default=None)
+        """The tool call that this execution answers, which is claimed: that of its id, else one for this tool by an
+        earlier call, of its agent if that made one. Of several, the first of the latest that was not executed yet."""
+        asked = dict(enumerate(self.requests))
+        found = {index: one for index, one in asked.items() if tool_call_id is not None and one.id == tool_call_id}
+        if len(found) != 1:
+            asked = found or {index: one for index, one in asked.items() if one.name == name}
+            found = {index: one for index, one in asked.items() if one.call.start_time <= tool.start_time}
+            own = {i: one for i, one in found.items() if agent and self.agent_of_call[one.call.span_id] == agent}
+            found = own or found
+        free = found.keys() - claimed or found.keys()
+        index = max(sorted(free), key=lambda index: found[index].call.start_time, default=None)
+        if index is None:
+            return None
+        claimed.add(index)
+        return found[index]
 
     # --- who it belongs to ---
 

@@ -121,6 +121,23 @@ def test_two_executions_of_one_tool_at_once_are_two_steps() -> None:
     assert [step.tool_call_id for step in read_steps([call, *both]) if step.kind == "tool"] == ["one", "two"]
 
 
+def test_a_tool_that_was_tried_again_for_one_request_is_one_step_that_failed() -> None:
+    tries = [
+        span("first", 1, 2, status="ERROR", gen_ai__tool__name="search", gen_ai__tool__call__id="call-search"),
+        span("second", 3, 4, status="OK", gen_ai__tool__name="search", gen_ai__tool__call__id="call-search"),
+    ]
+    assert tools(read_steps([gateway("call", 0, 0.5, "", "search"), *tries])) == [("search", True)]
+
+
+def test_ids_that_a_server_uses_again_in_each_answer_are_told_apart_by_time() -> None:
+    asked = [gateway("call", start, start + 1, "", "look") for start in (0, 4)]
+    calls = [msgspec.structs.replace(one, span_id=f"c{one.start_time:.0f}") for one in asked]
+    told = {"gen_ai__tool__name": "look", "gen_ai__tool__call__id": "call-look"}
+    spans = [*calls, span("t0", 2, 3, status="ERROR", **told), span("t4", 6, 7, **told)]
+    found = [step for step in read_steps(spans) if step.kind == "tool"]
+    assert [(step.failed, step.call and step.call.span_id) for step in found] == [(True, "c0"), (False, "c4")]
+
+
 def test_a_tool_that_calls_itself_is_two_steps() -> None:
     outer = span("outer", 0, 3, tool__name="walk", otel__scope__name="x")
     inner = span("inner", 1, 2, "outer", tool__name="walk", otel__scope__name="x")
