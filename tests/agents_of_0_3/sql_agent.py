@@ -3,6 +3,8 @@
 from typing import Any, Dict, Optional, cast  # noqa: UP035 - as agents of their time write it
 
 import agentlightning as agl
+from agentlightning.emitter import emit_annotation, find_final_reward
+from agentlightning.litagent import LitAgent
 
 agl.setup_logging(apply_to=[__name__])
 
@@ -27,7 +29,7 @@ class LitSQLAgent(agl.LitAgent[Dict[str, Any]]):  # noqa: UP006
         return 1.0 if task["query"].startswith("SELECT") else 0.0
 
 
-class TwoMinded(agl.LitAgent[str]):
+class TwoMinded(LitAgent[str]):
     async def training_rollout_async(self, task: str, resources: agl.NamedResources, rollout: agl.Rollout) -> float:
         return 1.0
 
@@ -38,4 +40,4 @@ class TwoMinded(agl.LitAgent[str]):
 class Notes(agl.Hook):
     async def on_trace_end(self, *, agent: Any, runner: Any, tracer: Any, rollout: agl.Rollout) -> None:
         spans = tracer.get_last_trace()
-        agl.emit_annotation({"spans": len(spans), "reward": agl.find_final_reward(spans) or 0.0})
+        emit_annotation({"spans": len(spans), "reward": find_final_reward(spans) or 0.0})
