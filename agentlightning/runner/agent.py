@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, cast, overload
 
+from agentlightning.data.references import load_reference
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.tracing.context import AttemptTracer, require_binding
 from agentlightning.types import LLM, AttemptedRollout, Mode, NamedResources, PromptTemplate, Span
@@ -123,8 +125,37 @@ class FunctionAgent(LitAgent[Any], Generic[P, R]):
     async def rollout_async(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> Any:
         return await cast("Awaitable[Any]", self.rollout(task, resources, rollout))
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Pickled by name where it stands in its module under the function's; else made anew of the function, which
+        may stand there itself."""
+        found: Any = sys.modules.get(self.__module__)
+        for name in getattr(self.function, "__qualname__", "").split("."):
+            found = getattr(found, name, None)
+        return self.function.__qualname__ if found is self else (FunctionAgent, (self.function,))
+
     def entry_point(self, mode: Mode) -> EntryPoint:
         return self.rollout_async if is_async(self.function) else self.rollout
+
+
+class NamedAgent(LitAgent[Any]):
+    """An agent by its name, `module:name` or `file.py:name`, that is imported where it runs."""
+
+    def __init__(self, reference: str) -> None:
+        self.reference = reference
+        self._agent: LitAgent[Any] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NamedAgent, (self.reference,)
+
+    def check(self) -> None:
+        """Import it. ConfigError if there is nothing of that name, or no agent."""
+        self._agent = as_agent(load_reference(self.reference))
+        self._agent.check()
+
+    def entry_point(self, mode: Mode) -> EntryPoint:
+        if self._agent is None:
+            self.check()
+        return cast("LitAgent[Any]", self._agent).entry_point(mode)
 
 
 def rollout(function: Callable[P, R]) -> FunctionAgent[P, R]:
@@ -158,11 +189,13 @@ def prompt_rollout(function: Callable[..., Any] | None = None) -> Any:
     return functools.partial(_requiring, needs) if function is None else _requiring(needs, function)
 
 
-def as_agent(agent: LitAgent[Any] | Callable[..., Any]) -> LitAgent[Any]:
-    """`agent` itself, or a plain function made into one. ConfigError for anything else, and for an agent class whose
-    instance was meant."""
+def as_agent(agent: LitAgent[Any] | Callable[..., Any] | str) -> LitAgent[Any]:
+    """`agent` itself, a plain function made into one, or the one of that name (`module:name`, `file.py:name`), which is
+    not imported yet. ConfigError for anything else, and for an agent class whose instance was meant."""
     if isinstance(agent, LitAgent):
         return cast("LitAgent[Any]", agent)
+    if isinstance(agent, str):
+        return NamedAgent(agent)
     if inspect.isclass(agent):
         raise ConfigError(f"{agent.__name__} is a class; pass an instance: {agent.__name__}()")
     if callable(agent):

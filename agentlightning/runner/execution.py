@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from agentlightning.errors import InvalidError
-from agentlightning.runner.agent import EntryPoint, LitAgent, is_async
+from agentlightning.runner.agent import LitAgent, is_async
 from agentlightning.runner.hooks import Hook
 from agentlightning.semconv import REWARD_RETURNED
 from agentlightning.tracing.context import AttemptTracer, bind
+from agentlightning.tracing.instrument import quiet_openai_agents
 from agentlightning.tracing.emit import emit_exception, emit_reward, shown
 from agentlightning.tracing.rewards import read_reward
 from agentlightning.types import AttemptedRollout, AttemptStatus, NamedResources, Span
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 5.0  # how long a cancelled agent may clean up before it is left behind
+AGENT_THREAD = "agentlightning-agent"  # of a sync agent
+ISOLATE = "isolation='process' runs agents where they can be killed"
 
 
 @dataclass(frozen=True)
@@ -98,9 +101,10 @@ class Execution:
         await asyncio.wait({task}, timeout=GRACE_SECONDS)
         if not task.done():
             logger.warning(
-                "the agent of attempt %s goes on %g s after it was cancelled; it is left behind",
+                "the agent of attempt %s goes on %g s after it was cancelled and is left behind; %s",
                 self._tracer.attempt_id,
                 GRACE_SECONDS,
+                ISOLATE,
             )
         task.add_done_callback(self._notice_late_answer)
 
@@ -124,8 +128,7 @@ class Execution:
         """What the agent returned, with the hooks around it."""
         await self._call_hooks("on_rollout_start")
         await self._call_hooks("on_trace_start", tracer=self._tracer)
-        entry_point = self._agent.entry_point(self._rollout.mode)
-        answer = await guarded(self._call_agent(entry_point, resources))
+        answer = await guarded(self._call_agent(resources))
         if self._stopped.done():  # it did not let itself be cancelled
             return answer.value
         hooks = await guarded(self._call_hooks("on_trace_end", tracer=self._tracer))
@@ -137,15 +140,13 @@ class Execution:
             raise hooks.error
         return answer.value
 
-    async def _call_agent(self, entry_point: EntryPoint, resources: NamedResources) -> Any:
-        arguments = (self._rollout.input, resources, self._rollout)
-        if is_async(entry_point):
-            return await entry_point(*arguments)
-        value = await in_own_thread(lambda: entry_point(*arguments))
-        if inspect.iscoroutine(value):
-            value.close()
-            raise InvalidError("the agent returned a coroutine from a plain function; declare it with `async def`")
-        return value
+    async def _call_agent(self, resources: NamedResources) -> Any:
+        try:
+            return await call_agent(self._agent, self._rollout, resources)
+        except asyncio.CancelledError:
+            if not is_async(self._agent.entry_point(self._rollout.mode)):
+                logger.warning("the agent of attempt %s runs on in its thread; %s", self._tracer.attempt_id, ISOLATE)
+            raise
 
     async def _call_hooks(self, name: str, **arguments: Any) -> None:
         for hook in self._hooks:
@@ -159,6 +160,20 @@ class Answer:
 
     value: Any = None
     error: BaseException | None = None
+
+
+async def call_agent(agent: LitAgent[Any], rollout: AttemptedRollout, resources: NamedResources) -> Any:
+    """What the agent returns: an async one in this event loop, a sync one in a thread."""
+    quiet_openai_agents()  # here, where the agent's module is imported, whichever process this is
+    entry_point = agent.entry_point(rollout.mode)
+    arguments = (rollout.input, resources, rollout)
+    if is_async(entry_point):
+        return await entry_point(*arguments)
+    value = await in_own_thread(lambda: entry_point(*arguments))
+    if inspect.iscoroutine(value):
+        value.close()
+        raise InvalidError("the agent returned a coroutine from a plain function; declare it with `async def`")
+    return value
 
 
 async def guarded(work: Awaitable[Any]) -> Answer:
@@ -200,7 +215,7 @@ async def in_own_thread(function: Callable[[], Any]) -> Any:
         if not loop.is_closed():
             loop.call_soon_threadsafe(deliver, answer)
 
-    threading.Thread(target=work, name="agentlightning-agent", daemon=True).start()
+    threading.Thread(target=work, name=AGENT_THREAD, daemon=True).start()
     answer = await answered
     if answer.error is not None:
         if isinstance(answer.error, StopIteration):

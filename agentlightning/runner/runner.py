@@ -17,8 +17,9 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, TypeVar
 
 from agentlightning.errors import (
@@ -34,6 +35,7 @@ from agentlightning.runner.clients import ClientPool, current_pool
 from agentlightning.runner.environment import current_server
 from agentlightning.runner.execution import Execution, Outcome
 from agentlightning.runner.hooks import Hook
+from agentlightning.runner.processes import AgentNotLoadedError, AgentProcess, Isolation, ProcessExecution, boot_of
 from agentlightning.runner.resources import ResourceCache
 from agentlightning.store.base import LightningStore
 from agentlightning.store.lifecycle import TERMINAL
@@ -74,18 +76,23 @@ class Runner:
     """Leases rollouts from a store and runs an agent on them, up to `concurrency` at once.
 
     `worker_id` names this worker and must be unique; the default is. With a `project` only its rollouts are leased.
-    `endpoint_override` is the gateway's URL as seen
-    from here, where that differs from the one in the resources. While the store cannot be reached, calls are repeated
-    for `patience_seconds`; then `run` ends with UnavailableError. ConfigError for an agent that cannot be run.
+    `endpoint_override` is the gateway's URL as seen from here, where that differs from the one in the resources. While
+    the store cannot be reached, calls are repeated for `patience_seconds`; then `run` ends with UnavailableError.
+    ConfigError for an agent that cannot be run.
 
     `tracer` is explained at `choose_tracer`. Where programs outside this process export spans of the attempt by
     themselves, `settle_seconds` is how long none must have reached the store, after the agent's end, before the attempt
-    ends (at most ten times that long; it counts towards the attempt's timeout)."""
+    ends (at most ten times that long; it counts towards the attempt's timeout).
+
+    With `isolation="process"` attempts run in `concurrency` processes, each used for up to `max_attempts_per_process`,
+    one after the other, so that an agent that blocks, crashes or leaks harms no other attempt and can be killed. The
+    agent must be one that another process can import; given by its name (`module:name`, `file.py:name`) it is imported
+    only there. Hooks run here."""
 
     def __init__(
         self,
         store: LightningStore,
-        agent: LitAgent[Any] | Callable[..., Any],
+        agent: LitAgent[Any] | Callable[..., Any] | str,
         *,
         concurrency: int = 64,
         worker_id: str | None = None,
@@ -95,6 +102,8 @@ class Runner:
         patience_seconds: float = 60.0,
         tracer: TracerKind = "auto",
         settle_seconds: float = 0.0,
+        isolation: Isolation = "none",
+        max_attempts_per_process: int | None = 100,
     ) -> None:
         if concurrency < 1:
             raise ConfigError(f"concurrency is {concurrency}; it must be at least 1")
@@ -102,13 +111,15 @@ class Runner:
             raise ConfigError(f"settle_seconds is {settle_seconds}; give the seconds without spans to wait for, or 0")
         self.store = store
         self.agent = as_agent(agent)
-        self.agent.check()
         self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._project = project
         self._concurrency = concurrency
         self._hooks = tuple(hooks)
         self._patience = patience_seconds
         self._make_tracer = choose_tracer(tracer)
+        self._boot = boot_of(self.agent, isolation, tracer, max_attempts_per_process)
+        self._most_attempts = max_attempts_per_process
+        self._process_names = (f"{self.worker_id}/{number}" for number in count(1))
         self._settle_seconds = settle_seconds
         self._resources = ResourceCache(store, endpoint_override)
         self._logs = AttemptLogs()
@@ -126,7 +137,11 @@ class Runner:
         """Lease and run until `stop` is called. Cancelling it cancels the agents and hands their attempts back."""
         try:
             async with self._session(), asyncio.TaskGroup() as attempts:
-                while leased := await self._lease():
+                if self._boot is not None:
+                    for _ in range(self._concurrency):
+                        attempts.create_task(self._run_in_process())
+                    return
+                while leased := await self._lease(self.worker_id, self._concurrency):
                     for rollout in leased:
                         attempts.create_task(self._attempt(self._board(rollout)))
         finally:
@@ -146,9 +161,10 @@ class Runner:
         """Run the agent on one task, past the queue, and return the rollout as it ended. For debugging: what the agent
         raises is recorded as always and then raised here. `resources` are stored as a new version if given."""
         resources_id = (await self.store.add_resources(resources)).resources_id if resources is not None else None
-        async with self._session():
-            rollout = await self.store.start_rollout(task, mode, resources_id, config, worker_id=self.worker_id)
-            outcome = await self._attempt(self._board(rollout))
+        async with self._session(), self._process() as process:
+            worker_id = self.worker_id if process is None else process.worker_id
+            rollout = await self.store.start_rollout(task, mode, resources_id, config, worker_id=worker_id)
+            outcome = await self._attempt(self._board(rollout, process))
         if outcome.error is not None:
             raise outcome.error
         ended = await self.store.get_rollout_by_id(rollout.rollout_id)
@@ -158,7 +174,7 @@ class Runner:
 
     # --- leasing ---
 
-    async def _lease(self) -> list[AttemptedRollout]:
+    async def _lease(self, worker_id: str, most: int) -> list[AttemptedRollout]:
         """The next rollouts to run, at least one; none only when the runner is to stop."""
         stopping = asyncio.create_task(self._stopping.wait())
         try:
@@ -168,23 +184,45 @@ class Runner:
                     landed = asyncio.create_task(self._landed.wait())
                     await _first_of(landed, stopping)
                     continue
-                poll = asyncio.create_task(self._patiently(self._dequeue))
+                poll = asyncio.create_task(self._patiently(lambda: self._dequeue(worker_id, most)))
                 if await _first_of(poll, stopping) and (leased := poll.result()):
                     return leased
         finally:
             stopping.cancel()
         return []
 
-    async def _dequeue(self) -> list[AttemptedRollout]:
-        free = self._concurrency - len(self._flights)
-        return await self.store.dequeue_many_rollouts(free, self.worker_id, POLL_SECONDS, project=self._project)
+    async def _dequeue(self, worker_id: str, most: int) -> list[AttemptedRollout]:
+        free = min(most, self._concurrency - len(self._flights))
+        return await self.store.dequeue_many_rollouts(free, worker_id, POLL_SECONDS, project=self._project)
+
+    # --- processes ---
+
+    def _process(self) -> AbstractAsyncContextManager[AgentProcess | None]:
+        """A process for the agent, to the end of the block; None where it runs in this one."""
+        if self._boot is None:
+            return nullcontext()
+        return AgentProcess(self._boot, self._process_names, self._worker_key, self._most_attempts)
+
+    async def _worker_key(self, worker_id: str) -> str:
+        return await self._patiently(lambda: self.store.issue_worker_key(worker_id))
+
+    async def _run_in_process(self) -> None:
+        """One attempt after the other in one process: what leases it is the process, whose key is the attempt's."""
+        async with self._process() as process:
+            assert process is not None
+            while leased := await self._lease(process.worker_id, 1):
+                await self._attempt(self._board(leased[0], process))
 
     # --- one attempt ---
 
-    def _board(self, rollout: AttemptedRollout) -> Flight:
+    def _board(self, rollout: AttemptedRollout, process: AgentProcess | None = None) -> Flight:
         """Count a leased rollout as in flight, from before its task first runs."""
         tracer = self._make_tracer(rollout.rollout_id, rollout.attempt.attempt_id)
-        flight = Flight(rollout, tracer, Execution(self, self.agent, self._hooks, rollout, tracer))
+        if process is None:
+            execution = Execution(self, self.agent, self._hooks, rollout, tracer)
+        else:
+            execution = ProcessExecution(self, self.agent, self._hooks, rollout, tracer, process)
+        flight = Flight(rollout, tracer, execution)
         self._flights[rollout.attempt.attempt_id] = flight
         self._adjust_heartbeat(rollout)
         return flight
@@ -194,7 +232,10 @@ class Runner:
             outcome = await self._execute(flight)
             outcome = await self._finish(flight, outcome)
         except asyncio.CancelledError:
-            await self._give_back(flight)
+            await self._give_back(flight, "its runner was stopped")
+            raise
+        except AgentNotLoadedError as error:  # another runner may be able to
+            await self._give_back(flight, str(error))
             raise
         finally:
             del self._flights[flight.rollout.attempt.attempt_id]
@@ -211,6 +252,8 @@ class Runner:
         try:
             with self._logs.open(flight.tracer):
                 outcome = await flight.execution.run(resources)
+            if isinstance(outcome.error, AgentNotLoadedError):
+                raise outcome.error
             if self._settle_seconds and outcome.status in ("succeeded", "failed"):
                 await self._settle(flight.rollout)
             return outcome
@@ -307,8 +350,8 @@ class Runner:
                 raise
             flight.unsent = []
 
-    async def _give_back(self, flight: Flight) -> None:
-        """This runner is being cancelled: let the store decide about a retry now, not when the lease runs out."""
+    async def _give_back(self, flight: Flight, reason: str) -> None:
+        """This runner cannot go on with it: let the store decide about a retry now, not when the lease runs out."""
         rollout_id, attempt_id = flight.rollout.rollout_id, flight.rollout.attempt.attempt_id
         try:
             async with asyncio.timeout(GIVE_BACK_SECONDS):
@@ -317,7 +360,7 @@ class Runner:
                     rollout_id,
                     attempt_id,
                     status="unresponsive",
-                    metadata={"reason": "its runner was stopped"},
+                    metadata={"reason": reason},
                     lease=flight.lease_token,
                 )
         except (TimeoutError, AgentLightningError) as error:

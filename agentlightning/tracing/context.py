@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -40,6 +40,7 @@ class AttemptTracer:
         self._resource: Attributes = {ROLLOUT_ID: rollout_id, ATTEMPT_ID: attempt_id}
         self._spans: list[Span] = []
         self._pending: deque[Span] = deque()  # appended by agents' threads, popped by the runner's: both are atomic
+        self._deliver: Callable[[Span], None] = self._pending.append
         self._closed = False
 
     def record(
@@ -105,6 +106,11 @@ class AttemptTracer:
         """The span around the running code, where `parent_id` is the innermost operation around it."""
         return parent_id
 
+    def forward(self, to: Callable[[Span], None]) -> None:
+        """Hand each span to `to` when it is recorded, in the thread that records it, instead of keeping it for
+        `drain`."""
+        self._deliver = to
+
     def close(self) -> None:
         """The attempt is over: what is recorded from now on is dropped with a warning."""
         self._closed = True
@@ -116,7 +122,7 @@ class AttemptTracer:
             )
             return
         self._spans.append(span)
-        self._pending.append(span)
+        self._deliver(span)
 
 
 @dataclass(frozen=True)

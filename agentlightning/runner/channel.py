@@ -1,0 +1,187 @@
+"""What a runner and one of its agents' processes say to each other, and how an agent gets from one to the other.
+
+Messages are msgpack behind their length, over a socket pair. This module does not know how processes start, nor what is
+done in them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing.spawn
+import os
+import pickle
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, Generic, TypeVar, cast
+
+import msgspec
+
+from agentlightning.errors import ConfigError
+from agentlightning.runner.agent import LitAgent
+from agentlightning.tracing.choice import TracerKind
+from agentlightning.types import AttemptedRollout, Attributes, NamedResources, Span
+
+M = TypeVar("M")
+
+_LENGTH: Final = struct.Struct("!I")
+_MAIN: Final = "__main__"
+_loading: list[str] = []  # of this process: the module whose import is under way
+
+
+class Boot(msgspec.Struct, tag=True):
+    """The first message to a process: the agent as `packed` made it. `main` is what `multiprocessing` needs to import
+    the runner's main module, where the agent is defined there; `file` is where its module came from."""
+
+    agent: bytes
+    module: str
+    file: str | None
+    main: dict[str, str]
+    tracer: TracerKind
+
+
+class Start(msgspec.Struct, tag=True):
+    """Run the agent once, with these environment variables."""
+
+    rollout: AttemptedRollout
+    resources: NamedResources
+    environment: dict[str, str]
+
+
+class Cancel(msgspec.Struct, tag=True):
+    """Cancel what runs, as far as it lets itself be cancelled."""
+
+
+class Recorded(msgspec.Struct, tag=True):
+    """The attempt has recorded a span."""
+
+    span: Span
+
+
+class NotLoaded(msgspec.Struct, tag=True):
+    """The agent cannot be imported; nothing of it has run."""
+
+    reason: str
+
+
+class Ended(msgspec.Struct, tag=True):
+    """The agent came to its end. `result` is what it returned, as spans; `failure` the exception it raised; `left` says
+    what it left running."""
+
+    result: list[Span]
+    failure: Attributes | None = None
+    left: str | None = None
+
+
+class Frames(Generic[M]):
+    """Messages of the kinds `M` from bytes, and any message to bytes."""
+
+    def __init__(self, kinds: Any) -> None:
+        self._decode = cast("Callable[[bytes], M]", msgspec.msgpack.Decoder(kinds).decode)
+
+    def read(self, exactly: Callable[[int], bytes]) -> M | None:
+        """The next message; None at the end of the stream."""
+        try:
+            return self._decode(exactly(_LENGTH.unpack(exactly(_LENGTH.size))[0]))
+        except EOFError:
+            return None
+
+    async def read_async(self, exactly: Callable[[int], Awaitable[bytes]]) -> M | None:
+        """`read` in an event loop."""
+        try:
+            return self._decode(await exactly(_LENGTH.unpack(await exactly(_LENGTH.size))[0]))
+        except (EOFError, ConnectionError):
+            return None
+
+
+def framed(message: msgspec.Struct) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Connection:
+    """The agent's end of the socket pair. Any thread may send; a process forked off by the agent sends nothing."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_inheritable(descriptor, False)
+        self._socket = socket.socket(fileno=descriptor)
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._orders: Frames[Boot | Start | Cancel] = Frames(Boot | Start | Cancel)
+        self._file = self._socket.makefile("rb")
+
+    def receive(self) -> Boot | Start | Cancel | None:
+        """Wait for the runner's next message; None when it has closed its end or is gone."""
+        try:
+            return self._orders.read(self._exactly)
+        except OSError:
+            return None
+
+    def send(self, message: msgspec.Struct) -> None:
+        if os.getpid() == self._process:
+            with self._lock:
+                self._socket.sendall(framed(message))
+
+    def _exactly(self, size: int) -> bytes:
+        data = self._file.read(size)
+        if len(data) < size:
+            raise EOFError
+        return data
+
+
+# --- agents ------------------------------------------------------------------------------------------------------
+
+
+def packed(agent: LitAgent[Any], tracer: TracerKind) -> Boot:
+    """An agent for another process: its name where it is defined at the top of a module, else its pickled state.
+    ConfigError where it is neither."""
+    module = str(agent.__module__)
+    file = getattr(sys.modules.get(module), "__file__", None)
+    how = (
+        "Define it at the top level of a module, or name it: 'module:agent', 'file.py:agent'. Or take isolation='none'"
+    )
+    try:
+        pickled = pickle.dumps(agent)
+    except Exception as error:  # noqa: BLE001 - a user's object may raise anything when it is pickled
+        raise ConfigError(f"the agent cannot be brought into another process: {error}. {how}") from None
+    main: dict[str, str] = {}
+    if module == _MAIN:
+        given = multiprocessing.spawn.get_preparation_data("agent")
+        main = {name: value for name, value in given.items() if name.startswith("init_main") and value}
+        if not main:
+            raise ConfigError(
+                f"the agent is defined in an interactive session, where another process cannot import it. {how}"
+            )
+    return Boot(pickled, module, file, main, tracer)
+
+
+def unpacked(boot: Boot) -> LitAgent[Any]:
+    """The agent, its module imported here. Raises what importing it raises."""
+    _loading.append(boot.module)
+    try:
+        agent = _imported(boot)
+    finally:
+        _loading.clear()
+    agent.check()
+    return agent
+
+
+def is_being_loaded() -> bool:
+    """Whether this is an agent's process that imports it right now: no place to start a run."""
+    return bool(_loading)
+
+
+def _imported(boot: Boot) -> LitAgent[Any]:
+    if boot.main:
+        multiprocessing.spawn.prepare(boot.main)
+    elif boot.file is not None and boot.module not in sys.modules:
+        found = importlib.util.find_spec(boot.module)
+        if found is None or found.origin != boot.file:  # a file that was loaded under a name of its own
+            spec = importlib.util.spec_from_file_location(boot.module, boot.file)
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules[boot.module] = module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+    return cast("LitAgent[Any]", pickle.loads(boot.agent))

@@ -1,0 +1,151 @@
+"""The process that an agent has to itself: runs one attempt after the other, as its runner says.
+
+Spans go to the runner the moment they are recorded, so that they outlive this process. The agent's module is imported
+when the environment of the first attempt is set. This module knows agents and the connection; it does not know the
+store, leases or hooks. It is the leader of a session, so that it can be killed with all that the agent starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from agentlightning.errors import AgentLightningError
+from agentlightning.runner.agent import LitAgent
+from agentlightning.runner.channel import Boot, Cancel, Connection, Ended, NotLoaded, Recorded, Start, unpacked
+from agentlightning.runner.clients import ClientPool, current_pool
+from agentlightning.runner.execution import AGENT_THREAD, Answer, call_agent, guarded, record_result
+from agentlightning.tracing.choice import choose_tracer
+from agentlightning.tracing.context import AttemptTracer, bind
+from agentlightning.tracing.emit import exception_attributes
+from agentlightning.tracing.logs import AttemptLogs
+from agentlightning.types import Span
+
+FAREWELL_SECONDS: Final = 2.0  # for what the agent's libraries do at the end of a process
+
+
+def main(descriptor: int) -> None:
+    """Serve the runner at the other end of a socket until it closes it."""
+    with contextlib.suppress(OSError):  # Linux: when memory runs out it is this process that goes, not the runner
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    connection = Connection(descriptor)
+    boot = connection.receive()
+    if isinstance(boot, Boot):
+        asyncio.run(_serve(connection, boot))
+
+
+async def _serve(connection: Connection, boot: Boot) -> None:
+    await _Worker(connection, boot).serve()
+
+
+class _Worker:
+    def __init__(self, connection: Connection, boot: Boot) -> None:
+        self._connection = connection
+        self._boot = boot
+        self._make_tracer = choose_tracer(boot.tracer)
+        self._agent: LitAgent[Any] | None = None
+        self._logs = AttemptLogs()
+        self._loop = asyncio.get_running_loop()
+        self._starts: asyncio.Queue[Start | None] = asyncio.Queue()
+        self._running: asyncio.Task[Answer] | None = None
+        self._variables: set[str] = set()
+
+    async def serve(self) -> None:
+        threading.Thread(target=self._listen, name="agentlightning-listener", daemon=True).start()
+        pool = ClientPool()
+        current_pool.set(pool)
+        with self._logs.installed():
+            while (start := await self._starts.get()) is not None:
+                if not self._load(start):
+                    break
+                self._connection.send(await self._attempt(start))
+        await pool.close()
+
+    def _listen(self) -> None:
+        """Hear the runner, also while the agent blocks the loop. When it is gone, nothing may be left of this."""
+        while (order := self._connection.receive()) is not None:
+            if isinstance(order, Start):
+                self._loop.call_soon_threadsafe(self._starts.put_nowait, order)
+            elif isinstance(order, Cancel):
+                self._loop.call_soon_threadsafe(self._cancel)
+        if self._running is None:
+            self._loop.call_soon_threadsafe(self._starts.put_nowait, None)
+            time.sleep(FAREWELL_SECONDS)
+        os.killpg(0, signal.SIGKILL)
+
+    def _cancel(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+
+    def _load(self, start: Start) -> bool:
+        """Set the environment, and then import the agent if it is not there yet."""
+        for name in self._variables - set(start.environment):
+            os.environ.pop(name, None)
+        self._variables = set(start.environment)
+        os.environ.update(start.environment)
+        if self._agent is None:
+            try:
+                self._agent = unpacked(self._boot)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a module does when it is imported
+                reason = str(error) if isinstance(error, AgentLightningError) else f"{type(error).__name__}: {error}"
+                self._connection.send(NotLoaded(reason))
+                return False
+        return True
+
+    async def _attempt(self, start: Start) -> Ended:
+        assert self._agent is not None
+        ids = start.rollout.rollout_id, start.rollout.attempt.attempt_id
+        tracer = self._make_tracer(*ids)
+        tracer.forward(self._send)
+        before = set(threading.enumerate())
+        with bind(tracer), self._logs.open(tracer):
+            self._running = asyncio.create_task(guarded(call_agent(self._agent, start.rollout, start.resources)))
+            await asyncio.wait({self._running})
+            cancelled = self._running.cancelled()
+            answer = Answer(error=asyncio.CancelledError()) if cancelled else self._running.result()
+        result = AttemptTracer(*ids)  # recorded by the runner, behind its hooks
+        if answer.error is None:
+            with bind(result):
+                answer = await guarded(_recorded(result, answer.value))
+        tracer.close()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # the agent may have closed it
+                stream.flush()
+        self._running = None
+        failure = None if answer.error is None else exception_attributes(answer.error)
+        return Ended(result.drain(), failure, _left_running(before))
+
+    def _send(self, span: Span) -> None:
+        self._connection.send(Recorded(span))
+
+
+async def _recorded(tracer: AttemptTracer, value: Any) -> None:
+    record_result(tracer, value)
+
+
+def _left_running(before: set[threading.Thread]) -> str | None:
+    """What an attempt left running: it could go on to call a model, and be taken for the next attempt."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    if tasks:
+        return f"the task {next(iter(tasks)).get_name()!r}"
+    for thread in threading.enumerate():
+        if thread not in before and thread.name != AGENT_THREAD and not _is_idle(thread):
+            return f"the thread {thread.name!r}"
+    for children in Path("/proc/self/task").glob("*/children"):  # Linux; elsewhere they go unseen
+        with contextlib.suppress(OSError):
+            for child in children.read_text().split():
+                return f"the process {child}"
+    return None
+
+
+def _is_idle(thread: threading.Thread) -> bool:
+    """Whether it is a thread of a pool that waits for work."""
+    frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage]
+    return frame is None or Path(frame.f_code.co_filename).parts[-3:] == ("concurrent", "futures", "thread.py")

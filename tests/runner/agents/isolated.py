@@ -1,0 +1,105 @@
+"""Agents that do what only a process of their own survives. Each does what its task names, and returns its process."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import agentlightning as agl
+
+_FOREVER = "import time; time.sleep(600)"
+counter = 0
+
+
+@agl.rollout
+def acts(task: dict) -> float:
+    """A sync agent."""
+    _do(task)
+    return float(os.getpid())
+
+
+@agl.rollout
+async def acts_async(task: dict) -> float:
+    agl.emit_message("begun")
+    try:
+        if task["do"] == "hang":
+            await asyncio.Event().wait()
+        if task["do"] == "leave task":
+            acts_async.left = asyncio.create_task(asyncio.sleep(600), name="left")
+        if task["do"] == "fork" and os.fork() == 0:
+            return 0.0  # the child goes on as if it were the agent
+    finally:
+        agl.emit_message("cleaned up")
+    return float(os.getpid())
+
+
+def plain(task: dict) -> float:
+    """A function that nothing decorates."""
+    return 1.0
+
+
+class Stateful(agl.LitAgent):
+    def __init__(self, reward: float) -> None:
+        self.reward = reward
+
+    def rollout(self, task: dict, resources: agl.NamedResources, rollout: agl.AttemptedRollout) -> float:
+        return self.reward
+
+
+stateful = Stateful(0.25)
+
+
+def _do(task: dict) -> None:
+    global counter
+    match task["do"]:
+        case "exit":
+            agl.emit_reward(0.5, final=False)
+            print("last words", end="")
+            os._exit(3)
+        case "segfault":
+            agl.emit_message("before")
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            ctypes.string_at(0)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "abort":
+            os.abort()
+        case "raise":
+            raise LookupError("nothing there")
+        case "close descriptors":
+            os.closerange(3, 256)
+        case "hang":  # with a child that will not go by itself, as deaf as its parent cannot be
+            child = subprocess.Popen(
+                [sys.executable, "-c", f"import signal; signal.signal(15, signal.SIG_IGN); {_FOREVER}"]
+            )
+            agl.emit_object({"pids": [os.getpid(), child.pid]})
+            time.sleep(600)
+        case "flood":
+            for _ in range(400):
+                sys.stdout.write("o" * 50_000)
+            sys.stderr.write("the end")
+        case "log":
+            logging.getLogger("agent").warning("be warned")
+            os.write(1, b"past sys.stdout\xff")
+        case "leave thread":
+            threading.Thread(target=time.sleep, args=(600,), daemon=True, name="left").start()
+        case "leave process":
+            subprocess.Popen([sys.executable, "-c", _FOREVER])
+        case "count":
+            counter += 1
+            agl.emit_object({"count": counter})
+        case "environment":
+            names = ("AGL_KEY", "AGL_ROLLOUT_ID", "AGL_ATTEMPT_ID")
+            agl.emit_object({name: os.environ.get(name) for name in names})
+        case "numbers":
+            agl.emit_object({"group": os.getpgid(0) == os.getpid(), "session": os.getsid(0) == os.getpid()})
+        case _:
+            pass
