@@ -20,8 +20,8 @@ from agentlightning.runner.agent import LitAgent, is_async
 from agentlightning.runner.hooks import Hook
 from agentlightning.semconv import REWARD_RETURNED
 from agentlightning.tracing.context import AttemptTracer, bind
-from agentlightning.tracing.instrument import quiet_openai_agents
 from agentlightning.tracing.emit import emit_exception, emit_reward, shown
+from agentlightning.tracing.instrument import quiet_openai_agents
 from agentlightning.tracing.rewards import read_reward
 from agentlightning.types import AttemptedRollout, AttemptStatus, NamedResources, Span
 

@@ -133,13 +133,13 @@ class AgentProcess:
         ended first, AgentNotLoadedError if it cannot be imported."""
         environment = await self._environment(rollout, resources)
         live = await self._process_with(environment)
-        ended = None
         try:
             ended = await live.attempt(Start(rollout, resources, environment), tracer)
-        finally:
+        except BaseException:  # cancelled, too
             live.record_output(tracer)
-            if ended is None:
-                await self._discard(live)
+            await self._discard(live)
+            raise
+        live.record_output(tracer)
         if ended.left is not None and not self._warned:
             self._warned = True
             logger.warning("an attempt left %s running; processes of which this is true serve no other", ended.left)

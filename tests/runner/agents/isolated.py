@@ -15,7 +15,7 @@ import time
 
 import agentlightning as agl
 
-_FOREVER = "import time; time.sleep(600)"
+_FOREVER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 counter = 0
 
 
