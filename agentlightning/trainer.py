@@ -37,6 +37,7 @@ from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.learner.base import AdamW
 from agentlightning.runner.agent import LitAgent, as_agent
 from agentlightning.runner.hooks import Hook
+from agentlightning.runner.processes import Isolation, boot_of
 from agentlightning.runner.runner import Runner
 from agentlightning.server.app import create_app
 from agentlightning.server.holding import model_held
@@ -80,6 +81,7 @@ class Trainer:
         algorithm: `GRPO(…)` by default; `Baseline()` only evaluates.
         optimizer: learning rate and the like.
         n_runners: how many rollouts run at once in this process; 0 leaves them to `agl runner` processes.
+        isolation: `"process"` runs them in `n_runners` processes, each of which imports the agent (see `Runner`).
         run_dir: the directory of this run; by default a new one below `runs/`.
         store: path of the SQLite file (default: in the run's directory), or an open store.
         server: URL of an `agl server` to work with; `api_key` is its key.
@@ -101,6 +103,7 @@ class Trainer:
         algorithm: Algorithm | None = None,
         optimizer: AdamW | None = None,
         n_runners: int = 64,
+        isolation: Isolation = "none",
         run_dir: str | Path | None = None,
         store: str | Path | LightningStore | None = None,
         server: str | None = None,
@@ -129,6 +132,7 @@ class Trainer:
         self.algorithm = algorithm
         self.optimizer = optimizer or AdamW()
         self.n_runners = n_runners
+        self.isolation: Isolation = isolation
         self.run_dir = run_dir
         self.store = store
         self.server = server
@@ -149,7 +153,7 @@ class Trainer:
 
     def fit(
         self,
-        agent: LitAgent[Any] | Callable[..., Any],
+        agent: LitAgent[Any] | Callable[..., Any] | str,
         train_dataset: Any,
         val_dataset: Any = None,
         *,
@@ -163,7 +167,7 @@ class Trainer:
 
     async def fit_async(
         self,
-        agent: LitAgent[Any] | Callable[..., Any],
+        agent: LitAgent[Any] | Callable[..., Any] | str,
         train_dataset: Any,
         val_dataset: Any = None,
         *,
@@ -176,11 +180,11 @@ class Trainer:
         val_tasks = load_dataset(val_dataset) if val_dataset is not None else []
         return await self._run(agent, algorithm, train_tasks, val_tasks, resume)
 
-    def dev(self, agent: LitAgent[Any] | Callable[..., Any], dataset: Any) -> list[EvaluatedTask]:
+    def dev(self, agent: LitAgent[Any] | Callable[..., Any] | str, dataset: Any) -> list[EvaluatedTask]:
         """Run the agent once on every task without training, print each trace, and return them."""
         return _run_loop(self.dev_async(agent, dataset))
 
-    async def dev_async(self, agent: LitAgent[Any] | Callable[..., Any], dataset: Any) -> list[EvaluatedTask]:
+    async def dev_async(self, agent: LitAgent[Any] | Callable[..., Any] | str, dataset: Any) -> list[EvaluatedTask]:
         """`dev` for code that runs in an event loop already."""
         baseline = Baseline(mode="test")
         await self._run(agent, baseline, [], load_dataset(dataset), resume=False)
@@ -214,7 +218,7 @@ class Trainer:
 
     async def _run(
         self,
-        agent: LitAgent[Any] | Callable[..., Any],
+        agent: LitAgent[Any] | Callable[..., Any] | str,
         algorithm: Algorithm,
         train_tasks: list[Any],
         val_tasks: list[Any],
@@ -223,7 +227,7 @@ class Trainer:
         started = time.monotonic()
         agent = as_agent(agent)
         if self.n_runners:
-            agent.check()
+            boot_of(agent, self.isolation, self.tracer, None)  # before anything is made for it
         directory = RunDirectory(
             self.run_dir or "runs", algorithm.name, named=self.run_dir is not None, resume=resume, seed=self.seed
         )
@@ -379,7 +383,14 @@ class Trainer:
         job = asyncio.ensure_future(algorithm.run(context))
         tasks: set[asyncio.Task[None]] = {job}
         if self.n_runners:
-            runner = Runner(context.store, agent, concurrency=self.n_runners, hooks=self.hooks, tracer=self.tracer)
+            runner = Runner(
+                context.store,
+                agent,
+                concurrency=self.n_runners,
+                hooks=self.hooks,
+                tracer=self.tracer,
+                isolation=self.isolation,
+            )
             tasks.add(asyncio.ensure_future(runner.run()))
         status = "failed"
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import os
 import re
 import signal
 from collections.abc import Callable, Generator
@@ -221,7 +222,13 @@ async def _server(settings: ServerSettings) -> None:
 @click.option("--server", metavar="URL", required=True, help="The `agl server` to lease rollouts from.")
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
 @click.option("--project", metavar="NAME", help="Lease only rollouts of this project.")
-@click.option("--concurrency", type=click.IntRange(min=1), default=64, show_default=True, help="Rollouts at once.")
+@click.option("--concurrency", type=click.IntRange(min=1), help="Rollouts at once: 64, or of processes one per core.")
+@click.option("--isolation", type=click.Choice(["none", "process"]), default="none", show_default=True,
+              help="Run rollouts in processes of their own, which can be killed.")  # fmt: skip
+@click.option("--max-attempts-per-process", type=click.IntRange(min=1), metavar="N", default=100, show_default=True,
+              help="Replace such a process after so many.")  # fmt: skip
+@click.option("--drain", "drain_seconds", type=Duration(zero=True), metavar="20s", default="20s", show_default=True,
+              help="How long rollouts at hand may go on after Ctrl-C or SIGTERM.")  # fmt: skip
 @click.option("--tracer", type=click.Choice(["auto", "opentelemetry", "light"]), default="auto", show_default=True,
               help="Collect what OpenTelemetry's SDK traces (auto: where it is installed), or not.")  # fmt: skip
 @click.option("--instrument", metavar="[NAMES]", is_flag=False, flag_value="",
@@ -240,7 +247,8 @@ def runner(
 ) -> None:
     """Lease rollouts from a server and run an agent on them, a Python object or a --command, until stopped.
 
-    The first Ctrl-C (or SIGTERM) lets the rollouts at hand finish; the second hands them back to be retried."""
+    After Ctrl-C or SIGTERM it leases nothing more, and rollouts at hand may finish: exit code 0. Those that --drain
+    ends, or a second signal, are handed back to be retried: exit code 130."""
     from agentlightning.cli.config import CommandConfig
     from agentlightning.data.references import load_reference
 
@@ -251,32 +259,52 @@ def runner(
     if instrument is not None:
         if command is not None:
             raise click.UsageError("--instrument is for Python agents; a --command calls agentlightning.instrument()")
+        if options["isolation"] == "process":
+            raise click.UsageError("--instrument reaches no other process; call agentlightning.instrument() in FILE.py")
         from agentlightning.tracing import instrument as instrumentation
 
         names = instrumentation.instrument(*filter(None, instrument.split(",")))
         click.echo(f"instrumented: {', '.join(names) or 'nothing, no instrumentation is installed'}", err=True)
     if command is None:
-        loaded = load_reference(agent or "")
+        isolated = options["isolation"] == "process"  # then it is imported where it runs
+        loaded = agent if isolated else load_reference(agent or "")
     else:
         loaded = CommandConfig(command=command, reward=reward, grader=grader).load()
     try:
         asyncio.run(_runner(loaded, agent or f"`{command}`", server, key, **options))
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, TimeoutError):
         raise click.Abort from None
 
 
-async def _runner(agent: Any, name: str, url: str, key: str | None, concurrency: int, **options: Any) -> None:
+async def _runner(
+    agent: Any,
+    name: str,
+    url: str,
+    key: str | None,
+    concurrency: int | None,
+    drain_seconds: float,
+    **options: Any,
+) -> None:
     from agentlightning.runner.runner import Runner
     from agentlightning.store.client import LightningStoreClient
 
+    if concurrency is None:
+        concurrency = os.cpu_count() or 1 if options["isolation"] == "process" else 64
     store = LightningStoreClient(url, api_key=key)
     try:
         working = Runner(store, agent, concurrency=concurrency, **options)
         task = asyncio.current_task()
         assert task is not None
         click.echo(f"{working.worker_id} runs {name} for {url}, up to {concurrency} at once", err=True)
-        with _on_signal(working.stop, then=task.cancel):
-            await working.run()
+        async with asyncio.timeout(None) as limit:
+
+            def drain() -> None:
+                click.echo(f"leasing nothing more; rollouts at hand have {drain_seconds:g} s", err=True)
+                working.stop()
+                limit.reschedule(asyncio.get_running_loop().time() + drain_seconds)
+
+            with _on_signal(drain, then=task.cancel):
+                await working.run()
     finally:
         await store.close()
 
