@@ -10,6 +10,7 @@ import asyncio
 import functools
 import ssl
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
 from typing import Final, cast
 from urllib.parse import SplitResult, quote
 
@@ -52,18 +53,12 @@ class Wire:
             lines.append(f"{name}: {value}\r\n")
         lines.append("\r\n" if body is None else f"content-length: {len(body)}\r\n\r\n")
         head = "".join(lines).encode("latin-1", "replace")
+        message = head if body is None else head + body
         while self._idle:
             response = self._idle.pop()
-            if not response.lost:
-                break
-        else:
-            response = await self._connect()
-        try:
-            await response.send(head if body is None else head + body)
-        except BaseException:
-            response.close()
-            raise
-        return response
+            with suppress(UnreachableError):  # closed by the server meanwhile
+                return await response.send(message)
+        return await (await self._connect()).send(message)
 
     async def _connect(self) -> Response:
         loop = asyncio.get_running_loop()
@@ -114,13 +109,19 @@ class Response(asyncio.Protocol):
 
     # --- what a caller does ---
 
-    async def send(self, request: bytes) -> None:
+    async def send(self, request: bytes) -> Response:
         """Send a request and wait for the head of its answer."""
-        assert self._transport is not None
+        if self.lost or self._transport is None:
+            raise UnreachableError("it closed the connection", status=503)
         self._begin()
         self._transport.write(request)
-        while not self.status:
-            await self._more()
+        try:
+            while not self.status:
+                await self._more()
+        except BaseException:
+            self.abort()
+            raise
+        return self
 
     async def read(self) -> bytes:
         """What is left of the body."""
@@ -214,11 +215,9 @@ class Response(asyncio.Protocol):
             self._complete = True
             self._wake()
         elif not self.status:
-            self._fail(UnreachableError(f"it closed the connection{f': {exc}' if exc else ''}", status=503))
+            self._fail(UnreachableError(f"it closed the connection{_because(exc)}", status=503))
         else:
-            self._fail(
-                BackendError(f"the backend at {self._wire.origin} broke off its answer{f': {exc}' if exc else ''}")
-            )
+            self._fail(BackendError(f"the backend at {self._wire.origin} broke off its answer{_because(exc)}"))
 
     # --- what the parser tells ---
 
@@ -231,9 +230,7 @@ class Response(asyncio.Protocol):
         if status < 200:
             self.headers = {}  # of an answer before the answer, such as 100 Continue
         elif "content-encoding" in self.headers and self.headers["content-encoding"] != "identity":
-            self._fail(
-                BackendError(f"the backend at {self._wire.origin} compressed its answer, which nobody asked for")
-            )
+            self._fail(BackendError(f"the backend at {self._wire.origin} compressed its answer unasked"))
         else:
             self.status = status
             self._stays = self._parser.should_keep_alive()
