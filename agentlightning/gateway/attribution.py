@@ -43,7 +43,7 @@ class Caller:
     sample: str = ""
     running: int = 0
     _next_index: int = field(default=0, repr=False)
-    _ended: OrderedDict[int, list[int | None]] = field(default_factory=OrderedDict[int, list[int | None]], repr=False)
+    _asked: OrderedDict[int, _Asked] = field(default_factory=OrderedDict[int, "_Asked"], repr=False)
 
     @property
     def attempt(self) -> tuple[str, str] | None:
@@ -58,23 +58,37 @@ class Caller:
 
     def note_ended(self, body: int, call_index: int, *, answered: bool) -> None:
         """Remember what became of a call whose body has this hash."""
-        self._ended.setdefault(body, []).append(call_index if answered else None)
-        self._ended.move_to_end(body)
-        if len(self._ended) > _BODIES_REMEMBERED:
-            self._ended.popitem(last=False)
+        asked = self._asked.setdefault(body, _Asked())
+        if answered:
+            asked.answered.append(call_index)
+        else:
+            asked.failed += 1
+        self._asked.move_to_end(body)
+        if len(self._asked) > _BODIES_REMEMBERED:
+            self._asked.popitem(last=False)
 
     def repeated(self, body: int, *, retry: bool) -> list[int]:
         """The calls that a request repeats because its client did not hear their answer. Where one with this body
         failed, it is that one which is tried again, and no answer was lost. Of several that were answered it cannot be
         told which one was lost: all are named."""
-        ended = self._ended.get(body, [])
+        asked = self._asked.get(body)
+        if asked is None:
+            return []
         if not retry:
-            ended[:] = [index for index in ended if index is not None]  # what failed before was given up
-        elif None in ended:
-            ended.remove(None)
+            asked.failed = 0  # what failed before was given up
+        elif asked.failed:
+            asked.failed -= 1
         else:
-            return [index for index in self._ended.pop(body, []) if index is not None]
+            return self._asked.pop(body).answered
         return []
+
+
+@dataclass
+class _Asked:
+    """What became of the calls with one body: the indices of those answered, and how many failed."""
+
+    answered: list[int] = field(default_factory=list[int])
+    failed: int = 0
 
 
 class Attributor:

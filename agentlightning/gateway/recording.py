@@ -9,15 +9,18 @@ import asyncio
 import logging
 import time
 from collections import deque
-from typing import Protocol
+from collections.abc import Callable
+from typing import Final, Protocol
 
 from agentlightning.errors import UnavailableError
 from agentlightning.store.base import LightningStore
 from agentlightning.types import Span
 
 _log = logging.getLogger(__name__)
-_BATCH = 200  # spans written at once
-_PAUSE = 0.2  # seconds until a store that could not be reached is tried again
+_BATCH: Final = 200  # spans written at once
+_PAUSE: Final = 0.2  # seconds until a store that could not be reached is tried again
+_MANY: Final = 8  # calls running at once
+_GATHERED_SECONDS: Final = 0.004
 
 
 class Recorder(Protocol):
@@ -30,25 +33,66 @@ class Recorder(Protocol):
 
 class CommittingRecorder:
     """When `record` returns the span is durable; where the store is slow, calls are. A store that cannot be reached is
-    tried again for `patience` seconds: a call that is not recorded makes its whole attempt untrainable."""
+    tried again for `patience` seconds: a call that is not recorded makes its whole attempt untrainable.
 
-    def __init__(self, store: LightningStore, patience: float = 5.0) -> None:
+    A write costs about as much as a call. While many are `running`, those that end within a few milliseconds share
+    one."""
+
+    def __init__(self, store: LightningStore, patience: float = 5.0, running: Callable[[], int] = lambda: 1) -> None:
         self._store = store
         self._patience = patience
+        self._running = running
+        self._gathered: list[tuple[Span, asyncio.Future[None]]] = []
+        self._writing: set[asyncio.Task[None]] = set()
 
     async def record(self, span: Span) -> None:
+        if self._running() < _MANY:
+            await self._write([span])
+            return
+        loop = asyncio.get_running_loop()
+        if not self._gathered:
+            loop.call_later(_GATHERED_SECONDS, self._hand_over)
+        stored: asyncio.Future[None] = loop.create_future()
+        self._gathered.append((span, stored))
+        await stored
+
+    async def close(self) -> None:
+        """Nothing is ever left to be written: whoever records waits for it."""
+
+    def _hand_over(self) -> None:
+        gathered, self._gathered = self._gathered, []
+        writing = asyncio.create_task(self._write_together(gathered))
+        self._writing.add(writing)
+        writing.add_done_callback(self._writing.discard)
+
+    async def _write_together(self, gathered: list[tuple[Span, asyncio.Future[None]]]) -> None:
+        """Write them at once or, where one of them is refused, each by itself."""
+        try:
+            await self._write([span for span, _ in gathered])
+            error = None
+        except Exception as raised:  # noqa: BLE001 - each of those who wait gets it
+            error = raised
+            if len(gathered) > 1 and not isinstance(error, UnavailableError):
+                await asyncio.gather(*(self._write_together([one]) for one in gathered))
+                return
+        for _, stored in gathered:
+            if stored.done():
+                continue  # its caller was cancelled
+            if error is None:
+                stored.set_result(None)
+            else:
+                stored.set_exception(error)
+
+    async def _write(self, spans: list[Span]) -> None:
         give_up = time.monotonic() + self._patience
         while True:
             try:
-                await self._store.add_many_spans([span])  # its id makes a repeated write harmless
+                await self._store.add_many_spans(spans)  # their ids make a repeated write harmless
                 return
             except UnavailableError:
                 if time.monotonic() >= give_up:
                     raise
                 await asyncio.sleep(_PAUSE)
-
-    async def close(self) -> None:
-        """Nothing is ever left to be written."""
 
 
 class QueueingRecorder:

@@ -95,7 +95,7 @@ class _Answering(_Route):
     async def answer(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         headers = headers_of(scope)
         body = await read_body(headers, receive, self._body_limit)
-        async with ClientWatch(receive) as watch:
+        with ClientWatch(receive) as watch:
             call = await self._calls.open(self.endpoint, body, headers, path_ids_of(scope))
             async with call:
                 if call.relayed is not None:

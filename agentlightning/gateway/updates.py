@@ -210,7 +210,7 @@ async def _perform(connection: Connection, script: _Script, done: list[_Request]
 
 async def _post(connection: Connection, request: _Request, needs: str) -> None:
     async with connection.posted(request.url, msgspec.json.encode(request.body), control=True) as response:
-        said = (await response.text(errors="replace"))[:500]
+        said = (await response.read())[:500].decode(errors="replace")
         if response.status in (401, 403, 404, 405):
             raise BackendError(f"{request.url} answers {response.status}: {said}; needed is {needs}", code=_NOT_THERE)
         if response.status != 200:

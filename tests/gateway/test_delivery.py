@@ -16,7 +16,7 @@ import pytest
 
 from agentlightning import semconv
 from agentlightning.data.transitions import NOT_RECEIVED, TracedRollout, trace_rollout
-from agentlightning.errors import UnavailableError
+from agentlightning.errors import InvalidError, UnavailableError
 from agentlightning.gateway.recording import CommittingRecorder, QueueingRecorder
 from agentlightning.store.redaction import redaction
 from agentlightning.store.sql import SqlStore
@@ -286,5 +286,40 @@ async def test_a_store_that_cannot_be_reached_is_tried_again(tmp_path: Path, awa
             await queue.close()
             assert queue.shed == (0 if away == 2 else 1)
             assert len(await store.query_spans(UNATTRIBUTED)) == (3 if away == 2 else 1)
+    finally:
+        await store.close()
+
+
+class CountingStore(SqlStore):
+    """Counts its writes of spans, and refuses those called poison."""
+
+    writes = 0
+
+    async def add_many_spans(self, spans):
+        self.writes += 1
+        if any(span.name == "poison" for span in spans):
+            raise InvalidError("poison")
+        return await super().add_many_spans(spans)
+
+
+@pytest.mark.parametrize("poison", [False, True])
+async def test_while_many_calls_run_those_that_end_together_share_a_write(tmp_path: Path, poison: bool) -> None:
+    store = await CountingStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
+    try:
+        async with gateway_before(Upstream(GOOD), store) as built:
+            await ask(built)
+            await built.gateway.close()
+            (span,) = await store.query_spans(UNATTRIBUTED)
+        copies = [msgspec.structs.replace(span, span_id=f"{number:016x}") for number in range(20)]
+        if poison:
+            copies[7] = msgspec.structs.replace(copies[7], name="poison")
+        store.writes = 0
+        few, many = CommittingRecorder(store, running=lambda: 2), CommittingRecorder(store, running=lambda: 20)
+        await asyncio.gather(*(few.record(copy) for copy in copies[:3]))
+        assert store.writes == 3, "where few calls run none waits for another"
+        outcomes = await asyncio.gather(*(many.record(copy) for copy in copies[3:]), return_exceptions=True)
+        assert [isinstance(one, InvalidError) for one in outcomes] == [poison and n == 4 for n in range(17)]
+        assert store.writes == 3 + 1 + (17 if poison else 0), "all are written at once, or each by itself"
+        assert len(await store.query_spans(UNATTRIBUTED)) == 21 - poison
     finally:
         await store.close()

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -23,6 +24,7 @@ from agentlightning.gateway.backend import WEIGHTS_UNKNOWN
 from agentlightning.gateway.backends.connection import Connection
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.backends.sglang import SglangBackend
+from agentlightning.gateway.backends.wire import Wire
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.replicas import Replica, Replicas
@@ -288,12 +290,12 @@ async def test_a_server_that_is_gone_is_not_trusted_when_it_comes_back() -> None
         attempted = await world.attempt()
         backend = world.gateway.entry("policy").backend
         assert isinstance(backend, HttpBackend)
-        connection, there = backend.connection, backend.connection.base_url
+        connection, there = backend.connection, backend.connection.wire
         connection.retries = False
-        connection.base_url = "http://127.0.0.1:1/v1"
+        connection.wire = Wire(urlsplit("http://127.0.0.1:1/v1"), 1.0)
         with pytest.raises(BackendError, match="cannot be reached"):
             await update_weights(world.gateway, "policy", SEVEN)
-        connection.base_url = there
+        connection.wire = there
         with pytest.raises(openai.InternalServerError, match="nobody knows the weights"):
             await call(world, attempted)
         declare_version(world.gateway.entry("policy"), 3)  # whoever started it again knows

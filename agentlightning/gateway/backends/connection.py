@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from typing import Any, Final, Literal, TypeAlias
 from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 
 from agentlightning.errors import BackendError, ConfigError
+from agentlightning.gateway.backends.wire import Response, UnreachableError, Wire
 from agentlightning.gateway.request import CallRefused
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,6 @@ class Connection:
         api_key: str | None = None,
         key_header: KeyHeader = "authorization",
         timeout_seconds: float = 600.0,
-        connections: int = 4096,
     ) -> None:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -57,9 +56,7 @@ class Connection:
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers[key_header] = f"Bearer {api_key}" if key_header == "authorization" else api_key
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=timeout_seconds)
-        self._connections = connections
-        self._session: aiohttp.ClientSession | None = None
+        self.wire = Wire(parts, timeout_seconds)
         self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -77,97 +74,63 @@ class Connection:
         """End the connections, as soon as the requests under way have been answered, and those of any that follow."""
         self._closed = True
         await self._idle.wait()
-        await self._end()
+        self.wire.close()
 
-    async def _end(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
-
-    @asynccontextmanager
-    async def _counted(self) -> AsyncGenerator[None]:
-        self.running += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self.running -= 1
-            if self.running == 0:
-                self._idle.set()
-                if self._closed:
-                    await self._end()
-
-    @asynccontextmanager
-    async def posted(
+    def posted(
         self, url: str, body: bytes | None, headers: Mapping[str, str] | None = None, *, control: bool = False
-    ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """The answer to a POST (a GET without a body), whatever its status. Leaving the block early cancels it.
+    ) -> _Exchange:
+        """For `async with`: the answer to a POST (a GET without a body), whatever its status. Leaving the block early
+        cancels it.
 
         BackendError 503 where the server is unusable or cannot be reached (after a few tries), 504 where it falls
         silent, 502 where it breaks off."""
-        if self.unusable and not control:
-            raise BackendError(self.unusable, status=503, code="weights_unknown")
-        try:
-            async with self._counted():
-                response = await self._connect("GET" if body is None else "POST", url, body, headers)
-                try:
-                    yield response
-                finally:
-                    response.close()  # an answer not read to its end must not go back into the pool: this cancels it
-        except TimeoutError:
-            raise BackendError(f"the backend at {self.base_url} fell silent", status=504, code="timeout") from None
-        except (aiohttp.ClientError, ConnectionResetError) as error:
-            raise BackendError(f"the backend at {self.base_url} broke off its answer: {error}") from None
+        return _Exchange(self, url, body, headers, control=control)
 
-    @asynccontextmanager
-    async def accepted(
+    def accepted(
         self, url: str, body: bytes, headers: Mapping[str, str] | None = None, *, control: bool = False
-    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+    ) -> _Exchange:
         """Like `posted`, but a refusal is raised: BackendError with the server's own status and message."""
-        async with self.posted(url, body, headers, control=control) as response:
-            if response.status != 200:
-                raise await refusal(response, self.base_url)
-            yield response
+        return _Exchange(self, url, body, headers, control=control, accepted=True)
 
     async def healthy(self, timeout_seconds: float) -> bool:
         """Whether the server is usable and answers at `health_url` in time, without an error of its own."""
         if self.unusable:
             return False
-        timeout = aiohttp.ClientTimeout(total=timeout_seconds)
+        self.enter()
         try:
-            async with (
-                self._counted(),
-                self._opened().get(
-                    self.health_url, headers=self._headers, timeout=timeout, allow_redirects=False
-                ) as response,
-            ):
-                return response.status < 500
-        except (aiohttp.ClientError, OSError, TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                response = await self.wire.request("GET", self.health_url, self._headers, None)
+                try:
+                    await response.read()
+                    return response.status < 500
+                finally:
+                    response.close()
+        except (BackendError, TimeoutError):
             return False
+        finally:
+            self.leave()
 
-    def _opened(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=self._connections)
-            self._session = aiohttp.ClientSession(
-                connector=connector,
-                timeout=self._timeout,
-                read_bufsize=2**20,
-                cookie_jar=aiohttp.DummyCookieJar(),  # a backend keeps no sessions, and looking for cookies takes time
-            )
-        return self._session
+    def enter(self) -> None:
+        """A request is under way."""
+        self.running += 1
+        self._idle.clear()
 
-    async def _connect(
-        self, method: str, url: str, body: bytes | None, headers: Mapping[str, str] | None
-    ) -> aiohttp.ClientResponse:
+    def leave(self) -> None:
+        self.running -= 1
+        if self.running == 0:
+            self._idle.set()
+            if self._closed:
+                self.wire.close()
+
+    async def request(self, url: str, body: bytes | None, headers: Mapping[str, str] | None) -> Response:
+        """The answer, of the first try that reaches the server."""
         sent = self._headers | dict(headers) if headers else self._headers
         if headers and "authorization" in headers:
             sent.pop("x-api-key", None)  # it brings the key itself
         for delay in (*_RETRY_DELAYS, None) if self.retries else (None,):
             try:
-                return await self._opened().request(method, url, data=body, headers=sent, allow_redirects=False)
-            except aiohttp.SocketTimeoutError:
-                raise  # it was reached and fell silent; asking again would only wait again
-            except (aiohttp.ClientConnectionError, ConnectionResetError) as error:
+                return await self.wire.request("GET" if body is None else "POST", url, sent, body)
+            except UnreachableError as error:
                 if delay is None:
                     raise BackendError(
                         f"the backend at {self.base_url} cannot be reached: {error}; is it running?",
@@ -179,9 +142,51 @@ class Connection:
         raise AssertionError("the last try returns or raises")
 
 
-async def refusal(response: aiohttp.ClientResponse, base_url: str) -> BackendError:
+class _Exchange:
+    """A request, and its answer for as long as the block lasts."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        url: str,
+        body: bytes | None,
+        headers: Mapping[str, str] | None,
+        *,
+        control: bool,
+        accepted: bool = False,
+    ) -> None:
+        self._connection = connection
+        self._request = url, body, headers
+        self._control = control
+        self._accepted = accepted
+        self._response: Response | None = None
+
+    async def __aenter__(self) -> Response:
+        connection = self._connection
+        if connection.unusable and not self._control:
+            raise BackendError(connection.unusable, status=503, code="weights_unknown")
+        connection.enter()
+        try:
+            self._response = response = await connection.request(*self._request)
+            if self._accepted and response.status != 200:
+                raise await refusal(response, connection.base_url)
+        except BaseException:
+            self._leave()
+            raise
+        return response
+
+    async def __aexit__(self, *_: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._response is not None:
+            self._response.close()
+        self._connection.leave()
+
+
+async def refusal(response: Response, base_url: str) -> BackendError:
     """The server's refusal as this gateway's. A key that the server refuses is not the agent's to mend."""
-    text = await response.text(errors="replace")
+    text = (await response.read()).decode(errors="replace")
     message, code, param = text[:500], None, None
     try:
         error: Any = msgspec.json.decode(text)
@@ -203,10 +208,10 @@ async def refusal(response: aiohttp.ClientResponse, base_url: str) -> BackendErr
     return refused
 
 
-async def event_data(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+async def event_data(response: Response) -> AsyncIterator[bytes]:
     """The data of each server-sent event up to `[DONE]`. BackendError for a line that does not end."""
     rest = b""
-    async for part in content.iter_any():
+    async for part in response.parts():
         *lines, rest = (rest + part).split(b"\n")
         if len(rest) > _LONGEST_LINE:
             raise BackendError(f"the backend sent a line of more than {_LONGEST_LINE} bytes")
@@ -215,13 +220,13 @@ async def event_data(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
                 continue
             data = line[5:].strip()
             if data == b"[DONE]":
-                await _read_end(content)
+                await _read_end(response)
                 return
             yield data
 
 
-async def _read_end(content: aiohttp.StreamReader) -> None:
+async def _read_end(response: Response) -> None:
     """Read what ends the response behind its last event, so that its connection is used again; do not wait for it."""
-    with suppress(TimeoutError, aiohttp.ClientError):
+    with suppress(TimeoutError, BackendError):
         async with asyncio.timeout(_END_SECONDS):
-            await content.read()
+            await response.read()

@@ -120,7 +120,7 @@ class HttpBackend:
         body = msgspec.json.encode(self._body(call))
         async with self.connection.accepted(self.connection.url(path), body, self._headers(call)) as response:
             if call.stream:
-                async for data in event_data(response.content):
+                async for data in event_data(response):
                     for event in reader.read(data):
                         yield event
             else:
@@ -150,7 +150,7 @@ class HttpBackend:
             if response.status in (401, 403):
                 raise await refusal(response, self.name)
             kept = {name: response.headers[name] for name in _RELAYED_HEADERS if name in response.headers}
-            yield RelayedAnswer(response.status, kept, _parts(response))
+            yield RelayedAnswer(response.status, kept, response.parts())
 
     def _headers(self, call: ModelCall) -> dict[str, str]:
         return self._chat_headers if call.session is None else self._chat_headers | {SESSION_HEADER: call.session}
@@ -185,11 +185,6 @@ class HttpBackend:
             "stream": call.stream,
             **{name: value for name, value in optional.items() if value is not None},
         }
-
-
-async def _parts(response: Any) -> AsyncGenerator[bytes, None]:
-    async for part in response.content.iter_any():
-        yield part
 
 
 # --- what comes back ----------------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager
 from typing import Any, Final, Literal
 from uuid import uuid4
 
-import aiohttp
 import msgspec
 
 from agentlightning.errors import BackendError
 from agentlightning.gateway.backends.connection import Connection, event_data
+from agentlightning.gateway.backends.wire import Response
 from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.generation import GenerationRequest, SampledToken
@@ -53,7 +53,7 @@ class SglangGenerator:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[SampledToken]:
         answer = _Answer(request, self._connection.version)
         async with self._asked(answer, stream=True) as response:
-            async for data in event_data(response.content):
+            async for data in event_data(response):
                 for token in answer.read(data):
                     yield token
         answer.require_end()
@@ -70,7 +70,7 @@ class SglangGenerator:
         return TRUNCATED if truncated else None
 
     @asynccontextmanager
-    async def _asked(self, answer: _Answer, *, stream: bool) -> AsyncGenerator[aiohttp.ClientResponse]:
+    async def _asked(self, answer: _Answer, *, stream: bool) -> AsyncGenerator[Response]:
         """The server's response to a request, which is aborted if the block is left before the answer's end."""
         url = f"{self._connection.root}/generate"
         try:
