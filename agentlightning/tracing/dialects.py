@@ -69,7 +69,8 @@ def names_agent(span: Span) -> str | None:
 
     A call's own `gen_ai.agent.name` is not asked: some instrumentation writes one constant there for all agents."""
     if kind_of(span) == "agent":
-        return name_of(span, "agent")
+        # OpenTelemetry calls the span of an agent after the operation, others after the agent.
+        return text_of(span, *_AGENT_NAMES) or (None if semconv.GEN_AI_OPERATION in span.attributes else span.name)
     if name := _langchain(span, "lc_agent_name"):
         return name
     # `writer:6f…|model:9c…` is the node of a graph within the node `writer`.

@@ -17,7 +17,7 @@ from agentlightning.tracing import dialects
 from agentlightning.tracing.dialects import Kind
 from agentlightning.types import Span
 
-_RESPONSE_ID: Final = re.compile(r"\b(?:chatcmpl|cmpl|resp|msg)[-_][\w-]+")
+_RESPONSE_ID: Final = re.compile(r"\b(?:chatcmpl|cmpl|resp|msg)[-_][\w-]+(?:\.[\w-]+)*")
 _TOOL_CALL_ID: Final = re.compile(r'"(?:tool_call_id|call_id|tool_use_id)": ?"([^"]+)"')
 _CALL_ID_NAMES: Final = ("gen_ai.tool.call.id", "tool_call.id", "tool.id")
 
@@ -80,7 +80,7 @@ class _Attempt:
         # Some servers count the ids of tool calls from 0 in each answer: these tell nothing about the attempt.
         self.reused = {told for told, times in times_asked.items() if times > 1 or not told}
         self.first_told = {told: span_id for span_id, told in reversed(self.told_ids.items()) if told}
-        self.agents = [span for span in self.spans if self.kinds[span.span_id] == "agent"]
+        self.agents = [span for span in self.spans if self.kinds[span.span_id] == "agent" and self.named[span.span_id]]
         self.reports: dict[str, list[Span]] = {call.span_id: [] for call in self.calls}
         self._link()
         self.agent_of_call = {call.span_id: self._agent_of_call(call) for call in self.calls}
@@ -226,7 +226,7 @@ class _Attempt:
         if not working:
             return None
         around = {working[-1].span_id, *(outer.span_id for outer in self._ancestors(working[-1]))}
-        return dialects.name_of(working[-1], "agent") if all(one.span_id in around for one in working) else None
+        return self.named[working[-1].span_id] if all(one.span_id in around for one in working) else None
 
     def _agent_around(self, span: Span) -> str | None:
         """The nearest agent above this span, itself left out."""

@@ -180,6 +180,20 @@ def test_a_call_that_the_gateway_did_not_see_is_a_step_without_one() -> None:
     assert other.call is other.span
 
 
+def test_a_report_is_told_by_the_id_of_its_answer_as_the_gateway_makes_them() -> None:
+    call = gateway("at-1.0-2-ab", 2, 3)
+    report = span(
+        "r", 0, 1, openinference__span__kind="LLM", output__value='{"id":"chatcmpl-at-1.0-2-ab","choices":[]}'
+    )
+    assert [step.call for step in read_steps([call, report])] == [call]
+
+
+def test_an_agent_without_a_name_names_nobody() -> None:
+    loop = span("anthropic.messages.tool_runner", 0, 5, gen_ai__operation__name="invoke_agent")
+    calls = [gateway("within", 1, 2, parent=loop.span_id), gateway("beside", 3, 4)]
+    assert [step.agent for step in read_steps([loop, *calls]) if step.kind == "call"] == [None, None]
+
+
 def test_an_operation_is_a_tool_only_if_it_says_so() -> None:
     with recording() as tracer:
         with operation(name="plan"):

@@ -19,7 +19,7 @@ from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.endpoints.base import Head
 from agentlightning.gateway.endpoints.chat_completions import SAMPLING_RANGES, SAMPLING_TYPES
-from agentlightning.gateway.endpoints.messages_answer import MessageWriter, anthropic_error, whole_message
+from agentlightning.gateway.endpoints.messages_answer import NO_THREADS, MessageWriter, anthropic_error, whole_message
 from agentlightning.gateway.request import (
     SHAPING_FIELDS,
     CallRefused,
@@ -134,7 +134,6 @@ _REFUSED: Final = {
     "mcp_servers": _ONLY_THERE,
     "context_management": _ONLY_THERE,
     "compaction": _ONLY_THERE,
-    "thread": _ONLY_THERE,
     "fallbacks": _ONLY_THERE,
     "inference_geo": _ONLY_THERE,
     "n": "a message is one answer",
@@ -210,6 +209,8 @@ class CountTokens(Messages):
 def _read(body: bytes, *required: str) -> CallRequest:
     values, extra, raw = _FIELDS.read(body)
     require(values, *required)
+    if "thread" in extra:
+        raise CallRefused(f"thread is not supported: {_ONLY_THERE}", code=NO_THREADS, param="thread")
     for name in extra:
         if name in _REFUSED:
             raise _unsupported(name, _REFUSED[name])

@@ -26,6 +26,8 @@ _ERROR_TYPES: Final = {
     504: "timeout_error",
     529: "overloaded_error",
 }
+# What Anthropic's SDKs must be told by this name to send the whole conversation with every call instead.
+NO_THREADS: Final = "thread_unsupported_request"
 # Of an answer without tool calls that no stop sequence ended. One that was broken off was cut short, whoever did it.
 _STOP_REASONS: Final = {"length": "max_tokens", "abort": "max_tokens", "content_filter": "refusal"}
 
@@ -37,7 +39,10 @@ def anthropic_error(error: BackendError) -> bytes:
 
 def _error(error: BackendError) -> dict[str, Any]:
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": None}
+    told: dict[str, Any] = {"type": kind, "message": str(error)}
+    if error.code == NO_THREADS:
+        told["details"] = {"error_code": NO_THREADS, "unsupported": ["thread"]}
+    return {"type": "error", "error": told, "request_id": None}
 
 
 def model_card(name: str) -> dict[str, Any]:

@@ -137,6 +137,26 @@ async def test_a_conversation_with_a_tool_goes_on(gateway_world: World) -> None:
     assert two.attributes[semconv.RECORDED_SPLICE] == len(one.tokens.choices[0].token_ids)
 
 
+async def test_the_sdks_tool_runner_does_without_threads(gateway_world: World) -> None:
+    asked_for: list[str] = []
+
+    async def search(q: str) -> str:
+        """Look something up.
+
+        Args:
+            q: what
+        """
+        asked_for.append(q)
+        return "sunny"
+
+    attempted = await gateway_world.attempt()
+    runner = client_of(gateway_world, attempted).beta.messages.tool_runner(
+        **asked("weather"), tools=[anthropic.beta_async_tool(search)], max_iterations=2
+    )
+    await runner.until_done()
+    assert asked_for == ["sun"] and len(await gateway_world.spans(attempted)) == 2
+
+
 @pytest.mark.parametrize(
     ("parameters", "says"),
     [

@@ -117,6 +117,7 @@ def test_messages_are_read_into_the_form_of_chat_completions(messages: list[Any]
         ({"speed": "fast"}, "speed", "fast"),
         ({"container": "c"}, "container", "Anthropic's own API"),
         ({"mcp_servers": [{}]}, "mcp_servers", "Anthropic's own API"),
+        ({"thread": {"type": "create"}}, "thread", "Anthropic's own API"),
         ({"context_management": {"edits": []}}, "context_management", "Anthropic's own API"),
         ({"n": 2}, "n", "one answer"),
         ({"stop": "x"}, "stop", "stop_sequences"),
