@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 import msgspec
 
 from agentlightning.errors import AgentLightningError, ConfigError, nearest
-from agentlightning.runner.agent import LitAgent, pick_resource
+from agentlightning.runner.agent import LitAgent
 from agentlightning.runner.channel import (
     Boot,
     Cancel,
@@ -125,6 +125,7 @@ class AgentProcess:
         self._most = most
         self.worker_id = next(names)
         self._warned = False
+        self._worn = False
         self._key: str | None = None
         self._live: _Live | None = None
 
@@ -143,8 +144,7 @@ class AgentProcess:
         if ended.left is not None and not self._warned:
             self._warned = True
             logger.warning("an attempt left %s running; processes of which this is true serve no other", ended.left)
-        if ended.left is not None or live.attempts == self._most:
-            await self._close()
+        self._worn = ended.left is not None or live.attempts == self._most
         if ended.failure is not None:
             raise _raised(ended.failure)
         return ended.result
@@ -155,9 +155,15 @@ class AgentProcess:
     async def __aexit__(self, *_: object) -> None:
         await self._close()
 
+    async def renew(self) -> None:
+        """End a process that has served long enough, or in which something runs that could be taken for the next
+        attempt. To be called between attempts."""
+        if self._worn:
+            await self._close()
+
     async def _close(self) -> None:
         """End the process, giving its libraries time to say goodbye."""
-        live, self._live = self._live, None
+        live, self._live, self._worn = self._live, None, False
         if live is not None:
             await live.close()
 
@@ -178,8 +184,8 @@ class AgentProcess:
     async def _environment(self, rollout: AttemptedRollout, resources: NamedResources) -> dict[str, str]:
         """Variables for the agent's libraries. A client is made once for many attempts: its URL names none of them, and
         its key is the worker's."""
-        any_llm = any(isinstance(resource, LLM) for resource in resources.values())
-        llm = pick_resource(resources, "llm", LLM) if any_llm else None
+        llms = {name: resource for name, resource in resources.items() if isinstance(resource, LLM)}
+        llm = llms.get("llm") or (next(iter(llms.values())) if len(llms) == 1 else None)
         ids = rollout.rollout_id, rollout.attempt.attempt_id
         server = current_server.get()
         if llm is not None and llm.api_key == rollout.api_key:

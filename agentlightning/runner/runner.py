@@ -212,6 +212,7 @@ class Runner:
             assert process is not None
             while leased := await self._lease(process.worker_id, 1):
                 await self._attempt(self._board(leased[0], process))
+                await process.renew()
 
     # --- one attempt ---
 

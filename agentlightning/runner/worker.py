@@ -36,36 +36,46 @@ def main(descriptor: int) -> None:
     with contextlib.suppress(OSError):  # Linux: when memory runs out it is this process that goes, not the runner
         Path("/proc/self/oom_score_adj").write_text("1000")
     connection = Connection(descriptor)
-    boot = connection.receive()
-    if isinstance(boot, Boot):
-        asyncio.run(_serve(connection, boot))
-
-
-async def _serve(connection: Connection, boot: Boot) -> None:
-    await _Worker(connection, boot).serve()
+    boot, start = connection.receive(), connection.receive()
+    if isinstance(boot, Boot) and isinstance(start, Start):
+        with asyncio.Runner() as loop:
+            worker = _Worker(connection, boot, loop.get_loop())
+            if worker.load(boot, start):  # outside the loop: modules may run one of their own when they are imported
+                loop.run(worker.serve(start))
 
 
 class _Worker:
-    def __init__(self, connection: Connection, boot: Boot) -> None:
+    def __init__(self, connection: Connection, boot: Boot, loop: asyncio.AbstractEventLoop) -> None:
         self._connection = connection
-        self._boot = boot
         self._make_tracer = choose_tracer(boot.tracer)
         self._agent: LitAgent[Any] | None = None
         self._logs = AttemptLogs()
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
         self._starts: asyncio.Queue[Start | None] = asyncio.Queue()
         self._running: asyncio.Task[Answer] | None = None
         self._variables: set[str] = set()
-
-    async def serve(self) -> None:
         threading.Thread(target=self._listen, name="agentlightning-listener", daemon=True).start()
+
+    def load(self, boot: Boot, start: Start) -> bool:
+        """Import the agent in the environment of its first attempt; if that fails, tell the runner."""
+        self._set_environment(start)
+        try:
+            self._agent = unpacked(boot)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a module does when it is imported
+            reason = str(error) if isinstance(error, AgentLightningError) else f"{type(error).__name__}: {error}"
+            self._connection.send(NotLoaded(reason))
+        return self._agent is not None
+
+    async def serve(self, first: Start) -> None:
+        """Run the first attempt, and those that follow."""
         pool = ClientPool()
         current_pool.set(pool)
+        start: Start | None = first
         with self._logs.installed():
-            while (start := await self._starts.get()) is not None:
-                if not self._load(start):
-                    break
+            while start is not None:
+                self._set_environment(start)
                 self._connection.send(await self._attempt(start))
+                start = await self._starts.get()
         await pool.close()
 
     def _listen(self) -> None:
@@ -84,20 +94,11 @@ class _Worker:
         if self._running is not None:
             self._running.cancel()
 
-    def _load(self, start: Start) -> bool:
-        """Set the environment, and then import the agent if it is not there yet."""
+    def _set_environment(self, start: Start) -> None:
         for name in self._variables - set(start.environment):
             os.environ.pop(name, None)
         self._variables = set(start.environment)
         os.environ.update(start.environment)
-        if self._agent is None:
-            try:
-                self._agent = unpacked(self._boot)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a module does when it is imported
-                reason = str(error) if isinstance(error, AgentLightningError) else f"{type(error).__name__}: {error}"
-                self._connection.send(NotLoaded(reason))
-                return False
-        return True
 
     async def _attempt(self, start: Start) -> Ended:
         assert self._agent is not None

@@ -89,6 +89,8 @@ def _do(task: dict) -> None:
         case "log":
             logging.getLogger("agent").warning("be warned")
             os.write(1, b"past sys.stdout\xff")
+        case "wait":  # until the other process has begun
+            time.sleep(0.7)
         case "leave thread":
             threading.Thread(target=time.sleep, args=(600,), daemon=True, name="left").start()
         case "leave process":
