@@ -1,6 +1,7 @@
 # Every target works from a fresh clone on a machine with Python >= 3.11, gcc and make; `ci` also installs PostgreSQL.
 #   make quickstart    train a small tool-using agent, start to end, in minutes
 #   make test          what must pass before a commit
+#   make frameworks    environments in which the agents of examples/frameworks are tested
 #   make ci            what must pass before a merge
 
 VENV ?= .venv
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup
 RUNS ?= runs
 
-.PHONY: help setup packages quickstart format lint types contracts test docs smoke ci soak experiments benchmarks clean
+.PHONY: help setup packages quickstart format lint types contracts test frameworks docs smoke ci soak experiments benchmarks clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -44,6 +45,13 @@ contracts: setup
 test: setup lint types contracts
 	$(BIN)/pytest -m "not slow and not soak"
 
+# The agents of examples/frameworks need environments of their own: without torch, and with versions that clash.
+frameworks: .venv-frameworks/.setup .venv-crewai/.setup
+
+.venv-%/.setup: constraints-%.txt pyproject.toml scripts/framework_env.sh | setup
+	scripts/framework_env.sh $* $(VENV)
+	@touch $@
+
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
@@ -51,8 +59,8 @@ smoke: setup
 	$(BIN)/python scripts/check_quickstart.py --steps 2
 
 # pytest comes last, so that its closing line ends the log.
-ci: packages setup lint types contracts docs smoke
-	AGL_REQUIRE_POSTGRES=1 AGL_REQUIRE_NODE=1 $(BIN)/pytest -m "not soak"
+ci: packages setup frameworks lint types contracts docs smoke
+	AGL_REQUIRE_POSTGRES=1 AGL_REQUIRE_NODE=1 AGL_REQUIRE_FRAMEWORKS=1 $(BIN)/pytest -m "not soak"
 
 soak: setup
 	$(BIN)/pytest -m soak --timeout=7200
@@ -66,4 +74,4 @@ benchmarks: setup
 	    echo "== $$script"; $(BIN)/python $$script; done
 
 clean:
-	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-frameworks .venv-crewai site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

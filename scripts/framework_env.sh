@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Creates .venv-$1, where agents of examples/frameworks run: the dependency group $1 and the agent side of this package,
+# which means no torch. $2 is the environment of `make setup`, whose Python it takes, and where uv goes if there is none.
+set -euo pipefail
+
+name=$1
+setup=$2
+
+uv=$(command -v uv || true)
+if [ -z "$uv" ]; then
+    [ -x "$setup/bin/uv" ] || "$setup/bin/python" -m pip --disable-pip-version-check install --quiet uv
+    uv=$setup/bin/uv
+fi
+"$uv" venv --quiet --clear --python "$setup/bin/python" ".venv-$name"
+"$uv" pip install --quiet --python ".venv-$name/bin/python" --editable . --group "$name" \
+    --constraint "constraints-$name.txt"
