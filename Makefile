@@ -8,6 +8,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup
 RUNS ?= runs
+# Most tests wait for servers and processes of their own; those of a module share what is dear to make.
+SIDE_BY_SIDE ?= -n 3 --dist loadscope
 
 .PHONY: help setup packages quickstart format lint types contracts test frameworks docs smoke ci soak experiments benchmarks clean
 
@@ -43,7 +45,7 @@ contracts: setup
 	$(BIN)/lint-imports
 
 test: setup lint types contracts
-	$(BIN)/pytest -m "not slow and not soak"
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not slow and not soak"
 
 # The agents of examples/frameworks need environments of their own: without torch, and with versions that clash.
 frameworks: .venv-frameworks/.setup .venv-crewai/.setup
@@ -60,7 +62,7 @@ smoke: setup
 
 # pytest comes last, so that its closing line ends the log.
 ci: packages setup frameworks lint types contracts docs smoke
-	AGL_REQUIRE_POSTGRES=1 AGL_REQUIRE_NODE=1 AGL_REQUIRE_FRAMEWORKS=1 $(BIN)/pytest -m "not soak"
+	AGL_REQUIRE_POSTGRES=1 AGL_REQUIRE_NODE=1 AGL_REQUIRE_FRAMEWORKS=1 $(BIN)/pytest $(SIDE_BY_SIDE) -m "not soak"
 
 soak: setup
 	$(BIN)/pytest -m soak --timeout=7200

@@ -33,7 +33,11 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("source", [TASKS, tuple(TASKS), (task for task in TASKS), pandas.DataFrame(TASKS)], ids=str)
+@pytest.mark.parametrize(
+    "source",
+    [TASKS, tuple(TASKS), (task for task in TASKS), pandas.DataFrame(TASKS)],
+    ids=["list", "tuple", "generator", "frame"],
+)
 def test_objects_in_memory_become_tasks(source: object) -> None:
     assert load_dataset(source) == TASKS
 
