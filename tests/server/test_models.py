@@ -279,7 +279,8 @@ async def test_a_model_is_changed_while_its_calls_run() -> None:
         assert await running == "Hi!"
         assert isinstance(registered.backend, HttpBackend)
         connection = registered.backend.connection
-        await until(lambda: connection._session is None)
+        await until(lambda: connection.running == 0)
+        assert connection.wire.kept == 0, "nobody asks there again"
 
 
 # --- whose a name is ----------------------------------------------------------------------------------------------

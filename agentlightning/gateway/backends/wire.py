@@ -73,6 +73,11 @@ class Wire:
             raise UnreachableError(str(error), status=503) from None
         return response
 
+    @property
+    def kept(self) -> int:
+        """How many connections wait for further requests."""
+        return len(self._idle)
+
     def keep(self, response: Response) -> None:
         """Use its connection for further requests."""
         self._idle.append(response)
