@@ -15,8 +15,9 @@ from agentlightning.tracing.dialects import items, json_of, mapping, says_failur
 from agentlightning.tracing.steps import Step, tool_requests
 from agentlightning.types import Span
 
-# How the gateway marks a failed result of Anthropic's protocol in a chat, and LangGraph one of its own.
-_ERROR: Final = "Error: "
+# How the gateway marks a failed result of Anthropic's protocol in a chat, and LangGraph one of its own; what the OpenAI
+# Agents SDK says of every error.
+_ERRORS: Final = ("Error: ", "An error occurred while running the tool")
 
 
 @dataclass(frozen=True)
@@ -82,4 +83,4 @@ def _results(call: Span) -> Iterator[tuple[str, bool]]:
 def _failed(content: Any) -> bool:
     parts = [mapping(part).get("text") for part in items(content)]
     text = "".join(part for part in parts if isinstance(part, str)) if parts else content
-    return text is None or (isinstance(text, str) and (text == "null" or text.startswith(_ERROR) or says_failure(text)))
+    return text is None or (isinstance(text, str) and (text == "null" or text.startswith(_ERRORS) or says_failure(text)))

@@ -87,6 +87,7 @@ def responses(output: Any) -> list[Any]:
         (chat('{"status_code": 500}'), -1),
         (chat('{"isError": true}'), -1),
         (chat("Error: it exploded"), -1),
+        (responses("An error occurred while running the tool. Please try again."), -1),
         (anthropic("3"), 1),
         (anthropic("3 exploded", is_error=True), -1),
         (anthropic([{"type": "text", "text": '{"status": 503}'}]), -1),

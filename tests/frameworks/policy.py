@@ -37,7 +37,7 @@ LESSONS = [
     ("division by zero", DRAFT),
     ("division by zero')\n Please fix your mistakes.", DRAFT),  # LangGraph's way to tell of it
     ("running the tool. Please try again.", tool_call("transfer_to_rewriter", "{}")),  # OpenAI Agents'
-    ("{'assistant': 'rewriter'}", FINAL),  # the handoff's result there
+    ('{"assistant": "rewriter"}', FINAL),  # the handoff's result there
     ("Function failed.", DRAFT),  # Agent Framework's
     ("division by zero')", DRAFT),  # Anthropic's tool runner's
     ("the final answer, not a summary.", tool_call("add", '{"a": 2, "b": 3}')),  # how CrewAI's tasks end
@@ -47,14 +47,14 @@ LESSONS = [
 
 
 def make_policy(lessons: Sequence[tuple[str, str]] = LESSONS) -> Policy:
-    """Learned in three seconds."""
+    """Learned anew, which is sooner done than kept."""
     torch.set_num_threads(1)
     tokenizer = make_tokenizer([text for lesson in lessons for text in lesson] * 4, 512)
     model = make_model(tokenizer)
     generator = random.Random("lessons")
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=3e-3)
     learned = 0
-    for _ in range(600):
+    for _ in range(300):
         ids, labels = batch(lessons, tokenizer, generator)
         loss = model(input_ids=ids, labels=labels).loss
         learned = learned + 1 if loss.item() < 0.002 else 0
@@ -69,9 +69,9 @@ def make_policy(lessons: Sequence[tuple[str, str]] = LESSONS) -> Policy:
 def batch(
     lessons: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerFast, generator: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each lesson a few times, after a beginning of random tokens."""
+    """Each lesson twice, after a beginning of random tokens."""
     rows: list[tuple[list[int], list[int]]] = []
-    for ending, answer in [*lessons] * 6:
+    for ending, answer in [*lessons] * 2:
         noise = [generator.randrange(len(tokenizer)) for _ in range(SPAN)]
         prompt = noise + tokenizer.encode(ending + END + ASSISTANT, add_special_tokens=False)
         rows.append((prompt, tokenizer.encode(answer + END, add_special_tokens=False)))

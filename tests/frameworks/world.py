@@ -71,7 +71,7 @@ def bin_of(environment: str) -> Path:
     """The programs of a framework's environment, such as `.venv-crewai/bin`; skips the test where it was not made."""
     folder = ROOT / f".venv-{environment}"
     if not (folder / ".setup").is_file():
-        reason = f"there is no {folder.name}; `make {environment}` makes it"
+        reason = f"there is no {folder.name}; `make frameworks` makes it"
         if os.environ.get("AGL_REQUIRE_FRAMEWORKS"):
             pytest.fail(f"AGL_REQUIRE_FRAMEWORKS is set, and {reason}")
         pytest.skip(reason)
@@ -120,9 +120,11 @@ async def _run(
     )
     output = asyncio.create_task(process.communicate())
     ended = asyncio.create_task(store.wait_for_rollouts([queued.rollout_id]))
-    await asyncio.wait([output, ended], return_when=asyncio.FIRST_COMPLETED)
-    if process.returncode is None:
-        process.terminate()
+    try:
+        await asyncio.wait([output, ended], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if process.returncode is None:
+            process.terminate()
     _, said = await output
     assert ended.done(), f"the runner ended before its rollout: {said.decode()}"
     return ended.result()[0], said.decode()
