@@ -258,7 +258,7 @@ def runner(
         raise click.UsageError("--reward and --grader are for --command; a Python agent returns its reward")
     if instrument is not None:
         if command is not None:
-            raise click.UsageError("--instrument is for Python agents; a --command calls agentlightning.instrument()")
+            raise click.UsageError("--instrument is for Python agents; take --command 'opentelemetry-instrument …'")
         if options["isolation"] == "process":
             raise click.UsageError("--instrument reaches no other process; call agentlightning.instrument() in FILE.py")
         from agentlightning.tracing import instrument as instrumentation
