@@ -20,6 +20,7 @@ _OPENTELEMETRY = {
     "OTEL_TRACES_EXPORTER": "otlp",
     "OTEL_METRICS_EXPORTER": "none",
     "OTEL_LOGS_EXPORTER": "none",
+    "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "10000",  # of the 128 that is usual a long conversation takes more
 }
 
 

@@ -14,7 +14,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -162,7 +162,8 @@ def bind(tracer: AttemptTracer, parent_id: str | None = None) -> Generator[Attem
         with tracer.entered(parent_id):
             yield tracer
     finally:
-        _current.reset(token)
+        with suppress(ValueError):  # a generator that was begun here is ended in another task, as abandoned ones are
+            _current.reset(token)
 
 
 @contextmanager

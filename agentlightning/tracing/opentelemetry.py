@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 from opentelemetry import context as contexts
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace import Span as SdkSpan
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Sampler
 
@@ -100,7 +100,9 @@ class _Attributing(SpanProcessor):
         self._by_trace[int(tracer.trace_id, 16)] = tracer
         provider = trace.get_tracer_provider()
         if isinstance(provider, trace.ProxyTracerProvider):  # what stands for none
-            trace.set_tracer_provider(TracerProvider(sampler=ALWAYS_ON, shutdown_on_exit=False))
+            # The SDK keeps the last 128 attributes: of a long conversation neither the model nor what the span is.
+            limits = SpanLimits(max_span_attributes=SpanLimits.UNSET)
+            trace.set_tracer_provider(TracerProvider(sampler=ALWAYS_ON, span_limits=limits, shutdown_on_exit=False))
             provider = trace.get_tracer_provider()
         self.join(provider)
 

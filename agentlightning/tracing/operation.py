@@ -67,7 +67,7 @@ class Operation:
         if self._binding is None:
             return
         status = SpanStatus()
-        if error is not None:
+        if error is not None and not isinstance(error, GeneratorExit):  # a generator that is read no further is well
             self._attributes.update(exception_attributes(error))
             status = SpanStatus(status_code="ERROR", description=shown(error))
         self._span = self._binding.tracer.record(

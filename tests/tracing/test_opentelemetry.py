@@ -179,6 +179,13 @@ def test_a_span_still_open_at_the_end_is_kept_as_unfinished(caplog: pytest.LogCa
     assert len(tracer.get_last_trace()) == 2
 
 
+def test_a_span_keeps_what_it_is_however_much_it_tells() -> None:
+    said = {f"llm.input_messages.{index}.message.content": "text" for index in range(500)}
+    with bind(tracer_of()) as tracer:
+        library.start_span("llm", attributes={"openinference.span.kind": "LLM", **said}).end()
+    assert named(tracer)["llm"].attributes.items() >= {"openinference.span.kind": "LLM", **said}.items()
+
+
 @pytest.mark.anyio
 async def test_no_text_and_no_number_of_a_span_fails_its_attempt(tmp_path: Path) -> None:
     @agl.rollout

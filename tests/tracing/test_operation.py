@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -89,6 +90,24 @@ def test_generators_are_refused_with_the_way_out() -> None:
         @operation
         def numbers() -> Iterator[int]:
             yield 1
+
+
+@pytest.mark.anyio
+async def test_a_generator_that_is_read_no_further_has_done_well_wherever_it_is_ended() -> None:
+    async def found() -> AsyncIterator[int]:
+        with operation(name="search"):
+            yield 1
+            yield 2
+
+    async def end(generator: AsyncIterator[int]) -> None:
+        await generator.aclose()  # type: ignore[attr-defined]
+
+    with recording() as tracer:
+        generator = found()
+        assert await anext(generator) == 1
+        await asyncio.create_task(end(generator))  # as the event loop ends those that were abandoned
+    (span,) = tracer.get_last_trace()
+    assert span.status.status_code == "UNSET"
 
 
 def test_an_operation_gives_its_span_once_it_is_over() -> None:
