@@ -1,8 +1,8 @@
 // A writer with two tools, one of which fails, and a rewriter, with OpenAI's SDK for Node.
 //
 // It knows nothing of Agent Lightning. Run it as `agl runner --command "node agent.mjs"`: the SDK finds the model's URL and
-// key in its environment, and the last line it prints is the reward. The models it asks for tell who is who: both are
-// aliases of the policy.
+// key in its environment, and the last line it prints is the reward. The models it asks for tell who is who: both
+// names mean the policy.
 
 import { readFileSync } from "node:fs";
 import OpenAI from "openai";
