@@ -32,14 +32,24 @@ class ToolStatus:
 def tool_statuses(steps: Sequence[Step]) -> dict[str, list[ToolStatus]]:
     """The tool calls of each gateway call of an attempt, by its span id; calls that made none are left out."""
     tools = [step for step in steps if step.kind == "tool"]
+    calls = [step for step in steps if step.kind == "call" and step.call is not None]
     if not tools:
-        return _told([step.span for step in steps if step.kind == "call" and step.call is not None])
+        return _told([step.span for step in calls])
     statuses: dict[str, list[ToolStatus]] = {}
     for step in tools:
-        if step.call is not None:
+        call = step.call or _before(step, calls)
+        if call is not None:
             status = ToolStatus(step.name, -1 if step.failed else 1, step.duration)
-            statuses.setdefault(step.call.span_id, []).append(status)
+            statuses.setdefault(call.span_id, []).append(status)
     return statuses
+
+
+def _before(tool: Step, calls: Sequence[Step]) -> Span | None:
+    """The last call before a tool that no answer asks for (an agent that reads tool calls out of the text): of the
+    tool's agent, if that made one."""
+    earlier = [call for call in calls if call.span.start_time <= tool.span.start_time]
+    own = [call for call in earlier if call.agent == tool.agent] or earlier
+    return own[-1].span if own else None
 
 
 def _told(calls: Sequence[Span]) -> dict[str, list[ToolStatus]]:
