@@ -28,7 +28,7 @@ from agentlightning.algorithm.directory import RunDirectory
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.algorithm.manifest import make_manifest
 from agentlightning.data.datasets import load_dataset
-from agentlightning.data.references import is_reference, load_reference
+from agentlightning.data.references import is_reference
 from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
@@ -37,7 +37,7 @@ from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.learner.base import AdamW
 from agentlightning.runner.agent import LitAgent, as_agent
 from agentlightning.runner.hooks import Hook
-from agentlightning.runner.processes import Isolation, boot_of
+from agentlightning.runner.processes import Isolation, boot_of, usual_concurrency
 from agentlightning.runner.runner import Runner
 from agentlightning.server.app import create_app
 from agentlightning.server.holding import model_held
@@ -80,7 +80,8 @@ class Trainer:
         model_name: what agents call it by; trainers that share a server each need one of their own.
         algorithm: `GRPO(…)` by default; `Baseline()` only evaluates.
         optimizer: learning rate and the like.
-        n_runners: how many rollouts run at once in this process; 0 leaves them to `agl runner` processes.
+        n_runners: how many rollouts run at once in this process; default 64, or with `isolation` one per core; 0 leaves
+            them to `agl runner` processes.
         isolation: `"process"` runs them in `n_runners` processes, each of which imports the agent (see `Runner`).
         run_dir: the directory of this run; by default a new one below `runs/`.
         store: path of the SQLite file (default: in the run's directory), or an open store.
@@ -102,7 +103,7 @@ class Trainer:
         model_name: str = "policy",
         algorithm: Algorithm | None = None,
         optimizer: AdamW | None = None,
-        n_runners: int = 64,
+        n_runners: int | None = None,
         isolation: Isolation = "none",
         run_dir: str | Path | None = None,
         store: str | Path | LightningStore | None = None,
@@ -119,6 +120,8 @@ class Trainer:
         device: str | None = None,
         threads: int | None = None,
     ) -> None:
+        if n_runners is None:
+            n_runners = usual_concurrency(isolation)
         if n_runners < 0:
             raise ConfigError(f"n_runners is {n_runners}; give 0 (runners elsewhere) or more")
         if n_runners == 0 and server is None:
@@ -319,18 +322,15 @@ class Trainer:
     async def _open_policy(self, stack: AsyncExitStack) -> ServedPolicy | None:
         if self.model is None:
             return None
-        from agentlightning.learner.policy import Policy, load_policy
+        from agentlightning.learner.policy import Policy, open_policy
         from agentlightning.learner.serving import serve_policy
 
         if isinstance(self.model, Policy):
             policy = self.model
-        elif isinstance(self.model, str) and is_reference(self.model):
-            self.progress.phase("make the model")
-            policy = load_reference(self.model)(self.seed)
-            if not isinstance(policy, Policy):
-                raise ConfigError(f"{self.model} made a {type(policy).__name__}; it must return a Policy")
         else:
-            policy = load_policy(self.model, device=self.device)
+            if is_reference(str(self.model)):
+                self.progress.phase("make the model")
+            policy = open_policy(self.model, seed=self.seed, device=self.device)
         served = serve_policy(
             policy,
             concurrency=max(1, self.n_runners or 64),

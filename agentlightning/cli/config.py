@@ -16,7 +16,9 @@ import yaml
 
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.errors import ConfigError, nearest
+from agentlightning.runner.agent import LitAgent
 from agentlightning.runner.command import CommandAgent, RewardSource, command
+from agentlightning.runner.processes import Isolation
 
 
 class CommandConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,7 +51,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     val_dataset: Any = None
     algorithm: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "grpo"})
     optimizer: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
-    n_runners: int = 64
+    n_runners: int | None = None
+    isolation: Isolation = "none"
     seed: int = 0
     time_limit: float | None = None
     run_dir: str | None = None
@@ -61,6 +64,13 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_sequence_length: int | None = None
     device: str | None = None
     threads: int | None = None
+
+
+def load_agent(agent: str | CommandConfig, isolation: Isolation) -> LitAgent[Any] | Callable[..., Any] | str:
+    """The agent itself, or its name where other processes import it: its module may need what only they are given."""
+    if isinstance(agent, str):
+        return agent if isolation == "process" else load_reference(agent)
+    return agent.load()
 
 
 FIELDS = {field.name: field for field in msgspec.structs.fields(TrainConfig)}

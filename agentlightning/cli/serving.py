@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import os
 import re
 import signal
 from collections.abc import Callable, Generator
@@ -84,7 +83,7 @@ def forwarding_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command()
-@click.argument("checkpoint", metavar="CHECKPOINT")
+@click.argument("model", metavar="MODEL")
 @address_options(8000)
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help=KEY_HELP)
 @click.option("--model-name", default="policy", show_default=True, help="What clients ask for as `model`.")
@@ -93,8 +92,9 @@ def forwarding_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--max-sequence-length", type=click.IntRange(min=1), metavar="TOKENS", help="Prompt and answer together.")
 @click.option("--threads", type=click.IntRange(min=1), help="Torch threads.")
+@click.option("--seed", type=int, default=0, show_default=True, help="For sampling, and for making MODEL.")
 def serve(
-    checkpoint: str,
+    model: str,
     host: str,
     port: int,
     key: str | None,
@@ -102,15 +102,17 @@ def serve(
     concurrency: int,
     max_sequence_length: int | None,
     threads: int | None,
+    seed: int,
 ) -> None:
-    """Serve CHECKPOINT (a directory or a Hugging Face id) to clients of OpenAI's and Anthropic's APIs."""
+    """Serve MODEL to clients of OpenAI's and Anthropic's APIs: a checkpoint's directory, a Hugging Face id, or
+    FILE.py:NAME, a function that makes one."""
     from agentlightning.server.serve import run_on_fastest_loop
 
-    run_on_fastest_loop(_serve(checkpoint, host, port, key, model_name, concurrency, max_sequence_length, threads))
+    run_on_fastest_loop(_serve(model, host, port, key, model_name, concurrency, max_sequence_length, threads, seed))
 
 
 async def _serve(
-    checkpoint: str,
+    model: str,
     host: str,
     port: int,
     key: str | None,
@@ -118,18 +120,21 @@ async def _serve(
     concurrency: int,
     max_sequence_length: int | None,
     threads: int | None,
+    seed: int,
 ) -> None:
     from agentlightning.cli.display import hide_library_progress
     from agentlightning.gateway.app import Gateway
     from agentlightning.gateway.models import ModelEntry, ModelTable
-    from agentlightning.learner.policy import load_policy
+    from agentlightning.learner.policy import open_policy
     from agentlightning.learner.serving import serve_policy
     from agentlightning.server.app import create_app
     from agentlightning.server.serve import HttpServer
 
     hide_library_progress()
-    policy = await asyncio.to_thread(load_policy, checkpoint)
-    served = serve_policy(policy, concurrency=concurrency, max_sequence_length=max_sequence_length, threads=threads)
+    policy = await asyncio.to_thread(open_policy, model, seed=seed)
+    served = serve_policy(
+        policy, concurrency=concurrency, max_sequence_length=max_sequence_length, threads=threads, seed=seed
+    )
     try:
         gateway = Gateway(ModelTable([ModelEntry(model_name, served.backend)]))
         app = create_app(None, gateway=gateway)
@@ -140,7 +145,7 @@ async def _serve(
         http = HttpServer(app, host=host, port=port)
         async with http:
             await until_stopped(
-                f"serving {checkpoint} as {model_name!r} at {http.url}/v1\n"
+                f"serving {model} as {model_name!r} at {http.url}/v1\n"
                 f"    OPENAI_BASE_URL={http.url}/v1 OPENAI_API_KEY={example} python your_agent.py\n"
                 f"    ANTHROPIC_BASE_URL={http.url} ANTHROPIC_API_KEY={example} python your_agent.py"
             )
@@ -285,11 +290,12 @@ async def _runner(
     drain_seconds: float,
     **options: Any,
 ) -> None:
+    from agentlightning.runner.processes import usual_concurrency
     from agentlightning.runner.runner import Runner
     from agentlightning.store.client import LightningStoreClient
 
     if concurrency is None:
-        concurrency = os.cpu_count() or 1 if options["isolation"] == "process" else 64
+        concurrency = usual_concurrency(options["isolation"])
     store = LightningStoreClient(url, api_key=key)
     try:
         working = Runner(store, agent, concurrency=concurrency, **options)

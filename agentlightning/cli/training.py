@@ -12,22 +12,30 @@ import click
 import msgspec
 from rich.console import Console
 
-from agentlightning.cli.config import TrainConfig, build, load_config
+from agentlightning.cli.config import TrainConfig, build, load_agent, load_config
 from agentlightning.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
+    from agentlightning.runner.processes import Isolation
     from agentlightning.trainer import FitResult
 
 F = typing.TypeVar("F", bound=Callable[..., Any])
 
 # Algorithms by the name a run file gives them; any other is named by a reference, `file.py:Class`.
-ALGORITHMS = {"grpo": "agentlightning.algorithm:GRPO"}
+ALGORITHMS = {"grpo": "agentlightning.algorithm:GRPO", "baseline": "agentlightning.algorithm:Baseline"}
 
 RUN_FILE = Path("run.yaml")
 INTERRUPTED = 130
 
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+def isolation_option(default: str | None) -> Callable[[F], F]:
+    return click.option(
+        "--isolation", type=click.Choice(["none", "process"]), default=default,
+        help="process: each rollout has a process to itself, for agents whose client is a global, or that crash.",
+    )  # fmt: skip
 
 
 def mirrored_flags(command: F) -> F:
@@ -41,6 +49,7 @@ def mirrored_flags(command: F) -> F:
         click.option("--algorithm", metavar="NAME", help=f"{', '.join(ALGORITHMS)} or file.py:Class."),
         click.option("--steps", type=int, help="Training steps; short for --set algorithm.steps=…"),
         click.option("--n-runners", type=int, help="Rollouts at once in this process; 0 leaves them to `agl runner`."),
+        isolation_option(None),
         click.option("--seed", type=int, help="The source of all randomness."),
         click.option("--time-limit", type=float, metavar="SECONDS", help="Stop training then; measure and save."),
         click.option("--run-dir", metavar="DIR", help="Directory of this run; default a new one below runs/."),
@@ -74,7 +83,6 @@ def train(run_file: Path | None, assignments: tuple[str, ...], as_json: bool, st
     config = load_config(run_file, assignments, flags)
     algorithm = make_algorithm(config.algorithm)
     from agentlightning.cli.display import LiveProgress, hide_library_progress
-    from agentlightning.data.references import load_reference
     from agentlightning.learner.base import AdamW
     from agentlightning.trainer import Trainer
 
@@ -85,7 +93,7 @@ def train(run_file: Path | None, assignments: tuple[str, ...], as_json: bool, st
     console = Console(stderr=as_json)
     with LiveProgress(console, steps=getattr(algorithm, "steps", None), time_limit=config.time_limit) as progress:
         trainer = Trainer(algorithm=algorithm, optimizer=optimizer, progress=progress, **passed)
-        agent = load_reference(config.agent) if isinstance(config.agent, str) else config.agent.load()
+        agent = load_agent(config.agent, config.isolation)
         result = trainer.fit(agent, config.train_dataset, config.val_dataset, resume=config.resume)
     _show_fit(console, result)
     if as_json:
@@ -113,9 +121,11 @@ def make_algorithm(spec: Mapping[str, Any]) -> Any:
 
 def _show_fit(console: Console, result: FitResult) -> None:
     lines = [f"Stopped: {result.stopped_because}, after {result.seconds:.0f} s."]
-    if len(result.evaluations) > 1:
-        before, after = result.evaluations[0].reward, result.evaluations[-1].reward
-        lines.append(f"Held-out reward: {before:.3f} before, {after:.3f} after.")
+    rewards = [f"{evaluation.reward:.3f}" for evaluation in result.evaluations]
+    if len(rewards) > 1:
+        lines.append(f"Held-out reward: {rewards[0]} before, {rewards[-1]} after.")
+    elif rewards:
+        lines.append(f"Held-out reward: {rewards[0]}.")
     lines.append(f"Run:        {result.directory}")
     if result.checkpoint is not None:
         lines += [f"Checkpoint: {result.checkpoint}", f"Serve it:   agl serve {result.checkpoint}"]
@@ -139,12 +149,13 @@ def _fit_summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
 @click.command()
 @click.argument("agent", metavar="FILE.py:NAME")
 @click.argument("dataset", metavar="DATA")
-@click.option("--model", metavar="ID|DIR", help="Hugging Face id or directory of the model that answers.")
+@click.option("--model", metavar="ID|DIR|FILE.py:NAME", help="The model that answers: id, directory or maker.")
 @click.option("--endpoint", metavar="URL", help="OpenAI-compatible URL that answers instead of --model.")
 @click.option("--endpoint-model", metavar="NAME", help="The model's name at --endpoint.")
 @click.option("--endpoint-key", metavar="KEY", envvar="OPENAI_API_KEY", show_envvar=True, help="Key for --endpoint.")
 @click.option("--limit", type=click.IntRange(min=1), default=5, show_default=True, help="How many tasks to run.")
 @click.option("--run-dir", metavar="DIR", help="Directory of this run; default a new one below runs/.")
+@isolation_option("none")
 def dev(
     agent: str,
     dataset: str,
@@ -154,6 +165,7 @@ def dev(
     endpoint_key: str | None,
     limit: int,
     run_dir: str | None,
+    isolation: Isolation,
 ) -> None:
     """Run an agent on a few tasks without training and print what it did, call by call."""
     if (model is None) == (endpoint is None):
@@ -162,7 +174,6 @@ def dev(
         raise click.UsageError("--endpoint needs --endpoint-model, the model's name there")
     from agentlightning.cli.display import hide_library_progress
     from agentlightning.data.datasets import load_dataset
-    from agentlightning.data.references import load_reference
     from agentlightning.trainer import Trainer
     from agentlightning.types import LLM
 
@@ -172,7 +183,8 @@ def dev(
     if endpoint is not None and endpoint_model is not None:
         resources["llm"] = LLM(endpoint=endpoint, model=endpoint_model, api_key=endpoint_key)
     tasks = load_dataset(dataset)[:limit]
-    Trainer(model=model, initial_resources=resources, run_dir=run_dir).dev(load_reference(agent), tasks)
+    trainer = Trainer(model=model, initial_resources=resources, run_dir=run_dir, isolation=isolation)
+    trainer.dev(load_agent(agent, isolation), tasks)
 
 
 @click.command()

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from agentlightning.data.references import is_reference, load_reference
 from agentlightning.errors import ConfigError
 
 
@@ -32,6 +33,18 @@ class Policy:
 def choose_device() -> str:
     """`cuda` where there is one, else `cpu`. MPS is taken only when asked for: its float32 kernels differ more."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def open_policy(source: str | Path, *, seed: int, device: str | None = None) -> Policy:
+    """What `load_policy` loads, or what the function that `file.py:function` names makes of the seed.
+
+    ConfigError as of `load_policy`, or where that function cannot be had or makes no policy."""
+    if not is_reference(str(source)):
+        return load_policy(source, device=device)
+    policy = load_reference(str(source))(seed)
+    if not isinstance(policy, Policy):
+        raise ConfigError(f"{source} made a {type(policy).__name__}; it must return a Policy")
+    return policy
 
 
 def load_policy(source: str | Path, *, device: str | None = None, dtype: str = "float32") -> Policy:

@@ -72,6 +72,11 @@ class AgentNotLoadedError(ConfigError):
     """The agent cannot be imported in a process of its own."""
 
 
+def usual_concurrency(isolation: Isolation) -> int:
+    """How many rollouts a runner has at once if nobody says: of processes, one per core."""
+    return os.cpu_count() or 1 if isolation == "process" else 64
+
+
 def boot_of(agent: LitAgent[Any], isolation: Isolation, tracer: TracerKind, most: int | None) -> Boot | None:
     """The agent for other processes; None where it is to run in this one, and can. ConfigError where it cannot run."""
     if is_being_loaded():

@@ -76,6 +76,7 @@ def test_ctrl_c_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
 
 
 def test_an_algorithm_is_made_of_its_name_and_checked_fields() -> None:
+    assert make_algorithm({"name": "baseline"}).name == "baseline"
     grpo = make_algorithm({"name": "grpo", "steps": 3, "unrewarded": 0.0, "rollout": {"timeout_seconds": 5}})
     assert (grpo.name, grpo.steps, grpo.unrewarded) == ("grpo", 3, 0.0)
     assert grpo.rollout == RolloutConfig(timeout_seconds=5)

@@ -15,7 +15,7 @@ from agentlightning.data.sequences import CreditedTransition, Level, TrainingSeq
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner.base import AdamW, Loss
-from agentlightning.learner.policy import Policy, load_policy
+from agentlightning.learner.policy import Policy, load_policy, open_policy
 from agentlightning.learner.tiny import make_tokenizer
 from agentlightning.learner.torch import TorchLearner
 from tests.models import tiny_model
@@ -172,6 +172,18 @@ def test_a_wrong_model_path_says_what_to_give(tmp_path: Path) -> None:
         load_policy(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"config\.json is missing"):
         load_policy(tmp_path)
+
+
+def test_a_model_may_be_made_by_a_function_of_the_seed(tmp_path: Path) -> None:
+    maker = tmp_path / "made_here.py"
+    maker.write_text(
+        "from agentlightning.learner.policy import Policy\n"
+        "make = lambda seed: Policy(None, None, name=f'of seed {seed}')\n"
+        "wrong = lambda seed: 'gpt'\n"
+    )
+    assert open_policy(f"{maker}:make", seed=3).name == "of seed 3"
+    with pytest.raises(ConfigError, match="wrong made a str; it must return a Policy"):
+        open_policy(f"{maker}:wrong", seed=3)
 
 
 def test_a_device_that_is_not_here_is_named(tmp_path: Path) -> None:
