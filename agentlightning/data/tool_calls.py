@@ -6,6 +6,7 @@ steps and the messages of the three protocols; no rewards.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -32,32 +33,26 @@ class ToolStatus:
 def tool_statuses(steps: Sequence[Step]) -> dict[str, list[ToolStatus]]:
     """The tool calls of each gateway call of an attempt, by its span id; calls that made none are left out."""
     tools = [step for step in steps if step.kind == "tool"]
-    calls = [step for step in steps if step.kind == "call" and step.call is not None]
     if not tools:
-        return _told([step.span for step in calls])
+        return _told([step.span for step in steps if step.kind == "call" and step.call is not None])
     statuses: dict[str, list[ToolStatus]] = {}
     for step in tools:
-        call = step.call or _before(step, calls)
-        if call is not None:
+        if step.call is not None:
             status = ToolStatus(step.name, -1 if step.failed else 1, step.duration)
-            statuses.setdefault(call.span_id, []).append(status)
+            statuses.setdefault(step.call.span_id, []).append(status)
     return statuses
-
-
-def _before(tool: Step, calls: Sequence[Step]) -> Span | None:
-    """The last call before a tool that no answer asks for (an agent that reads tool calls out of the text): of the
-    tool's agent, if that made one."""
-    earlier = [call for call in calls if call.span.start_time <= tool.span.start_time]
-    own = [call for call in earlier if call.agent == tool.agent] or earlier
-    return own[-1].span if own else None
 
 
 def _told(calls: Sequence[Span]) -> dict[str, list[ToolStatus]]:
     statuses: dict[str, list[ToolStatus]] = {}
     results: dict[str, dict[str, bool]] = {}  # of each request, decoded once and only if it is needed
+    asked = [tool_requests(call) for call in calls]
+    times_asked = Counter(request.id for requests in asked for request in requests)
     for index, call in enumerate(calls):
-        for request in tool_requests(call):
+        for request in asked[index]:
             for later in calls[index + 1 :]:
+                if times_asked[request.id] > 1 and not _continues(later, call):
+                    continue  # the id may be of another conversation: some servers count from 0 in each answer
                 if later.span_id not in results:
                     results[later.span_id] = dict(_results(later))
                 failed = results[later.span_id].get(request.id)
@@ -65,6 +60,12 @@ def _told(calls: Sequence[Span]) -> dict[str, list[ToolStatus]]:
                     statuses.setdefault(call.span_id, []).append(ToolStatus(request.name, -1 if failed else 1, None))
                     break
     return statuses
+
+
+def _continues(later: Span, call: Span) -> bool:
+    """Whether what `later` was sent begins with all that `call` was sent."""
+    sent, before = (text_of(one, semconv.GEN_AI_INPUT_MESSAGES) or "" for one in (later, call))
+    return sent.startswith(before.removesuffix("]"))
 
 
 def _results(call: Span) -> Iterator[tuple[str, bool]]:

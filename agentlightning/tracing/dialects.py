@@ -102,7 +102,8 @@ def says_failure(result: object) -> bool:
     `result` is JSON or its text; text that is no JSON object says nothing."""
     body = mapping(json_of(result) if isinstance(result, str) else result)
     for wrapper in ("output", "data", "kwargs"):  # LangChain's messages, serialised in two ways
-        body = mapping(body.get(wrapper)) or body
+        inner = mapping(body.get(wrapper))
+        body = inner if "tool_call_id" in inner or "kwargs" in inner else body
     if body.get("is_error") is True or body.get("isError") is True or body.get("status") == "error":
         return True
     codes = (body.get("status"), body.get("status_code"), body.get("statusCode"))

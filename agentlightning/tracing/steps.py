@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,7 +28,8 @@ class Step:
 
     `name` is the tool's, the agent's or the model's name, else the span's; `agent` the agent it ran under;
     `arguments` and `result` JSON or text; `duration` in seconds. `call` is, for a call, the gateway's span of that
-    call (itself, where it is the gateway's); for a tool, the gateway call that asked for it."""
+    call (itself, where it is the gateway's); for a tool, the gateway call that asked for it, or that it came after
+    where no answer asks for it (an agent may read tool calls out of the text)."""
 
     span: Span
     kind: Kind
@@ -73,16 +74,24 @@ class _Attempt:
         self.by_id = {span.span_id: span for span in self.spans}
         self.kinds: dict[str, Kind] = {span.span_id: dialects.kind_of(span) for span in self.spans}
         self.named = {span.span_id: dialects.names_agent(span) for span in self.spans}
-        self.told_ids = {one.span_id: _tool_call_id(one) for one in self.spans if self.kinds[one.span_id] == "tool"}
         self.calls = [span for span in self.spans if dialects.is_gateway_call(span)]
         self.requests = [request for call in self.calls for request in tool_requests(call)]
         times_asked = Counter(request.id for request in self.requests)
         # Some servers count the ids of tool calls from 0 in each answer: these tell nothing about the attempt.
         self.reused = {told for told, times in times_asked.items() if times > 1 or not told}
+        self.told_ids = {
+            one.span_id: _tool_call_id(one, times_asked) for one in self.spans if self.kinds[one.span_id] == "tool"
+        }
         self.first_told = {told: span_id for span_id, told in reversed(self.told_ids.items()) if told}
         self.agents = [span for span in self.spans if self.kinds[span.span_id] == "agent" and self.named[span.span_id]]
         self.reports: dict[str, list[Span]] = {call.span_id: [] for call in self.calls}
+        self.linked: set[str] = set()
+        self.guessed: set[str] = set()  # reports of one call or of another: these tell nothing about it
         self._link()
+        self.around_call = {
+            call.span_id: {outer.span_id for source in self._sources(call) for outer in self._ancestors(source)}
+            for call in self.calls
+        }
         self.agent_of_call = {call.span_id: self._agent_of_call(call) for call in self.calls}
 
     def steps(self) -> list[Step]:
@@ -90,8 +99,7 @@ class _Attempt:
         heads: dict[str, list[Span]] = {}
         for span in self.spans:
             heads.setdefault(self._head(span), []).append(span)
-        told = {span.span_id for reports in self.reports.values() for span in reports}
-        groups = [(self.by_id[head], group) for head, group in heads.items() if head not in told]
+        groups = [(self.by_id[head], group) for head, group in heads.items() if head not in self.linked]
         claimed: set[int] = set()
         return [
             self._tool(span, group, claimed) if self.kinds[span.span_id] == "tool" else self._step(span)
@@ -130,7 +138,7 @@ class _Attempt:
             result=next((said for one in group if (said := dialects.result_of(one))), None),
             failed=any(dialects.tool_failed(one) for one in group),
             duration=span.end_time - span.start_time,
-            call=request.call if request else None,
+            call=request.call if request else self._call_before(span, around),
         )
 
     # --- what belongs together ---
@@ -173,13 +181,23 @@ class _Attempt:
                 self._report(call, span)
             if not found:
                 unsure.append(span)
-        linked = {span.span_id for reports in self.reports.values() for span in reports}
-        for span in unsure:
-            free = [call for call in self.calls if not self.reports[call.span_id] and _may_be(span, call)]
-            if free and span.span_id not in linked:
-                self._report(max(free, key=lambda call: (_same_text(span, call), _overlap(span, call))), span)
+        self._link_by_likeness(unsure)
 
-    def _report(self, call: Span, span: Span) -> None:
+    def _link_by_likeness(self, unsure: list[Span]) -> None:
+        free = [call for call in self.calls if not self.reports[call.span_id]]
+        alike: dict[str, list[Span]] = {}
+        for span in unsure:
+            possible = [call for call in free if _may_be(span, call)]
+            alike[span.span_id] = [call for call in possible if _same_text(span, call)] or possible
+        sure = True
+        # The sure ones leave less to guess; the inner ones report what is around them too.
+        for span in sorted(unsure, key=lambda span: (len(alike[span.span_id]), -span.start_time)):
+            left = [call for call in alike[span.span_id] if not self.reports[call.span_id]]
+            if left and span.span_id not in self.linked:
+                sure = sure and len(left) == 1
+                self._report(max(left, key=lambda call: _overlap(span, call)), span, sure)
+
+    def _report(self, call: Span, span: Span, sure: bool = True) -> None:
         """Take `span`, and the reports of the same call around it, for reports of `call`."""
         reports = self.reports[call.span_id]
         for one in (span, *self._ancestors(span)):
@@ -187,32 +205,54 @@ class _Attempt:
                 return
             if one not in reports:
                 reports.append(one)
+                self.linked.add(one.span_id)
+                if not sure:
+                    self.guessed.add(one.span_id)
 
     def _request(
         self, tool: Span, name: str, tool_call_id: str | None, agent: str | None, claimed: set[int]
     ) -> ToolRequest | None:
         """The tool call that this execution answers, which is claimed: that of its id, else one for this tool by an
-        earlier call, of its agent if that made one. Of several, the first of the latest that was not executed yet."""
-        asked = dict(enumerate(self.requests))
-        found = {index: one for index, one in asked.items() if tool_call_id is not None and one.id == tool_call_id}
+        earlier call. Of several, the first of the latest of the nearest calls that was not executed yet."""
+        found = [i for i, one in enumerate(self.requests) if tool_call_id is not None and one.id == tool_call_id]
         if len(found) != 1:
-            asked = found or {index: one for index, one in asked.items() if one.name == name}
-            found = {index: one for index, one in asked.items() if one.call.start_time <= tool.start_time}
-            own = {i: one for i, one in found.items() if agent and self.agent_of_call[one.call.span_id] == agent}
-            found = own or found
-        free = found.keys() - claimed or found.keys()
-        index = max(sorted(free), key=lambda index: found[index].call.start_time, default=None)
+            found = found or [index for index, one in enumerate(self.requests) if one.name == name]
+            found = [index for index in found if self.requests[index].call.start_time <= tool.start_time]
+        near = self._nearest(tool, agent, [self.requests[index].call for index in found])
+        found = [index for index in found if self.requests[index].call.span_id in near]
+        free = [index for index in found if index not in claimed] or found
+        ended = [index for index in free if self.requests[index].call.end_time <= tool.start_time] or free
+        index = max(ended, key=lambda index: self.requests[index].call.start_time, default=None)
         if index is None:
             return None
         claimed.add(index)
-        return found[index]
+        return self.requests[index]
+
+    def _call_before(self, tool: Span, agent: str | None) -> Span | None:
+        """The last of the nearest calls before a tool, unless it is another agent's."""
+        earlier = [call for call in self.calls if call.start_time <= tool.start_time]
+        near = self._nearest(tool, agent, earlier)
+        earlier = [call for call in earlier if call.span_id in near]
+        ended = [call for call in earlier if call.end_time <= tool.start_time] or earlier
+        call = ended[-1] if ended else None
+        asked_by = self.agent_of_call[call.span_id] if call else None
+        return call if agent is None or asked_by in (None, agent) else None
+
+    def _nearest(self, tool: Span, agent: str | None, calls: Sequence[Span]) -> set[str]:
+        """The ids of those that share the innermost span with the tool and, of these, are of its agent, if any are."""
+        for outer in self._ancestors(tool):
+            if within := [call for call in calls if outer.span_id in self.around_call[call.span_id]]:
+                calls = within
+                break
+        own = [call for call in calls if agent and self.agent_of_call[call.span_id] == agent]
+        return {call.span_id for call in own or calls}
 
     # --- who it belongs to ---
 
     def _agent_of_call(self, call: Span) -> str | None:
         """Of the nearest span that names an agent: above the call, or above what else reports it; else of the agents
         at work at that time, if they run inside each other; else what the call says of itself."""
-        sources = [call, *self.reports.get(call.span_id, ())]
+        sources = self._sources(call)
         for source in sources:
             for span in (source, *self._ancestors(source)):
                 if name := self.named[span.span_id]:
@@ -220,6 +260,9 @@ class _Attempt:
         return self._agent_at_work(call) or next(
             (name for span in sources if (name := dialects.text_of(span, semconv.GEN_AI_AGENT_NAME))), None
         )
+
+    def _sources(self, call: Span) -> list[Span]:
+        return [call, *(one for one in self.reports.get(call.span_id, ()) if one.span_id not in self.guessed)]
 
     def _agent_at_work(self, call: Span) -> str | None:
         working = [one for one in self.agents if one.start_time <= call.start_time and call.end_time <= one.end_time]
@@ -242,11 +285,12 @@ class _Attempt:
             span = above
 
 
-def _tool_call_id(span: Span) -> str | None:
+def _tool_call_id(span: Span, asked: Container[str]) -> str | None:
+    """The id that a span tells, or one in its result by which a model has `asked`: tools have ids of their own."""
     if told := dialects.text_of(span, *_CALL_ID_NAMES):
         return told
-    found = _TOOL_CALL_ID.findall(dialects.result_of(span) or "")
-    return found[0] if len(set(found)) == 1 else None
+    found = {told for told in _TOOL_CALL_ID.findall(dialects.result_of(span) or "") if told in asked}
+    return found.pop() if len(found) == 1 else None
 
 
 def _response_ids(span: Span) -> list[str]:
@@ -273,9 +317,11 @@ def _scope(span: Span) -> str | None:
 
 
 def _may_be(span: Span, call: Span) -> bool:
+    if _overlap(span, call) < 0:
+        return False
     models = {dialects.text_of(call, name) for name in (semconv.GEN_AI_REQUEST_MODEL, semconv.GEN_AI_RESPONSE_MODEL)}
     asked = dialects.name_of(span, "call")
-    return _overlap(span, call) >= 0 and (asked in models or asked == span.name)
+    return asked in models or asked == span.name
 
 
 def _overlap(span: Span, call: Span) -> float:

@@ -114,6 +114,33 @@ def test_a_history_that_repeats_ids_is_read_at_its_end() -> None:
     assert [one[0].status for one in read[:2]] == [-1, 1]
 
 
+def test_ids_that_a_server_uses_again_are_told_apart_by_their_conversations() -> None:
+    left, right = ([{"role": "user", "content": side}] for side in ("left", "right"))
+    answer = {"role": "tool", "tool_call_id": "call_0"}
+    read = statuses(
+        [
+            call(0, [("call_0", "x")], left),
+            call(1, [("call_0", "x")], right),
+            call(2, [], [*right, {**answer, "content": None}]),
+            call(3, [], [*left, {**answer, "content": "3"}]),
+        ]
+    )
+    assert [one[0].status for one in read[:2]] == [1, -1]
+
+
+@pytest.mark.parametrize(
+    "result",
+    ['{"status": 500, "data": {"message": "no"}}', '{"is_error": true, "output": {"x": 1}}'],
+)
+def test_a_failure_is_one_whatever_comes_with_it(result: str) -> None:
+    assert statuses([call(0, [("t", "look")], []), call(1, [], chat(result))])[0][0].status == -1
+
+
+def test_what_a_working_tool_reports_on_is_not_its_own_failure() -> None:
+    result = '{"status": 200, "data": {"job": 7, "status": "error"}}'
+    assert statuses([call(0, [("t", "look")], []), call(1, [], chat(result))])[0][0].status == 1
+
+
 def test_one_tool_span_and_the_messages_are_not_asked() -> None:
     about = {"tool.name": "look"}
     tool = msgspec.structs.replace(call(0, [], []), span_id="tool", start_time=0.6, end_time=0.9, attributes=about)

@@ -151,6 +151,35 @@ def test_tools_without_ids_answer_the_latest_call_that_asked_in_order() -> None:
     assert asked == ["a", "b", "b"]
 
 
+def test_agents_of_one_name_at_once_are_told_apart_by_the_spans_around_them() -> None:
+    agents = [span(name, 0, 9, openinference__span__kind="AGENT", agent__name="searcher") for name in ("l", "r")]
+    calls = [gateway("one", 1, 2, "", "look", parent="l"), gateway("two", 1.1, 2.1, "", "look", parent="r")]
+    executed = [span("tl", 2.2, 3, "l", "ERROR", tool__name="look"), span("tr", 2.3, 3, "r", tool__name="look")]
+    found = {step.span.span_id: step.call for step in read_steps([*agents, *calls, *executed]) if step.kind == "tool"}
+    assert found == {"tl": calls[0], "tr": calls[1]}
+    unasked = [span(one.span_id, 4, 5, one.parent_id, tool__name="read") for one in executed]
+    found = {step.span.span_id: step.call for step in read_steps([*agents, *calls, *unasked]) if step.kind == "tool"}
+    assert found == {"tl": calls[0], "tr": calls[1]}
+
+
+def test_a_tool_answers_a_call_that_has_ended_rather_than_one_that_goes_on() -> None:
+    calls = [gateway("a", 0, 1, "", "look"), gateway("b", 0.9, 3, "", "look")]
+    assert [step.call for step in read_steps([*calls, span("t", 1.5, 2, tool__name="look")])][2] is calls[0]
+
+
+def test_a_tool_that_nobody_asked_for_is_not_of_another_agents_call() -> None:
+    told = {"openinference__span__kind": "AGENT"}
+    spans = [span("writer", 0, 2, **told), gateway("call", 0, 1, parent="writer")]
+    spans += [span("loader", 3, 5, **told), span("load", 4, 5, "loader", tool__name="load")]
+    assert [step.call for step in read_steps(spans) if step.kind == "tool"] == [None]
+
+
+def test_ids_in_the_results_of_a_tool_are_not_those_of_tool_calls() -> None:
+    spans = [gateway("call", 0, 0.5, "", "dial")]
+    spans += [span(f"t{at}", at, at + 1, tool__name="dial", output__value='{"call_id": "7"}') for at in (1, 2)]
+    assert [step.tool_call_id for step in read_steps(spans) if step.kind == "tool"] == ["call-dial"] * 2
+
+
 def test_a_call_without_parents_is_of_the_agent_at_work_unless_several_are() -> None:
     writer = span("w", 0, 5, gen_ai__operation__name="invoke_agent", gen_ai__agent__name="writer")
     inner = span("i", 1, 4, "w", gen_ai__operation__name="invoke_agent", gen_ai__agent__name="inner")
@@ -171,6 +200,22 @@ def test_calls_at_the_same_time_are_told_apart_by_what_was_answered() -> None:
     calls = [gateway("one", 2, 3, "good night"), gateway("two", 2.1, 3, "good morning")]
     steps = read_steps([*agents, *reports, *calls])
     assert {step.span.span_id: step.agent for step in steps if step.kind == "call"} == {"one": "right", "two": "left"}
+
+
+def test_reports_that_may_be_of_either_call_are_counted_once_and_name_nobody() -> None:
+    agents = [span(name, 0, 5, openinference__span__kind="AGENT") for name in ("left", "right")]
+    told = {"openinference__span__kind": "LLM", "llm__model_name": "policy"}
+    reports = [span(name, 1, 4, parent, **told) for name, parent in (("l", "left"), ("r", "right"))]
+    steps = read_steps([*agents, *reports, gateway("one", 2, 3), gateway("two", 2.1, 3)])
+    assert [step.agent for step in steps if step.kind == "call"] == [None, None]
+
+
+def test_reports_within_each_other_are_of_one_call() -> None:
+    told = {"openinference__span__kind": "LLM", "llm__model_name": "policy"}
+    reports = [span("outer", 1, 4, **told), span("inner", 1.1, 4, "outer", **told), span("later", 5, 9, **told)]
+    calls = [gateway("one", 2, 3), gateway("two", 3.5, 7)]
+    steps = read_steps([*reports, *calls])
+    assert [step.span for step in steps] == calls
 
 
 def test_a_call_that_the_gateway_did_not_see_is_a_step_without_one() -> None:
