@@ -187,7 +187,8 @@ class _Attempt:
         free = [call for call in self.calls if not self.reports[call.span_id]]
         alike: dict[str, list[Span]] = {}
         for span in unsure:
-            possible = [call for call in free if _may_be(span, call)]
+            during = [one for one in free if one.start_time <= span.end_time and span.start_time <= one.end_time]
+            possible = [call for call in during if _same_model(span, call)]
             alike[span.span_id] = [call for call in possible if _same_text(span, call)] or possible
         sure = True
         # The sure ones leave less to guess; the inner ones report what is around them too.
@@ -316,9 +317,7 @@ def _scope(span: Span) -> str | None:
     return dialects.text_of(span, "otel.scope.name")
 
 
-def _may_be(span: Span, call: Span) -> bool:
-    if _overlap(span, call) < 0:
-        return False
+def _same_model(span: Span, call: Span) -> bool:
     models = {dialects.text_of(call, name) for name in (semconv.GEN_AI_REQUEST_MODEL, semconv.GEN_AI_RESPONSE_MODEL)}
     asked = dialects.name_of(span, "call")
     return asked in models or asked == span.name

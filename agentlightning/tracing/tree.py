@@ -15,8 +15,9 @@ from rich.text import Text
 from rich.tree import Tree
 
 from agentlightning import semconv
+from agentlightning.tracing.dialects import items, mapping
 from agentlightning.tracing.messages import finish_reasons, model_name, output_messages, text_of, token_counts
-from agentlightning.tracing.rewards import find_final_reward, get_reward_value, is_final_reward
+from agentlightning.tracing.rewards import find_final_reward, get_reward_value, get_rewards_from_span, is_final_reward
 from agentlightning.tracing.steps import Step, read_steps
 from agentlightning.types import Rollout, Span
 
@@ -164,8 +165,8 @@ def _call(step: Step) -> Text:
     for message in output_messages(attributes):
         text = one_line(text_of(message))
         line.append(f"  “{text}”" if text else "")
-        for call in message.get("tool_calls") or []:
-            function = call.get("function") or {}
+        for call in items(message.get("tool_calls")):
+            function = mapping(mapping(call).get("function"))
             line.append("  → ").append(str(function.get("name")), "cyan").append(f"({one_line(_arguments(function))})")
     return _with_failure(line, step)
 
@@ -181,9 +182,7 @@ def _reporting(step: Step) -> Span:
 
 
 def _reward(span: Span) -> Text:
-    named: list[str] = []
-    while (value := span.attributes.get(semconv.reward_value(len(named)))) is not None:
-        named.append(f"{span.attributes.get(semconv.reward_name(len(named)))} {value:g}")
+    named = [f"{reward.name} {reward.value:g}" for reward in get_rewards_from_span(span)]
     line = Text.assemble(("reward ", "dim"), (", ".join(named), "yellow"))
     return line if is_final_reward(span) else line.append("  intermediate", "dim")
 

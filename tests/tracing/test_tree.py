@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from rich.console import Console
 
 from agentlightning import semconv
@@ -108,3 +109,15 @@ def test_costs_are_of_the_longest_name_that_fits_and_missing_prices_are_named() 
     took = totals(steps, {"m": (1.0, 1.0), "m-2025": (10.0, 100.0)})
     assert took.cost == 2 * (1_000 * 10 + 10 * 100) / 1e6
     assert totals(steps, {"other": (1.0, 1.0)}).unpriced == ("m-2025",)
+
+
+@pytest.mark.parametrize("calls", [[1], 5, {"a": 1}, [{"function": [1]}], [{"function": "x"}]])
+def test_odd_messages_and_rewards_of_other_programs_are_shown_as_far_as_they_go(calls: Any) -> None:
+    message = msgspec.json.encode([{"role": "assistant", "content": "Done", "tool_calls": calls}]).decode()
+    told = msgspec.structs.replace(call(0), attributes={**call(0).attributes, semconv.GEN_AI_OUTPUT_MESSAGES: message})
+    odd = msgspec.structs.replace(
+        span("odd", 2, 2), attributes={semconv.reward_value(0): 1, semconv.reward_value(1): "much"}
+    )
+    lines = shown(told, odd)
+    assert "“Done”" in lines[-2]
+    assert lines[-1] == "└── reward primary 1"
