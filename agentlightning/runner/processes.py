@@ -118,8 +118,8 @@ class ProcessExecution(Execution):
 class AgentProcess:
     """A place for one attempt after the other, for `async with`; the process there starts with the first.
 
-    `names` gives the worker ids and `key_of` the key of one. Whatever a killed process may have left behind still has
-    its key: the next gets another id. At most `most` attempts run in one process."""
+    `names` gives the worker ids and `key_of` the key of one. What a process may have left behind, in a session of its
+    own, still has its key: the next gets another id. At most `most` attempts run in one process."""
 
     def __init__(
         self, boot: Boot, names: Iterator[str], key_of: Callable[[str], Awaitable[str]], most: int | None
@@ -165,6 +165,10 @@ class AgentProcess:
         attempt. To be called between attempts."""
         if self._worn:
             await self._close()
+            self._rename()
+
+    def _rename(self) -> None:
+        self.worker_id, self._key = next(self._names), None
 
     async def _close(self) -> None:
         """End the process, giving its libraries time to say goodbye."""
@@ -174,7 +178,7 @@ class AgentProcess:
 
     async def _discard(self, live: _Live) -> None:
         self._live = None
-        self.worker_id, self._key = next(self._names), None
+        self._rename()
         await live.kill()
 
     async def _process_with(self, environment: Mapping[str, str]) -> _Live:
@@ -234,12 +238,17 @@ class _Live:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
+            live = cls(process, fixed, outputs)
+            live._reader, live._writer = await asyncio.open_connection(sock=ours)
+        except BaseException:  # cancelled, too: the process is gone or goes with the end of its socket
+            ours.close()
+            for output in outputs:
+                output.close()
+            raise
         finally:
             theirs.close()
             for output in outputs:
                 os.close(output.write_end)
-        live = cls(process, fixed, outputs)
-        live._reader, live._writer = await asyncio.open_connection(sock=ours)
         live._writer.write(framed(boot))
         return live
 

@@ -117,7 +117,7 @@ class _Worker:
                 answer = await guarded(_recorded(result, answer.value))
         tracer.close()
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # the agent may have closed it
+            with contextlib.suppress(Exception):  # the agent may have closed it, or put anything in its place
                 stream.flush()
         self._running = None
         failure = None if answer.error is None else exception_attributes(answer.error)

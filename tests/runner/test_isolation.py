@@ -123,6 +123,8 @@ async def test_a_process_in_which_something_still_runs_serves_no_other_attempt(s
     several = await ran(store, *does("leave thread", "leave process", "nothing"))
     assert {one.status for one in several} == {"succeeded"}
     assert len({one.pid for one in several}) == 3
+    # What began a session of its own lives on, with the key of the old worker id.
+    assert len({one.attempt.worker_id for one in several}) == 3
 
 
 async def test_nor_one_where_an_async_agent_left_a_task_or_a_copy_of_itself(store: SqlStore) -> None:
@@ -157,6 +159,21 @@ async def test_a_process_whose_descriptors_were_closed_is_of_no_use_but_does_no_
     broken, after = await ran(store, *does("close descriptors", "nothing"), timeout=1.0)
     assert broken.status in ("failed", "timeout")
     assert after.status == "succeeded"
+
+
+async def test_an_agent_may_put_anything_in_the_place_of_its_stdout(store: SqlStore) -> None:
+    replaced, after = await ran(store, *does("replace stdout", "nothing"))
+    assert replaced.status == after.status == "succeeded"
+
+
+async def test_a_process_that_cannot_be_started_costs_its_attempt_and_no_descriptors(
+    store: SqlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    before = len(os.listdir("/dev/fd"))
+    several = await ran(store, *does("nothing", "nothing"))
+    assert {one.status for one in several} == {"failed"}
+    assert len(os.listdir("/dev/fd")) == before
 
 
 async def test_what_was_recorded_and_written_before_a_crash_is_kept(store: SqlStore) -> None:

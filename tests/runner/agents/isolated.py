@@ -89,6 +89,8 @@ def _do(task: dict) -> None:
         case "log":
             logging.getLogger("agent").warning("be warned")
             os.write(1, b"past sys.stdout\xff")
+        case "replace stdout":
+            sys.stdout = None
         case "wait":  # until the other process has begun
             time.sleep(0.7)
         case "leave thread":
