@@ -93,6 +93,10 @@ class _Attempt:
             for call in self.calls
         }
         self.agent_of_call = {call.span_id: self._agent_of_call(call) for call in self.calls}
+        # By the clock of the agent, whose tools are compared with it, where a report tells: the gateway's may differ.
+        inner = {call.span_id: max(self._sources(call)[1:] or [call], key=_start) for call in self.calls}
+        self.began = {span_id: span.start_time for span_id, span in inner.items()}
+        self.ended = {span_id: span.end_time for span_id, span in inner.items()}
 
     def steps(self) -> list[Step]:
         """One step for each span that no other stands for."""
@@ -218,12 +222,12 @@ class _Attempt:
         found = [i for i, one in enumerate(self.requests) if tool_call_id is not None and one.id == tool_call_id]
         if len(found) != 1:
             found = found or [index for index, one in enumerate(self.requests) if one.name == name]
-            found = [index for index in found if self.requests[index].call.start_time <= tool.start_time]
+            found = [index for index in found if self.began[self.requests[index].call.span_id] <= tool.start_time]
         near = self._nearest(tool, agent, [self.requests[index].call for index in found])
         found = [index for index in found if self.requests[index].call.span_id in near]
         free = [index for index in found if index not in claimed] or found
-        ended = [index for index in free if self.requests[index].call.end_time <= tool.start_time] or free
-        index = max(ended, key=lambda index: self.requests[index].call.start_time, default=None)
+        ended = [index for index in free if self.ended[self.requests[index].call.span_id] <= tool.start_time] or free
+        index = max(ended, key=lambda index: self.began[self.requests[index].call.span_id], default=None)
         if index is None:
             return None
         claimed.add(index)
@@ -231,10 +235,10 @@ class _Attempt:
 
     def _call_before(self, tool: Span, agent: str | None) -> Span | None:
         """The last of the nearest calls before a tool, unless it is another agent's."""
-        earlier = [call for call in self.calls if call.start_time <= tool.start_time]
+        earlier = [call for call in self.calls if self.began[call.span_id] <= tool.start_time]
         near = self._nearest(tool, agent, earlier)
         earlier = [call for call in earlier if call.span_id in near]
-        ended = [call for call in earlier if call.end_time <= tool.start_time] or earlier
+        ended = [call for call in earlier if self.ended[call.span_id] <= tool.start_time] or earlier
         call = ended[-1] if ended else None
         asked_by = self.agent_of_call[call.span_id] if call else None
         return call if agent is None or asked_by in (None, agent) else None
@@ -284,6 +288,10 @@ class _Attempt:
             seen.add(above.span_id)
             yield above
             span = above
+
+
+def _start(span: Span) -> float:
+    return span.start_time
 
 
 def _tool_call_id(span: Span, asked: Container[str]) -> str | None:

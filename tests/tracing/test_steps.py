@@ -99,6 +99,19 @@ def test_autogen_style_gaps_are_filled_without_the_gateway_too(framework: str) -
     assert all(step.call is None for step in steps)
 
 
+@pytest.mark.parametrize("framework", [name for name in WITH_AGENTS if name != "autogen"])  # whose calls have no ids
+@pytest.mark.parametrize("ahead", [-2.0, 2.0])
+def test_the_clock_of_the_gateway_may_differ_from_the_agents(framework: str, ahead: float) -> None:
+    def moved(one: Span) -> Span:
+        start, end = one.start_time + ahead, one.end_time + ahead
+        return msgspec.structs.replace(one, parent_id=None, start_time=start, end_time=end)
+
+    steps = read_steps([moved(one) if is_gateway_call(one) else one for one in recorded(framework)])
+    calls = [step for step in steps if step.kind == "call"]
+    assert [step.agent for step in calls] == ["writer"] * (len(calls) - 1) + ["rewriter"]
+    assert [step.call for step in steps if step.kind == "tool"] == [step.span for step in calls[:2]]
+
+
 @pytest.mark.parametrize("framework", ALL)
 def test_the_order_of_the_spans_does_not_matter(framework: str) -> None:
     spans = recorded(framework)
