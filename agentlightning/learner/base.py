@@ -5,27 +5,38 @@ A learner knows weights, optimiser and loss. It does not know groups, rewards, r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias, get_args
 
 from agentlightning.data.sequences import Aggregation, TrainingSequence
 from agentlightning.errors import ConfigError
 
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
+LossKind: TypeAlias = Literal["ppo_clip", "policy_gradient", "importance_sampling", "gspo", "cispo"]
+
+# How far below and above 1 the importance ratio counts; GSPO's, of a whole transition, is as its authors have it.
+CLIP_RANGES: Final[dict[LossKind, tuple[float, float]]] = {
+    "ppo_clip": (0.2, 0.2),
+    "gspo": (3e-4, 4e-4),
+    "cispo": (0.2, 0.2),
+}
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of one batch: PPO's clipped surrogate per token, aggregated, plus KL to a reference and entropy.
+    """The loss of one batch: that of its sampled tokens, aggregated, plus KL to a reference and entropy.
 
+    `kind` names a function of `learner/losses.py`. `clip_low` and `clip_high` are for those that clip the importance
+    ratio, by default `CLIP_RANGES`; `dual_clip` bounds the loss of tokens with negative advantage (arXiv:1912.09729).
     `temperature` is that of the sampling: the learner's log-probabilities are of the same distribution.
-    `dual_clip` bounds the loss of tokens with negative advantage (arXiv:1912.09729), None switches it off.
     `kl_coefficient` needs a learner that keeps a reference policy; 0 switches the term off."""
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    kind: LossKind = "ppo_clip"
+    clip_low: float | None = None
+    clip_high: float | None = None
     dual_clip: float | None = None
     aggregation: Aggregation = "token-mean"
     constant_length: int | None = None
@@ -34,9 +45,26 @@ class Loss:
     entropy_coefficient: float = 0.0
     temperature: float = 1.0
 
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """How far below and above 1 the ratio counts; for a kind that does not clip, any distance."""
+        low, high = CLIP_RANGES.get(self.kind, (1.0, math.inf))
+        return self.clip_low if self.clip_low is not None else low, (
+            self.clip_high if self.clip_high is not None else high
+        )
+
     def __post_init__(self) -> None:
-        if not 0 < self.clip_low < 1 or not self.clip_high > 0:
-            raise ConfigError(f"clip range ({self.clip_low}, {self.clip_high}): low must lie in (0, 1), high above 0")
+        if self.kind not in get_args(LossKind):
+            raise ConfigError(f"loss {self.kind!r} is unknown; known: {', '.join(get_args(LossKind))}")
+        if self.kind not in CLIP_RANGES and (self.clip_low, self.clip_high) != (None, None):
+            raise ConfigError(
+                f"clip_low and clip_high are set, but {self.kind} clips no ratio; ppo_clip, gspo, cispo do"
+            )
+        low, high = self.clip_range
+        if not 0 < low <= 1 or not high > 0:
+            raise ConfigError(f"clip range ({low}, {high}): low must lie in (0, 1], high above 0")
+        if self.dual_clip is not None and self.kind != "ppo_clip":
+            raise ConfigError(f"dual_clip is set, but the loss is {self.kind}: it bounds ppo_clip alone")
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ConfigError(f"dual_clip is {self.dual_clip}; it must be above 1, or None")
         if not self.temperature > 0:

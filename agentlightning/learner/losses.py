@@ -9,7 +9,42 @@ import torch
 from torch import Tensor
 
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import KLEstimator
+from agentlightning.learner.base import KLEstimator, Loss
+
+
+def policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, transitions: Tensor, loss: Loss
+) -> tuple[Tensor, Tensor]:
+    """The loss of each sampled token as `loss.kind` has it, and where a clip changed it: float[N], bool[N].
+
+    `transitions` int64[N] numbers the transition of each token, from 0; all tokens of one must be there."""
+    low, high = loss.clip_range
+    if loss.kind == "policy_gradient":
+        return policy_gradient(logprobs, advantages), torch.zeros_like(advantages, dtype=torch.bool)
+    if loss.kind == "importance_sampling":
+        value = importance_sampling(logprobs, old_logprobs, advantages)
+        return value, torch.zeros_like(advantages, dtype=torch.bool)
+    if loss.kind == "cispo":
+        ratio = torch.exp((logprobs - old_logprobs).detach())
+        return cispo(logprobs, old_logprobs, advantages, low, high), (ratio < 1 - low) | (ratio > 1 + high)
+    if loss.kind == "gspo":
+        ratio = transition_ratio(logprobs, old_logprobs, transitions).detach()
+        value = gspo(logprobs, old_logprobs, advantages, transitions, low, high)
+    else:
+        ratio = torch.exp((logprobs - old_logprobs).detach())
+        value = ppo_clip(logprobs, old_logprobs, advantages, low, high, loss.dual_clip)
+    return value, ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
+
+
+def policy_gradient(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """−A·log p, float[N]: right only for tokens that were sampled from the weights being changed (REINFORCE,
+    Williams 1992)."""
+    return -advantages * logprobs
+
+
+def importance_sampling(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """−r·A with r = exp(logprob − old), unclipped, float[N]: at r = 1 its gradient is that of `policy_gradient`."""
+    return -torch.exp(logprobs - old_logprobs) * advantages
 
 
 def ppo_clip(
@@ -18,11 +53,40 @@ def ppo_clip(
     """max(−r·A, −clip(r, 1−low, 1+high)·A) with r = exp(logprob − old) (PPO, arXiv:1707.06347), float[N].
 
     With `dual` c, tokens of negative advantage lose at most −c·A (dual-clip PPO, arXiv:1912.09729)."""
-    ratio = torch.exp(logprobs - old_logprobs)
-    loss = torch.maximum(-ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages)
+    loss = _clipped(torch.exp(logprobs - old_logprobs), advantages, low, high)
     if dual is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -dual * advantages), loss)
     return loss
+
+
+def gspo(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, transitions: Tensor, low: float, high: float
+) -> Tensor:
+    """PPO's clipped surrogate with the ratio of the whole transition (GSPO, arXiv:2507.18071), float[N].
+
+    As its token variant: each token has the transition's ratio as value and its own gradient, so that advantages may
+    differ within a transition; where they do not, and under `sequence-mean`, it is GSPO to the letter."""
+    return _clipped(transition_ratio(logprobs, old_logprobs, transitions), advantages, low, high)
+
+
+def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """−clip(r, 1−low, 1+high)·A·log p, no gradient through r (CISPO, arXiv:2506.13585), float[N]: a clipped token
+    still learns, with a bounded weight."""
+    ratio = torch.exp((logprobs - old_logprobs).detach())
+    return -ratio.clamp(1 - low, 1 + high) * advantages * logprobs
+
+
+def transition_ratio(logprobs: Tensor, old_logprobs: Tensor, transitions: Tensor) -> Tensor:
+    """exp(mean of logprob − old over the token's transition), float[N], with the gradient of the token's own log p."""
+    difference = (logprobs - old_logprobs).detach()
+    count = int(transitions.max()) + 1 if len(transitions) else 0
+    sums = difference.new_zeros(count).index_add(0, transitions, difference)
+    means = sums / torch.bincount(transitions, minlength=count).clamp(min=1)
+    return torch.exp(means[transitions] + logprobs - logprobs.detach())
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    return torch.maximum(-ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages)
 
 
 def kl(logprobs: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:

@@ -89,7 +89,8 @@ class TorchLearner:
         targets = _targets(micro, device)
         log_probabilities = self._log_probabilities(self.model, micro, loss.temperature)
         logprobs = _pick(log_probabilities, targets)
-        per_token = losses.ppo_clip(logprobs, old, advantages, loss.clip_low, loss.clip_high, loss.dual_clip)
+        transitions = torch.from_numpy(micro.transitions).to(device)
+        per_token, clipped = losses.policy_loss(logprobs, old, advantages, transitions, loss)
         if loss.kl_coefficient and self.reference is not None:
             with torch.no_grad():
                 reference = _pick(self._log_probabilities(self.reference, micro, loss.temperature), targets)
@@ -102,7 +103,7 @@ class TorchLearner:
                 per_token = per_token - loss.entropy_coefficient * entropy
         total = (per_token * weights).sum()
         torch.autograd.backward(total)
-        totals.add(float(total.detach()), logprobs.detach() - old, advantages, entropy.detach(), loss)
+        totals.add(float(total.detach()), logprobs.detach() - old, clipped, entropy.detach())
 
     def _log_probabilities(self, model: PreTrainedModel, micro: MicroBatch, temperature: float) -> Tensor:
         """float32[N, V]: the distribution each sampled token was drawn from, predicted at the position before it.
@@ -165,13 +166,11 @@ class _Totals:
         self.k3 = 0.0
         self.max_ratio_error = 0.0
 
-    def add(self, loss: float, log_ratio: Tensor, advantages: Tensor, entropy: Tensor, config: Loss) -> None:
+    def add(self, loss: float, log_ratio: Tensor, clipped: Tensor, entropy: Tensor) -> None:
         ratio = log_ratio.exp()
-        above = (advantages > 0) & (ratio > 1 + config.clip_high)
-        below = (advantages < 0) & (ratio < 1 - config.clip_low)
         self.loss += loss
         self.tokens += log_ratio.numel()
-        self.clipped += int((above | below).sum())
+        self.clipped += int(clipped.sum())
         self.entropy += float(entropy.sum())
         self.log_ratio += float(log_ratio.sum())
         self.k3 += float((ratio - 1 - log_ratio).sum())

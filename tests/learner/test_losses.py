@@ -1,29 +1,20 @@
-"""Losses and their gradients equal verl 0.9.1's, value for value (tests/oracles/verl_0_9_1.json)."""
+"""Losses and their gradients equal those of verl, OpenRLHF and AReaL, value for value."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from agentlightning.data import credit
 from agentlightning.data.sequences import Aggregation, TrainingSequence, aggregation_weights
 from agentlightning.errors import ConfigError
 from agentlightning.learner import losses
-from agentlightning.learner.base import Loss
+from agentlightning.learner.base import Loss, LossKind
+from tests.golden import INPUTS, MASK, OUTPUTS, sampled
 
-GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "oracles" / "verl_0_9_1.json").read_text())
-INPUTS, OUTPUTS = GOLDEN["inputs"], GOLDEN["outputs"]
-MASK = np.array(INPUTS["mask"], bool)
-
-
-def per_token(name: str) -> torch.Tensor:
-    """The sampled tokens of a golden [B, L] input, flattened row by row."""
-    return torch.tensor(INPUTS[name], dtype=torch.float32)[torch.from_numpy(MASK)]
+ROWS = torch.from_numpy(np.nonzero(MASK)[0])  # the transition of each sampled token: one per golden row
 
 
 def golden_sequences() -> list[TrainingSequence]:
@@ -44,44 +35,86 @@ def golden_sequences() -> list[TrainingSequence]:
     return out
 
 
-@pytest.mark.parametrize(("name", "baseline"), [("std,ddof1,eps1e-6", credit.grpo), ("no_std", credit.dr_grpo)])
-def test_group_advantages_equal_verl(name: str, baseline: Any) -> None:
-    groups = np.array(INPUTS["index"])
-    rewards = np.array(INPUTS["rewards"])
-    advantages = np.zeros(len(rewards))
-    for group in np.unique(groups):
-        advantages[groups == group] = baseline(rewards[groups == group])
-    expected = np.array(OUTPUTS[f"verl.grpo({name})"])
-    np.testing.assert_allclose(advantages[:, None] * MASK, expected, atol=1e-5)
+def check(key: str, loss: Loss, constant: int | None = None, old_shift: float = 0.0) -> None:
+    """The value of `loss` on the golden inputs and its gradient are those stored under `key`."""
+    logprobs = sampled(INPUTS["log_prob"]).requires_grad_()
+    old, advantages = sampled(INPUTS["old_log_prob"]) + old_shift, sampled(INPUTS["advantages"])
+    per_token, _ = losses.policy_loss(logprobs, old, advantages, ROWS, loss)
+    weights = np.concatenate(aggregation_weights(golden_sequences(), loss.aggregation, constant))
+    total = (per_token * torch.from_numpy(weights)).sum()
+    total.backward()
+    assert float(total.detach()) == pytest.approx(OUTPUTS[f"{key}.loss"], abs=1e-5)
+    torch.testing.assert_close(logprobs.grad, sampled(OUTPUTS[f"{key}.grad"]), atol=1e-5, rtol=0)
+
+
+CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 
 @pytest.mark.parametrize(
-    ("verl_name", "aggregation"),
+    ("verl_name", "aggregation", "constant"),
     [
-        ("token-mean", "token-mean"),
-        ("seq-mean-token-mean", "sequence-mean"),
-        ("seq-mean-token-sum-norm", "constant"),
+        ("token-mean", "token-mean", None),
+        ("seq-mean-token-mean", "sequence-mean", None),
+        ("seq-mean-token-sum-norm", "constant", MASK.shape[1]),
+        ("seq-mean-token-sum", "constant", 1),
     ],
 )
-def test_clip_loss_and_gradient_equal_verl(verl_name: str, aggregation: Aggregation) -> None:
-    logprobs = per_token("log_prob").requires_grad_()
-    loss = losses.ppo_clip(logprobs, per_token("old_log_prob"), per_token("advantages"), 0.2, 0.28, 3.0)
-    weights = aggregation_weights(golden_sequences(), aggregation, constant=MASK.shape[1])
-    total = (loss * torch.from_numpy(np.concatenate(weights))).sum()
-    total.backward()
-    key = f"verl.ppo_clip[.2,.28]dual3.{verl_name}"
-    assert float(total.detach()) == pytest.approx(OUTPUTS[f"{key}.loss"], abs=1e-5)
-    expected = torch.tensor(OUTPUTS[f"{key}.grad"])[torch.from_numpy(MASK)]
-    torch.testing.assert_close(logprobs.grad, expected, atol=1e-5, rtol=0)
+def test_clip_loss_and_gradient_equal_verl(verl_name: str, aggregation: Aggregation, constant: int | None) -> None:
+    loss = Loss(**CLIP, dual_clip=3.0, aggregation=aggregation)
+    check(f"verl.ppo_clip[.2,.28]dual3.{verl_name}", loss, constant)
 
 
-def test_dual_clip_bounds_the_loss_where_the_ratio_explodes() -> None:
-    logprobs = per_token("log_prob").requires_grad_()
-    loss = losses.ppo_clip(logprobs, per_token("old_log_prob") - 1.2, per_token("advantages"), 0.2, 0.28, 3.0)
-    loss.mean().backward()
-    assert float(loss.mean().detach()) == pytest.approx(OUTPUTS["verl.ppo_clip.dual_active(old-1.2).loss"], abs=1e-5)
-    expected = torch.tensor(OUTPUTS["verl.ppo_clip.dual_active(old-1.2).grad"])[torch.from_numpy(MASK)]
-    torch.testing.assert_close(logprobs.grad, expected, atol=1e-5, rtol=0)
+@pytest.mark.parametrize("key", ["verl.ppo_clip.dual_active(old-1.2)", "areal.ppo_clip.c3(old-1.2)"])
+def test_dual_clip_bounds_the_loss_where_the_ratio_explodes(key: str) -> None:
+    check(key, Loss(**CLIP, dual_clip=3.0), old_shift=-1.2)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "aggregation"),
+    [
+        ("verl.gspo.seq-mean-token-mean", "gspo", "sequence-mean"),
+        ("openrlhf.gspo", "gspo", "sequence-mean"),
+        ("verl.gspo", "gspo", "token-mean"),
+        ("areal.gspo(token-mean)", "gspo", "token-mean"),
+        ("verl.cispo", "cispo", "token-mean"),
+    ],
+)
+def test_gspo_and_cispo_equal_the_frameworks(key: str, kind: LossKind, aggregation: Aggregation) -> None:
+    check(key, Loss(kind, **CLIP, aggregation=aggregation))
+
+
+def test_policy_gradient_equals_verl() -> None:
+    check("verl.gpg", Loss("policy_gradient"))
+
+
+def test_importance_sampling_is_the_clipped_loss_where_nothing_is_clipped() -> None:
+    gradients = []
+    for loss in (Loss("importance_sampling"), Loss(clip_low=1.0, clip_high=1e9)):
+        logprobs = sampled(INPUTS["log_prob"]).requires_grad_()
+        old, advantages = sampled(INPUTS["old_log_prob"]), sampled(INPUTS["advantages"])
+        value, clipped = losses.policy_loss(logprobs, old, advantages, ROWS, loss)
+        value.sum().backward()
+        gradients.append(logprobs.grad)
+        assert not clipped.any()
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("kind", ["ppo_clip", "importance_sampling", "gspo", "cispo"])
+def test_on_the_weights_that_sampled_every_loss_has_the_gradient_of_the_plain_one(kind: LossKind) -> None:
+    old, advantages = sampled(INPUTS["old_log_prob"]), sampled(INPUTS["advantages"])
+    logprobs = old.clone().requires_grad_()
+    value, _ = losses.policy_loss(logprobs, old, advantages, ROWS, Loss(kind))
+    value.sum().backward()
+    torch.testing.assert_close(logprobs.grad, -advantages)
+
+
+def test_what_a_clip_changed_is_told_token_by_token() -> None:
+    ratios, advantages = torch.tensor([1.5, 1.5, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0])
+    arguments = (ratios.log(), torch.zeros(4), advantages, torch.tensor([0, 0, 0, 0]))
+    assert losses.policy_loss(*arguments, Loss())[1].tolist() == [True, False, False, True]
+    assert losses.policy_loss(*arguments, Loss("cispo"))[1].tolist() == [True] * 4
+    # The ratio of the whole is (1.5 · 1.5 · 0.5 · 0.5)^(1/4) = 0.87.
+    assert losses.policy_loss(*arguments, Loss("gspo"))[1].tolist() == [False, True, False, True]
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -91,13 +124,20 @@ def test_kl_estimators_equal_verl(estimator: Any) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
-def test_a_group_of_one_and_a_group_of_equals_have_no_advantage() -> None:
-    assert credit.grpo([0.7]).tolist() == [0.0]
-    assert credit.grpo([0.1] * 7).tolist() == [0.0] * 7
-    assert credit.dr_grpo([0.1] * 7).tolist() == [0.0] * 7
+def test_entropy_is_that_of_the_distribution() -> None:
+    assert float(losses.entropy(torch.log(torch.full((1, 8), 1 / 8)))[0]) == pytest.approx(np.log(8))
 
 
 def test_settings_out_of_range_are_refused_by_name() -> None:
     for wrong in ({"clip_low": 0.0}, {"dual_clip": 1.0}, {"temperature": 0.0}, {"kl_coefficient": -1.0}):
         with pytest.raises(ConfigError, match=next(iter(wrong)).split("_")[0]):
             Loss(**wrong)
+
+
+def test_settings_that_a_loss_would_ignore_are_refused() -> None:
+    with pytest.raises(ConfigError, match="known: ppo_clip"):
+        Loss("ppo")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="importance_sampling clips no ratio"):
+        Loss("importance_sampling", clip_high=0.3)
+    with pytest.raises(ConfigError, match="dual_clip is set, but the loss is cispo"):
+        Loss("cispo", dual_clip=3.0)
