@@ -1,9 +1,10 @@
-"""Transitions with advantages → training sequences → padded micro-batches.
+"""Transitions with advantages → training sequences → micro-batches.
 
 A training sequence is a row of token ids with a loss row per sampled token. At level `transition` each call is a
-sequence of its own; at level `trajectory` a call whose prompt extends an earlier sequence token for token is appended
-to it, so that the shared history is computed once. Which token belongs to which transition is kept: "sequence" in a
-loss means a transition, however it was packed.
+sequence of its own; at level `tree` too, and whatever prefix the sequences of a batch share is computed once. At level
+`trajectory` a call whose prompt extends an earlier sequence token for token is appended to it; at level `concat`
+everything new is, whether or not it fits. Which token belongs to which transition is kept: "sequence" in a loss means a
+transition, however it was packed.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from agentlightning.data.forest import Forest, cut, plant, prefix_order, shared_length
 from agentlightning.data.transitions import FloatArray, IntArray, Transition
 from agentlightning.errors import ConfigError
 
-Level: TypeAlias = Literal["transition", "trajectory"]
+Level: TypeAlias = Literal["transition", "trajectory", "tree", "concat"]
 Aggregation: TypeAlias = Literal["token-mean", "sequence-mean", "rollout-mean", "constant"]
 
 
@@ -35,7 +37,8 @@ class TrainingSequence:
     """One row to compute. `token_ids` int32[L]; the rest are per sampled token, float32[N] or int32[N].
 
     `positions` are the indices of the sampled tokens in `token_ids`; `transitions` numbers the transition each token
-    belongs to (from 0 within this sequence)."""
+    belongs to (from 0 within this sequence). `tree` asks that prefixes which sequences of the batch share be computed
+    once."""
 
     rollout_id: str
     token_ids: IntArray
@@ -43,19 +46,27 @@ class TrainingSequence:
     transitions: IntArray
     logprobs: FloatArray
     advantages: FloatArray
+    tree: bool = False
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def tokens_alone(self) -> int:
+        """How many tokens training each of its transitions by itself would compute."""
+        ends = self.positions[np.flatnonzero(np.diff(self.transitions, append=-1))]
+        return int(ends.sum()) + len(ends)
+
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Right-padded rows. `token_ids` int32[B, L] (0 where padded); per sampled token of all rows, in row order:
-    `rows` and `positions` int64[N] say where it stands, `logprobs`, `advantages` and `weights` float32[N], and
-    `transitions` int64[N] which transition of the micro-batch it belongs to (from 0); none is spread over two batches.
+    """Right-padded rows, or one row that holds a forest. `token_ids` int32[B, L] (0 where padded); per sampled token of
+    all rows, in row order: `rows` and `positions` int64[N] say where it stands, `logprobs`, `advantages` and `weights`
+    float32[N], `transitions` int64[N] which transition of the micro-batch it belongs to (from 0; none is spread over
+    two micro-batches). In a forest one place may stand for the same token of several transitions.
 
     The loss is Σ weights · loss(token): weights already hold the aggregation's denominators over the whole batch, so
-    that the sum over micro-batches is the loss of the batch."""
+    that the sum over micro-batches is the loss of the batch. `tokens` counts those that are not padding."""
 
     token_ids: IntArray
     rows: npt.NDArray[np.int64]
@@ -64,17 +75,28 @@ class MicroBatch:
     advantages: FloatArray
     weights: FloatArray
     transitions: npt.NDArray[np.int64]
+    tokens: int
+    forest: Forest | None = None
+
+    @property
+    def predictors(self) -> npt.NDArray[np.int64]:
+        """Where, in the row of each sampled token, the token stands that predicts it, int64[N]."""
+        return self.positions - 1 if self.forest is None else self.forest.previous[self.positions]
 
 
 def build_sequences(credited: Sequence[CreditedTransition], level: Level) -> list[TrainingSequence]:
     """Lay the transitions of one rollout (in call order) into training sequences.
 
     At level `trajectory`: (O1, A1), (O1+A1+O2, A2) → one sequence O1 A1 O2 A2 with loss on A1 and A2; a prompt that
-    extends no earlier sequence starts a new one, and interleaved conversations each keep their own."""
-    if level == "transition":
-        return [_sequence([item]) for item in credited]
+    extends no earlier sequence starts a new one, and interleaved conversations each keep their own. At level `concat`
+    there is one sequence, whatever the prompts are: of each, what follows the prefix it shares with the call before is
+    appended, so that an answer may be trained after tokens that it was not sampled after."""
+    if level in ("transition", "tree"):
+        return [_sequence([item], tree=level == "tree") for item in credited]
+    if level == "concat":
+        return [_concatenated(credited)] if credited else []
     if level != "trajectory":
-        raise ConfigError(f"unknown level {level!r}; known: transition, trajectory")
+        raise ConfigError(f"unknown level {level!r}; known: transition, trajectory, tree, concat")
     chains: list[list[CreditedTransition]] = []
     tails: list[IntArray] = []  # all tokens of each chain so far
     for item in credited:
@@ -95,20 +117,39 @@ def _extends(prompt: IntArray, earlier: IntArray) -> bool:
     return len(earlier) <= len(prompt) and np.array_equal(earlier, prompt[: len(earlier)])
 
 
-def _sequence(chain: list[CreditedTransition]) -> TrainingSequence:
+def _concatenated(chain: Sequence[CreditedTransition]) -> TrainingSequence:
+    parts: list[IntArray] = []
+    starts: list[int] = []  # of the answers
+    earlier = np.zeros(0, np.int32)
+    for item in chain:
+        prompt, answer = item.transition.prompt_ids, item.transition.response_ids
+        parts += [prompt[shared_length(earlier, prompt) :], answer]
+        starts.append(sum(map(len, parts)) - len(answer))
+        earlier = np.concatenate([prompt, answer])
+    return _sequence(chain, np.concatenate(parts), starts)
+
+
+def _sequence(
+    chain: Sequence[CreditedTransition],
+    token_ids: IntArray | None = None,
+    starts: Sequence[int] | None = None,
+    *,
+    tree: bool = False,
+) -> TrainingSequence:
+    """The chain as one row: the tokens of its last call, which hold those of the others, unless others are given with
+    where the answers start in them."""
     last = chain[-1].transition
-    positions = [
-        np.arange(len(item.transition.prompt_ids), len(item.transition.prompt_ids) + len(item.transition.response_ids))
-        for item in chain
-    ]
+    starts = starts or [len(item.transition.prompt_ids) for item in chain]
     lengths = [len(item.transition.response_ids) for item in chain]
+    positions = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
     return TrainingSequence(
         rollout_id=last.rollout_id,
-        token_ids=np.concatenate([last.prompt_ids, last.response_ids]),
+        token_ids=np.concatenate([last.prompt_ids, last.response_ids]) if token_ids is None else token_ids,
         positions=np.concatenate(positions).astype(np.int32),
         transitions=np.repeat(np.arange(len(chain), dtype=np.int32), lengths),
         logprobs=np.concatenate([item.transition.logprobs for item in chain]),
         advantages=np.concatenate([item.advantages for item in chain]),
+        tree=tree,
     )
 
 
@@ -148,7 +189,11 @@ def aggregation_weights(
 def micro_batches(
     sequences: Sequence[TrainingSequence], weights: Sequence[FloatArray], max_tokens: int
 ) -> Iterator[MicroBatch]:
-    """Rows of similar length together, at most `max_tokens` padded tokens each (a longer row goes alone)."""
+    """Rows of similar length together, at most `max_tokens` padded tokens each (a longer row goes alone). Sequences of
+    level `tree` go together with those they share a prefix with, at most `max_tokens` distinct tokens each."""
+    if any(sequence.tree for sequence in sequences):
+        yield from _forests(sequences, weights, max_tokens)
+        return
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
     start = 0
     while start < len(order):
@@ -158,20 +203,50 @@ def micro_batches(
         start += len(rows)
 
 
+def _forests(
+    sequences: Sequence[TrainingSequence], weights: Sequence[FloatArray], max_tokens: int
+) -> Iterator[MicroBatch]:
+    order, shared = prefix_order([sequence.token_ids for sequence in sequences])
+    lengths = np.array([len(sequences[i]) for i in order], np.int64)
+    sampled = np.array([len(sequences[i].positions) for i in order], np.int64)
+    for start, stop in cut(lengths, shared, sampled, max_tokens):
+        chosen = [sequences[i] for i in order[start:stop]]
+        forest, paths = plant([sequence.token_ids for sequence in chosen], shared[start:stop])
+        positions = [path[sequence.positions] for path, sequence in zip(paths, chosen, strict=True)]
+        rows = np.zeros(sum(map(len, positions)), np.int64)
+        yield _micro_batch(
+            chosen, [weights[i] for i in order[start:stop]], forest.token_ids[None], rows, positions, forest
+        )
+
+
 def _pad(sequences: list[TrainingSequence], weights: Iterable[FloatArray], width: int) -> MicroBatch:
     token_ids = np.zeros((len(sequences), width), np.int32)
     for row, sequence in enumerate(sequences):
         token_ids[row, : len(sequence)] = sequence.token_ids
+    rows = np.repeat(np.arange(len(sequences), dtype=np.int64), [len(s.positions) for s in sequences])
+    return _micro_batch(sequences, weights, token_ids, rows, [s.positions for s in sequences])
+
+
+def _micro_batch(
+    sequences: list[TrainingSequence],
+    weights: Iterable[FloatArray],
+    token_ids: IntArray,
+    rows: npt.NDArray[np.int64],
+    positions: Sequence[npt.NDArray[np.integer]],
+    forest: Forest | None = None,
+) -> MicroBatch:
     counts = [int(sequence.transitions[-1]) + 1 for sequence in sequences]
     first = np.cumsum([0, *counts[:-1]])
     return MicroBatch(
         token_ids=token_ids,
-        rows=np.repeat(np.arange(len(sequences), dtype=np.int64), [len(s.positions) for s in sequences]),
-        positions=np.concatenate([s.positions for s in sequences]).astype(np.int64),
+        rows=rows,
+        positions=np.concatenate(positions).astype(np.int64),
         logprobs=np.concatenate([s.logprobs for s in sequences]),
         advantages=np.concatenate([s.advantages for s in sequences]),
         weights=np.concatenate(list(weights)),
         transitions=np.concatenate(
             [s.transitions + start for s, start in zip(sequences, first, strict=True)], dtype=np.int64
         ),
+        tokens=sum(map(len, sequences)) if forest is None else len(forest.token_ids),
+        forest=forest,
     )
