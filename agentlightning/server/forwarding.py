@@ -191,7 +191,7 @@ class Forwarder(Collector):
 def _traces_url(text: str) -> URL:
     try:
         url = URL(text)
-        valid = url.scheme in ("http", "https") and bool(url.host) and url.port != 0
+        valid = url.scheme in ("http", "https") and bool((url.host or "").encode("idna")) and url.port != 0
     except ValueError:
         valid, url = False, URL()
     if not valid:

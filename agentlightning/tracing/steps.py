@@ -193,7 +193,8 @@ class _Attempt:
         for span in unsure:
             during = [one for one in free if one.start_time <= span.end_time and span.start_time <= one.end_time]
             possible = [call for call in during if _same_model(span, call)]
-            alike[span.span_id] = [call for call in possible if _same_text(span, call)] or possible
+            texts = [_same_texts(span, call) for call in possible]
+            alike[span.span_id] = [call for call, same in zip(possible, texts, strict=True) if same == max(texts)]
         sure = True
         # The sure ones leave less to guess; the inner ones report what is around them too.
         for span in sorted(unsure, key=lambda span: (len(alike[span.span_id]), -span.start_time)):
@@ -335,7 +336,9 @@ def _overlap(span: Span, call: Span) -> float:
     return min(span.end_time, call.end_time) - max(span.start_time, call.start_time)
 
 
-def _same_text(span: Span, call: Span) -> bool:
-    """Whether the span holds the text of the call's answer."""
-    said = _answer(call).get("content")
-    return isinstance(said, str) and bool(said) and any(said in str(value) for value in span.attributes.values())
+def _same_texts(span: Span, call: Span) -> int:
+    """How many of the call's answer and its first message, which tells agents apart, the span holds."""
+    given = dialects.items(dialects.json_of(dialects.text_of(call, semconv.GEN_AI_INPUT_MESSAGES)))
+    first = dialects.mapping(given[0]) if given else {}
+    texts = [text for text in (_answer(call).get("content"), first.get("content")) if isinstance(text, str) and text]
+    return sum(any(text in str(value) for value in span.attributes.values()) for text in texts)

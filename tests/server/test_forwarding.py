@@ -310,7 +310,7 @@ async def test_the_path_of_the_protocol_is_appended_unless_it_is_there(given, us
     assert str(Forwarder(given).url) == used
 
 
-@pytest.mark.parametrize("address", ["collector:4318", "grpc://collector:4317", "http://", ""])
+@pytest.mark.parametrize("address", ["collector:4318", "grpc://collector:4317", "http://", "http://a..b:4318", ""])
 async def test_what_is_no_address_is_refused(address):
     with pytest.raises(ConfigError, match="http://localhost:4318"):
         Forwarder(address)

@@ -215,6 +215,24 @@ def test_calls_at_the_same_time_are_told_apart_by_what_was_answered() -> None:
     assert {step.span.span_id: step.agent for step in steps if step.kind == "call"} == {"one": "right", "two": "left"}
 
 
+def test_calls_at_the_same_time_are_told_apart_by_what_their_agents_were_told_to_be() -> None:
+    agents = [span(name, 0, 5, openinference__span__kind="AGENT") for name in ("left", "right")]
+    told = {"openinference__span__kind": "LLM", "llm__model_name": "policy", "output__value": "done"}
+    reports = [
+        span(f"llm {name}", 1, 4, name, **told, llm__input_messages__0__message__content=f"You are {name}.")
+        for name in ("left", "right")
+    ]
+    calls = [
+        msgspec.structs.replace(call, attributes={**call.attributes, semconv.GEN_AI_INPUT_MESSAGES: given})
+        for call, given in (
+            (gateway("one", 2, 3, "done"), '[{"role": "system", "content": "You are right."}]'),
+            (gateway("two", 2.1, 3, "done"), '[{"role": "system", "content": "You are left."}]'),
+        )
+    ]
+    steps = read_steps([*agents, *reports, *calls])
+    assert [step.agent for step in steps if step.kind == "call"] == ["right", "left"]
+
+
 def test_reports_that_may_be_of_either_call_are_counted_once_and_name_nobody() -> None:
     agents = [span(name, 0, 5, openinference__span__kind="AGENT") for name in ("left", "right")]
     told = {"openinference__span__kind": "LLM", "llm__model_name": "policy"}
