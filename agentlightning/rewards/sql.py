@@ -24,6 +24,7 @@ Row = tuple[Any, ...]
 
 CHECK_EVERY = 1000  # steps of SQLite's virtual machine between two looks at the clock
 MAX_VALUE_BYTES = 10_000_000
+MAX_RESULT_BYTES = 100_000_000
 MAX_PATTERN = 200  # characters of a LIKE pattern, whose matching cannot be interrupted
 _QUOTED = re.compile(r"'(?:[^']|'')*'|\"[^\"]*\"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?\*/", re.DOTALL)
 _PARENTHESES = re.compile(r"\([^()]*\)")
@@ -40,7 +41,7 @@ def sql_result_equal(
     """1.0 where both queries return the same rows of the SQLite file `database`, else 0.0.
 
     A predicted query that is malformed, writes, takes longer than `timeout` seconds or returns more than `row_limit`
-    rows is worth 0.0. The same of the right query is an InvalidError; a missing database is a ConfigError."""
+    rows or 100 MB is worth 0.0. The same of the right query is an InvalidError; a missing database is a ConfigError."""
     path = Path(database)
     if not path.is_file():
         raise ConfigError(f"no database {path}; give the path of a SQLite file")
@@ -71,15 +72,18 @@ def _rows(sql: str, database: Path, timeout: float, row_limit: int) -> list[Row]
     try:
         _confine(connection, sqlite3, timeout)
         cursor = connection.execute(sql)
-        rows = cursor.fetchmany(row_limit + 1)
+        rows, size = list[Row](), 0
+        for row in cursor:
+            rows.append(row)
+            size += sum(len(value) for value in row if isinstance(value, str | bytes))
+            if len(rows) > row_limit or size > MAX_RESULT_BYTES:
+                return f"it returns more than {row_limit} rows or {MAX_RESULT_BYTES} bytes"
     except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError) as error:
         return str(error) or type(error).__name__
     finally:
         connection.close()
     if cursor.description is None:
         return "it is no query"
-    if len(rows) > row_limit:
-        return f"it returns more than {row_limit} rows"
     return [tuple(map(_comparable, row)) for row in rows]
 
 

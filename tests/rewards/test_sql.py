@@ -82,6 +82,13 @@ def test_too_many_rows_are_not_compared(database: Path) -> None:
     assert rewards.sql_result_equal(f"{GOLD} UNION ALL {GOLD}", GOLD, database, row_limit=3) == 0.0
 
 
+def test_rows_are_not_gathered_beyond_what_fits_into_memory(database: Path) -> None:
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT zeroblob(9000000) FROM n"
+    started = time.monotonic()
+    assert rewards.sql_result_equal(endless, GOLD, database, timeout=60) == 0.0
+    assert time.monotonic() - started < 20
+
+
 def test_a_right_query_that_fails_is_an_error_of_the_data(database: Path) -> None:
     with pytest.raises(InvalidError, match="no such column: nobody"):
         rewards.sql_result_equal(GOLD, "SELECT nobody FROM people", database)
