@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from agentlightning.cli.store import open_store, run
 from agentlightning.errors import InvalidError
 from agentlightning.types import Mode
+
+if TYPE_CHECKING:
+    from agentlightning.store.transfer import Record
 
 _PROBLEMS_SHOWN = 10
 _AT_ONCE = 16  # rollouts that share a commit
@@ -65,19 +71,36 @@ async def _import(
     if problems and (strict or not spans):
         raise InvalidError(f"{_parts(problems)} not be read; nothing was stored")
     records = rollouts_of(spans, by=by, reward=reward, mode=mode)
-    new = 0
+    new: list[Record] = []
     async with open_store(address, server, key, create=True) as opened:
         for first in range(0, len(records), _AT_ONCE):
             imports = [
                 calls.ImportRollout(rollout=record.rollout, attempts=record.attempts, spans=record.spans)
                 for record in records[first : first + _AT_ONCE]
             ]
-            new += sum(await asyncio.gather(*map(opened.perform, imports)))
-    aside = [f"{len(records) - new} were stored already"] if new < len(records) else []
-    aside += [f"{_parts(problems)} not be read"] if problems else []
-    click.echo("; ".join([f"stored {new} rollouts with {len(spans)} spans" if new else "stored nothing", *aside]))
+            stored = await asyncio.gather(*map(opened.perform, imports))
+            new += itertools.compress(records[first : first + _AT_ONCE], stored)
+    _report(records, new, reward, problems)
     return 0
 
 
-def _parts(problems: list[str]) -> str:
+def _report(records: Sequence[Record], new: Sequence[Record], reward: str | None, problems: Sequence[str]) -> None:
+    from agentlightning.tracing.rewards import find_final_reward
+
+    count = sum(len(record.spans) for record in new)
+    told = [f"stored {_number(len(new), 'rollout')} with {_number(count, 'span')}" if new else "stored nothing"]
+    if len(new) < len(records):
+        told.append(f"{len(records) - len(new)} stored already, left as they are")
+    if reward is not None and (without := sum(find_final_reward(record.spans) is None for record in new)):
+        told.append(f"{without} without a number as {reward!r}, so without a reward")
+    if problems:
+        told.append(f"{_parts(problems)} not be read")
+    click.echo("; ".join(told))
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _parts(problems: Sequence[str]) -> str:
     return "1 part could" if len(problems) == 1 else f"{len(problems)} parts could"

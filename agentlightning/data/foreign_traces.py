@@ -6,6 +6,7 @@ of the traces, so that the same traces always become the same rollouts.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import re
@@ -17,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from agentlightning import semconv
-from agentlightning.errors import ConfigError, InvalidError
+from agentlightning.errors import ConfigError, InvalidError, nearest
 from agentlightning.store.transfer import Record
 from agentlightning.tracing.messages import input_messages, model_name, output_messages, token_counts
 from agentlightning.tracing.otlp import JSON, decode_traces
@@ -29,6 +30,7 @@ _OTHER_SIGNALS: Final = frozenset({"resourceMetrics", "resourceLogs", "resource_
 _EVALUATION_NAME: Final = "gen_ai.evaluation.name"
 _EVALUATION_SCORE: Final = "gen_ai.evaluation.score.value"
 _BYTE: Final = re.compile(r"\(byte (\d+)\)")
+_NUMBERED: Final = re.compile(r"\.\d")
 
 
 # --- files -------------------------------------------------------------------------------------------------------
@@ -150,7 +152,11 @@ def rollouts_of(
 
     The input is the root span's, else the messages of the first LLM call. Status is the last root's. The reward is the
     newest value of the attribute, or the evaluation, that is called `reward`; without it the score of the only kind of
-    evaluation there is. InvalidError where several kinds leave it open."""
+    evaluation there is. InvalidError where several kinds leave it open, and for a `by` or `reward` that no span has."""
+    if by is not None:
+        _check_name("the attribute", by, {name for span in spans for name in (*span.attributes, *span.resource)})
+    if reward is not None:
+        _check_name("a number as", reward, {name for attributes in _said(spans) for name in _scores(attributes)})
     traces: dict[str, list[Span]] = {}
     for span in spans:
         traces.setdefault(span.trace_id, []).append(span)
@@ -160,6 +166,12 @@ def rollouts_of(
         name = f"trace-{trace_id}" if value is None else f"session-{_digest(f'{by}={value}')[:32]}"
         grouped.setdefault(name, []).extend(members)
     return [_record(name, members, reward, mode) for name, members in grouped.items()]
+
+
+def _check_name(what: str, name: str, known: set[str]) -> None:
+    if known and name not in known:
+        short = {each for each in known if not _NUMBERED.search(each)}
+        raise InvalidError(f"no span has {what} {name!r}; {nearest(name, short)}")
 
 
 def _value(spans: Sequence[Span], attribute: str) -> str | None:
@@ -258,16 +270,9 @@ def _parsed(text: str) -> Any:
 
 def _score(rollout_id: str, spans: Sequence[Span], wanted: str | None) -> tuple[str, float] | None:
     """(name, value) of the reward that no reward span says yet."""
-    said = [span.attributes for span in spans]
-    said += [event.attributes for span in spans for event in span.events]
     scores: dict[str, float] = {}
-    for attributes in said:
-        name = str(attributes.get(_EVALUATION_NAME, _EVALUATION_SCORE))
-        found = {} if wanted is None else {wanted: attributes.get(wanted)}
-        found |= {name: attributes.get(_EVALUATION_SCORE)} if _EVALUATION_SCORE in attributes else {}
-        for key, value in found.items():
-            if isinstance(value, bool | int | float) and math.isfinite(value):
-                scores[key] = float(value)
+    for attributes in _said(spans):
+        scores |= _scores(attributes, every=wanted is not None)
     if wanted is not None:
         return (wanted, scores[wanted]) if wanted in scores else None
     if find_final_reward(spans) is not None:
@@ -278,6 +283,24 @@ def _score(rollout_id: str, spans: Sequence[Span], wanted: str | None) -> tuple[
             "with --reward"
         )
     return next(iter(scores.items()), None)
+
+
+def _said(spans: Sequence[Span]) -> list[Attributes]:
+    return [span.attributes for span in spans] + [event.attributes for span in spans for event in span.events]
+
+
+def _scores(attributes: Attributes, *, every: bool = True) -> dict[str, float]:
+    """The score of the evaluation that these attributes tell, by its name; with `every` all other numbers too."""
+    name = str(attributes.get(_EVALUATION_NAME, _EVALUATION_SCORE))
+    found = dict(attributes) if every else {}
+    if _EVALUATION_SCORE in attributes:
+        found[name] = attributes[_EVALUATION_SCORE]
+    scores: dict[str, float] = {}
+    for key, value in found.items():
+        with contextlib.suppress(ValueError, TypeError):  # no number; some tools write numbers as texts
+            if math.isfinite(number := float(value)):  # pyright: ignore[reportArgumentType]
+                scores[key] = number
+    return scores
 
 
 def _digest(text: str) -> str:

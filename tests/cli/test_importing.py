@@ -110,7 +110,9 @@ def test_importing_twice_changes_nothing(capsys: pytest.CaptureFixture[str]) -> 
     before = stored()
     assert run(["import", file, "--mode", "val"]) == 0
     assert stored() == before
-    assert capsys.readouterr().out == "stored 1 rollouts with 2 spans\nstored nothing; 1 were stored already\n"
+    assert (
+        capsys.readouterr().out == "stored 1 rollout with 2 spans\nstored nothing; 1 stored already, left as they are\n"
+    )
 
 
 @pytest.mark.parametrize("form", ["whole", "list", "lines", "snake", "indented"])
@@ -190,7 +192,7 @@ def evaluated(name: str, score: Any) -> dict[str, Any]:
         ({"attributes": {"gen_ai.evaluation.score.value": 0.25}}, [], 0.25),
         ({"events": [evaluated("correct", 0.5), evaluated("short", 1.0)]}, ["--reward", "short"], 1.0),
         ({"attributes": {"user.feedback": True}}, ["--reward", "user.feedback"], 1.0),
-        ({"attributes": {"user.feedback": "good"}}, ["--reward", "user.feedback"], None),
+        ({"attributes": {"user.feedback": "0.5"}}, ["--reward", "user.feedback"], 0.5),
         ({"attributes": {semconv.reward_name(0): "primary", semconv.reward_value(0): 0.75}}, [], 0.75),
         ({}, [], None),
     ],
@@ -207,6 +209,29 @@ def test_of_several_evaluations_the_user_chooses(capsys: pytest.CaptureFixture[s
     assert not Path("agentlightning.sqlite").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--reward", "skore"], "no span has a number as 'skore'; did you mean 'score'?"),
+        (["--reward", "feedback"], "no span has a number as 'feedback'"),
+        (["--by", "sesion.id"], "no span has the attribute 'sesion.id'; did you mean 'session.id'?"),
+    ],
+)
+def test_a_name_that_no_span_has_stores_nothing(options: list[str], said: str, capsys: Any) -> None:
+    attributes = {"score": 0.5, "feedback": "good", "session.id": "s"}
+    assert run(["import", write("a.json", request(span(1, attributes=attributes))), *options]) == 1
+    assert said in capsys.readouterr().err
+    assert not Path("agentlightning.sqlite").exists()
+
+
+def test_rollouts_that_stay_without_the_reward_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    file = write("a.json", request(span(1, attributes={"score": 0.5}), span(2, trace="f" * 32)))
+    assert run(["import", file, "--reward", "score"]) == 0
+    assert capsys.readouterr().out == (
+        "stored 2 rollouts with 3 spans; 1 without a number as 'score', so without a reward\n"
+    )
+
+
 # --- what cannot be read -----------------------------------------------------------------------------------------
 
 BROKEN = request(span(1), span(2, traceId="zz"), span(3, startTimeUnixNano="soon"), {"name": "no ids"})
@@ -215,7 +240,7 @@ BROKEN = request(span(1), span(2, traceId="zz"), span(3, startTimeUnixNano="soon
 def test_what_is_broken_is_named_and_the_rest_stored(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["import", write("a.jsonl", BROKEN, WHOLE)]) == 0
     told = capsys.readouterr()
-    assert told.out == "stored 1 rollouts with 3 spans; 3 parts could not be read\n"
+    assert told.out == "stored 1 rollout with 2 spans; 3 parts could not be read\n"
     lines = told.err.splitlines()
     assert lines[0].startswith("a.jsonl, line 1, resourceSpans[0].scopeSpans[0].spans[1]: traceId is 'zz'")
     assert "spans[2]: startTimeUnixNano" in lines[1]
