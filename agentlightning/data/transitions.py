@@ -6,9 +6,10 @@ knows spans and rewards; it does not know groups, advantages or models.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,8 +17,10 @@ import numpy.typing as npt
 
 from agentlightning import semconv
 from agentlightning.data.agents import AgentName, agent_of, chosen
+from agentlightning.data.rewards import NOT_TRAINED, PLAIN, RewardSpec, given_rewards
 from agentlightning.data.tool_calls import ToolStatus, tool_statuses
-from agentlightning.tracing.rewards import find_final_reward
+from agentlightning.errors import ConfigError
+from agentlightning.tracing.messages import output_messages, text_of
 from agentlightning.tracing.steps import read_steps
 from agentlightning.types import Rollout, SampledChoice, Span
 
@@ -37,7 +40,8 @@ class Transition:
 
     `prompt_ids` int32[P], `response_ids` int32[T] (EOS included where it was sampled), `logprobs` float32[T] under the
     distribution sampled from, `versions` int32[T] the policy version of each sampled token. `agent` is the name of the
-    agent that asked, `tools` how the tool calls in the answer went."""
+    agent that asked, `tools` how the tool calls in the answer went, `reward` the intermediate rewards it was given,
+    added up (r_t), None where it was given none."""
 
     rollout_id: str
     attempt_id: str
@@ -52,6 +56,7 @@ class Transition:
     finish_reason: str
     agent: str | None = None
     tools: tuple[ToolStatus, ...] = ()
+    reward: float | None = None
 
 
 @dataclass(frozen=True)
@@ -59,14 +64,17 @@ class TracedRollout:
     """A finished rollout as learning sees it.
 
     `reward` is R, or None where the rollout has none (failed, cancelled, or never rewarded): an explicit state that
-    the algorithm chooses about. `excluded` counts calls that do not train, by reason; `other_agents` are the names of
-    the agents that were not chosen to be trained."""
+    the algorithm chooses about. `reward_terms` are the parts it is the sum of, by name (none without a reward), and
+    `rewards_lost` counts rewards that came to no transition or are no number, by reason. `excluded` counts calls that
+    do not train, by reason; `other_agents` are the names of the agents that were not chosen to be trained."""
 
     rollout: Rollout
     transitions: tuple[Transition, ...]
     reward: float | None
     excluded: Counter[str] = field(default_factory=Counter[str])
     other_agents: frozenset[str] = frozenset()
+    reward_terms: Mapping[str, float] = field(default_factory=dict[str, float])
+    rewards_lost: Counter[str] = field(default_factory=Counter[str])
 
 
 def trace_rollout(
@@ -75,6 +83,7 @@ def trace_rollout(
     *,
     models: Iterable[str] | None = None,
     agents: re.Pattern[str] | None = None,
+    reward: RewardSpec = PLAIN,
 ) -> TracedRollout:
     """All transitions of the rollout's final attempt, in call order, with its reward.
 
@@ -82,6 +91,7 @@ def trace_rollout(
         spans: spans of the rollout, of any of its attempts, in any order; only those of the last attempt count.
         models: names of the models being trained; None takes every model marked trainable.
         agents: what the agents being trained are called; None takes all.
+        reward: what R is made of.
 
     A rollout that did not succeed has reward None even where an earlier reward span exists: a crashed agent's partial
     score is not the score of its task."""
@@ -92,7 +102,7 @@ def trace_rollout(
     discarded = _discarded(final)
     steps = read_steps(final)
     names = {step.span.span_id: agent_of(step) for step in steps if step.kind == "call"}
-    tools = tool_statuses(steps)
+    tools, given = tool_statuses(steps), given_rewards(final, steps)
     transitions: list[Transition] = []
     excluded: Counter[str] = Counter()
     other_agents: set[str] = set()
@@ -108,11 +118,29 @@ def trace_rollout(
         assert span.tokens is not None
         # With n > 1 nobody can tell which choices the agent used; the first is what every SDK example reads.
         said = tuple(tools.get(span.span_id, ()))
-        transitions.append(_transition(span, 0, span.tokens.choices[0], agent, said))
+        earned = given.of_calls.get(span.span_id)
+        transitions.append(_transition(span, 0, span.tokens.choices[0], agent, said, earned))
         if len(span.tokens.choices) > 1:
             excluded["unused choice"] += len(span.tokens.choices) - 1
-    reward = find_final_reward(final) if rollout.status == "succeeded" else None
-    return TracedRollout(rollout, tuple(transitions), reward, excluded, frozenset(other_agents))
+    lost = given.lost + Counter({NOT_TRAINED: len(given.of_calls.keys() - {one.span_id for one in transitions})})
+    base = reward.base_of(given) if rollout.status == "succeeded" else None
+    terms = {} if base is None else {reward.base: base} | _added(reward, transitions, final)
+    total = math.fsum(terms.values()) if terms else None
+    others = frozenset(other_agents)
+    return TracedRollout(rollout, tuple(transitions), total, excluded, others, terms, lost)
+
+
+def _added(spec: RewardSpec, transitions: Sequence[Transition], spans: Sequence[Span]) -> dict[str, float]:
+    """The terms that the spec adds to R. ConfigError where it reads the text of an answer and none was recorded."""
+    answer = ""
+    if spec.answer_format is not None and transitions:
+        attributes = next(span.attributes for span in spans if span.span_id == transitions[-1].span_id)
+        messages = output_messages(attributes)
+        if not messages:
+            raise ConfigError("format_bonus reads the text of answers, which the gateway records with --capture full")
+        answer = text_of(messages[0])
+    statuses = [tool.status for transition in transitions for tool in transition.tools]
+    return spec.terms(statuses, [len(transition.response_ids) for transition in transitions], answer)
 
 
 def _final_attempt(spans: Sequence[Span]) -> list[Span]:
@@ -172,7 +200,12 @@ def _model(span: Span) -> str:
 
 
 def _transition(
-    span: Span, index: int, choice: SampledChoice, agent: AgentName, tools: tuple[ToolStatus, ...]
+    span: Span,
+    index: int,
+    choice: SampledChoice,
+    agent: AgentName,
+    tools: tuple[ToolStatus, ...],
+    reward: float | None,
 ) -> Transition:
     assert span.tokens is not None
     return Transition(
@@ -189,6 +222,7 @@ def _transition(
         finish_reason=choice.finish_reason,
         agent=agent.name,
         tools=tools,
+        reward=reward,
     )
 
 

@@ -1,0 +1,144 @@
+"""Which reward belongs to what: intermediate rewards to calls, R to the rollout, and what a training adds to R.
+
+Knows spans, steps and numbers; it does not know transitions, groups or advantages.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from agentlightning.errors import ConfigError
+from agentlightning.tracing.rewards import find_final_reward, find_reward_spans, get_reward_value, is_final_reward
+from agentlightning.tracing.steps import Step
+from agentlightning.types import Span
+
+# Why a reward is no transition's and not the rollout's.
+NOT_FINITE: Final = "not a finite number"
+BEFORE_ANY_CALL: Final = "given before any call had ended"
+NOT_TRAINED: Final = "of a call that does not train"
+
+
+@dataclass(frozen=True)
+class GivenRewards:
+    """The rewards of one attempt. `final` is the agent's last word; `of_calls` holds the intermediate rewards of each
+    gateway call, added up, by its span id; `total` is the sum of all intermediate rewards, those of no call included;
+    `lost` counts rewards that came to no call or are no number, by reason."""
+
+    final: float | None
+    of_calls: Mapping[str, float]
+    total: float | None
+    lost: Counter[str]
+
+
+def given_rewards(spans: Sequence[Span], steps: Sequence[Step]) -> GivenRewards:
+    """The rewards of ONE attempt: its spans, and the steps read from them.
+
+    An intermediate reward belongs to the latest call that had ended before it: among the calls below the nearest span
+    around it that has one, else those of its agent, else all. It never displaces the final reward."""
+    lost: Counter[str] = Counter()
+    of_calls: dict[str, float] = {}
+    values: list[float] = []
+    above = {span.span_id: span.parent_id for span in spans}
+    agents = {step.span.span_id: step.agent for step in steps}
+    calls = [(step, set(_ancestors(step.span, above))) for step in steps if step.call is step.span]
+    for span in find_reward_spans(spans):
+        value = get_reward_value(span)
+        assert value is not None
+        if not math.isfinite(value):
+            lost[NOT_FINITE] += 1
+        elif not is_final_reward(span):
+            values.append(value)
+            ended = [(step, around) for step, around in calls if step.span.end_time <= span.start_time]
+            scopes = ([step for step, around in ended if outer in around] for outer in _ancestors(span, above))
+            own = [step for step, _ in ended if step.agent is not None and step.agent == agents.get(span.span_id)]
+            found = next(filter(None, scopes), None) or own or [step for step, _ in ended]
+            if found:
+                call = max(found, key=lambda step: step.span.end_time).span.span_id
+                of_calls[call] = of_calls.get(call, 0.0) + value
+            else:
+                lost[BEFORE_ANY_CALL] += 1
+    final = find_final_reward(spans)
+    known = final if final is not None and math.isfinite(final) else None
+    return GivenRewards(known, of_calls, math.fsum(values) if values else None, lost)
+
+
+def _ancestors(span: Span, above: Mapping[str, str | None]) -> list[str]:
+    """The ids of the spans around this one, the nearest first."""
+    found: list[str] = []
+    at = span.parent_id
+    while at is not None and at in above and at not in found:
+        found.append(at)
+        at = above[at]
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSpec:
+    """What a rollout's R is made of in training: `base`, plus each term that has a weight. Evaluation measures `base`.
+
+    `base` is the `final` reward, or its `sum` with all intermediate ones. The terms read the calls that train:
+    - `tool_success` · mean status (+1 or −1) of their tool calls, 0 without any;
+    - `format_bonus` if all of the last answer matches `answer_format` (a regular expression; `.` is any character);
+    - −`length_penalty` · sampled tokens / 1000;
+    - `overlong_penalty` · DAPO's soft punishment (arXiv:2503.14476) of the longest answer: 0 up to `overlong_length` −
+      `overlong_buffer` tokens, then falling to −1 at `overlong_length` tokens."""
+
+    base: Literal["final", "sum"] = "final"
+    tool_success: float = 0.0
+    format_bonus: float = 0.0
+    answer_format: str | None = None
+    length_penalty: float = 0.0
+    overlong_penalty: float = 0.0
+    overlong_length: int | None = None
+    overlong_buffer: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.base not in ("final", "sum"):
+            raise ConfigError(f"reward.base is {self.base!r}; give 'final' or 'sum'")
+        if self.length_penalty < 0 or self.overlong_penalty < 0:
+            raise ConfigError("length_penalty and overlong_penalty are how much is lost; give positive numbers")
+        if bool(self.format_bonus) != (self.answer_format is not None):
+            raise ConfigError("format_bonus and answer_format belong together: give both, or neither")
+        length, buffer = self.overlong_length, self.overlong_buffer
+        if (bool(self.overlong_penalty), length is not None) != (length is not None, buffer is not None):
+            raise ConfigError(
+                "overlong_penalty, overlong_length and overlong_buffer belong together: give all, or none"
+            )
+        if length is not None and buffer is not None and not 0 < buffer <= length:
+            raise ConfigError(f"overlong_buffer is {buffer}; it must be from 1 to overlong_length ({length})")
+        try:
+            re.compile(self.answer_format or "")
+        except re.error as error:
+            raise ConfigError(f"answer_format is {self.answer_format!r}, which is no pattern: {error}") from None
+
+    def base_of(self, given: GivenRewards) -> float | None:
+        """R before anything is added; None where the rollout has none."""
+        if self.base == "final" or given.total is None:
+            return given.final
+        return given.total + (given.final or 0.0)
+
+    def terms(self, statuses: Sequence[int], lengths: Sequence[int], last_answer: str) -> dict[str, float]:
+        """What is added to R, by name. `statuses` are those of the tool calls, `lengths` the sampled tokens of each
+        call, `last_answer` the text of the last one."""
+        terms: dict[str, float] = {}
+        if self.tool_success:
+            terms["tool_success"] = self.tool_success * (sum(statuses) / len(statuses) if statuses else 0.0)
+        if self.answer_format is not None:
+            matches = re.fullmatch(self.answer_format, last_answer, re.DOTALL) is not None
+            terms["format_bonus"] = self.format_bonus * matches
+        if self.length_penalty:
+            terms["length_penalty"] = -self.length_penalty * sum(lengths) / 1000
+        if self.overlong_length is not None and self.overlong_buffer is not None:
+            free = self.overlong_length - self.overlong_buffer
+            over = (max(lengths, default=0) - free) / self.overlong_buffer
+            terms["overlong_penalty"] = -self.overlong_penalty * min(1.0, max(0.0, over))
+        return terms
+
+
+PLAIN: Final = RewardSpec()
+"""The final reward, and nothing added."""
