@@ -15,6 +15,7 @@ from agentlightning.cli.inspecting import STORE_FILE
 from agentlightning.cli.prices import PRICE_HELP, read_prices
 from agentlightning.cli.store import open_store, run
 from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.store.redaction import text_without_secrets
 from agentlightning.types import And, Attempt, Condition, Order, Rollout, Span
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def _print_list(listed: Sequence[ListedRollout], place: str, more: int) -> None:
     # Ids are there to be copied: a narrow terminal wraps lines rather than cutting cells.
     console = Console(width=max(Console().width, Console(width=10_000).measure(table).maximum), highlight=False)
     console.print(table if listed else "no rollout matches", markup=False)
-    click.echo(f"{place}{f'; {more} more, see --limit' if more > 0 else ''}", err=True)
+    click.echo(f"{text_without_secrets(place)}{f'; {more} more, see --limit' if more > 0 else ''}", err=True)
 
 
 # --- show --------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from agentlightning.cli.store import open_store
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.runner.agent import LitAgent
 from agentlightning.semconv import CALL_ENDPOINT
+from agentlightning.store.redaction import text_without_secrets
 from agentlightning.types import LLM, AttemptedRollout, NamedResources
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def run(
         _show(rollout_tree(ended or rollout, spans, prices=prices))
         if not any(CALL_ENDPOINT in span.attributes for span in spans):
             click.echo(_NO_CALLS, err=True)
-        where = f"--server {server}" if server else f"--store {shlex.quote(address)}"
+        where = f"--server {server}" if server else f"--store {shlex.quote(text_without_secrets(address))}"
         click.echo(f"agl rollouts show {rollout.rollout_id} {where}", err=True)
         return program.exit_code
 
@@ -135,11 +136,11 @@ class ProgramFailed(AgentLightningError):
 @dataclass
 class Program(LitAgent[Any]):
     """A command as an agent that is run once. `exit_code` is as a shell says it: 128 and the signal's number for one
-    that was killed, 127 for one that could not be started."""
+    that was killed. ConfigError for one that cannot be started."""
 
     command: Sequence[str]
     instrument: tuple[str, ...] | None = None
-    exit_code: int = 127
+    exit_code: int = 0
     _url: str = ""
     _rollout: AttemptedRollout | None = field(default=None, repr=False)
 
@@ -154,13 +155,14 @@ class Program(LitAgent[Any]):
         return self._rollout
 
     async def rollout_async(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> None:
+        from agentlightning.runner.environment import inherited_environment
         from agentlightning.tracing.context import require_binding
         from agentlightning.tracing.logs import record_log
 
         self._rollout = rollout
         tracer = require_binding("agl run").tracer
         with tempfile.TemporaryDirectory(prefix="agl-run-") as directory:
-            streams = await self._executed({**os.environ, **self._variables(rollout, Path(directory))})
+            streams = await self._executed(inherited_environment() | self._variables(rollout, Path(directory)))
         for name, excerpt in streams.items():
             if text := excerpt.text():
                 record_log(tracer, name, text)  # pyright: ignore[reportArgumentType]

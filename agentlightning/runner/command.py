@@ -23,7 +23,7 @@ import msgspec
 
 from agentlightning.errors import AgentLightningError, ConfigError, InvalidError, nearest
 from agentlightning.runner.agent import LitAgent, RolloutRawResult, is_async, pick_resource
-from agentlightning.runner.environment import agent_environment, current_server
+from agentlightning.runner.environment import agent_environment, current_server, inherited_environment
 from agentlightning.runner.executable import execute
 from agentlightning.runner.execution import in_own_thread
 from agentlightning.tracing.attributes import to_json
@@ -132,7 +132,7 @@ class Program:
             exit_code = await execute(
                 arguments,
                 stdin=f"{stdin}\n".encode(),
-                environment={**_inherited(), **variables, **self.env},
+                environment={**inherited_environment(), **variables, **self.env},
                 directory=self.cwd,
                 stdout=stdout,
                 stderr=stderr,
@@ -242,16 +242,6 @@ def _field(task: Any, path: str) -> str:
             have = nearest(key, map(str, cast("Mapping[Any, Any]", value))) if isinstance(value, Mapping) else ""
             raise ConfigError(f"the command names {{task{path}}}, but the task has no {key!r}; {have}".rstrip("; "))
     return value if isinstance(value, str) else to_json("the task", value)
-
-
-def _inherited() -> dict[str, str]:
-    """This process's variables without the key of its server, which opens more than an agent's own, and without those
-    that would come before the attempt's with an exporter."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name != "AGL_KEY" and not name.startswith("OTEL_EXPORTER_OTLP_TRACES_")
-    }
 
 
 def _written(file: Path) -> bytes:

@@ -6,6 +6,7 @@ knows names of variables; it does not start processes.
 
 from __future__ import annotations
 
+import os
 from contextvars import ContextVar
 from urllib.parse import quote
 
@@ -66,3 +67,13 @@ def agent_environment(
         if reward_key is not None:
             variables["AGL_REWARD_URL"] = f"{root}/rewards/{reward_key}"
     return variables
+
+
+def inherited_environment() -> dict[str, str]:
+    """This process's variables for a program below it, without the keys that are ours alone, which open more than an
+    agent's own, and without those that would come before the attempt's with an exporter."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("AGL_KEY", "AGL_BACKEND_KEY") and not name.startswith("OTEL_EXPORTER_OTLP_TRACES_")
+    }

@@ -159,6 +159,17 @@ def test_a_server_that_tells_token_ids_is_recorded_with_them(desk: Desk) -> None
     assert call.tokens is not None and call.tokens.choices[0].token_ids == (4, 5, 6)
 
 
+def test_the_keys_that_are_ours_alone_reach_neither_the_program_nor_the_screen(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AGL_KEY", "agl-key-0123456789")
+    monkeypatch.setenv("AGL_BACKEND_KEY", "sk-backend-0123456789")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://elsewhere")
+    names = "('AGL_KEY', 'AGL_BACKEND_KEY', 'OTEL_EXPORTER_OTLP_TRACES_ENDPOINT')"
+    assert desk.run(f"print([os.environ.get(name) for name in {names}])") == 0
+    assert capfd.readouterr().out == "[None, None, None]\n"
+
+
 def test_a_task_is_the_input_where_one_is_given(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
     assert desk.run("pass", "--task", '{"question": "2+2"}', "--store", "other.sqlite") == 0
     desk.store = "other.sqlite"
