@@ -68,9 +68,9 @@ def shared_length(one: IntArray, other: IntArray) -> int:
     return int(different.argmax()) if different.any() else length
 
 
-def cut(lengths: Slots, shared: Slots, sampled: Slots, max_tokens: int) -> list[tuple[int, int]]:
-    """Where to cut sequences in prefix order into forests, as ranges of places: at most `max_tokens` tokens and as many
-    `sampled` ones each (a sequence longer than that goes alone), at the least cost.
+def cut(lengths: Slots, shared: Slots, sampled: Slots, max_tokens: int, max_sampled: int) -> list[tuple[int, int]]:
+    """Where to cut sequences in prefix order into forests, as ranges of places: at most `max_tokens` tokens and
+    `max_sampled` of the `sampled` ones each (a sequence of more than that goes alone), at the least cost.
 
     What a cut costs is the prefix that the next forest computes anew: its tokens, and their attention to each other."""
     size = len(lengths)
@@ -82,7 +82,7 @@ def cut(lengths: Slots, shared: Slots, sampled: Slots, max_tokens: int) -> list[
     first = 0  # the earliest place from which a forest can reach as far as `stop`
     for stop in range(1, size + 1):
         while first < stop - 1 and (
-            shared[first] + added[stop] - added[first] > max_tokens or rows[stop] - rows[first] > max_tokens
+            shared[first] + added[stop] - added[first] > max_tokens or rows[stop] - rows[first] > max_sampled
         ):
             first += 1
         costs = least[first:stop] + opening[first:stop]

@@ -80,8 +80,10 @@ class MicroBatch:
 
     @property
     def predictors(self) -> npt.NDArray[np.int64]:
-        """Where, in the row of each sampled token, the token stands that predicts it, int64[N]."""
-        return self.positions - 1 if self.forest is None else self.forest.previous[self.positions]
+        """Where, in `token_ids` as one line, the token stands that predicts each sampled one, int64[N]."""
+        if self.forest is not None:
+            return self.forest.previous[self.positions]
+        return self.rows * self.token_ids.shape[1] + self.positions - 1
 
 
 def build_sequences(credited: Sequence[CreditedTransition], level: Level) -> list[TrainingSequence]:
@@ -187,29 +189,35 @@ def aggregation_weights(
 
 
 def micro_batches(
-    sequences: Sequence[TrainingSequence], weights: Sequence[FloatArray], max_tokens: int
+    sequences: Sequence[TrainingSequence],
+    weights: Sequence[FloatArray],
+    max_tokens: int,
+    max_sampled: int | None = None,
 ) -> Iterator[MicroBatch]:
-    """Rows of similar length together, at most `max_tokens` padded tokens each (a longer row goes alone). Sequences of
-    level `tree` go together with those they share a prefix with, at most `max_tokens` distinct tokens each."""
+    """Rows of similar length together: at most `max_tokens` padded tokens and `max_sampled` sampled ones each, where a
+    sequence longer than that goes alone. Sequences of level `tree` go together with those they share a prefix with, at
+    most `max_tokens` distinct tokens each."""
+    max_sampled = max_sampled or max_tokens
     if any(sequence.tree for sequence in sequences):
-        yield from _forests(sequences, weights, max_tokens)
+        yield from _forests(sequences, weights, max_tokens, max_sampled)
         return
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
     start = 0
     while start < len(order):
         width = len(sequences[order[start]])
-        rows = order[start : start + max(1, max_tokens // width)]
+        sampled = np.cumsum([len(sequences[i].positions) for i in order[start : start + max_tokens // width]])
+        rows = order[start : start + max(1, int(np.searchsorted(sampled, max_sampled, side="right")))]
         yield _pad([sequences[i] for i in rows], [weights[i] for i in rows], width)
         start += len(rows)
 
 
 def _forests(
-    sequences: Sequence[TrainingSequence], weights: Sequence[FloatArray], max_tokens: int
+    sequences: Sequence[TrainingSequence], weights: Sequence[FloatArray], max_tokens: int, max_sampled: int
 ) -> Iterator[MicroBatch]:
     order, shared = prefix_order([sequence.token_ids for sequence in sequences])
     lengths = np.array([len(sequences[i]) for i in order], np.int64)
     sampled = np.array([len(sequences[i].positions) for i in order], np.int64)
-    for start, stop in cut(lengths, shared, sampled, max_tokens):
+    for start, stop in cut(lengths, shared, sampled, max_tokens, max_sampled):
         chosen = [sequences[i] for i in order[start:stop]]
         forest, paths = plant([sequence.token_ids for sequence in chosen], shared[start:stop])
         positions = [path[sequence.positions] for path, sequence in zip(paths, chosen, strict=True)]

@@ -7,11 +7,14 @@ engine; whoever owns the engine keeps it from reading weights during `step`.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -19,10 +22,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentlightning.data.sequences import MicroBatch, TrainingSequence, aggregation_weights, micro_batches
+from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner import losses
 from agentlightning.learner.base import AdamW, Loss
+from agentlightning.learner.forest import branching_pair, forest_hidden, unsupported
 from agentlightning.learner.policy import Policy
+
+_log = logging.getLogger(__name__)
 
 OPTIMIZER_FILE = "optimizer.pt"
 
@@ -51,7 +58,8 @@ class TorchLearner:
         )
         self.steps = 0
         vocabulary = int(self.model.get_output_embeddings().weight.shape[0])  # type: ignore[union-attr]
-        self._tokens_at_once = min(self.config.micro_batch_tokens, max(1, LOGITS_AT_ONCE // vocabulary))
+        self._logits_at_once = max(1, LOGITS_AT_ONCE // vocabulary)
+        self._forests_are_exact: bool | None = None  # not known before the first batch that asks for them
 
     @property
     def mismatch_tolerance(self) -> float:
@@ -63,11 +71,15 @@ class TorchLearner:
             raise TrainingError("an empty batch cannot be trained; the loop must skip the step")
         if loss.kl_coefficient and self.reference is None:
             raise ConfigError("kl_coefficient is set but the learner keeps no reference; pass reference=True")
+        if any(sequence.tree for sequence in batch) and not self._trusts_forests(batch):
+            batch = [replace(sequence, tree=False) for sequence in batch]
         weights = aggregation_weights(batch, loss.aggregation, loss.constant_length)
         self.optimizer.zero_grad(set_to_none=True)
         totals = _Totals()
-        for micro in micro_batches(batch, weights, self._tokens_at_once):
+        computed = 0
+        for micro in self._micro_batches(batch, weights):
             self._backward(micro, loss, totals)
+            computed += micro.tokens
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
         if not np.isfinite(norm) or not np.isfinite(totals.loss):
             self.optimizer.zero_grad(set_to_none=True)
@@ -79,58 +91,88 @@ class TorchLearner:
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate * min(1.0, self.steps / max(1, self.config.warmup_steps))
         self.optimizer.step()
-        return totals.metrics() | {"grad_norm": norm}
+        return totals.metrics() | {
+            "grad_norm": norm,
+            "tokens_computed": float(computed),
+            "tokens_saved": float(sum(sequence.tokens_alone for sequence in batch) - computed),
+        }
+
+    def _micro_batches(self, batch: Sequence[TrainingSequence], weights: Sequence[FloatArray]) -> Iterator[MicroBatch]:
+        tokens = self.config.micro_batch_tokens
+        if self.model.config.model_type not in PLAIN_HEAD:  # every token is projected, sampled or not
+            tokens = min(tokens, self._logits_at_once)
+        return micro_batches(batch, weights, tokens, self._logits_at_once)
+
+    def _trusts_forests(self, batch: Sequence[TrainingSequence]) -> bool:
+        """Whether forests give this model what its sequences give alone: tried once, on two sequences that branch."""
+        if self._forests_are_exact is None:
+            reason = unsupported(self.model)
+            if reason is None:
+                pair = branching_pair(batch)
+                error = float((self._logprobs(pair, 1.0) - torch.cat(self.logprobs(pair))).abs().max())
+                if not np.expm1(error) <= self.mismatch_tolerance:
+                    reason = f"on two sequences of the first batch its log-probabilities are off by {error:.2g}"
+            if reason:
+                _log.warning(
+                    "level 'tree' cannot be used: %s. Each call is trained by itself, as at level 'transition'; "
+                    "'trajectory' would still join the calls of a conversation",
+                    reason,
+                )
+            self._forests_are_exact = reason is None
+        return self._forests_are_exact
 
     def _backward(self, micro: MicroBatch, loss: Loss, totals: _Totals) -> None:
         device = self.model.device
         old = torch.from_numpy(micro.logprobs).to(device)
         advantages = torch.from_numpy(micro.advantages).to(device)
         weights = torch.from_numpy(micro.weights).to(device)
-        targets = _targets(micro, device)
-        log_probabilities = self._log_probabilities(self.model, micro, loss.temperature)
-        logprobs = _pick(log_probabilities, targets)
+        distributions = self._distributions(self.model, micro, loss.temperature)
+        logprobs = distributions.logprobs
         transitions = torch.from_numpy(micro.transitions).to(device)
         per_token, clipped = losses.policy_loss(logprobs, old, advantages, transitions, loss)
         if loss.kl_coefficient and self.reference is not None:
             with torch.no_grad():
-                reference = _pick(self._log_probabilities(self.reference, micro, loss.temperature), targets)
+                reference = self._distributions(self.reference, micro, loss.temperature).logprobs
             divergence = losses.kl(logprobs, reference, loss.kl_estimator)
             per_token = per_token + loss.kl_coefficient * divergence
             totals.reference_kl += float((divergence.detach() * weights).sum())
         with torch.set_grad_enabled(loss.entropy_coefficient != 0):
-            entropy = losses.entropy(log_probabilities)
+            entropy = losses.entropy(distributions.log_probabilities)[distributions.of]
             if loss.entropy_coefficient:
                 per_token = per_token - loss.entropy_coefficient * entropy
         total = (per_token * weights).sum()
         torch.autograd.backward(total)
         totals.add(float(total.detach()), logprobs.detach() - old, clipped, entropy.detach())
 
-    def _log_probabilities(self, model: PreTrainedModel, micro: MicroBatch, temperature: float) -> Tensor:
-        """float32[N, V]: the distribution each sampled token was drawn from, predicted at the position before it.
+    def _distributions(self, model: PreTrainedModel, micro: MicroBatch, temperature: float) -> _Distributions:
+        """Of each sampled token, predicted at the position before it.
 
         Right padding needs no mask: under causal attention nothing before a padded position sees it. Where the
         logits are a plain projection of the last hidden state, only sampled positions are projected."""
         device = self.model.device
-        ids = torch.from_numpy(micro.token_ids[:, :-1].astype(np.int64)).to(device)
-        rows = torch.from_numpy(micro.rows).to(device)
-        before = torch.from_numpy(micro.positions - 1).to(device)
-        if model.config.model_type in PLAIN_HEAD:
-            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            logits = cast(torch.nn.Module, model.get_output_embeddings())(hidden[rows, before])
+        places, of = np.unique(micro.predictors, return_inverse=True)
+        rows, columns = (torch.from_numpy(part).to(device) for part in divmod(places, micro.token_ids.shape[1]))
+        if micro.forest is not None:
+            hidden = forest_hidden(model, micro.forest)
         else:
-            logits = model(input_ids=ids, use_cache=False).logits[rows, before]
-        return torch.log_softmax(logits.float() / temperature, -1)
+            ids = torch.from_numpy(micro.token_ids[:, :-1].astype(np.int64)).to(device)
+            if model.config.model_type not in PLAIN_HEAD:
+                logits = model(input_ids=ids, use_cache=False).logits[rows, columns]
+                return _Distributions.of_tokens(micro, of, logits.float() / temperature)
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        logits = cast(torch.nn.Module, model.get_output_embeddings())(hidden[rows, columns])
+        return _Distributions.of_tokens(micro, of, logits.float() / temperature)
 
     def logprobs(self, batch: Sequence[TrainingSequence], temperature: float = 1.0) -> list[Tensor]:
         """The policy's present log-probability of every sampled token, one float32[N] per sequence; no gradient."""
-        out: list[Tensor] = []
-        for sequence in batch:
-            nothing = [np.zeros(len(sequence.positions), np.float32)]
-            (micro,) = micro_batches([sequence], nothing, len(sequence))
-            with torch.no_grad():
-                log_probabilities = self._log_probabilities(self.model, micro, temperature)
-            out.append(_pick(log_probabilities, _targets(micro, log_probabilities.device)))
-        return out
+        return [self._logprobs([replace(sequence, tree=False)], temperature) for sequence in batch]
+
+    def _logprobs(self, batch: Sequence[TrainingSequence], temperature: float) -> Tensor:
+        """The same of sequences that make one micro-batch, float32[N] in its order."""
+        nothing = [np.zeros(len(sequence.positions), np.float32) for sequence in batch]
+        (micro,) = micro_batches(batch, nothing, sum(map(len, batch)))
+        with torch.no_grad():
+            return self._distributions(self.model, micro, temperature).logprobs
 
     def save(self, directory: Path) -> None:
         """See `Learner.save`."""
@@ -188,12 +230,21 @@ class _Totals:
         }
 
 
-def _targets(micro: MicroBatch, device: torch.device) -> Tensor:
-    return torch.from_numpy(micro.token_ids[micro.rows, micro.positions].astype(np.int64)).to(device)
+@dataclass(frozen=True)
+class _Distributions:
+    """What sampled tokens were drawn from, each distribution once: `log_probabilities` float32[U, V], of which token n
+    was drawn from number `of`[n], int64[N], with `logprobs` float32[N]."""
 
+    log_probabilities: Tensor
+    of: Tensor
+    logprobs: Tensor
 
-def _pick(log_probabilities: Tensor, targets: Tensor) -> Tensor:
-    return log_probabilities.gather(1, targets[:, None]).squeeze(1)
+    @staticmethod
+    def of_tokens(micro: MicroBatch, of: npt.NDArray[np.int64], logits: Tensor) -> _Distributions:
+        targets = torch.from_numpy(micro.token_ids[micro.rows, micro.positions].astype(np.int64)).to(logits.device)
+        number = torch.from_numpy(of).to(logits.device)
+        log_probabilities = torch.log_softmax(logits, -1)
+        return _Distributions(log_probabilities, number, log_probabilities[number, targets])
 
 
 def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:

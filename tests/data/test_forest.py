@@ -1,0 +1,127 @@
+"""A forest holds every prefix once and every sampled token with a loss row of its own."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentlightning.data.forest import Forest, cut, plant, prefix_order
+from agentlightning.data.sequences import Level, MicroBatch, aggregation_weights, build_sequences, micro_batches
+from tests.data.test_sequences import credited
+
+token_ids = st.lists(st.integers(0, 2), min_size=1, max_size=8)
+
+
+def planted(*sequences: list[int]) -> tuple[Forest, list[list[int]]]:
+    """The forest of some sequences, and the slots of each, in the order given."""
+    arrays = [np.array(sequence, np.int32) for sequence in sequences]
+    order, shared = prefix_order(arrays)
+    forest, paths = plant([arrays[i] for i in order], shared)
+    return forest, [paths[order.index(i)].tolist() for i in range(len(arrays))]
+
+
+def forests(level: Level, calls: list[tuple[list[int], list[int]]], max_tokens: int = 1000) -> list[MicroBatch]:
+    sequences = build_sequences([credited(prompt, answer) for prompt, answer in calls], level)
+    return list(micro_batches(sequences, aggregation_weights(sequences, "token-mean"), max_tokens))
+
+
+def test_turns_of_one_conversation_make_one_trunk() -> None:
+    forest, (first, second) = planted([1, 2, 3], [1, 2, 3, 4, 5])
+    assert forest.token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert [(branch.start, branch.stop) for branch in forest.branches] == [(0, 5)]
+    assert first == second[:3] == [0, 1, 2]
+
+
+def test_best_of_three_is_three_answers_under_one_prompt() -> None:
+    (micro,) = forests("tree", [([1, 2, 3], [4, 4]), ([1, 2, 3], [5, 5]), ([1, 2, 3], [6, 6])])
+    assert micro.forest is not None
+    assert micro.tokens == 3 + 3 * 2
+    assert [branch.before.tolist() for branch in micro.forest.branches] == [[], [0, 1, 2], [0, 1, 2]]
+    assert len(set(micro.predictors[[0, 2, 4]].tolist())) == 1  # the prompt's last token predicts all three
+
+
+def test_interleaved_agents_each_keep_their_branch() -> None:
+    a1, a2, a3 = ([1], [2]), ([1, 2, 3], [4]), ([1, 2, 3, 4, 5], [6])
+    s1, s2 = ([9], [8]), ([9, 8, 7], [6])
+    (micro,) = forests("tree", [a1, s1, a2, s2, a3])
+    assert micro.forest is not None
+    assert [micro.forest.token_ids[b.start : b.stop].tolist() for b in micro.forest.branches] == [
+        [9, 8, 7, 6],
+        [1, 2, 3, 4, 5, 6],
+    ]
+    assert len(micro.logprobs) == 5
+
+
+def test_the_same_answer_sampled_twice_shares_its_place_but_not_its_row() -> None:
+    (micro,) = forests("tree", [([1, 2], [3, 4]), ([1, 2], [3, 4])])
+    assert micro.tokens == 4
+    assert micro.positions.tolist() == [2, 3, 2, 3]
+    assert micro.transitions.tolist() == [0, 0, 1, 1]
+
+
+@settings(deadline=None)
+@given(st.lists(token_ids, min_size=1, max_size=8))
+def test_each_distinct_prefix_stands_once_and_each_path_spells_its_sequence(sequences: list[list[int]]) -> None:
+    forest, paths = planted(*sequences)
+    prefixes = {tuple(sequence[:stop]) for sequence in sequences for stop in range(1, len(sequence) + 1)}
+    assert len(forest.token_ids) == len(prefixes)
+    assert forest.pairs == sum(map(len, prefixes))
+    for sequence, path in zip(sequences, paths, strict=True):
+        assert forest.token_ids[path].tolist() == sequence
+        assert forest.depths[path].tolist() == list(range(len(sequence)))
+        assert forest.previous[path].tolist() == [-1, *path[:-1]]
+    for branch in forest.branches:
+        own = list(range(branch.start, branch.stop))
+        assert [*branch.before.tolist(), *own] in [path[: len(branch.before) + len(own)] for path in paths]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(token_ids, token_ids), min_size=1, max_size=8), st.integers(1, 30))
+def test_every_sampled_token_keeps_its_own_row_however_the_batch_is_cut(
+    calls: list[tuple[list[int], list[int]]], budget: int
+) -> None:
+    def rows(level: Level) -> list[tuple[int, ...]]:
+        return sorted(
+            tuple(micro.token_ids[row, [*path_to(micro, position)]])
+            for micro in forests(level, calls, budget)
+            for row, position in zip(micro.rows, micro.positions, strict=True)
+        )
+
+    assert rows("tree") == rows("transition")
+    for micro in forests("tree", calls, budget):
+        assert micro.tokens <= budget or micro.transitions.max() == 0
+
+
+def path_to(micro: MicroBatch, position: int) -> list[int]:
+    """The places from the first token to this one."""
+    if micro.forest is None:
+        return list(range(position + 1))
+    path = [position]
+    while (before := int(micro.forest.previous[path[0]])) >= 0:
+        path.insert(0, before)
+    return path
+
+
+def test_a_batch_is_cut_where_the_least_is_computed_anew() -> None:
+    lengths = np.array([1000, 1000, 1000, 1000])
+    shared = np.array([0, 900, 100, 900])  # two pairs that share 900 tokens, and 100 between them
+    sampled = np.full(4, 50)
+    assert cut(lengths, shared, sampled, 10_000, 10_000) == [(0, 4)]
+    assert cut(lengths, shared, sampled, 2000, 10_000) == [(0, 2), (2, 4)]
+    assert cut(lengths, shared, sampled, 10_000, 100) == [(0, 2), (2, 4)]
+    assert cut(lengths, shared, sampled, 500, 10_000) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
+def test_concat_appends_what_is_new_whether_or_not_it_fits() -> None:
+    (sequence,) = build_sequences([credited([1, 2], [3]), credited([1, 2, 3, 4], [5]), credited([1, 9], [6])], "concat")
+    assert sequence.token_ids.tolist() == [1, 2, 3, 4, 5, 9, 6]
+    assert sequence.positions.tolist() == [2, 4, 6]
+    assert sequence.transitions.tolist() == [0, 1, 2]
+    assert build_sequences([], "concat") == []
+
+
+def test_what_training_each_call_alone_would_compute_is_known_at_every_level() -> None:
+    calls = [credited([1, 2], [3]), credited([1, 2, 3, 4], [5, 6])]
+    for level in ("transition", "tree", "trajectory"):
+        assert sum(sequence.tokens_alone for sequence in build_sequences(calls, level)) == 3 + 6

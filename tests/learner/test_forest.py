@@ -1,0 +1,177 @@
+"""Trained in a forest, every transition gives the log-probabilities and the gradient it gives alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from agentlightning.data.forest import Forest, plant, prefix_order
+from agentlightning.data.sequences import Level, TrainingSequence, build_sequences
+from agentlightning.learner import forest as forest_module
+from agentlightning.learner.base import AdamW, Loss, LossKind
+from agentlightning.learner.forest import forest_hidden, unsupported
+from agentlightning.learner.policy import Policy
+from agentlightning.learner.torch import TorchLearner
+from tests.data.test_sequences import credited
+from tests.models import tiny_model
+
+MODELS = {family: tiny_model(family) for family in ("llama", "qwen3")}
+EVERYTHING = 100_000
+
+
+def learner(family: Any = "qwen3", tokens: int = EVERYTHING, **model: Any) -> TorchLearner:
+    """One that moves nothing: the gradient of its step is there to be read."""
+    one = TorchLearner(
+        Policy(tiny_model(family, **model), None),  # type: ignore[arg-type]
+        AdamW(learning_rate=1e-30, micro_batch_tokens=tokens, max_grad_norm=1e9),
+        reference=True,
+    )
+    one.optimizer = torch.optim.SGD(one.model.parameters())
+    for parameter in one.reference.parameters() if one.reference else ():
+        parameter.mul_(1.1)
+    return one
+
+
+def gradient(one: TorchLearner, batch: Sequence[TrainingSequence], loss: Loss) -> Tensor:
+    one.step(batch, loss)
+    return torch.cat([p.grad.flatten() for p in one.model.parameters() if p.grad is not None])
+
+
+def agents(seed: int, level: Level, rollouts: int = 4) -> list[TrainingSequence]:
+    """Rollouts of one task over five tokens: their prompts, and some of their answers, begin alike; histories are
+    extended, edited and started afresh."""
+    random = np.random.default_rng(seed)
+    batch: list[TrainingSequence] = []
+    for rollout in range(rollouts):
+        history = [2, 3, 4, 2, 2, 3]
+        calls = []
+        for turn in range(4):
+            answer = random.integers(2, 5, int(random.integers(1, 5))).tolist()
+            calls.append(credited(history, answer, float(random.normal()), f"r{rollout}"))
+            history = history[: 4 if turn == 1 else None] + answer + random.integers(2, 7, 2).tolist()
+        batch += build_sequences(calls, level)
+    return batch
+
+
+def dense_mask(forest: Forest) -> Tensor:
+    """The reference: whom each slot sees, bool[1, 1, L, L]."""
+    seen = np.eye(len(forest.token_ids), dtype=bool)
+    for slot, previous in enumerate(forest.previous):
+        if previous >= 0:
+            seen[slot] |= seen[previous]
+    return torch.from_numpy(seen)[None, None]
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=12), min_size=1, max_size=8), st.sampled_from([*MODELS])
+)
+def test_a_slot_has_the_state_its_sequence_has_alone_and_under_the_dense_mask(
+    sequences: list[list[int]], family: str
+) -> None:
+    model = MODELS[family]
+    arrays = [np.array(sequence, np.int32) for sequence in sequences]
+    order, shared = prefix_order(arrays)
+    forest, paths = plant([arrays[i] for i in order], shared)
+    ids, depths = torch.from_numpy(forest.token_ids.astype(np.int64)), torch.from_numpy(forest.depths)
+    with torch.no_grad():
+        hidden = forest_hidden(model, forest)
+        dense = model.base_model(input_ids=ids[None], position_ids=depths[None], attention_mask=dense_mask(forest))
+        torch.testing.assert_close(hidden, dense.last_hidden_state, atol=1e-4, rtol=0)
+        for i, path in zip(order, paths, strict=True):
+            alone = model(input_ids=torch.from_numpy(arrays[i].astype(np.int64))[None]).logits[0]
+            found = model.get_output_embeddings()(hidden[0, path])
+            error = (torch.log_softmax(found, -1) - torch.log_softmax(alone, -1)).abs().max()
+            assert error < 1e-5
+
+
+@pytest.mark.parametrize("kind", get_args(LossKind))
+@pytest.mark.parametrize("family", [*MODELS])
+def test_the_gradient_of_every_loss_is_that_of_each_transition_alone(family: str, kind: LossKind) -> None:
+    loss = Loss(kind=kind, aggregation="sequence-mean", kl_coefficient=0.04, entropy_coefficient=0.01, temperature=0.8)
+    one = learner(family)
+    alone = gradient(one, agents(1, "transition"), loss)
+    for tokens in (EVERYTHING, 40):
+        together = gradient(learner(family, tokens), agents(1, "tree"), loss)
+        assert float((together - alone).norm() / alone.norm()) < 1e-4
+
+
+def test_two_identical_samples_with_opposite_advantages_are_clipped_each_by_itself() -> None:
+    one = learner()
+    (sequence,) = build_sequences([credited([2, 3, 4], [5, 6, 7], 1.0)], "tree")
+    now = one.logprobs([sequence])[0].numpy()
+    unlikely, likely = (replace(sequence, logprobs=now + offset) for offset in (-1.0, 1.0))
+    against = replace(unlikely, advantages=-unlikely.advantages)
+    favoured = one.step([unlikely], Loss())["loss"]
+    opposed = one.step([against], Loss())["loss"]
+    metrics = one.step([unlikely, against], Loss())
+    assert metrics["tokens_computed"] == len(sequence)
+    assert metrics["loss"] == pytest.approx((favoured + opposed) / 2, rel=1e-5)
+    assert metrics["clip_fraction"] == pytest.approx(0.5)  # raised above e: only the one with advantage +1 is cut off
+    assert one.step([likely], Loss())["clip_fraction"] == 0.0
+
+
+def test_long_branches_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forest_module, "QUERIES_AT_ONCE", 3)
+    random = np.random.default_rng(0)
+    trunk = random.integers(2, 96, 40)
+    sequences = [np.concatenate([trunk[:cut], random.integers(2, 96, 10)]).astype(np.int32) for cut in (40, 30, 20, 3)]
+    order, shared = prefix_order(sequences)
+    forest, paths = plant([sequences[i] for i in order], shared)
+    with torch.no_grad():
+        hidden = forest_hidden(MODELS["llama"], forest)[0]
+        for i, path in zip(order, paths, strict=True):
+            alone = MODELS["llama"].base_model(input_ids=torch.from_numpy(sequences[i].astype(np.int64))[None])
+            torch.testing.assert_close(hidden[path], alone.last_hidden_state[0], atol=1e-4, rtol=0)
+
+
+def test_the_metrics_say_how_many_tokens_were_computed_and_saved() -> None:
+    one = learner()
+    alone = one.step(agents(1, "transition"), Loss())
+    joined = one.step(agents(1, "trajectory"), Loss())
+    shared = one.step(agents(1, "tree"), Loss())
+    assert alone["tokens_saved"] == 0
+    assert 0 < joined["tokens_saved"] < shared["tokens_saved"]
+    for metrics in (joined, shared):
+        assert metrics["tokens_computed"] + metrics["tokens_saved"] == alone["tokens_computed"]
+        assert metrics["tokens"] == alone["tokens"]
+
+
+def test_an_architecture_that_is_not_exact_is_trained_call_by_call_and_said_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert all(unsupported(model) is None for model in MODELS.values())
+    windowed = learner("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert windowed.step(agents(1, "tree"), Loss())["tokens_saved"] == 0
+    assert [record.getMessage().partition(".")[0] for record in caplog.records] == [
+        "level 'tree' cannot be used: the model attends to a sliding window"
+    ]
+
+
+def test_a_model_that_fails_the_check_on_the_first_batch_is_trained_call_by_call(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one = learner()
+    attention = one.model.base_model.layers[0].self_attn  # type: ignore[union-attr,index]
+    usual = attention.forward
+
+    def looks_at_the_batch(hidden_states: Tensor, **rest: Any) -> Any:
+        """Something no list of architectures tells: a layer that sees how many tokens were computed together."""
+        out, weights = usual(hidden_states=hidden_states, **rest)
+        return out * hidden_states.shape[1], weights
+
+    attention.forward = looks_at_the_batch  # type: ignore[union-attr]
+    with caplog.at_level(logging.WARNING):
+        assert one.step(agents(1, "tree"), Loss())["tokens_saved"] == 0
+    assert "on two sequences of the first batch its log-probabilities are off by" in caplog.text
