@@ -134,6 +134,7 @@ def test_bad_commands_say_what_is_wrong_without_a_traceback(world: Path, agl: St
         ([*arguments, "--set", "algorithm.group_size=two"], "group_size"),
         (["trian"], "did you mean 'train'"),
         (["serve", tmp_path / "nowhere"], "does not exist"),
+        (["runner", "agent.py:a", "--agent", "agent.py:a", "--server", "http://127.0.0.1:1"], "the agent to run, once"),
         (["runner", f"{ROOT / 'tests' / 'agents.py'}:vowel", "--server", "http://127.0.0.1:1"], "vowels"),
     ]
     for command, said in cases:
@@ -180,7 +181,7 @@ def test_what_failed_while_the_trainer_was_away_does_not_count(world: Path, agl:
 
 def test_server_runner_and_trainer_as_three_processes_learn_the_same(world: Path, agl: Start, tmp_path: Path) -> None:
     url = start_server(agl, tmp_path / "store.sqlite")
-    agl("runner", f"{ROOT / 'tests' / 'agents.py'}:vowels", "--server", url)
+    agl("runner", "--agent", f"{ROOT / 'tests' / 'agents.py'}:vowels", "--server", url)
     apart = Trainer(
         model=world / "model",
         algorithm=algorithm(),

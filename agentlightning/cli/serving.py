@@ -220,6 +220,7 @@ async def _server(settings: ServerSettings) -> None:
 
 @click.command()
 @click.argument("agent", metavar="[FILE.py:NAME]", required=False)
+@click.option("--agent", "named", metavar="FILE.py:NAME", help="Another way to say which.")
 @click.option("--command", metavar="LINE", help="Run this program instead: 'python my_agent.py --task {task}'.")
 @click.option("--reward", type=click.Choice(["auto", "stdout", "file", "url"]), default="auto", show_default=True,
               help="Where the reward of --command is: its last line, $AGL_REWARD_FILE, $AGL_REWARD_URL.")  # fmt: skip
@@ -242,6 +243,7 @@ async def _server(settings: ServerSettings) -> None:
               help="End an attempt when no span has come for so long: for agents that export them.")  # fmt: skip
 def runner(
     agent: str | None,
+    named: str | None,
     command: str | None,
     reward: RewardSource,
     grader: str | None,
@@ -257,8 +259,9 @@ def runner(
     from agentlightning.cli.config import CommandConfig
     from agentlightning.data.references import load_reference
 
-    if (agent is None) == (command is None):
-        raise click.UsageError("give either FILE.py:NAME or --command, the agent to run")
+    if [agent, named, command].count(None) != 2:
+        raise click.UsageError("give the agent to run, once: FILE.py:NAME, or --command with a program")
+    agent = agent or named
     if command is None and (grader is not None or reward != "auto"):
         raise click.UsageError("--reward and --grader are for --command; a Python agent returns its reward")
     if instrument is not None:
