@@ -256,7 +256,7 @@ class Loop:
             raise TrainingError(
                 f"no call of the policy in {len(rollouts)} rollouts can be trained"
                 f"{f' (left out: {dict(excluded)})' if excluded else ''}: the agent must send its chat completions to "
-                "the URL in `llm.endpoint` with `llm.api_key`"
+                "the URL in `llm.endpoint` with `llm.api_key`; one whose client is a global needs isolation='process'"
             )
         batch: list[TrainingSequence] = []
         counted: list[float] = []
