@@ -334,7 +334,7 @@ class Runner:
                 flight.rollout.attempt.attempt_id,
                 flight.rollout.rollout_id,
                 "timed out" if outcome.status == "timeout" else outcome.status,
-                (outcome.reason or "").partition("\n")[0],
+                (outcome.reason or "").partition("\n")[0][:500],
                 f" ({times} ended like this)" if times > 1 else "",
             )
 

@@ -37,6 +37,7 @@ from agentlightning.types import UNATTRIBUTED, Attributes, Span, SpanStatus
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 MAX_STACKTRACE = 16_000  # characters; the end of a longer one is kept, since that is where it failed
+MAX_SHOWN = 2 * MAX_STACKTRACE  # of any other text of a stranger's; of a longer one the beginning and the end are kept
 
 
 def emit_reward(
@@ -132,9 +133,12 @@ def exception_attributes(exception: BaseException) -> Attributes:
 
 
 def shown(value: Any, write: Callable[[Any], str] = str) -> str:
-    """What `write` makes of a stranger's object, also where that fails or is no Unicode text."""
+    """What `write` makes of a stranger's object, also where that fails, is no Unicode text, or has no end."""
     try:
-        return write(value).encode(errors="replace").decode()
+        text = write(value)
+        if len(text) > MAX_SHOWN:
+            text = f"{text[: MAX_SHOWN // 2]} … {text[-MAX_SHOWN // 2 :]}"
+        return text.encode(errors="replace").decode()
     except Exception as error:  # noqa: BLE001 - it is a stranger's; its text must not take the runner down
         return f"(it cannot be shown: {type(error).__name__})"
 

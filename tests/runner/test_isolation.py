@@ -195,6 +195,16 @@ async def test_an_exception_arrives_with_its_name_text_and_traceback(store: SqlS
     assert after.status == "succeeded"
 
 
+async def test_of_an_exception_without_end_the_beginning_and_the_end_are_kept(store: SqlStore) -> None:
+    (one,) = await ran(store, *does("raise a flood"))
+    assert one.status == "failed"
+    assert one.reason.startswith("LookupError: begin")
+    assert one.reason.endswith("end")
+    (failed,) = [span for span in one.spans if span.name == semconv.EXCEPTION]
+    assert len(one.reason) < 40_000
+    assert sum(len(str(value)) for value in failed.attributes.values()) < 60_000
+
+
 async def test_a_blocking_agent_is_killed_at_its_timeout_with_its_children_and_nobody_else(store: SqlStore) -> None:
     begun = time.monotonic()
     hung, *others = await ran(store, *does("hang", "count", "count"), timeout=1.5, concurrency=2)

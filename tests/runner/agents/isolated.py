@@ -74,6 +74,8 @@ def _do(task: dict) -> None:
             os.abort()
         case "raise":
             raise LookupError("nothing there")
+        case "raise a flood":
+            raise LookupError("begin" + "x" * 20_000_000 + "end")
         case "close descriptors":
             os.closerange(3, 256)
         case "hang":  # with a child that will not go by itself, as deaf as its parent cannot be
