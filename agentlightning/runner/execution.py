@@ -218,8 +218,9 @@ async def in_own_thread(function: Callable[[], Any]) -> Any:
     threading.Thread(target=work, name=AGENT_THREAD, daemon=True).start()
     answer = await answered
     if answer.error is not None:
-        if isinstance(answer.error, StopIteration):
-            raise RuntimeError("the agent raised StopIteration") from answer.error  # which no coroutine can raise
+        if isinstance(answer.error, StopIteration | KeyboardInterrupt):  # the one no coroutine can raise, and a real
+            # Ctrl-C, which the other would pass for, comes to the main thread
+            raise RuntimeError(f"the agent raised {type(answer.error).__name__}") from answer.error
         raise answer.error
     return answer.value
 

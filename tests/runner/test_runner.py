@@ -244,6 +244,14 @@ async def test_an_agent_that_always_fails_does_not_flood_the_log(
     assert await reason_of(store, rollouts[39].rollout_id) == "ValueError: bad 39"
 
 
+async def test_a_sync_agent_cannot_pass_for_ctrl_c(store: SqlStore) -> None:
+    def agent(task: str) -> float:
+        raise KeyboardInterrupt
+
+    (rollout,) = await run_to_end(store, agent, ["task"])
+    assert await reason_of(store, rollout.rollout_id) == "RuntimeError: the agent raised KeyboardInterrupt"
+
+
 @pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), asyncio.CancelledError(), BaseException("odd"),
                                    ValueError("no file \udcff")])  # fmt: skip
 @pytest.mark.parametrize("kind", ["async", "sync"])
