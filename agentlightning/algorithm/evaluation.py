@@ -8,6 +8,7 @@ from typing import Any
 
 from agentlightning import semconv
 from agentlightning.algorithm.base import RunContext
+from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import TrainingError
 from agentlightning.store.base import LightningStore
@@ -54,7 +55,14 @@ def evaluation_id(run_id: str, mode: Mode, step: int, version: int) -> str:
 
 
 async def evaluate(
-    context: RunContext, tasks: Sequence[Any], *, step: int, version: int, mode: Mode, config: RolloutConfig
+    context: RunContext,
+    tasks: Sequence[Any],
+    *,
+    step: int,
+    version: int,
+    mode: Mode,
+    config: RolloutConfig,
+    reward: RewardSpec = PLAIN,
 ) -> Evaluation:
     """Run the agent once on every task in `mode` and wait for all. Repeating it after a crash reuses what finished."""
     prefix = evaluation_id(context.run.run_id, mode, step, version)
@@ -83,7 +91,7 @@ async def evaluate(
     evaluated: list[EvaluatedTask] = []
     for name in names:
         spans = await context.store.query_spans(name, "latest")
-        evaluated.append(EvaluatedTask(trace_rollout(finished[name], spans), tuple(spans)))
+        evaluated.append(EvaluatedTask(trace_rollout(finished[name], spans, reward=reward), tuple(spans)))
     return Evaluation(step, version, tuple(evaluated))
 
 

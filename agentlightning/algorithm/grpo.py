@@ -1,41 +1,45 @@
-"""GRPO: a rollout is as good as it did better than the other rollouts of its task (arXiv:2402.03300)."""
+"""GRPO and its relatives: what a rollout's calls are worth, compared with other rollouts (arXiv:2402.03300)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from agentlightning.algorithm.rl import Reinforcement
-from agentlightning.data import credit
+from agentlightning.data.credit.table import RewardedGroup, make_credit
 from agentlightning.data.sequences import CreditedTransition
-from agentlightning.data.transitions import TracedRollout
 from agentlightning.errors import ConfigError
 
 
 @dataclass(kw_only=True)
 class GRPO(Reinforcement):
-    """Group-relative policy optimisation with the clipped surrogate.
+    """Policy optimisation without a critic, by default GRPO: each sampled token of rollout i gets
+    A_i = (R_i − mean) / (std + ε) over its group, in PPO's clipped loss.
 
-    Every sampled token of rollout i gets A_i = (R_i − mean) / (std + ε) over its group; `normalize_by_std=False` leaves
-    the division out (the advantage of Dr. GRPO, arXiv:2503.20783). Credit is `identical`: each transition returns R."""
+    `returns` says how a rollout's reward is divided over its calls, `baseline` what that is compared with. Both are a
+    name of `data/credit/table.py`, a reference (`file.py:function`) or a function, and are called with their options.
+    What does not go together is refused."""
 
-    normalize_by_std: bool = True
+    returns: Any = "identical"  # str or function: what reads run files knows no such union
+    returns_options: dict[str, Any] = field(default_factory=dict[str, Any])
+    baseline: Any = "grpo"
+    baseline_options: dict[str, Any] = field(default_factory=dict[str, Any])
     name: str = "grpo"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.group_size < 2:
+        self.credit = make_credit(self.returns, self.returns_options, self.baseline, self.baseline_options)
+        if self.group_size < 2 and self.credit.compares_group:
             raise ConfigError(
-                f"group_size is {self.group_size}; GRPO compares rollouts of one task and needs at least 2"
+                f"group_size is {self.group_size}; baseline {self.baseline!r} with returns {self.returns!r} compares "
+                "rollouts of one task and needs at least 2"
+            )
+        if self.reward.base == "sum" and self.credit.reads_intermediate:
+            raise ConfigError(
+                f"reward.base 'sum' puts intermediate rewards into R, and returns {self.returns!r} adds them to it: "
+                "they would count twice; give base='final' or returns='identical'"
             )
 
-    def advantages(self, group: list[TracedRollout], rewards: list[float]) -> list[list[CreditedTransition]]:
-        baseline = credit.grpo if self.normalize_by_std else credit.dr_grpo
-        return [
-            [
-                CreditedTransition(transition, np.full(len(transition.response_ids), advantage, np.float32))
-                for transition in traced.transitions
-            ]
-            for traced, advantage in zip(group, baseline(rewards), strict=True)
-        ]
+    def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
+        return self.credit.advantages(groups)

@@ -26,10 +26,12 @@ from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.checkpoints import Checkpoints, LoopState
 from agentlightning.algorithm.evaluation import Evaluation, evaluate, evaluation_id, why_unrewarded
 from agentlightning.data.agents import agent_pattern
+from agentlightning.data.credit.table import RewardedGroup
+from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.sequences import Aggregation, CreditedTransition, Level, TrainingSequence, build_sequences
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import AgentLightningError, ConfigError, TrainingError
-from agentlightning.learner.base import KLEstimator, Learner, Loss
+from agentlightning.learner.base import KLEstimator, Learner, Loss, LossKind
 from agentlightning.types import EnqueueRolloutRequest, Metrics, RolloutConfig
 
 
@@ -39,6 +41,7 @@ class Reinforcement(abc.ABC):
 
     A step samples `tasks_per_step` tasks, runs each `group_size` times, and makes `minibatches` optimiser steps.
     `reference` keeps a copy of the starting weights; straying from it costs `kl_coefficient` (0.04 by default).
+    `reward` says what R is made of, `loss` how an advantage becomes a loss (`learner/losses.py`).
     `unrewarded` says what a rollout without a reward counts for: left out of its group, or a stated reward.
     `agents` are the names of the agents to train, as in `"writer|rewriter"`; without it all are.
     Training stops after `steps`, or once the mean training reward of three steps reaches `target_reward`."""
@@ -48,8 +51,10 @@ class Reinforcement(abc.ABC):
     group_size: int = 8
     minibatches: int = 1
     level: Level = "trajectory"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    reward: RewardSpec = PLAIN
+    loss: LossKind = "ppo_clip"
+    clip_low: float | None = None
+    clip_high: float | None = None
     dual_clip: float | None = None
     aggregation: Aggregation = "token-mean"
     constant_length: int | None = None
@@ -86,15 +91,22 @@ class Reinforcement(abc.ABC):
         if self.kl_coefficient and not self.reference:
             raise ConfigError("kl_coefficient pulls towards a reference policy; set reference=True to keep one")
         self.agent_pattern = None if self.agents is None else agent_pattern(self.agents)
-        self.loss()  # refuses settings out of range now, rather than after the first rollouts
+        if self.loss == "policy_gradient" and self.minibatches > 1:
+            raise ConfigError(
+                f"loss 'policy_gradient' is right for the weights that sampled, and {self.minibatches} minibatches "
+                "move them in between; give minibatches=1 or loss='importance_sampling'"
+            )
+        self.make_loss()  # refuses settings out of range now, rather than after the first rollouts
 
     @abc.abstractmethod
-    def advantages(self, group: list[TracedRollout], rewards: list[float]) -> list[list[CreditedTransition]]:
-        """Credit one group. `rewards[i]` is the reward that `group[i]` counts for; the answer has, for each rollout,
-        its transitions with an advantage per sampled token."""
+    def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
+        """Credit the groups of one step. The answer has, for each rollout of each group, its transitions with an
+        advantage per sampled token."""
 
-    def loss(self) -> Loss:
+    def make_loss(self) -> Loss:
+        """The loss of every batch."""
         return Loss(
+            kind=self.loss,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
             dual_clip=self.dual_clip,
@@ -232,10 +244,16 @@ class Loop:
         return [traced[group_id] for group_id in sorted(traced)], cursor
 
     async def _trace(self, rollout_ids: Sequence[str]) -> list[TracedRollout]:
-        store, models, agents = self.context.store, (self.context.model_name,), self.algorithm.agent_pattern
+        store, models, algorithm = self.context.store, (self.context.model_name,), self.algorithm
         rollouts = {r.rollout_id: r for r in await store.query_rollouts(rollout_id_in=rollout_ids)}
         return [
-            trace_rollout(rollouts[name], await store.query_spans(name, "latest"), models=models, agents=agents)
+            trace_rollout(
+                rollouts[name],
+                await store.query_spans(name, "latest"),
+                models=models,
+                agents=algorithm.agent_pattern,
+                reward=algorithm.reward,
+            )
             for name in rollout_ids
         ]
 
@@ -246,9 +264,7 @@ class Loop:
         unrewarded = sum(traced.reward is None for traced in rollouts)
         if unrewarded == len(rollouts) and (silent or self.algorithm.unrewarded == "exclude"):
             raise await why_unrewarded(self.context.store, rollouts)
-        excluded: Counter[str] = Counter()
-        for traced in rollouts:
-            excluded.update(traced.excluded)
+        excluded = sum((traced.excluded for traced in rollouts), Counter[str]())
         others = sorted({name for traced in rollouts for name in traced.other_agents})
         if silent and others:
             self._no_chosen_agent(others)
@@ -256,23 +272,19 @@ class Loop:
             raise TrainingError(
                 f"no call of the policy in {len(rollouts)} rollouts can be trained"
                 f"{f' (left out: {dict(excluded)})' if excluded else ''}: the agent must send its chat completions to "
-                "the URL in `llm.endpoint` with `llm.api_key`; one whose client is a global needs isolation='process'"
+                "the URL in `llm.endpoint` with `llm.api_key`"
             )
+        rewarded = [self._rewarded(group) for group in groups]
+        enough = [group for group in rewarded if len(group.rewards) >= min(2, self.algorithm.group_size)]
         batch: list[TrainingSequence] = []
-        counted: list[float] = []
-        too_few = flat = 0
-        for group in groups:
-            members, rewards = self._rewarded(group)
-            counted += rewards
-            if len(members) < min(2, self.algorithm.group_size):
-                too_few += 1
-                continue
-            credited = self.algorithm.advantages(members, rewards)
+        flat = 0
+        for credited in self.algorithm.advantages(enough):
             if not any(item.advantages.any() for transitions in credited for item in transitions):
                 flat += 1
                 continue
             for transitions in credited:
                 batch += build_sequences(transitions, self.algorithm.level)
+        counted = [reward for group in rewarded for reward in group.rewards]
         calls = [transition for traced in rollouts for transition in traced.transitions]
         metrics = {
             "reward": sum(counted) / len(counted),
@@ -280,12 +292,12 @@ class Loop:
             "unrewarded": float(unrewarded),
             "calls": float(len(calls)),
             "sampled_tokens": float(sum(len(call.response_ids) for call in calls)),
-            "groups_too_few_rewarded": float(too_few),
+            "groups_too_few_rewarded": float(len(groups) - len(enough)),
             "groups_without_variance": float(flat),
             "calls_excluded": float(sum(excluded.values())),
             "sequences": float(len(batch)),
         }
-        return batch, metrics | {f"excluded/{reason}": float(count) for reason, count in excluded.items()}
+        return batch, metrics | _by_name(rollouts, excluded)
 
     def _no_chosen_agent(self, others: list[str]) -> None:
         """TrainingError in the first batch, where it is a mistake; later an agent may have had nothing to do."""
@@ -297,14 +309,14 @@ class Loop:
             raise TrainingError(message)
         self.context.progress.note(f"step {self.state.step + 1} trains nothing: {message}")
 
-    def _rewarded(self, group: list[TracedRollout]) -> tuple[list[TracedRollout], list[float]]:
+    def _rewarded(self, group: list[TracedRollout]) -> RewardedGroup:
         stated = self.algorithm.unrewarded
         pairs = [
-            (traced, traced.reward if traced.reward is not None else stated)
+            (traced.transitions, float(traced.reward if traced.reward is not None else stated))
             for traced in group
             if traced.reward is not None or stated != "exclude"
         ]
-        return [traced for traced, _ in pairs], [float(reward) for _, reward in pairs]
+        return RewardedGroup([transitions for transitions, _ in pairs], [reward for _, reward in pairs])
 
     async def _learn(self, batch: list[TrainingSequence], step: int) -> dict[str, float]:
         """The step's optimiser steps, then the publication of the new weights."""
@@ -314,7 +326,7 @@ class Loop:
         bounds = [-(-len(order) * part // count) for part in range(count + 1)]
         parts = [order[start:end] for start, end in itertools.pairwise(bounds)]
         self.context.progress.phase("learn", len(parts))
-        loss = self.algorithm.loss()
+        loss = self.algorithm.make_loss()
         history: list[dict[str, float]] = []
         loop = asyncio.get_running_loop()
         self.learning = True
@@ -377,6 +389,7 @@ class Loop:
             version=version,
             mode="val",
             config=self.algorithm.rollout,
+            reward=RewardSpec(base=self.algorithm.reward.base),
         )
 
     def _last_evaluated(self) -> int | None:
@@ -449,6 +462,17 @@ class Loop:
                 # An older attempt's runner lived in the process that died; a younger one is our own runner's.
                 if attempt is not None and attempt.start_time < self.context.run_time:
                     await store.update_attempt(rollout.rollout_id, attempt.attempt_id, status="unresponsive")
+
+
+def _by_name(rollouts: Sequence[TracedRollout], excluded: Counter[str]) -> dict[str, float]:
+    """The mean of each part of the rewards, and what was left out, by reason."""
+    parts = [traced.reward_terms for traced in rollouts if traced.reward_terms]
+    lost = sum((traced.rewards_lost for traced in rollouts), Counter[str]())
+    return (
+        {f"reward/{name}": sum(terms[name] for terms in parts) / len(parts) for name in (parts[0] if parts else ())}
+        | {f"excluded/{reason}": float(count) for reason, count in excluded.items()}
+        | {f"rewards_lost/{reason}": float(count) for reason, count in lost.items()}
+    )
 
 
 def tasks_of_step(tasks: Sequence[Any], step: int, count: int, seed: int) -> list[Any]:

@@ -119,6 +119,6 @@ def test_settings_out_of_range_are_refused_by_name() -> None:
 def test_a_kl_term_needs_a_reference_and_has_a_weight_where_there_is_one() -> None:
     with pytest.raises(ConfigError, match="reference=True"):
         GRPO(kl_coefficient=0.1)
-    assert GRPO().loss().kl_coefficient == 0.0
-    assert GRPO(reference=True).loss().kl_coefficient == 0.04
-    assert GRPO(reference=True, kl_coefficient=0.0).loss().kl_coefficient == 0.0
+    assert GRPO().make_loss().kl_coefficient == 0.0
+    assert GRPO(reference=True).make_loss().kl_coefficient == 0.04
+    assert GRPO(reference=True, kl_coefficient=0.0).make_loss().kl_coefficient == 0.0

@@ -1,0 +1,174 @@
+"""Baselines: what the returns of a batch are compared with.
+
+A baseline is a function `(returns, **options) → advantages`, float64[N] for each transition or float64[M] for each
+sampled token. Statistics are over rollouts, by their mean return, so that a long rollout weighs no more than a short
+one; a group of one has nothing to be compared with and gets 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from agentlightning.data.credit.returns import Float64Array, discount
+from agentlightning.errors import ConfigError
+
+IndexArray: TypeAlias = npt.NDArray[np.int64]
+ROUNDING = 1e-9  # spreads below this share of the values are those of rounding
+
+
+@dataclass(frozen=True)
+class Returns:
+    """The returns of a batch. `values` float64[N] are those of the transitions, rollout by rollout; `rollouts` int64[N]
+    tells the rollout of each; `tokens` int64[N] how many tokens it sampled. `groups` int64[R] tells the group of each
+    rollout, `rewards` float64[R] its R."""
+
+    values: Float64Array
+    rollouts: IndexArray
+    tokens: IndexArray
+    groups: IndexArray
+    rewards: Float64Array
+
+    @cached_property
+    def means(self) -> Float64Array:
+        """The mean return of each rollout, float64[R]; R for one without transitions."""
+        first = self.rewards.copy()
+        first[self.rollouts[::-1]] = self.values[::-1]  # added to differences, equal returns have exactly their mean
+        count = np.bincount(self.rollouts, minlength=len(first)).clip(min=1)
+        return first + np.bincount(self.rollouts, self.values - first[self.rollouts], len(first)) / count
+
+    def per_group(self, statistic: Callable[[Float64Array], npt.ArrayLike]) -> Float64Array:
+        """`statistic` of the mean returns of each group's rollouts, told to each of its rollouts: float64[R]."""
+        told = np.empty(len(self.groups))
+        for group in np.unique(self.groups):
+            told[self.groups == group] = statistic(self.means[self.groups == group])
+        return told
+
+    @cached_property
+    def compared(self) -> npt.NDArray[np.bool_]:
+        """Whether the rollout of each transition has others in its group, bool[N]."""
+        return self.per_group(len)[self.rollouts] > 1
+
+    @cached_property
+    def token_rollouts(self) -> IndexArray:
+        """The rollout of each sampled token, int64[M]."""
+        return np.repeat(self.rollouts, self.tokens)
+
+
+def no_baseline(returns: Returns) -> Float64Array:
+    """A_t = x_t, as in REINFORCE (Williams 1992)."""
+    return returns.values
+
+
+def dr_grpo(returns: Returns) -> Float64Array:
+    """A_t = x_t − mean over the group (Dr. GRPO, arXiv:2503.20783)."""
+    return np.where(returns.compared, returns.values - returns.per_group(_mean)[returns.rollouts], 0.0)
+
+
+def grpo(returns: Returns, *, epsilon: float = 1e-6, ddof: int = 1) -> Float64Array:
+    """A_t = (x_t − mean) / (std + ε) over the group (GRPO, arXiv:2402.03300); std has G − `ddof` in the denominator.
+
+    0 where the group's rollouts do not differ."""
+    spread = returns.per_group(lambda means: _spread(means, ddof))[returns.rollouts]
+    return np.where(spread > 0, dr_grpo(returns) / (spread + epsilon), 0.0)
+
+
+def rloo(returns: Returns) -> Float64Array:
+    """A_t = x_t − mean over the other rollouts of the group (RLOO, arXiv:2402.14740)."""
+    others = returns.per_group(_mean_of_others)[returns.rollouts]
+    return np.where(returns.compared, returns.values - others, 0.0)
+
+
+def reinforce_plus_plus(
+    returns: Returns,
+    *,
+    gamma: float = 1.0,
+    across_calls: bool = False,
+    whiten_over: Literal["rollouts", "tokens"] = "rollouts",
+) -> Float64Array:
+    """Discounted token by token from the end of the episode, then whitened over the batch (REINFORCE++,
+    arXiv:2501.03262), float64[M].
+
+    Each transition is an episode that ends in its return; with `across_calls` the rollout is one, whose transitions end
+    in rewards. What the agent observed between its calls is no step of an episode."""
+    if not 0 <= gamma <= 1:
+        raise ConfigError(f"gamma is {gamma}; a discount lies between 0 and 1")
+    ends = returns.values
+    if across_calls:
+        gammas = np.append(gamma ** returns.tokens[1:].astype(np.float64), 0.0)
+        gammas[:-1][np.diff(returns.rollouts) != 0] = 0.0
+        ends = discount(ends, gammas)
+    return whiten(np.repeat(ends, returns.tokens) * gamma ** _remaining(returns), returns.token_rollouts, whiten_over)
+
+
+def reinforce_plus_plus_baseline(
+    returns: Returns, *, whiten_over: Literal["rollouts", "tokens"] = "rollouts"
+) -> Float64Array:
+    """A_t = x_t − mean over the group, whitened over the batch (REINFORCE++-baseline, arXiv:2501.03262), float64[M]."""
+    whitened = whiten(np.repeat(dr_grpo(returns), returns.tokens), returns.token_rollouts, whiten_over)
+    return np.where(np.repeat(returns.compared, returns.tokens), whitened, 0.0)
+
+
+def gae(
+    returns: Returns, values_M: npt.ArrayLike, *, gamma: float = 1.0, lam: float = 0.95, across_calls: bool = False
+) -> tuple[Float64Array, Float64Array]:
+    """(advantages, targets of the values), float64[M] each, from a critic's values of the sampled tokens:
+    δ_k = r_k + γ·V_{k+1} − V_k, A_k = δ_k + γλ·A_{k+1} (GAE, arXiv:1506.02438). Not whitened.
+
+    Episodes and what lies between calls are those of `reinforce_plus_plus`."""
+    values = np.asarray(values_M, np.float64)
+    if values.shape != returns.token_rollouts.shape:
+        raise ConfigError(f"values have shape {values.shape}; {returns.token_rollouts.shape} tokens were sampled")
+    ends = np.cumsum(returns.tokens) - 1
+    rewards = np.zeros(len(values))
+    rewards[ends] = returns.values
+    goes_on = np.ones(len(values))  # whether the next token is of the same episode
+    goes_on[ends] = np.append(np.diff(returns.rollouts) == 0, False) if across_calls else 0.0
+    deltas = rewards + gamma * goes_on * np.append(values[1:], 0.0) - values
+    advantages = discount(deltas, gamma * lam * goes_on)
+    return advantages, advantages + values
+
+
+def whiten(
+    values_M: npt.ArrayLike, rollouts_M: IndexArray, over: Literal["rollouts", "tokens"] = "rollouts"
+) -> Float64Array:
+    """(v − mean) / sqrt(variance + 1e-8), one less in its denominator: over the means of the rollouts, or (as verl and
+    OpenRLHF have it) over all tokens. 0 where nothing differs."""
+    if over not in ("rollouts", "tokens"):
+        raise ConfigError(f"whiten_over is {over!r}; give 'rollouts' or 'tokens'")
+    values = np.asarray(values_M, np.float64)
+    samples = values
+    if over == "rollouts":
+        _, own = np.unique(rollouts_M, return_inverse=True)
+        samples = np.bincount(own, values) / np.bincount(own)
+    spread = _spread(samples, ddof=1)
+    return (values - _mean(samples)) / np.sqrt(spread**2 + 1e-8) if spread > 0 else np.zeros_like(values)
+
+
+def _remaining(returns: Returns) -> Float64Array:
+    """How many tokens follow each in its transition, float64[M]."""
+    ends = np.repeat(np.cumsum(returns.tokens) - 1, returns.tokens)
+    return (ends - np.arange(len(ends))).astype(np.float64)
+
+
+def _mean(values: Float64Array) -> float:
+    """The mean; of equal values exactly their value, where a plain sum leaves 1e-17."""
+    return float(values[0] + (values - values[0]).mean())
+
+
+def _mean_of_others(values: Float64Array) -> Float64Array:
+    differences = values - values[0]
+    return values[0] + (differences.sum() - differences) / max(1, len(values) - 1)
+
+
+def _spread(values: Float64Array, ddof: int) -> float:
+    """The standard deviation, 0 where values differ by rounding only or are too few."""
+    if len(values) <= ddof:
+        return 0.0
+    spread = float((values - values[0]).std(ddof=ddof))
+    return spread if spread > ROUNDING * float(np.abs(values).max()) else 0.0

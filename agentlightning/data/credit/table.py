@@ -1,0 +1,199 @@
+"""Which return, baseline and loss go together, and the whole way from the rewards of a batch to its advantages.
+
+| | a baseline of the group or none | reinforce++, an episode per call | reinforce++ across calls |
+|---|---|---|---|
+| `identical`, `air`, `discounted` | yes | yes | no: they hold R in every call |
+| `air_dense` | yes | yes | yes: it holds each reward once |
+| `tree` | `none` only: it is a baseline itself | no | no |
+
+Functions of a user's own go with everything, and every row with every loss; `policy_gradient` with one optimiser step
+per batch only.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from agentlightning.data.credit import baselines
+from agentlightning.data.credit import returns as returns_of
+from agentlightning.data.credit.baselines import Returns
+from agentlightning.data.credit.returns import Float64Array
+from agentlightning.data.references import is_reference, load_reference
+from agentlightning.data.sequences import CreditedTransition
+from agentlightning.data.tool_calls import ToolStatus
+from agentlightning.data.transitions import Transition
+from agentlightning.errors import ConfigError, nearest
+
+CreditFunction: TypeAlias = Callable[..., Any]
+
+RETURNS: Final[dict[str, CreditFunction]] = {
+    "identical": returns_of.identical,
+    "air": returns_of.air,
+    "air_dense": returns_of.air_dense,
+    "discounted": returns_of.discounted,
+    "tree": returns_of.tree,
+}
+BASELINES: Final[dict[str, CreditFunction]] = {
+    "none": baselines.no_baseline,
+    "grpo": baselines.grpo,
+    "dr_grpo": baselines.dr_grpo,
+    "rloo": baselines.rloo,
+    "reinforce++": baselines.reinforce_plus_plus,
+    "reinforce++_baseline": baselines.reinforce_plus_plus_baseline,
+    "gae": baselines.gae,
+}
+_HOLD_R_IN_EVERY_CALL: Final = (returns_of.identical, returns_of.air, returns_of.discounted)
+_READ_INTERMEDIATE: Final = (returns_of.air, returns_of.air_dense, returns_of.discounted)
+_COMPARE_A_GROUP: Final = (
+    returns_of.tree,
+    baselines.grpo,
+    baselines.dr_grpo,
+    baselines.rloo,
+    baselines.reinforce_plus_plus_baseline,
+)
+_ONE: Final = np.ones(1, np.int32)
+_TRIAL: Final = Transition(
+    "rollout", "attempt", "span", 0, 0, "policy", _ONE, _ONE, np.zeros(1, np.float32), _ONE, "stop",
+    tools=(ToolStatus("tool", 1, None),),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RewardedGroup:
+    """The rollouts of one task that count: the transitions of each, in call order, and the reward of each."""
+
+    transitions: Sequence[Sequence[Transition]]
+    rewards: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Credit:
+    """A return and a baseline that go together, with their options."""
+
+    returns: CreditFunction
+    baseline: CreditFunction
+    returns_options: Mapping[str, Any]
+    baseline_options: Mapping[str, Any]
+
+    @property
+    def compares_group(self) -> bool:
+        """Whether one rollout of a task by itself would teach nothing."""
+        return self.returns in _COMPARE_A_GROUP or self.baseline in _COMPARE_A_GROUP
+
+    @property
+    def reads_intermediate(self) -> bool:
+        """Whether the return holds intermediate rewards, so that R must not."""
+        return self.returns in _READ_INTERMEDIATE
+
+    def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
+        """For each group, for each of its rollouts, its transitions with an advantage for each sampled token.
+
+        ConfigError where a user's function gives another shape than is asked of it, or numbers that are not finite."""
+        rollouts = [transitions for group in groups for transitions in group.transitions]
+        transitions = [transition for rollout in rollouts for transition in rollout]
+        if not transitions:
+            return [[[] for _ in group.transitions] for group in groups]
+        tokens = np.array([len(transition.response_ids) for transition in transitions], np.int64)
+        values = [value for group in groups for value in self._values(group)]
+        returns = Returns(
+            values=np.concatenate(values),
+            rollouts=np.repeat(np.arange(len(rollouts)), [len(rollout) for rollout in rollouts]),
+            tokens=tokens,
+            groups=np.repeat(np.arange(len(groups)), [len(group.rewards) for group in groups]),
+            rewards=np.array([reward for group in groups for reward in group.rewards], np.float64),
+        )
+        advantages = np.asarray(self.baseline(returns, **self.baseline_options), np.float64)
+        if advantages.shape == tokens.shape:
+            advantages = np.repeat(advantages, tokens)
+        _check(self.baseline, advantages, int(tokens.sum()), f"{len(transitions)} transitions or each of their tokens")
+        parts = iter(np.split(advantages.astype(np.float32), np.cumsum(tokens)[:-1]))
+        return [
+            [[CreditedTransition(transition, next(parts)) for transition in rollout] for rollout in group.transitions]
+            for group in groups
+        ]
+
+    def _values(self, group: RewardedGroup) -> list[Float64Array]:
+        if self.returns is returns_of.tree:
+            return returns_of.tree(group.rewards, group.transitions)
+        nothing = np.zeros(0)
+        pairs = zip(group.rewards, group.transitions, strict=True)
+        return [self._of_one(reward, of) if of else nothing for reward, of in pairs]
+
+    def _of_one(self, reward: float, transitions: Sequence[Transition]) -> Float64Array:
+        values = np.asarray(self.returns(reward, transitions, **self.returns_options), np.float64)
+        return _check(self.returns, values, len(transitions), f"{len(transitions)} transitions")
+
+
+def make_credit(
+    returns: str | CreditFunction,
+    returns_options: Mapping[str, Any],
+    baseline: str | CreditFunction,
+    baseline_options: Mapping[str, Any],
+) -> Credit:
+    """The credit that these names, references (`file.py:function`) or functions mean. ConfigError, with the reason,
+    where one is unknown, has no such option, or does not go with the other."""
+    first = _function("returns", returns, returns_options, RETURNS)
+    second = _function("baseline", baseline, baseline_options, BASELINES)
+    if second is baselines.gae:
+        raise ConfigError(
+            "baseline 'gae' needs the values of a critic, and no learner here has one: call credit.gae in a baseline "
+            "of your own that knows them"
+        )
+    if first is returns_of.tree and second is not baselines.no_baseline:
+        raise ConfigError(
+            "returns 'tree' subtracts what other rollouts got from the same state, and a second baseline would take it "
+            "away again; give baseline='none'"
+        )
+    if baseline_options.get("across_calls") and first in _HOLD_R_IN_EVERY_CALL:
+        raise ConfigError(
+            f"across_calls adds up the rewards of a rollout's calls, and returns {_name(first)!r} holds R in each: R "
+            "would count once per call; give returns='air_dense'"
+        )
+    credit = Credit(first, second, dict(returns_options), dict(baseline_options))
+    if first in RETURNS.values() and second in BASELINES.values():
+        try:  # options out of range are told now, rather than after the first rollouts
+            credit.advantages([RewardedGroup([[_TRIAL], [_TRIAL]], [0.0, 1.0])])
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"returns_options {returns_options} or baseline_options {baseline_options}: {error}"
+            ) from None
+    return credit
+
+
+def _function(
+    what: str, given: str | CreditFunction, options: Mapping[str, Any], known: Mapping[str, CreditFunction]
+) -> CreditFunction:
+    function = given
+    if isinstance(given, str):
+        if given not in known and not is_reference(given):
+            raise ConfigError(f"{what} {given!r} is unknown; {nearest(given, known)}, or file.py:function")
+        function = known[given] if given in known else load_reference(given)
+    if not callable(function):
+        raise ConfigError(f"{what} is {given!r}; give one of {', '.join(known)}, or a function")
+    parameters = inspect.signature(function).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        names = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY or one.default is not one.empty]
+        for name in options:
+            if name not in names:
+                takes = nearest(name, names) if names else "it has none"
+                raise ConfigError(f"{what} {_name(function)!r} has no option {name!r}; {takes}")
+    return function
+
+
+def _check(function: CreditFunction, values: Float64Array, count: int, of: str) -> Float64Array:
+    if values.shape != (count,) or not np.isfinite(values).all():
+        raise ConfigError(f"{_name(function)} must give a finite number for each of {of}, and gave {values!r:.200}")
+    return values
+
+
+def _name(function: CreditFunction) -> str:
+    known = {**RETURNS, **BASELINES}
+    if isinstance(function, functools.partial):
+        return _name(function.func)
+    return next((name for name, one in known.items() if one is function), getattr(function, "__name__", repr(function)))
