@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -28,6 +29,7 @@ from agentlightning.tracing.emit import exception_attributes
 from agentlightning.tracing.logs import AttemptLogs
 from agentlightning.types import Span
 
+_PR_SET_CHILD_SUBREAPER: Final = 36
 FAREWELL_SECONDS: Final = 2.0  # for what the agent's libraries do at the end of a process
 
 
@@ -35,6 +37,8 @@ def main(descriptor: int) -> None:
     """Serve the runner at the other end of a socket until it closes it."""
     with contextlib.suppress(OSError):  # Linux: when memory runs out it is this process that goes, not the runner
         Path("/proc/self/oom_score_adj").write_text("1000")
+    with contextlib.suppress(AttributeError):  # Linux: what the agent's children leave behind is then seen as ours
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     connection = Connection(descriptor)
     boot, start = connection.receive(), connection.receive()
     if isinstance(boot, Boot) and isinstance(start, Start):

@@ -99,6 +99,8 @@ def _do(task: dict) -> None:
             threading.Thread(target=time.sleep, args=(600,), daemon=True, name="left").start()
         case "leave process":
             subprocess.Popen([sys.executable, "-c", _FOREVER])
+        case "leave daemon":
+            subprocess.run(["sh", "-c", "sleep 3 >/dev/null 2>&1 &"], start_new_session=True, check=True)
         case "count":
             counter += 1
             agl.emit_object({"count": counter})
