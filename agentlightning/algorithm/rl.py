@@ -97,6 +97,7 @@ class Reinforcement(abc.ABC):
                 "move them in between; give minibatches=1 or loss='importance_sampling'"
             )
         self.make_loss()  # refuses settings out of range now, rather than after the first rollouts
+        build_sequences((), self.level)  # and a level that there is not
 
     @abc.abstractmethod
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
@@ -347,7 +348,8 @@ class Loop:
                 f"most {self.learner.mismatch_tolerance:.2g}): what is trained is not what was sampled. Try float32"
             )
         mean = {name: sum(one[name] for one in history) / len(history) for name in history[0]}
-        return mean | {"inference_mismatch": mismatch, "tokens": sum(one["tokens"] for one in history)}
+        counts = {name: sum(one[name] for one in history) for name in mean if name.startswith("tokens")}
+        return mean | {"inference_mismatch": mismatch} | counts
 
     # --- around the steps ---
 

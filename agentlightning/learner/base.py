@@ -104,7 +104,8 @@ class Learner(Protocol):
     def mismatch_tolerance(self) -> float: ...
 
     def step(self, batch: Sequence[TrainingSequence], loss: Loss) -> dict[str, float]:
-        """One optimiser step; blocks. Returns metrics: loss, grad_norm, ratio and KL statistics, entropy, tokens.
+        """One optimiser step; blocks. Returns metrics: loss, grad_norm, ratio and KL statistics, entropy, tokens
+        (sampled), tokens_computed and tokens_saved (against computing each transition by itself; padding aside).
 
         Raises TrainingError, with the weights unchanged, if the loss or the gradient is not finite."""
         ...

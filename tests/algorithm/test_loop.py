@@ -114,6 +114,8 @@ def test_settings_out_of_range_are_refused_by_name() -> None:
             GRPO(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="unrewarded"):
         GRPO(unrewarded=math.nan)
+    with pytest.raises(ConfigError, match="unknown level 'trees'; known: transition, trajectory, tree, concat"):
+        GRPO(level="trees")  # type: ignore[arg-type]
 
 
 def test_a_kl_term_needs_a_reference_and_has_a_weight_where_there_is_one() -> None:
