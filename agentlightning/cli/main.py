@@ -35,6 +35,12 @@ COMMANDS = {
     "keys": "keys",
 }
 
+# Extra → the packages that come with it alone, by the names they are imported under.
+EXTRAS = {
+    "server": ("google", "httptools", "opentelemetry", "prometheus_client", "starlette", "uvicorn", "uvloop"),
+    "train": ("matplotlib", "numpy", "openai", "tokenizers", "torch", "transformers"),
+}
+
 
 class LazyGroup(click.Group):
     """A group that imports a command's module when it is asked for and suggests the nearest name for one unknown."""
@@ -80,14 +86,27 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return 130
-    except AgentLightningError as error:
-        click.echo(f"error: {error}", err=True)
+    except (AgentLightningError, ModuleNotFoundError) as error:
+        hint = _how_to_install(error)
+        if isinstance(error, ModuleNotFoundError) and not hint:
+            raise
+        click.echo(f"error: {error}{hint}", err=True)
         return 1
     except BrokenPipeError:
         # The reader of our output has left (`agl runs | head`); stdout must not be flushed again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return result if isinstance(result, int) else 0
+
+
+def _how_to_install(error: Exception) -> str:
+    """What to say about a package that is missing and comes with an extra of ours; nothing of any other error."""
+    for missing in (error, error.__cause__):
+        if isinstance(missing, ModuleNotFoundError) and missing.name is not None:
+            for extra, packages in EXTRAS.items():
+                if missing.name.partition(".")[0] in packages:
+                    return f": pip install 'agent-lightning-next[{extra}]'"
+    return ""
 
 
 if __name__ == "__main__":

@@ -111,13 +111,11 @@ def _show(tree: Any) -> None:
 @contextlib.asynccontextmanager
 async def _gateway(backend: Any, store: LightningStore) -> AsyncGenerator[str]:
     """The gateway in front of the server that answers, on this machine alone; gives its root URL."""
-    try:
-        from agentlightning.gateway.app import Gateway
-        from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
-        from agentlightning.server.app import create_app
-        from agentlightning.server.serve import HttpServer
-    except ImportError as error:
-        raise ConfigError(f"recording needs a server ({error}): pip install 'agent-lightning-next[server]'") from None
+    from agentlightning.gateway.app import Gateway
+    from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
+    from agentlightning.server.app import create_app
+    from agentlightning.server.serve import HttpServer
+
     gateway = Gateway(ModelTable([ModelEntry(ANY, backend, trainable=False, train=None, val=None)]), store)
     try:
         async with HttpServer(create_app(store, gateway=gateway)) as http:

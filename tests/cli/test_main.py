@@ -52,6 +52,26 @@ def test_a_job_that_cannot_be_done_ends_with_1_and_the_reason(
     assert captured.out == ""
 
 
+@pytest.mark.parametrize(
+    ("missing", "arguments", "extra"),
+    [
+        ("httptools", "['run', '--backend', 'http://127.0.0.1:1/v1', '--', 'true']", "server"),
+        ("google", "['import', 'traces.json']", "server"),
+        ("numpy", "['train', 'run.yaml']", "train"),
+    ],
+)
+def test_a_package_of_an_extra_that_is_missing_is_told_with_the_extra(
+    missing: str, arguments: str, extra: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text("agent: a.py:a\nmodel: m\ntrain_dataset: t.jsonl\nalgorithm: {name: grpo}\n")
+    script = f"import sys; sys.modules[{missing!r}] = None; from agentlightning.cli.main import main; main({arguments})"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.endswith(f"pip install 'agent-lightning-next[{extra}]'\n")
+
+
 def test_help_needs_no_torch_web_framework_or_database() -> None:
     script = (
         "import sys; from agentlightning.cli.main import run; run(['--help']); "
