@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from agentlightning.algorithm import GRPO as GRPO
     from agentlightning.algorithm import Baseline as Baseline
     from agentlightning.algorithm import algo as algo
+    from agentlightning.data.rewards import RewardSpec as RewardSpec
     from agentlightning.learner.base import AdamW as AdamW
     from agentlightning.runner.agent import LitAgent as LitAgent
     from agentlightning.runner.agent import RolloutRawResult as RolloutRawResult
@@ -75,6 +76,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "agentlightning.algorithm": ("Baseline", "GRPO", "algo"),
+    "agentlightning.data.rewards": ("RewardSpec",),
     "agentlightning.learner.base": ("AdamW",),
     "agentlightning.runner.agent": ("LitAgent", "RolloutRawResult", "llm_rollout", "prompt_rollout", "rollout"),
     "agentlightning.runner.clients": ("openai_client",),

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+import msgspec
+
 from agentlightning.errors import ConfigError
 from agentlightning.tracing.rewards import find_final_reward, find_reward_spans, get_reward_value, is_final_reward
 from agentlightning.tracing.steps import Step
@@ -77,8 +79,7 @@ def _ancestors(span: Span, above: Mapping[str, str | None]) -> list[str]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class RewardSpec:
+class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a rollout's R is made of in training: `base`, plus each term that has a weight. Evaluation measures `base`.
 
     `base` is the `final` reward, or its `sum` with all intermediate ones. The terms read the calls that train:

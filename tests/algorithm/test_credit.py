@@ -14,7 +14,6 @@ import torch
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.data.credit.table import RewardedGroup
-from agentlightning.data.rewards import RewardSpec
 from agentlightning.data.sequences import build_sequences
 from agentlightning.data.transitions import Transition, trace_rollout
 from agentlightning.errors import ConfigError
@@ -119,7 +118,7 @@ def test_a_function_of_ones_own_trains(tmp_path: Path) -> None:
         returns=first_call_counts_double,
         baseline="reinforce++_baseline",
         loss="cispo",
-        reward=RewardSpec(length_penalty=1.0),
+        reward=agl.RewardSpec(length_penalty=1.0),
         steps=1,
         tasks_per_step=2,
         group_size=3,
@@ -142,7 +141,7 @@ def test_a_function_of_ones_own_trains(tmp_path: Path) -> None:
 def test_what_does_not_go_together_is_refused_before_anything_runs() -> None:
     for settings, reason in (
         ({"group_size": 1}, "needs at least 2"),
-        ({"returns": "air", "reward": RewardSpec(base="sum")}, "count twice"),
+        ({"returns": "air", "reward": agl.RewardSpec(base="sum")}, "count twice"),
         ({"loss": "policy_gradient", "minibatches": 2}, "loss='importance_sampling'"),
         ({"loss": "ppo"}, "known: ppo_clip"),
         ({"loss": "policy_gradient", "clip_high": 0.3}, "clips no ratio"),
