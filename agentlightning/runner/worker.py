@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import queue
 import signal
 import sys
 import threading
@@ -30,6 +31,7 @@ from agentlightning.tracing.logs import AttemptLogs
 from agentlightning.types import Span
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
+_POOLS: Final = (("concurrent", "futures", "thread.py"), ("anyio", "_backends", "_asyncio.py"))
 FAREWELL_SECONDS: Final = 2.0  # for what the agent's libraries do at the end of a process
 
 
@@ -153,4 +155,6 @@ def _left_running(before: set[threading.Thread]) -> str | None:
 def _is_idle(thread: threading.Thread) -> bool:
     """Whether it is a thread of a pool that waits for work."""
     frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage]
-    return frame is None or Path(frame.f_code.co_filename).parts[-3:] == ("concurrent", "futures", "thread.py")
+    while frame is not None and frame.f_code.co_filename in (queue.__file__, threading.__file__):
+        frame = frame.f_back
+    return frame is None or Path(frame.f_code.co_filename).parts[-3:] in _POOLS

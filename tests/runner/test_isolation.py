@@ -127,6 +127,11 @@ async def test_a_process_in_which_something_still_runs_serves_no_other_attempt(s
     assert len({one.attempt.worker_id for one in several}) == 4
 
 
+async def test_threads_of_pools_that_wait_for_work_are_nothing_that_runs(store: SqlStore) -> None:
+    first, second = await ran(store, *does("use pools", "use pools"), agent=isolated.acts_async)
+    assert first.pid == second.pid
+
+
 async def test_nor_one_where_an_async_agent_left_a_task_or_a_copy_of_itself(store: SqlStore) -> None:
     several = await ran(store, *does("leave task", "fork", "nothing"), agent=isolated.acts_async)
     assert {one.status for one in several} == {"succeeded"}

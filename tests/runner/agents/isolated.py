@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 
+import anyio.to_thread
+
 import agentlightning as agl
 
 _FOREVER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
@@ -32,6 +34,9 @@ async def acts_async(task: dict) -> float:
     try:
         if task["do"] == "hang":
             await asyncio.Event().wait()
+        if task["do"] == "use pools":
+            await anyio.to_thread.run_sync(os.getpid)
+            await asyncio.to_thread(os.getpid)
         if task["do"] == "leave task":
             acts_async.left = asyncio.create_task(asyncio.sleep(600), name="left")
         if task["do"] == "fork" and os.fork() == 0:
