@@ -132,7 +132,7 @@ def test_train_by_a_run_file_then_resume_then_list(project: Path) -> None:
 def test_dev_prints_each_trace_and_why_an_agent_failed(project: Path) -> None:
     common = ("tasks.jsonl", "--model", "model", "--limit", "2")
     out, _ = finish(start(project, "dev", "agent.py:agent", *common))
-    assert out.count("user: ") == 2
+    assert out.count("├── input") == 2
     out, _ = finish(start(project, "dev", "agent.py:broken", *common))
     assert "no such city" in out
 
