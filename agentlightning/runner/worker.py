@@ -155,6 +155,8 @@ def _left_running(before: set[threading.Thread]) -> str | None:
 def _is_idle(thread: threading.Thread) -> bool:
     """Whether it is a thread of a pool that waits for work."""
     frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage]
+    if frame is None:
+        return True  # it has ended
     while frame is not None and frame.f_code.co_filename in (queue.__file__, threading.__file__):
         frame = frame.f_back
-    return frame is None or Path(frame.f_code.co_filename).parts[-3:] in _POOLS
+    return frame is not None and Path(frame.f_code.co_filename).parts[-3:] in _POOLS
