@@ -137,8 +137,8 @@ def gae(
 def whiten(
     values_M: npt.ArrayLike, rollouts_M: IndexArray, over: Literal["rollouts", "tokens"] = "rollouts"
 ) -> Float64Array:
-    """(v − mean) / sqrt(variance + 1e-8), one less in its denominator: over the means of the rollouts, or (as verl and
-    OpenRLHF have it) over all tokens. 0 where nothing differs."""
+    """(v − mean) / sqrt(variance + 1e-8), one less in its denominator: over the means of the rollouts, or, as verl has
+    it, over all tokens. 0 where nothing differs."""
     if over not in ("rollouts", "tokens"):
         raise ConfigError(f"whiten_over is {over!r}; give 'rollouts' or 'tokens'")
     values = np.asarray(values_M, np.float64)
