@@ -3,10 +3,11 @@
     python benchmarks/data.py [--levels transition,trajectory,tree,concat] [--rollouts 8] [--rounds 1]
 
 One group of rollouts shares a prompt of 1,024 tokens; each has six calls, whose history grows to 4,096 tokens. The
-policy is a Qwen3 model of 10M random parameters, in float32, on one core. Each level runs in a process of its own, after
-a small step that warms it up; seconds are CPU seconds of the fastest of the rounds (other work on the machine makes a
-step up to a fifth slower), memory is the peak above what there was before. *Predicted* is the arithmetic of the step: a matrix product per token, and one per pair of tokens of which one
-attends to the other, forward and backward, padding included. All levels but concat always give the same gradient.
+policy is a Qwen3 model of 10M random parameters, in float32, on one core. Each level runs in a process of its own,
+after a small step that warms it up; seconds are CPU seconds of the fastest of the rounds (other work on the machine
+slows a step), memory is the peak above what there was before. *Predicted* is the arithmetic of the step: a matrix
+product per token, and one per pair of tokens of which one attends to the other, forward and backward, padding included.
+All levels but concat always give the same gradient.
 """
 
 from __future__ import annotations
