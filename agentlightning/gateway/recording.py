@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 _BATCH: Final = 200  # spans written at once
 _PAUSE: Final = 0.2  # seconds until a store that could not be reached is tried again
 _MANY: Final = 8  # calls running at once
-_GATHERED_SECONDS: Final = 0.004
+_GATHERED_SECONDS: Final = 0.001
 
 
 class Recorder(Protocol):
@@ -35,7 +35,7 @@ class CommittingRecorder:
     """When `record` returns the span is durable; where the store is slow, calls are. A store that cannot be reached is
     tried again for `patience` seconds: a call that is not recorded makes its whole attempt untrainable.
 
-    A write costs about as much as a call. While many are `running`, those that end within a few milliseconds share
+    A write costs about as much as a call. While many are `running`, those that end within a millisecond share
     one."""
 
     def __init__(self, store: LightningStore, patience: float = 5.0, running: Callable[[], int] = lambda: 1) -> None:
