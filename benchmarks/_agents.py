@@ -30,6 +30,12 @@ async def ask(llm: agl.LLM, task: dict[str, Any]) -> None:
         await answer.read()
 
 
+async def close() -> None:
+    """End the connections; a runner's end with its process."""
+    if _session is not None:
+        await _session.close()
+
+
 @agl.rollout
 async def bare(task: dict[str, Any], llm: agl.LLM) -> float:
     for _ in range(CALLS):

@@ -1,6 +1,6 @@
 """What the runner costs: rollouts per second of one process, how soon the first one starts, and what tracing adds.
 
-    python benchmarks/runner.py [--rounds 5] [--rollouts 2000] [--json FILE]
+    python benchmarks/runner.py [--rounds 3] [--rollouts 1500] [--json FILE]
 
 The runner (`agl runner` as a user starts it) has one core for itself; server, gateway and an upstream that answers in
 no time share another with this script. Rollouts of three calls each run 500 at once. The floor makes the same calls
@@ -58,6 +58,7 @@ async def main():
     await worker(20)
     began, cpu = time.perf_counter(), time.process_time()
     await asyncio.gather(*(worker({rollouts} // {workers}) for _ in range({workers})))
+    await _agents.close()
     print((time.process_time() - cpu) / {rollouts} * 1000, {rollouts} / (time.perf_counter() - began))
 
 uvloop.run(main())
@@ -199,8 +200,8 @@ def show(results: dict[str, dict[str, object]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rollouts", type=int, default=2000, help="of each measure, besides a thousand around them")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rollouts", type=int, default=1500, help="of each measure, besides a thousand around them")
     parser.add_argument("--json", type=Path, default=HERE / "results" / "runner.json")
     arguments = parser.parse_args()
     results = asyncio.run(run(arguments))
