@@ -100,14 +100,27 @@ def says_failure(result: object) -> bool:
     """Whether a tool's result is a failure by its own account: `is_error`, `status: "error"`, an HTTP status from 400.
 
     `result` is JSON or its text; text that is no JSON object says nothing."""
-    body = mapping(json_of(result) if isinstance(result, str) else result)
-    for wrapper in ("output", "data", "kwargs"):  # LangChain's messages, serialised in two ways
-        inner = mapping(body.get(wrapper))
-        body = inner if "tool_call_id" in inner or "kwargs" in inner else body
+    body = _unwrapped(result)
     if body.get("is_error") is True or body.get("isError") is True or body.get("status") == "error":
         return True
     codes = (body.get("status"), body.get("status_code"), body.get("statusCode"))
     return any(type(code) is int and 400 <= code < 600 for code in codes)
+
+
+def content_of(result: str | None) -> str | None:
+    """What the tool itself said, without LangChain's message around it."""
+    body = _unwrapped(result)
+    content = body.get("content")
+    return content if "tool_call_id" in body and isinstance(content, str) else result
+
+
+def _unwrapped(result: object) -> dict[str, Any]:
+    """The JSON object that a result is, or LangChain's message in it."""
+    body = mapping(json_of(result) if isinstance(result, str) else result)
+    for wrapper in ("output", "data", "kwargs"):  # its messages are serialised in two ways
+        inner = mapping(body.get(wrapper))
+        body = inner if "tool_call_id" in inner or "kwargs" in inner else body
+    return body
 
 
 def text_of(span: Span, *names: str) -> str | None:
