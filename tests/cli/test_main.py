@@ -87,7 +87,14 @@ def test_ctrl_c_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text("import threading\nopen('importing', 'w').close()\nthreading.Event().wait(60)\n")
     (tmp_path / "tasks.json").write_text("[1]")
     command = [sys.executable, "-m", "agentlightning.cli.main", "dev", "agent.py:agent", "tasks.json", "--model", "m"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what runs the tests may ignore it
+    )
     (tmp_path / "importing").read_text()
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
