@@ -24,7 +24,7 @@ from starlette.applications import Starlette
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.backend import BackendEvent, Delta, Finished, ModelCall, RelayedAnswer, RelayedCall, Started
+from agentlightning.gateway.backend import BackendEvent, Delta, Finished, ModelCall, RelayedCall, Started
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import EnqueueRolloutRequest, Span
@@ -54,7 +54,7 @@ class Script:
             yield Finished(0, "stop")
 
     def relay(self, call: RelayedCall) -> Any:
-        raise NotImplementedError(RelayedAnswer)
+        raise AssertionError(f"{call.path} was relayed, though nothing is")
 
     async def count_tokens(self, call: ModelCall) -> int:
         return 3
