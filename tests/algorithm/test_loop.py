@@ -11,7 +11,7 @@ import pytest
 from agentlightning.algorithm import GRPO
 from agentlightning.algorithm.checkpoints import Checkpoints, LoopState
 from agentlightning.algorithm.directory import RunDirectory
-from agentlightning.algorithm.rl import tasks_of_step
+from agentlightning.algorithm.rl.sampling import tasks_of_step
 from agentlightning.errors import ConfigError
 
 

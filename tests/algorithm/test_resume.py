@@ -13,7 +13,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.algorithm.checkpoints import Checkpoints
-from agentlightning.algorithm.rl import Loop
+from agentlightning.algorithm.rl.loop import Loop
 from agentlightning.errors import TrainingError
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.store.sql import SqlStore

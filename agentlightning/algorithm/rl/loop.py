@@ -10,120 +10,26 @@ sampled from, so that the step that was interrupted finds its finished rollouts 
 
 from __future__ import annotations
 
-import abc
 import asyncio
-import itertools
-import math
-import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from concurrent.futures import Executor
+
+import msgspec
 
 from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.checkpoints import Checkpoints, LoopState
 from agentlightning.algorithm.evaluation import Evaluation, evaluate, evaluation_id, why_unrewarded
-from agentlightning.data.agents import agent_pattern
-from agentlightning.data.credit.table import RewardedGroup
-from agentlightning.data.rewards import PLAIN, RewardSpec
-from agentlightning.data.sequences import Aggregation, CreditedTransition, Level, TrainingSequence, build_sequences
+from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batch, minibatches
+from agentlightning.algorithm.rl.reinforcement import Reinforcement
+from agentlightning.algorithm.rl.sampling import tasks_of_step
+from agentlightning.data.rewards import RewardSpec
+from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import AgentLightningError, ConfigError, TrainingError
-from agentlightning.learner.base import KLEstimator, Learner, Loss, LossKind
-from agentlightning.types import EnqueueRolloutRequest, Metrics, RolloutConfig
-
-
-@dataclass(kw_only=True)
-class Reinforcement(abc.ABC):
-    """Settings every reinforcement-learning algorithm shares, and its two answers: advantages and a loss.
-
-    A step samples `tasks_per_step` tasks, runs each `group_size` times, and makes `minibatches` optimiser steps.
-    `reference` keeps a copy of the starting weights; straying from it costs `kl_coefficient` (0.04 by default).
-    `reward` says what R is made of, `loss` how an advantage becomes a loss (`learner/losses.py`).
-    `unrewarded` says what a rollout without a reward counts for: left out of its group, or a stated reward.
-    `agents` are the names of the agents to train, as in `"writer|rewriter"`; without it all are.
-    Training stops after `steps`, or once the mean training reward of three steps reaches `target_reward`."""
-
-    steps: int = 100
-    tasks_per_step: int = 16
-    group_size: int = 8
-    minibatches: int = 1
-    level: Level = "trajectory"
-    reward: RewardSpec = PLAIN
-    loss: LossKind = "ppo_clip"
-    clip_low: float | None = None
-    clip_high: float | None = None
-    dual_clip: float | None = None
-    aggregation: Aggregation = "token-mean"
-    constant_length: int | None = None
-    reference: bool = False
-    kl_coefficient: float | None = None
-    kl_estimator: KLEstimator = "k3"
-    entropy_coefficient: float = 0.0
-    temperature: float = 1.0
-    val_temperature: float = 1.0
-    max_tokens: int | None = None
-    unrewarded: Literal["exclude"] | float = "exclude"
-    agents: str | None = None
-    target_reward: float | None = None
-    evaluate_every: int = 0
-    checkpoint_every: int = 10
-    rollout: RolloutConfig = field(
-        default_factory=lambda: RolloutConfig(timeout_seconds=300.0, max_attempts=3, retry_condition=("unresponsive",))
-    )
-    name: str = "rl"
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "tasks_per_step", "group_size", "minibatches", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.evaluate_every < 0:
-            raise ConfigError(
-                f"evaluate_every is {self.evaluate_every}; give a number of steps, or 0 for only at the ends"
-            )
-        for name, lowest in (("temperature", 1e-3), ("val_temperature", 0.0)):
-            if not lowest <= getattr(self, name) <= 2:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must lie between {lowest} and 2")
-        if self.unrewarded != "exclude" and not math.isfinite(self.unrewarded):
-            raise ConfigError(f"unrewarded is {self.unrewarded}; give 'exclude', or a finite reward")
-        if self.kl_coefficient and not self.reference:
-            raise ConfigError("kl_coefficient pulls towards a reference policy; set reference=True to keep one")
-        self.agent_pattern = None if self.agents is None else agent_pattern(self.agents)
-        if self.loss == "policy_gradient" and self.minibatches > 1:
-            raise ConfigError(
-                f"loss 'policy_gradient' is right for the weights that sampled, and {self.minibatches} minibatches "
-                "move them in between; give minibatches=1 or loss='importance_sampling'"
-            )
-        self.make_loss()  # refuses settings out of range now, rather than after the first rollouts
-        build_sequences((), self.level)  # and a level that there is not
-
-    @abc.abstractmethod
-    def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
-        """Credit the groups of one step. The answer has, for each rollout of each group, its transitions with an
-        advantage per sampled token."""
-
-    def make_loss(self) -> Loss:
-        """The loss of every batch."""
-        return Loss(
-            kind=self.loss,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-            aggregation=self.aggregation,
-            constant_length=self.constant_length,
-            kl_coefficient=self.kl_coefficient if self.kl_coefficient is not None else 0.04 * self.reference,
-            kl_estimator=self.kl_estimator,
-            entropy_coefficient=self.entropy_coefficient,
-            temperature=self.temperature,
-        )
-
-    async def run(self, context: RunContext) -> None:
-        """Train until done or stopped; afterwards `evaluations` holds the first and the last, and what lay between."""
-        self.evaluations: list[Evaluation] = []
-        with ThreadPoolExecutor(1, "learner") as thread:
-            self.stopped_because = await Loop(self, context, thread).run()
+from agentlightning.learner.base import Learner
+from agentlightning.types import EnqueueRolloutRequest, Metrics
 
 
 class Loop:
@@ -183,9 +89,12 @@ class Loop:
         step = self.state.step + 1
         groups, cursor = await self._rollouts(step)
         sampled = time.perf_counter()
-        batch, metrics = await self._learnable(groups)
-        if batch:
-            metrics |= await self._learn(batch, step)
+        self._record_batch(step, groups)
+        await self._check_trainable(groups)
+        batch = make_batch(self.algorithm, groups)
+        metrics = batch.metrics
+        if batch.sequences:
+            metrics |= await self._learn(batch.sequences, step)
         elif metrics["calls"]:
             self.context.progress.note(
                 f"step {step} taught nothing: in every group all rewards were equal, or fewer than two members had one "
@@ -258,12 +167,12 @@ class Loop:
             for name in rollout_ids
         ]
 
-    async def _learnable(self, groups: list[list[TracedRollout]]) -> tuple[list[TrainingSequence], dict[str, float]]:
-        """The step's training sequences and what was counted on the way. Groups that teach nothing are dropped."""
+    async def _check_trainable(self, groups: list[list[TracedRollout]]) -> None:
+        """TrainingError where nothing can be learned from these rollouts for a reason that would hold for others."""
         rollouts = [traced for group in groups for traced in group]
         silent = not any(traced.transitions for traced in rollouts)
-        unrewarded = sum(traced.reward is None for traced in rollouts)
-        if unrewarded == len(rollouts) and (silent or self.algorithm.unrewarded == "exclude"):
+        unrewarded = all(traced.reward is None for traced in rollouts)
+        if unrewarded and (silent or self.algorithm.unrewarded == "exclude"):
             raise await why_unrewarded(self.context.store, rollouts)
         excluded = sum((traced.excluded for traced in rollouts), Counter[str]())
         others = sorted({name for traced in rollouts for name in traced.other_agents})
@@ -275,30 +184,6 @@ class Loop:
                 f"{f' (left out: {dict(excluded)})' if excluded else ''}: the agent must send its chat completions to "
                 "the URL in `llm.endpoint` with `llm.api_key`"
             )
-        rewarded = [self._rewarded(group) for group in groups]
-        enough = [group for group in rewarded if len(group.rewards) >= min(2, self.algorithm.group_size)]
-        batch: list[TrainingSequence] = []
-        flat = 0
-        for credited in self.algorithm.advantages(enough):
-            if not any(item.advantages.any() for transitions in credited for item in transitions):
-                flat += 1
-                continue
-            for transitions in credited:
-                batch += build_sequences(transitions, self.algorithm.level)
-        counted = [reward for group in rewarded for reward in group.rewards]
-        calls = [transition for traced in rollouts for transition in traced.transitions]
-        metrics = {
-            "reward": sum(counted) / len(counted),
-            "rollouts": float(len(rollouts)),
-            "unrewarded": float(unrewarded),
-            "calls": float(len(calls)),
-            "sampled_tokens": float(sum(len(call.response_ids) for call in calls)),
-            "groups_too_few_rewarded": float(len(groups) - len(enough)),
-            "groups_without_variance": float(flat),
-            "calls_excluded": float(sum(excluded.values())),
-            "sequences": float(len(batch)),
-        }
-        return batch, metrics | _by_name(rollouts, excluded)
 
     def _no_chosen_agent(self, others: list[str]) -> None:
         """TrainingError in the first batch, where it is a mistake; later an agent may have had nothing to do."""
@@ -310,22 +195,9 @@ class Loop:
             raise TrainingError(message)
         self.context.progress.note(f"step {self.state.step + 1} trains nothing: {message}")
 
-    def _rewarded(self, group: list[TracedRollout]) -> RewardedGroup:
-        stated = self.algorithm.unrewarded
-        pairs = [
-            (traced.transitions, float(traced.reward if traced.reward is not None else stated))
-            for traced in group
-            if traced.reward is not None or stated != "exclude"
-        ]
-        return RewardedGroup([transitions for transitions, _ in pairs], [reward for _, reward in pairs])
-
     async def _learn(self, batch: list[TrainingSequence], step: int) -> dict[str, float]:
         """The step's optimiser steps, then the publication of the new weights."""
-        order = list(batch)
-        random.Random(f"{self.context.seed}/minibatches/{step}").shuffle(order)
-        count = min(self.algorithm.minibatches, len(order))
-        bounds = [-(-len(order) * part // count) for part in range(count + 1)]
-        parts = [order[start:end] for start, end in itertools.pairwise(bounds)]
+        parts = minibatches(batch, self.algorithm.minibatches, self.context.seed, step)
         self.context.progress.phase("learn", len(parts))
         loss = self.algorithm.make_loss()
         history: list[dict[str, float]] = []
@@ -411,6 +283,12 @@ class Loop:
         values = self.history[step]
         await self.context.store.add_metrics(Metrics(run_id=self.run_id, step=step, time=time.time(), values=values))
 
+    def _record_batch(self, step: int, groups: list[list[TracedRollout]]) -> None:
+        """Note what the step trains on, before it does."""
+        names = tuple(str(group[0].rollout.group_id) for group in groups)
+        with (self.context.directory / BATCHES_FILE).open("ab") as file:
+            file.write(msgspec.json.encode(RecordedBatch(step, self.state.policy_version, names)) + b"\n")
+
     def _save(self) -> None:
         self.checkpoints.save(self.learner, self.state)
 
@@ -464,27 +342,3 @@ class Loop:
                 # An older attempt's runner lived in the process that died; a younger one is our own runner's.
                 if attempt is not None and attempt.start_time < self.context.run_time:
                     await store.update_attempt(rollout.rollout_id, attempt.attempt_id, status="unresponsive")
-
-
-def _by_name(rollouts: Sequence[TracedRollout], excluded: Counter[str]) -> dict[str, float]:
-    """The mean of each part of the rewards, and what was left out, by reason."""
-    parts = [traced.reward_terms for traced in rollouts if traced.reward_terms]
-    lost = sum((traced.rewards_lost for traced in rollouts), Counter[str]())
-    return (
-        {f"reward/{name}": sum(terms[name] for terms in parts) / len(parts) for name in (parts[0] if parts else ())}
-        | {f"excluded/{reason}": float(count) for reason, count in excluded.items()}
-        | {f"rewards_lost/{reason}": float(count) for reason, count in lost.items()}
-    )
-
-
-def tasks_of_step(tasks: Sequence[Any], step: int, count: int, seed: int) -> list[Any]:
-    """The tasks of step 1, 2, …: each epoch is a permutation of the dataset drawn from (seed, epoch)."""
-    orders: dict[int, list[int]] = {}
-    chosen: list[Any] = []
-    for position in range((step - 1) * count, step * count):
-        epoch, index = divmod(position, len(tasks))
-        if epoch not in orders:
-            orders[epoch] = list(range(len(tasks)))
-            random.Random(f"{seed}/epoch/{epoch}").shuffle(orders[epoch])
-        chosen.append(tasks[orders[epoch][index]])
-    return chosen

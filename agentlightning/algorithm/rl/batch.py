@@ -1,0 +1,102 @@
+"""The rollouts of a step → its training sequences, and what was counted on the way.
+
+A pure function of the algorithm and the traced rollouts: the loop and a replay from the store give the same batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from agentlightning.algorithm.rl.reinforcement import Reinforcement
+from agentlightning.data.credit.table import RewardedGroup
+from agentlightning.data.sequences import TrainingSequence, build_sequences
+from agentlightning.data.transitions import TracedRollout
+
+BATCHES_FILE: Final = "batches.jsonl"  # in the run's directory, one `RecordedBatch` a line
+
+
+class RecordedBatch(msgspec.Struct, frozen=True):
+    """Which groups a step trained on, in order, and by which weights. Of a step that was done again after a kill the
+    last line holds."""
+
+    step: int
+    policy_version: int
+    groups: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step learns from; empty where every group taught nothing."""
+
+    sequences: list[TrainingSequence]
+    metrics: dict[str, float]
+
+
+def make_batch(algorithm: Reinforcement, groups: Sequence[Sequence[TracedRollout]]) -> Batch:
+    """Credit the groups of one step and lay their calls into sequences. Groups that teach nothing are dropped and
+    counted."""
+    rewarded = [rewarded_group(group, algorithm.unrewarded) for group in groups]
+    enough = [group for group in rewarded if len(group.rewards) >= min(2, algorithm.group_size)]
+    sequences: list[TrainingSequence] = []
+    flat = 0
+    for credited in algorithm.advantages(enough):
+        if not any(item.advantages.any() for transitions in credited for item in transitions):
+            flat += 1
+            continue
+        for transitions in credited:
+            sequences += build_sequences(transitions, algorithm.level)
+    rollouts = [traced for group in groups for traced in group]
+    rewards = [reward for group in rewarded for reward in group.rewards]
+    calls = [transition for traced in rollouts for transition in traced.transitions]
+    excluded = sum((traced.excluded for traced in rollouts), Counter[str]())
+    metrics = {
+        "reward": sum(rewards) / max(1, len(rewards)),
+        "rollouts": float(len(rollouts)),
+        "unrewarded": float(sum(traced.reward is None for traced in rollouts)),
+        "calls": float(len(calls)),
+        "sampled_tokens": float(sum(len(call.response_ids) for call in calls)),
+        "groups_too_few_rewarded": float(len(groups) - len(enough)),
+        "groups_without_variance": float(flat),
+        "calls_excluded": float(sum(excluded.values())),
+        "sequences": float(len(sequences)),
+    }
+    return Batch(sequences, metrics | _by_name(rollouts, excluded))
+
+
+def minibatches(
+    sequences: Sequence[TrainingSequence], count: int, seed: int, step: int
+) -> list[list[TrainingSequence]]:
+    """The sequences of a step in `count` parts (fewer where there are fewer), shuffled by seed and step."""
+    order = list(sequences)
+    random.Random(f"{seed}/minibatches/{step}").shuffle(order)
+    count = min(count, len(order))
+    bounds = [-(-len(order) * part // count) for part in range(count + 1)]
+    return [order[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+def rewarded_group(group: Sequence[TracedRollout], unrewarded: str | float) -> RewardedGroup:
+    """The members of a group that count: those with a reward, the others with `unrewarded` if that is a number."""
+    pairs = [
+        (traced.transitions, float(traced.reward if traced.reward is not None else unrewarded))
+        for traced in group
+        if traced.reward is not None or unrewarded != "exclude"
+    ]
+    return RewardedGroup([transitions for transitions, _ in pairs], [reward for _, reward in pairs])
+
+
+def _by_name(rollouts: Sequence[TracedRollout], excluded: Counter[str]) -> dict[str, float]:
+    """The mean of each part of the rewards, and what was left out, by reason."""
+    parts = [traced.reward_terms for traced in rollouts if traced.reward_terms]
+    lost = sum((traced.rewards_lost for traced in rollouts), Counter[str]())
+    return (
+        {f"reward/{name}": sum(terms[name] for terms in parts) / len(parts) for name in (parts[0] if parts else ())}
+        | {f"excluded/{reason}": float(count) for reason, count in excluded.items()}
+        | {f"rewards_lost/{reason}": float(count) for reason, count in lost.items()}
+    )
