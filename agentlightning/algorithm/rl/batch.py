@@ -1,6 +1,7 @@
 """The rollouts of a step → its training sequences, and what was counted on the way.
 
-A pure function of the algorithm and the traced rollouts: the loop and a replay from the store give the same batch.
+`make_batch` is a pure function of the algorithm and the traced rollouts: the loop and a replay from the store give the
+same batch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import msgspec
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.credit.table import RewardedGroup
 from agentlightning.data.sequences import TrainingSequence, build_sequences
-from agentlightning.data.transitions import TracedRollout
+from agentlightning.data.transitions import TracedRollout, trace_rollout
+from agentlightning.store.base import LightningStore
 
 BATCHES_FILE: Final = "batches.jsonl"  # in the run's directory, one `RecordedBatch` a line
 
@@ -37,6 +39,23 @@ class Batch:
 
     sequences: list[TrainingSequence]
     metrics: dict[str, float]
+
+
+async def trace_group(
+    store: LightningStore, rollout_ids: Sequence[str], algorithm: Reinforcement, model: str
+) -> list[TracedRollout]:
+    """What the store holds of these finished rollouts, as `algorithm` sees it when it trains `model`."""
+    rollouts = {rollout.rollout_id: rollout for rollout in await store.query_rollouts(rollout_id_in=rollout_ids)}
+    return [
+        trace_rollout(
+            rollouts[name],
+            await store.query_spans(name, "latest"),
+            models=(model,),
+            agents=algorithm.agent_pattern,
+            reward=algorithm.reward,
+        )
+        for name in rollout_ids
+    ]
 
 
 def make_batch(algorithm: Reinforcement, groups: Sequence[Sequence[TracedRollout]]) -> Batch:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import Executor
 
 import msgspec
@@ -21,12 +20,12 @@ import msgspec
 from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.checkpoints import Checkpoints, LoopState
 from agentlightning.algorithm.evaluation import Evaluation, evaluate, evaluation_id, why_unrewarded
-from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batch, minibatches
+from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batch, minibatches, trace_group
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.algorithm.rl.sampling import tasks_of_step
 from agentlightning.data.rewards import RewardSpec
 from agentlightning.data.sequences import TrainingSequence
-from agentlightning.data.transitions import TracedRollout, trace_rollout
+from agentlightning.data.transitions import TracedRollout
 from agentlightning.errors import AgentLightningError, ConfigError, TrainingError
 from agentlightning.learner.base import Learner
 from agentlightning.types import EnqueueRolloutRequest, Metrics
@@ -149,23 +148,11 @@ class Loop:
                 cursor = max(cursor, group.finished_index or 0)
                 if group.group_id in waiting:  # groups of an abandoned lineage pass by unused
                     waiting.discard(group.group_id)
-                    traced[group.group_id] = await self._trace(group.rollout_ids)
+                    traced[group.group_id] = await trace_group(
+                        context.store, group.rollout_ids, algorithm, context.model_name
+                    )
             context.progress.advance(len(traced) * algorithm.group_size)
         return [traced[group_id] for group_id in sorted(traced)], cursor
-
-    async def _trace(self, rollout_ids: Sequence[str]) -> list[TracedRollout]:
-        store, models, algorithm = self.context.store, (self.context.model_name,), self.algorithm
-        rollouts = {r.rollout_id: r for r in await store.query_rollouts(rollout_id_in=rollout_ids)}
-        return [
-            trace_rollout(
-                rollouts[name],
-                await store.query_spans(name, "latest"),
-                models=models,
-                agents=algorithm.agent_pattern,
-                reward=algorithm.reward,
-            )
-            for name in rollout_ids
-        ]
 
     async def _check_trainable(self, groups: list[list[TracedRollout]]) -> None:
         """TrainingError where nothing can be learned from these rollouts for a reason that would hold for others."""
