@@ -32,6 +32,7 @@ FloatArray = npt.NDArray[np.float32]
 NOT_RECEIVED = "nobody received the answer"
 CALL_MISSING = "another call of the attempt was not recorded"
 OTHER_AGENT = "other agent"
+UNUSED_CHOICE = "unused choice"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class TracedRollout:
     `reward` is R, or None where the rollout has none (failed, cancelled, or never rewarded): an explicit state that
     the algorithm chooses about. `reward_terms` are the parts it is the sum of, by name (none without a reward), and
     `rewards_lost` counts rewards that came to no transition or are no number, by reason. `excluded` counts calls that
-    do not train, by reason; `other_agents` are the names of the agents that were not chosen to be trained."""
+    do not train, by reason, and `left_out` has the reason of each by its span id; `other_agents` are the names of the
+    agents that were not chosen to be trained."""
 
     rollout: Rollout
     transitions: tuple[Transition, ...]
@@ -75,6 +77,7 @@ class TracedRollout:
     other_agents: frozenset[str] = frozenset()
     reward_terms: Mapping[str, float] = field(default_factory=dict[str, float])
     rewards_lost: Counter[str] = field(default_factory=Counter[str])
+    left_out: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def trace_rollout(
@@ -104,7 +107,8 @@ def trace_rollout(
     names = {step.span.span_id: agent_of(step) for step in steps if step.kind == "call"}
     tools, given = tool_statuses(steps), given_rewards(final, steps)
     transitions: list[Transition] = []
-    excluded: Counter[str] = Counter()
+    left_out: dict[str, str] = {}
+    unused = 0
     other_agents: set[str] = set()
     for span in calls:
         agent = names[span.span_id]
@@ -113,21 +117,21 @@ def trace_rollout(
             reason = OTHER_AGENT
             other_agents.add(str(agent))
         if reason:
-            excluded[reason] += 1
+            left_out[span.span_id] = reason
             continue
         assert span.tokens is not None
         # With n > 1 nobody can tell which choices the agent used; the first is what every SDK example reads.
         said = tuple(tools.get(span.span_id, ()))
         earned = given.of_calls.get(span.span_id)
         transitions.append(_transition(span, 0, span.tokens.choices[0], agent, said, earned))
-        if len(span.tokens.choices) > 1:
-            excluded["unused choice"] += len(span.tokens.choices) - 1
+        unused += len(span.tokens.choices) - 1
     lost = given.lost + Counter({NOT_TRAINED: len(given.of_calls.keys() - {one.span_id for one in transitions})})
     base = reward.base_of(given) if rollout.status == "succeeded" else None
     terms = {} if base is None else {reward.base: base} | _added(reward, transitions, final)
     total = math.fsum(terms.values()) if terms else None
     others = frozenset(other_agents)
-    return TracedRollout(rollout, tuple(transitions), total, excluded, others, terms, lost)
+    excluded = Counter(left_out.values()) + Counter({UNUSED_CHOICE: unused})
+    return TracedRollout(rollout, tuple(transitions), total, excluded, others, terms, lost, left_out)
 
 
 def _added(spec: RewardSpec, transitions: Sequence[Transition], spans: Sequence[Span]) -> dict[str, float]:
