@@ -1,7 +1,7 @@
 """Drift: where tokens made anew from text differ from those that were recorded.
 
 Agents keep text, and text is tokenised again: by the chat template at the next call, by tools that train from
-transcripts. Three checks compare recorded ids with ids made anew; `chat.drift_kinds` tells why they differ:
+transcripts. Three checks compare recorded ids with ids made anew; `data.drift_kinds` tells why they differ:
 
     answer    the sampled ids, and the tokenisation of their own text
                   can drift by split, special token and normalisation
@@ -29,8 +29,8 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 import msgspec
 
 from agentlightning import semconv
+from agentlightning.data.drift_kinds import Classifier, Drift, Ids, Kind, canonical
 from agentlightning.errors import BackendError
-from agentlightning.gateway.chat.drift_kinds import Classifier, Drift, Ids, Kind, canonical
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.types import Span
 
@@ -193,7 +193,7 @@ class DriftCheck:
         self.refused = 0
         self.refusal = ""
         self._chat = chat
-        self._classifier = Classifier(chat)
+        self._classifier = Classifier(chat.token_bytes)
         self._remembered = remembered
         self._answered: OrderedDict[bytes, tuple[RecordedCall, int]] = OrderedDict()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-from agentlightning.gateway.chat.detokenizer import splits_at_special_tokens
+from agentlightning.data.token_bytes import splits_at_special_tokens
 from agentlightning.gateway.chat.template import ChatTemplate
 
 

@@ -18,8 +18,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.gateway.chat.detokenizer import Detokenizer, TokenBytes
+from agentlightning.gateway.chat.detokenizer import Detokenizer
 from agentlightning.gateway.chat.tool_calls import ToolCallParser, detect_tool_format, make_parser
 
 # The rollouts of a group begin with the same prompt, and turns repeat: short texts are tokenised once.

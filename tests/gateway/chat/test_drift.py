@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from agentlightning import semconv
+from agentlightning.data.drift_kinds import Drift, Kind
 from agentlightning.gateway.chat.drift import Comparison, DriftCheck, DriftReport, RecordedCall, recorded_call
-from agentlightning.gateway.chat.drift_kinds import Drift, Kind
 from agentlightning.gateway.chat.recorded import RecordedAnswers
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.learner.tiny import make_tokenizer

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from agentlightning.data.token_bytes import TokenBytes, splits_at_special_tokens
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.gateway.chat.detokenizer import Detokenizer, TokenBytes, splits_at_special_tokens
+from agentlightning.gateway.chat.detokenizer import Detokenizer
 from agentlightning.gateway.chat.recorded import RecordedAnswers
 from agentlightning.gateway.chat.stop_strings import StopStrings
 from agentlightning.gateway.chat.template import ChatTemplate

@@ -29,8 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, get_args
 
-from agentlightning.gateway.chat.detokenizer import MARKERS
-from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.data.token_bytes import MARKERS, TokenBytes
 
 Ids: TypeAlias = tuple[int, ...]
 Kind: TypeAlias = Literal["split", "special token", "turn boundary", "tool call", "normalisation", "template"]
@@ -70,10 +69,10 @@ class _Difference:
 class Classifier:
     """Tells the kind of a drift, for ids that are known to differ."""
 
-    def __init__(self, chat: ChatTemplate) -> None:
-        self._token_bytes = chat.token_bytes
-        self._id_to_token = chat.tokenizer.id_to_token
-        added = chat.tokenizer.get_added_tokens_decoder()
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
+        self._id_to_token = token_bytes.tokenizer.id_to_token
+        added = token_bytes.tokenizer.get_added_tokens_decoder()
         self._reserved = frozenset(added)
         self._specials = tuple(token.content for token in added.values() if token.special)
         self._special = re.compile("|".join(map(re.escape, self._specials)) or "(?!)")

@@ -1,0 +1,99 @@
+"""The bytes behind token ids, and how a tokenizer cuts texts.
+
+Knows tokenizers only.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tokenizers import Tokenizer
+
+# Special tokens that begin tool calls in some formats: kept in the text while tool calls are looked for.
+MARKERS = frozenset({"[TOOL_CALLS]", "<|python_tag|>", "<tool_call>", "</tool_call>"})
+
+
+class TokenBytes:
+    """The bytes behind every token id, and which ids are special (not part of the visible text).
+
+    `exact` tells whether a text is the concatenation of its tokens' bytes, as in byte-level vocabularies. Where it is
+    not (SentencePiece), text has to be decoded in context."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.exact = "ByteLevel" in _component_types(tokenizer.decoder)
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.hidden_ids = frozenset(i for i in self.special_ids if added[i].content not in MARKERS)
+        self._bytes = {token_id: token.content.encode() for token_id, token in added.items()}
+
+    def __getitem__(self, token_id: int) -> bytes:
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._look_up(token_id)
+        return known
+
+    def _look_up(self, token_id: int) -> bytes:
+        token = self.tokenizer.id_to_token(token_id)
+        if token is None:  # models pad their vocabulary beyond the tokenizer's
+            return b""
+        if not self.exact:
+            return self.tokenizer.decode([token_id], skip_special_tokens=False).encode()
+        return bytes(_BYTE_OF[character] for character in token)
+
+    def text(self, token_ids: list[int]) -> str:
+        """The full text of an answer, special tokens spelled out."""
+        if self.exact:
+            return b"".join(self[token_id] for token_id in token_ids).decode(errors="replace")
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def splits_at_special_tokens(tokenizer: Tokenizer) -> bool:
+    """Whether encode(A + B) = encode(A) + encode(B) for every A that ends with a special token.
+
+    True where nothing is put before or taken from a text's beginning: no Metaspace, no Prepend or Strip normaliser, no
+    `add_prefix_space`, and no special token that swallows the space beside it."""
+    parts = [_state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer)]
+    kinds = {kind for part in parts for kind in _types(part)}
+    if kinds & {"Metaspace", "Prepend", "Strip", "Precompiled", "BertNormalizer"}:
+        return False
+    if any(_holds(part, "add_prefix_space", True) for part in parts):
+        return False
+    added = tokenizer.get_added_tokens_decoder().values()
+    return not any(token.rstrip or token.lstrip for token in added)
+
+
+def _component_types(component: Any) -> set[str]:
+    return _types(_state(component))
+
+
+def _state(component: Any) -> Any:
+    """A tokenizer's component as the JSON it is saved as."""
+    return None if component is None else json.loads(component.__getstate__())
+
+
+def _types(state: Any) -> set[str]:
+    if isinstance(state, dict):
+        inner = {kind for value in state.values() for kind in _types(value)}
+        return inner | ({state["type"]} if isinstance(state.get("type"), str) else set())
+    if isinstance(state, list):
+        return {kind for value in state for kind in _types(value)}
+    return set()
+
+
+def _holds(state: Any, name: str, value: Any) -> bool:
+    if isinstance(state, dict):
+        return state.get(name) == value or any(_holds(inner, name, value) for inner in state.values())
+    return isinstance(state, list) and any(_holds(inner, name, value) for inner in state)
+
+
+def _byte_characters() -> dict[str, int]:
+    """Byte-level vocabularies write each byte as one printable character: printable Latin-1 bytes as themselves, the
+    others, in order, as the characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_characters()
