@@ -1,145 +1,72 @@
-"""What a training step on multi-turn rollouts costs at each level: transition, trajectory, tree, concat.
+"""From recorded spans to a training step: what each part costs.
 
-    python benchmarks/data.py [--levels transition,trajectory,tree,concat] [--rollouts 8] [--rounds 1]
+    python benchmarks/data.py [--part store,step] [--rounds 1]
+                              [--rollouts 1000]
+                              [--levels transition,trajectory,tree,concat] [--step-rollouts 8]
 
-One group of rollouts shares a prompt of 1,024 tokens; each has six calls, whose history grows to 4,096 tokens. The
-policy is a Qwen3 model of 10M random parameters, in float32, on one core. Each level runs in a process of its own,
-after a small step that warms it up; seconds are CPU seconds of the fastest of the rounds (other work on the machine
-slows a step), memory is the peak above what there was before. *Predicted* is the arithmetic of the step: a matrix
-product per token, and one per pair of tokens of which one attends to the other, forward and backward, padding included.
-All levels but concat always give the same gradient.
+`store`: spans in SQLite → transitions → a packed batch, and the adapters of Agent Lightning 0.3 (`_store_to_batch.py`).
+`step`: a training step at each level (`_training_step.py`). A part that is left out keeps its results.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
-import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-PROMPT, TURNS, HISTORY, ANSWER = 1024, 6, 4096, 192
-VOCABULARY, WIDTH, LAYERS = 2000, 384, 6
-LEVELS = "transition,trajectory,tree,concat"
+RESULTS = Path(__file__).parent / "results" / "data.json"
 
 
-def rollout(number: int, prompt: np.ndarray, answer: int) -> list[Any]:
-    """Six calls, each prompt the whole history: answer after answer, with what the tools said between them."""
-    from agentlightning.data.sequences import CreditedTransition
-    from agentlightning.data.transitions import Transition
-
-    random = np.random.default_rng(number)
-    grown = (HISTORY - PROMPT) // TURNS
-    calls: list[CreditedTransition] = []
-    history = prompt
-    for turn in range(TURNS):
-        new = random.integers(10, VOCABULARY, grown).astype(np.int32)
-        transition = Transition(
-            rollout_id=str(number),
-            attempt_id="a",
-            span_id=str(turn),
-            call_index=turn,
-            choice=0,
-            model="policy",
-            prompt_ids=history,
-            response_ids=new[:answer],
-            logprobs=np.full(answer, -7.6, np.float32),
-            versions=np.zeros(answer, np.int32),
-            finish_reason="stop",
-        )
-        calls.append(CreditedTransition(transition, np.full(answer, random.normal(), np.float32)))
-        history = np.concatenate([history, new])
-    return calls
-
-
-def measure(level: Any, rollouts: int, micro_batch_tokens: int, rounds: int) -> dict[str, Any]:
-    """One level, in this process."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from agentlightning.data.sequences import aggregation_weights, build_sequences, micro_batches
-    from agentlightning.learner.base import AdamW, Loss
-    from agentlightning.learner.policy import Policy
-    from agentlightning.learner.torch import TorchLearner
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    shape = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "intermediate_size": 1024}
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": WIDTH // 6}
-    model = Qwen3ForCausalLM(
-        Qwen3Config(**shape, **heads, max_position_embeddings=HISTORY, tie_word_embeddings=True, initializer_range=0.05)
-    )
-    learner = TorchLearner(
-        Policy(model, None),  # type: ignore[arg-type]
-        AdamW(learning_rate=1e-12, max_grad_norm=1e9, micro_batch_tokens=micro_batch_tokens),
-    )
-    prompt = np.random.default_rng(0).integers(10, VOCABULARY, PROMPT).astype(np.int32)
-    small = [rollout(number, prompt[:64], 4)[:1] for number in range(2)]
-    learner.step([sequence for calls in small for sequence in build_sequences(calls, level)], Loss())
-    batch = [s for number in range(rollouts) for s in build_sequences(rollout(number, prompt, ANSWER), level)]
-    micro = list(micro_batches(batch, aggregation_weights(batch, "token-mean"), micro_batch_tokens))
-    tokens = sum(one.token_ids.size for one in micro)
-    rows = sum(len(one.token_ids) * one.token_ids.shape[1] * (one.token_ids.shape[1] + 1) // 2 for one in micro)
-    pairs = sum(one.forest.pairs for one in micro if one.forest) or rows
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seconds: list[float] = []
-    metrics: dict[str, float] = {}
-    for _ in range(rounds):
-        started = time.process_time()
-        metrics = learner.step(batch, Loss())
-        seconds.append(time.process_time() - started)
-    sampled = int(metrics["tokens"])
-    weights = model.num_parameters() - VOCABULARY * WIDTH
-    return {
-        "level": level,
-        "parameters": model.num_parameters(),
-        "rollouts": rollouts,
-        "micro_batches": len(micro),
-        "tokens": tokens,
-        "pairs": pairs,
-        "teraflop": (6 * (weights * tokens + VOCABULARY * WIDTH * sampled) + 12 * LAYERS * WIDTH * pairs) / 1e12,
-        "cpu_seconds": min(seconds),
-        "peak_mib": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024,
-        "grad_norm": metrics["grad_norm"],
-        "tokens_saved": metrics["tokens_saved"],
-    }
+def alone(*arguments: object) -> dict[str, Any]:
+    """What this script measures in a process of its own, where memory and warm caches are nobody else's."""
+    command = [sys.executable, __file__, *map(str, arguments)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--levels", default=LEVELS)
-    parser.add_argument("--rollouts", type=int, default=8)
-    parser.add_argument("--micro-batch-tokens", type=int, default=8192)
+    parser.add_argument("--part", default="store,step")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--rollouts", type=int, default=1000)
+    parser.add_argument("--levels", default="transition,trajectory,tree,concat")
+    parser.add_argument("--step-rollouts", type=int, default=8)
+    parser.add_argument("--micro-batch-tokens", type=int, default=8192)
+    parser.add_argument("--one-stage", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--one-level", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        print(json.dumps(measure(options.one, options.rollouts, options.micro_batch_tokens, options.rounds)))
+    step = (options.step_rollouts, options.micro_batch_tokens, options.rounds)
+    if options.one_level:
+        import _training_step
+
+        print(json.dumps(_training_step.measure(options.one_level, *step)))
         return
-    rows: list[dict[str, Any]] = []
-    names = ("level", "tokens", "pairs", "forwards", "CPU s", "speed", "predicted", "peak MiB", "gradient")
-    print("{:>11} {:>9} {:>13} {:>8} {:>8} {:>7} {:>9} {:>9} {:>9}".format(*names))
-    for level in options.levels.split(","):
-        given = {name: getattr(options, name) for name in ("rollouts", "micro_batch_tokens", "rounds")}
-        arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-        done = subprocess.run(
-            [sys.executable, __file__, "--one", level, *arguments], stdout=subprocess.PIPE, text=True, check=True
+    import _store_to_batch
+
+    if options.one_stage:
+        stage, path = options.one_stage
+        print(json.dumps(asyncio.run(_store_to_batch.MEASURED[stage](Path(path)))))
+        return
+    RESULTS.parent.mkdir(exist_ok=True)
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    parts = options.part.split(",")
+    if unknown := set(parts) - {"store", "step"}:
+        parser.error(f"--part is {', '.join(unknown)}; known: store, step")
+    if "store" in parts:
+        results["store_to_batch"] = _store_to_batch.run(
+            options.rollouts, options.rounds, lambda stage, path: alone("--one-stage", stage, path)
         )
-        rows.append(row := json.loads(done.stdout.splitlines()[-1]))
-        speed, predicted = (rows[0][key] / row[key] for key in ("cpu_seconds", "teraflop"))
-        print(
-            f"{level:>11} {row['tokens']:>9,} {row['pairs']:>13,} {row['micro_batches']:>8} {row['cpu_seconds']:>8.1f}"
-            f" {speed:>6.2f}x {predicted:>8.2f}x {row['peak_mib']:>9,.0f} {row['grad_norm']:>9.6f}",
-            flush=True,
-        )
-    results = Path(__file__).parent / "results"
-    results.mkdir(exist_ok=True)
-    (results / "data.json").write_text(json.dumps({"training_step": rows}, indent=1) + "\n")
+    if "step" in parts:
+        import _training_step
+
+        names = ("--step-rollouts", "--micro-batch-tokens", "--rounds")
+        given = [f"{name}={value}" for name, value in zip(names, step, strict=True)]
+        results["training_step"] = _training_step.run(options.levels, lambda level: alone("--one-level", level, *given))
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ set -euo pipefail
 setup=${1:-.venv}
 environment=.venv-agentlightning-0.3
 
-if [ ! -x "$environment/bin/python" ] || ! "$environment/bin/python" -I -c "import agentlightning.adapter" 2>/dev/null; then
+if ! compgen -G "$environment/lib/python*/site-packages/agentlightning/adapter" >/dev/null; then
     uv=$(command -v uv || true)
     if [ -z "$uv" ]; then
         [ -x "$setup/bin/uv" ] || "$setup/bin/python" -m pip --disable-pip-version-check install --quiet uv
