@@ -44,7 +44,8 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def _newest_store() -> str:
+def newest_store() -> str:
+    """The store that a command reads where none is named. ConfigError where there is none."""
     found = [path for path in (Path("agentlightning.sqlite"), *Path("runs").glob(f"*/{STORE_FILE}")) if path.is_file()]
     if not found:
         raise ConfigError(f"there is no agentlightning.sqlite and no run in {Path('runs').absolute()}; name a --store")
@@ -92,7 +93,7 @@ def list_(
     where = And(conditions) if conditions else None
 
     async def work() -> None:
-        place = None if server else address or _newest_store()
+        place = None if server else address or newest_store()
         async with open_store(place, server, key) as store:
             newest = Order(field="start_time", descending=True)
             page = await store.page_rollouts(where, [newest], limit=limit, with_total=True)
@@ -172,7 +173,7 @@ def show(
     prices = read_prices(price)
 
     async def work() -> None:
-        async with open_store(None if server else address or _newest_store(), server, key) as store:
+        async with open_store(None if server else address or newest_store(), server, key) as store:
             rollout = await store.get_rollout_by_id(rollout_id)
             if rollout is None:
                 raise NotFoundError(f"there is no rollout {rollout_id!r} in this store; see `agl rollouts list`")
