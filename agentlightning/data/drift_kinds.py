@@ -24,11 +24,10 @@ Knows ids, texts and special tokens. Does not know calls, messages or spans.
 from __future__ import annotations
 
 import re
-import unicodedata
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, get_args
 
+from agentlightning.data.histories import canonical, common_length
 from agentlightning.data.token_bytes import MARKERS, TokenBytes
 
 Ids: TypeAlias = tuple[int, ...]
@@ -100,7 +99,7 @@ class Classifier:
         return self._drift(kind, recorded, later, difference.start, len(recorded) - difference.start)
 
     def _difference(self, recorded: Ids, anew: Ids) -> _Difference:
-        start = recorded_end = anew_end = _common(recorded, anew)
+        start = recorded_end = anew_end = common_length(recorded, anew)
         left = right = b""  # what the two ranges spell so far
         while True:
             if len(right) <= len(left) and anew_end < len(anew):
@@ -143,7 +142,7 @@ class Classifier:
             return "template"
         rendered = rendered[len(before) :]
         words = self._words(said)
-        place = _common(said, rendered)
+        place = common_length(said, rendered)
         # A special token is one thing: the difference does not lie within it.
         place = next((m.start() for m in self._special.finditer(said) if m.start() < place < m.end()), place)
         if rendered.startswith(said):
@@ -178,23 +177,12 @@ class Classifier:
         return tuple(self._spelling(token_id).decode(errors="backslashreplace") or f"#{token_id}" for token_id in ids)
 
 
-def _common(recorded: Sequence[object], anew: Sequence[object]) -> int:
-    """How many ids, or characters, the two begin with in common."""
-    pairs = enumerate(zip(recorded, anew, strict=False))
-    return next((place for place, (left, right) in pairs if left != right), min(len(recorded), len(anew)))
-
-
 def _changed(recorded: Ids, anew: Ids, start: int) -> int:
     """How many recorded ids lie between the first difference and the last; where something was only put in, one."""
-    return max(1, len(recorded) - start - _common(recorded[start:][::-1], anew[start:][::-1]))
+    return max(1, len(recorded) - start - common_length(recorded[start:][::-1], anew[start:][::-1]))
 
 
 def _calls_begin(said: str) -> int:
     """Where tool calls begin, with the space before them; an answer without a known marker is all tool call."""
     marked = min((said.find(marker) for marker in MARKERS if marker in said), default=0)
     return len(said[:marked].rstrip())
-
-
-def canonical(text: str) -> str:
-    """What is left of a text when Unicode's forms, case and white space do not count."""
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())

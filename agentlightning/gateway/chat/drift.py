@@ -29,7 +29,8 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 import msgspec
 
 from agentlightning import semconv
-from agentlightning.data.drift_kinds import Classifier, Drift, Ids, Kind, canonical
+from agentlightning.data.drift_kinds import Classifier, Drift, Ids, Kind
+from agentlightning.data.histories import words_of
 from agentlightning.errors import BackendError
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.types import Span
@@ -64,24 +65,6 @@ class RecordedCall:
 
 class _Request(msgspec.Struct):
     chat_template_kwargs: dict[str, Any] = {}
-
-
-class _Part(msgspec.Struct):
-    text: str | None = None
-
-
-class _Function(msgspec.Struct):
-    name: str
-    arguments: str | dict[str, Any] | None = None
-
-
-class _ToolCall(msgspec.Struct):
-    function: _Function
-
-
-class _Message(msgspec.Struct):
-    content: str | list[_Part] | None = None
-    tool_calls: list[_ToolCall] | None = None
 
 
 def recorded_call(span: Span) -> RecordedCall | None:
@@ -272,17 +255,5 @@ def _prefixes(call: RecordedCall) -> Iterator[bytes]:
 
 
 def _answered(prefix: bytes, message: Mapping[str, Any]) -> bytes:
-    """Names an answer by what was asked and its words, which frameworks send back in one of several notations."""
-    try:
-        said = msgspec.convert(message, _Message)
-    except msgspec.ValidationError:
-        return prefix + msgspec.json.encode(message, order="sorted")
-    content = said.content or ""
-    text = content if isinstance(content, str) else "".join(part.text or "" for part in content)
-    calls = [(call.function.name, _arguments(call.function)) for call in said.tool_calls or ()]
-    return prefix + msgspec.json.encode((canonical(text), calls), order="sorted")
-
-
-def _arguments(function: _Function) -> object:
-    parsed = _decoded(function.arguments, dict[str, Any])
-    return function.arguments if parsed is None else parsed
+    """Names an answer by what was asked and its words."""
+    return prefix + words_of(message)

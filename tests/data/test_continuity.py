@@ -1,0 +1,349 @@
+"""Which call goes on from which, and where one should and does not: every kind, from ids and messages."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, normalizers
+
+from agentlightning import semconv
+from agentlightning.data.continuity import SUGGESTIONS, Break, Continuity, continuity
+from agentlightning.data.drift_kinds import KINDS, Classifier
+from agentlightning.data.histories import Change
+from agentlightning.data.transitions import Transition
+from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.learner.tiny import make_tokenizer
+from agentlightning.types import Span
+
+END = "<|end|>"
+TOOL_CALL = '<tool_call>{"name": "search", "arguments": {"q": "sun"}}</tool_call>'
+TOKENIZER = make_tokenizer(["there", "there is", "hello, friend", "yes, no, and then?", TOOL_CALL] * 4, 400)
+TEMPLATE = str(TOKENIZER.chat_template)
+ANSWER = "{{- '<|assistant|>' + text(message.content) -}}"  # where the template writes an earlier answer
+SEARCH = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
+FETCH = {"type": "function", "function": {"name": "fetch", "parameters": {"type": "object"}}}
+
+
+def make_chat(template: str = TEMPLATE, normalizer: normalizers.Normalizer | None = None) -> ChatTemplate:
+    """The tiny tokenizer, with a template or a normalizer of its own."""
+    tokenizer = Tokenizer.from_str(TOKENIZER.backend_tokenizer.to_str())
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    return ChatTemplate(tokenizer, template, special_tokens=TOKENIZER.special_tokens_map)
+
+
+CHAT = make_chat()
+
+
+def letters(text: str) -> tuple[int, ...]:
+    """The text in tokens of one character each."""
+    return tuple(token_id for letter in text for token_id in CHAT.encode(letter))
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+SYSTEM = {"role": "system", "content": "You are the writer. Be there, friend."}
+
+
+@dataclass
+class Attempt:
+    """The calls of one attempt, in order. Without `content` only ids were recorded."""
+
+    chat: ChatTemplate = field(default_factory=lambda: CHAT)
+    content: bool = True
+    transitions: list[Transition] = field(default_factory=list[Transition])
+    spans: list[Span] = field(default_factory=list[Span])
+
+    def call(
+        self,
+        messages: list[dict[str, Any]],
+        said: str,
+        sampled: tuple[int, ...] | None = None,
+        reply: dict[str, Any] | None = None,
+        tools: tuple[dict[str, Any], ...] = (),
+        agent: str = "writer",
+    ) -> list[dict[str, Any]]:
+        """A chat call; the messages with its answer."""
+        prompt = self.chat.encode(self.chat.render(messages, tools))
+        answer = reply or assistant(said)
+        content = {
+            semconv.GEN_AI_INPUT_MESSAGES: json.dumps(messages),
+            semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps([answer]),
+            **({semconv.GEN_AI_TOOL_DEFINITIONS: json.dumps(tools)} if tools else {}),
+        }
+        self.ids(prompt, self.chat.encode(said + END) if sampled is None else sampled, agent, content)
+        return [*messages, answer]
+
+    def complete(self, prompt: str, said: str) -> str:
+        """A call that continues a text, sampled letter by letter; the text with its answer."""
+        content = {semconv.CALL_PROMPT: prompt, semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps([assistant(said)])}
+        self.ids(self.chat.encode(prompt), letters(said), "writer", content)
+        return prompt + said
+
+    def ids(
+        self, prompt: tuple[int, ...], answer: tuple[int, ...], agent: str = "writer", content: Any = None
+    ) -> tuple[int, ...]:
+        index = len(self.transitions)
+        given = {"rollout_id": "r", "attempt_id": "a", "span_id": f"{index:016x}"}
+        self.transitions.append(
+            Transition(
+                **given,
+                call_index=index,
+                choice=0,
+                model="policy",
+                prompt_ids=np.array(prompt, np.int32),
+                response_ids=np.array(answer, np.int32),
+                logprobs=np.zeros(len(answer), np.float32),
+                versions=np.zeros(len(answer), np.int32),
+                finish_reason="stop",
+                agent=agent,
+            )
+        )
+        attributes = content if content is not None and self.content else {}
+        times = {"start_time": float(index), "end_time": index + 0.5}
+        self.spans.append(
+            Span(**given, **times, sequence_id=index, trace_id="0" * 32, name="chat", attributes=attributes)
+        )
+        return (*prompt, *answer)
+
+    def read(self, *, texts: bool = True) -> Continuity:
+        return continuity(self.transitions, self.spans, Classifier(self.chat.token_bytes) if texts else None)
+
+    def break_(self, *, texts: bool = True) -> Break:
+        (found,) = self.read(texts=texts).breaks
+        return found
+
+    def kind(self, *, texts: bool = True) -> str:
+        return self.break_(texts=texts).kind
+
+
+# --- what goes on --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", [True, False])
+def test_agents_by_turns_each_go_on_with_their_own(content: bool) -> None:
+    attempt = Attempt(content=content)
+    writer, search = [SYSTEM, user("hello")], [user("yes, no?")]
+    for turn in range(3):
+        writer = [*attempt.call(writer, f"there {turn}"), user("and then?")]
+        if turn < 2:
+            search = [*attempt.call(search, f"friend {turn}", agent="search"), user("and then?")]
+    read = attempt.read()
+    assert read.continues == (None, None, 0, 1, 2)
+    assert read.conversations == (0, 1, 0, 1, 0)
+    assert read.breaks == ()
+
+
+@pytest.mark.parametrize("content", [True, False])
+def test_answers_to_the_same_prompt_are_one_conversation_and_no_break(content: bool) -> None:
+    attempt = Attempt(content=content)
+    for said in ("there", "yes", "no"):
+        best = attempt.call([SYSTEM, user("hello")], said)
+    attempt.call([*best, user("and then?")], "friend")
+    assert attempt.read() == Continuity((None, None, None, 2), (0, 0, 0, 0), ())
+
+
+@pytest.mark.parametrize("content", [True, False])
+def test_conversations_that_only_begin_alike_are_several(content: bool) -> None:
+    attempt = Attempt(content=content)
+    for task in ("hello", "hello, friend", "yes?"):
+        attempt.call([*attempt.call([SYSTEM, user(task)], "there"), user("and then?")], "friend")
+    assert attempt.read() == Continuity((None, 0, None, 2, None, 4), (0, 0, 1, 1, 2, 2), ())
+
+
+@pytest.mark.parametrize("content", [True, False])
+def test_going_back_to_try_another_way_is_no_break(content: bool) -> None:
+    attempt = Attempt(content=content)
+    first = attempt.call([SYSTEM, user("hello")], "there")
+    attempt.call([*first, user("yes?")], "friend")
+    attempt.call([*first, user("no?")], "friend")
+    assert attempt.read() == Continuity((None, 0, 0), (0, 0, 0), ())
+
+
+def test_examples_in_the_prompt_are_not_answers_of_the_agent() -> None:
+    attempt = Attempt()
+    one, other = [user("yes?"), assistant("no")], [user("no?"), assistant("yes")]
+    attempt.call([*one, *other, user("hello")], "there")
+    attempt.call([*other, *one, user("friend")], "and then?")
+    assert attempt.read() == Continuity((None, None), (0, 1), ())
+
+
+def test_an_attempt_without_calls_says_nothing() -> None:
+    assert Attempt().read() == Continuity((), (), ())
+
+
+# --- what breaks, by text ------------------------------------------------------------------------------------------
+
+
+def broken(said: str, sampled: tuple[int, ...] | None = None, chat: ChatTemplate = CHAT, **more: Any) -> Attempt:
+    """A second call that sends the first one's answer back."""
+    attempt = Attempt(chat)
+    tools = more.pop("tools", ())
+    history = attempt.call([SYSTEM, user("hello")], said, sampled, tools=tools, **more)
+    attempt.call([*history, user("and then?")], "friend", tools=tools)
+    return attempt
+
+
+def trims(template: str = TEMPLATE) -> ChatTemplate:
+    return make_chat(template.replace(ANSWER, ANSWER.replace("content)", "content) | trim")))
+
+
+def forgets_thinking() -> ChatTemplate:
+    return make_chat(TEMPLATE.replace(ANSWER, ANSWER.replace("content)", "content).split('</think>')[-1]")))
+
+
+SEARCHES = assistant(None, tool_calls=[{"id": "1", "function": {"name": "search", "arguments": '{"q":"sun"}'}}])
+COMPOSES = make_chat(normalizer=normalizers.NFC())
+BY_TEXT = {
+    "split": lambda: broken("there", (*letters("there"), *CHAT.encode(END))),
+    "special token": lambda: broken("a", CHAT.encode(f"a<|user|>b{END}"), reply=assistant("ab")),
+    "turn boundary": lambda: broken("\nyes", chat=trims()),
+    "tool call": lambda: broken("", CHAT.encode(TOOL_CALL.replace(" ", "") + END), reply=SEARCHES, tools=(SEARCH,)),
+    "normalisation": lambda: broken("cafe\u0301", CHAT.encode("cafe\u0301" + END), chat=COMPOSES),
+    "template": lambda: broken("<think>no</think>yes", chat=forgets_thinking()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_became_of_an_answer_is_told_by_its_text(kind: str) -> None:
+    attempt = BY_TEXT[kind]()
+    found = attempt.break_()
+    assert (found.kind, found.agent, found.earlier, found.call_index) == (kind, "writer", 0, 1)
+    assert attempt.read().conversations == (0, 0)
+    assert attempt.kind(texts=False) == "unknown"
+
+
+def test_a_break_shows_the_tokens_around_its_place() -> None:
+    attempt = BY_TEXT["split"]()
+    found, first = attempt.break_(), attempt.transitions[0]
+    assert (found.position, found.inside) == (len(first.prompt_ids), "answer")
+    text = CHAT.token_bytes.text
+    assert text(list(found.before)).endswith("<|assistant|>")
+    assert [text([token_id]) for token_id in found.recorded] == [*"there", END]
+    assert text([found.found[0]]) == "there"
+
+
+def test_thinking_that_is_dropped_two_answers_ago_breaks_within_the_prompt() -> None:
+    chat = make_chat(
+        TEMPLATE.replace(ANSWER, "{{- '<|assistant|>' + (text(message.content) if loop.index0 + 3 > messages | length "
+                                 "else text(message.content).split('</think>')[-1]) -}}")
+    )  # fmt: skip
+    attempt = Attempt(chat)
+    history = [user("hello")]
+    for _ in range(3):
+        history = [*attempt.call(history, "<think>no</think>yes"), user("and then?")]
+    found = attempt.break_()
+    assert (found.kind, found.inside, found.earlier, found.call_index) == ("template", "prompt", 1, 2)
+    assert attempt.read().continues == (None, 0, None)
+
+
+# --- what breaks, by what the agent did -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("texts", [True, False])
+def test_texts_that_are_glued_are_told(texts: bool) -> None:
+    attempt = Attempt()
+    attempt.complete(attempt.complete("hello, friend ", "there") + " and then? ", "yes")
+    assert attempt.kind(texts=texts) == "string concatenation"
+
+
+def test_a_text_whose_answer_was_edited_is_told() -> None:
+    attempt = Attempt()
+    glued = attempt.complete("hello, friend ", "there is no").replace("is no", "is yes")
+    attempt.complete(f"{glued} and then? ", "yes")
+    assert attempt.kind() == "edited history"
+
+
+@pytest.mark.parametrize("texts", [True, False])
+def test_an_edited_answer_is_told(texts: bool) -> None:
+    attempt = Attempt()
+    history = attempt.call([SYSTEM, user("hello")], "there is no")
+    attempt.call([*history[:-1], assistant("there"), user("and then?")], "yes")
+    assert attempt.kind(texts=texts) == "edited history"
+
+
+@pytest.mark.parametrize("texts", [True, False])
+def test_an_earlier_message_that_was_edited_is_told(texts: bool) -> None:
+    attempt = Attempt()
+    history = attempt.call([SYSTEM, user("hello")], "there")
+    history = attempt.call([*history, user("and then?")], "yes")
+    attempt.call([*history[:3], user("and?"), history[4], user("no?")], "no")
+    found = attempt.break_(texts=texts)
+    assert (found.kind, found.earlier, found.inside) == ("edited history", 1, "prompt")
+
+
+@pytest.mark.parametrize("texts", [True, False])
+@pytest.mark.parametrize("instead", [[], [user("hello, there and friend")]])
+def test_old_messages_that_are_left_out_are_told(texts: bool, instead: list[dict[str, Any]]) -> None:
+    attempt = Attempt()
+    history = attempt.call([SYSTEM, user("hello")], "there")
+    history = attempt.call([*history, user("and then?")], "yes")
+    attempt.call([SYSTEM, *instead, *history[-2:], user("no?")], "no")
+    assert attempt.kind(texts=texts) == "truncated history"
+
+
+@pytest.mark.parametrize("texts", [True, False])
+def test_tools_that_changed_are_told(texts: bool) -> None:
+    attempt = Attempt()
+    history = attempt.call([SYSTEM, user("hello")], "there", tools=(SEARCH,))
+    attempt.call([*history, user("and then?")], "yes", tools=(SEARCH, FETCH))
+    found = attempt.break_(texts=texts)
+    assert (found.kind, found.inside) == ("tools changed", "prompt")
+
+
+def test_a_break_from_the_last_call_counts_although_an_earlier_one_is_continued() -> None:
+    attempt = Attempt()
+    history = attempt.call([SYSTEM, user("hello")], "there")
+    history = attempt.call([*history, user("and then?")], "there", (*letters("there"), *CHAT.encode(END)))
+    attempt.call([*history, user("yes?")], "no")
+    read = attempt.read()
+    assert read.continues == (None, 0, 0)
+    assert [(found.kind, found.earlier) for found in read.breaks] == [("split", 1)]
+
+
+# --- without messages ------------------------------------------------------------------------------------------------
+
+
+def test_ids_alone_tell_an_answer_that_was_cut_into_other_tokens() -> None:
+    attempt = BY_TEXT["split"]()
+    attempt.spans.clear()
+    assert (attempt.kind(), attempt.kind(texts=False)) == ("split", "unknown")
+
+
+def test_ids_alone_do_not_tell_whether_template_or_agent_changed_the_text() -> None:
+    attempt = BY_TEXT["template"]()
+    attempt.spans.clear()
+    assert attempt.kind() == "unknown"
+
+
+def test_ids_that_share_less_than_a_first_prompt_begin_a_conversation() -> None:
+    attempt = Attempt()
+    attempt.ids((1, 2, 3), (7, 8))
+    attempt.ids((1, 2, 4, 5), (9,))
+    assert attempt.read(texts=False) == Continuity((None, None), (0, 1), ())
+
+
+def test_another_agents_ids_are_not_missed() -> None:
+    attempt = Attempt()
+    attempt.ids((1, 2, 3), (7, 8))
+    attempt.ids((1, 2, 3, 7, 9), (9,), agent="critic")
+    assert attempt.read(texts=False).breaks == ()
+
+
+# --- what to do ------------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_has_a_suggestion() -> None:
+    made = {*KINDS, *get_args(Change), "string concatenation", "tools changed", "unknown"} - {"none"}
+    assert set(SUGGESTIONS) == made
+    assert all(text.endswith(".") for text in SUGGESTIONS.values())
