@@ -31,6 +31,7 @@ COMMANDS = {
     "runs": "inspecting",
     "rollouts": "rollouts",
     "drift": "drift",
+    "data": "data",
     "store": "store",
     "keys": "keys",
 }

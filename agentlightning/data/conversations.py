@@ -1,0 +1,298 @@
+"""The calls of an attempt as conversations, in the one form of OpenAI's chat completions.
+
+A conversation is a chain of calls, each of which was sent all that the one before was sent and answered. This module
+knows steps, and messages in the words of chat completions, responses, Anthropic and the tracing dialects. It knows no
+rewards, groups or files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from agentlightning import semconv
+from agentlightning.data.agents import agent_of, chosen
+from agentlightning.tracing.dialects import items, json_of, mapping, text_of
+from agentlightning.tracing.messages import finish_reasons, input_messages, model_name, output_messages
+from agentlightning.tracing.steps import Step, read_steps
+from agentlightning.types import Span
+
+Message: TypeAlias = dict[str, Any]
+
+# Why nothing is to be learned from the answer of a call.
+NOT_RECORDED: Final = "calls whose messages were not recorded"
+EARLIER_ELSEWHERE: Final = "calls whose earlier messages only their server knows"
+FAILED: Final = "calls that failed"
+NOT_RECEIVED: Final = "calls whose answers nobody received"
+CUT: Final = "answers cut at their token limit"
+OTHER_MODEL: Final = "calls of other models"
+FROZEN: Final = "calls of models that are not trained"
+OTHER_AGENT: Final = "calls of other agents"
+
+_CALL_FAILED: Final = ("call failed", "client disconnected")  # the gateway's flags that say something of the answer
+_NO_CALL: Final = ("embeddings", "messages/count_tokens")
+
+
+@dataclass(frozen=True)
+class ChatCall:
+    """One call: what it was sent, what tools it offered and what its first choice answered. `unlearnable` says why
+    nothing is to be learned from the answer, None if it may be.
+
+    `sent` and `answered` tell whether two calls were sent or answered the same: a text per message, in which the ids of
+    tool calls are numbered from the start of the conversation, because they are drawn anew in every rollout."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    answer: Message
+    unlearnable: str | None
+    sent: tuple[str, ...]
+    answered: str
+
+
+def read_calls(
+    spans: Sequence[Span], models: frozenset[str] | None = None, agents: re.Pattern[str] | None = None
+) -> tuple[list[ChatCall], list[str]]:
+    """The calls of ONE attempt in their order, and why each of the others cannot be read.
+
+    `models` are those to learn from, frozen or not; None takes all that are not frozen. `agents` are the agents to
+    learn from, None takes all."""
+    steps = [step for step in read_steps(spans) if step.kind == "call" and not _is_no_call(step.span)]
+    discarded = {index for span in spans for index in items_of(span.attributes.get(semconv.CALL_DISCARDS))}
+    calls: list[ChatCall] = []
+    unread: list[str] = []
+    for step in sorted(steps, key=_order):
+        attributes = step.span.attributes
+        messages, answers = _sent(step.span), chat_messages(output_messages(attributes)[:1], answer=True)
+        if not messages or not answers:
+            unread.append(FAILED if step.failed else NOT_RECORDED)
+        elif _continues_elsewhere(step.span):
+            unread.append(EARLIER_ELSEWHERE)
+        else:
+            received = attributes.get(semconv.CALL_INDEX) not in discarded
+            reason = _unlearnable(step, models, agents) if received else NOT_RECEIVED
+            tools = chat_tools(step.span)
+            told = _signatures([*messages, *answers[:1]])
+            sent = (msgspec.json.encode(tools, order="sorted").decode(), *told[:-1])
+            calls.append(ChatCall(messages, tools, answers[0], reason, sent, told[-1]))
+    return calls, unread
+
+
+def conversations(calls: Sequence[ChatCall]) -> list[list[ChatCall]]:
+    """The chains of an attempt's calls: A1 S1 A2, where A2 was sent A1's messages and answer → A1 A2, S1.
+
+    A call that continues none begins one; each call is in one chain only."""
+    chains: list[list[ChatCall]] = []
+    for call in calls:
+        continued = [chain for chain in chains if _continues(call, chain[-1])]
+        if continued:
+            max(continued, key=lambda chain: len(chain[-1].sent)).append(call)
+        else:
+            chains.append([call])
+    return chains
+
+
+def _continues(call: ChatCall, earlier: ChatCall) -> bool:
+    whole = (*earlier.sent, earlier.answered)
+    return call.sent[: len(whole)] == whole
+
+
+def items_of(value: object) -> list[int]:
+    """The integers in an attribute that is a list."""
+    return [one for one in value if isinstance(one, int)] if isinstance(value, Sequence) else []
+
+
+def _order(step: Step) -> tuple[int, float, int]:
+    index = step.span.attributes.get(semconv.CALL_INDEX)
+    return index if isinstance(index, int) else 0, step.span.start_time, step.span.sequence_id
+
+
+def _is_no_call(span: Span) -> bool:
+    return span.attributes.get(semconv.CALL_ENDPOINT) in _NO_CALL
+
+
+def _unlearnable(step: Step, models: frozenset[str] | None, agents: re.Pattern[str] | None) -> str | None:
+    attributes = step.span.attributes
+    if step.failed or attributes.get(semconv.CALL_FLAG) in _CALL_FAILED:
+        return FAILED
+    if agents is not None and not chosen(agents, agent_of(step)):
+        return OTHER_AGENT
+    if models is None and attributes.get(semconv.CALL_TRAINABLE) is False:
+        return FROZEN
+    if models is not None and model_name(attributes) not in models:
+        return OTHER_MODEL
+    return CUT if finish_reasons(attributes)[:1] == ["length"] else None
+
+
+# --- messages ----------------------------------------------------------------------------------------------------
+
+
+def _sent(span: Span) -> list[Message]:
+    """All messages of a request, the system prompt included where its protocol keeps that apart."""
+    messages = chat_messages(input_messages(span.attributes))
+    request = mapping(json_of(text_of(span, semconv.CALL_REQUEST)))
+    told = _content(request.get("system") or request.get("instructions"))
+    first = messages[0] if messages else {}
+    if not told or (first.get("role") in ("system", "developer") and first.get("content") == told):
+        return messages
+    return [{"role": "system", "content": told}, *messages]
+
+
+def _continues_elsewhere(span: Span) -> bool:
+    """Whether the request names an earlier response whose messages this gateway never saw."""
+    request = mapping(json_of(text_of(span, semconv.CALL_REQUEST)))
+    named = request.get("previous_response_id") or request.get("conversation")
+    return bool(named) and semconv.CALL_RESPONSE in span.attributes
+
+
+def chat_messages(said: Iterable[Mapping[str, Any]], *, answer: bool = False) -> list[Message]:
+    """Messages of any of the three protocols in the form of chat completions, with the fields this form has and no
+    others: reasoning is left out. What is no message of any of them keeps its role, which is then unknown."""
+    messages: list[Message] = []
+    for one in said:
+        kind = one.get("type") or "message"
+        if kind == "function_call":
+            calls = _turn(messages).setdefault("tool_calls", [])
+            calls.append(_tool_call(one.get("call_id"), one.get("name"), one.get("arguments")))
+        elif kind == "function_call_output":
+            messages.append(_tool_result(one.get("call_id"), one.get("output")))
+        elif kind == "message":
+            role = "assistant" if answer else one.get("role")
+            messages += _of_assistant(one) if role == "assistant" else _of_others(one, role)
+        elif kind != "reasoning":
+            messages.append({"role": str(kind), "content": None})
+    return messages
+
+
+def _turn(messages: list[Message]) -> Message:
+    """The assistant's turn that is under way, or a new one."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _of_assistant(one: Mapping[str, Any]) -> list[Message]:
+    message: Message = {"role": "assistant", "content": _content(one.get("content")) or None}
+    calls = [
+        _tool_call(call.get("id"), function.get("name"), function.get("arguments"))
+        for call in map(mapping, items(one.get("tool_calls")))
+        for function in [mapping(call.get("function"))]
+    ]
+    for block in map(mapping, items(one.get("content"))):
+        if block.get("type") == "tool_use":
+            calls.append(_tool_call(block.get("id"), block.get("name"), block.get("input")))
+    if calls:
+        message["tool_calls"] = calls
+    elif message["content"] is None:
+        message["content"] = ""
+    return [message]
+
+
+def _of_others(one: Mapping[str, Any], role: object) -> list[Message]:
+    if role == "tool":
+        return [_tool_result(one.get("tool_call_id"), one.get("content"))]
+    blocks = [mapping(block) for block in items(one.get("content"))]
+    results = [
+        _tool_result(block.get("tool_use_id"), block.get("content"), failed=block.get("is_error") is True)
+        for block in blocks
+        if block.get("type") == "tool_result"
+    ]
+    content = _content(one.get("content"))
+    if results and not content:
+        return results
+    message: Message = {"role": str(role), "content": content}
+    return [*results, message | ({"name": one["name"]} if isinstance(one.get("name"), str) else {})]
+
+
+def _tool_call(call_id: object, name: object, arguments: object) -> dict[str, Any]:
+    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {}).decode()
+    return {"id": str(call_id or ""), "type": "function", "function": {"name": str(name or ""), "arguments": text}}
+
+
+def _tool_result(call_id: object, content: object, *, failed: bool = False) -> Message:
+    """A failed call's result begins with `Error: `, as the gateway writes it: this form has no mark of failure."""
+    told = _content(content)
+    if failed:
+        told = f"Error: {told}" if isinstance(told, str) else [{"type": "text", "text": "Error: "}, *told]
+    return {"role": "tool", "tool_call_id": str(call_id or ""), "content": told}
+
+
+def _content(content: object) -> str | list[dict[str, Any]]:
+    """A text as it is, one part that is a text as that text, several parts as parts."""
+    if isinstance(content, str) or content is None:
+        return content or ""
+    if not isinstance(content, list):
+        return msgspec.json.encode(content).decode()
+    parts = [part for block in map(mapping, items(content)) if (part := _part(block))]
+    if not parts:
+        return ""
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+
+
+def _part(block: Mapping[str, Any]) -> dict[str, Any] | None:
+    """One part of a content; None for what stands elsewhere in a chat, or nowhere."""
+    match block:
+        case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "refusal", "refusal": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "image_url", "image_url": dict(image)}:
+            return {"type": "image_url", "image_url": dict(image)}
+        case {"type": "input_image" | "image_url", "image_url": str(url)}:
+            return {"type": "image_url", "image_url": {"url": url}}
+        case {"type": "image", "source": {"type": "base64", "media_type": str(kind), "data": str(data)}}:
+            return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+        case {"type": "image", "source": {"type": "url", "url": str(url)}}:
+            return {"type": "image_url", "image_url": {"url": url}}
+        case {"type": "tool_use" | "tool_result" | "thinking" | "redacted_thinking"}:
+            return None
+        case _:
+            return {"type": str(block.get("type"))}
+
+
+def chat_tools(span: Span) -> list[dict[str, Any]]:
+    """The tools that a request offered, in the form of chat completions; one that has no such form stays as it is."""
+    told = items(json_of(text_of(span, semconv.GEN_AI_TOOL_DEFINITIONS)))
+    for index in range(len(span.attributes) if not told else 0):  # OpenInference numbers them
+        definition = mapping(json_of(text_of(span, f"llm.tools.{index}.tool.json_schema")))
+        if not definition:
+            break
+        told.append(definition)
+    return [_tool(mapping(tool)) for tool in told]
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    known = {"name": tool.get("name"), "description": tool.get("description"), "strict": tool.get("strict")}
+    known["parameters"] = tool.get("parameters") or tool.get("input_schema")
+    if "function" in tool or known["name"] is None or tool.get("type") not in (None, "function", "custom"):
+        return dict(tool)
+    return {"type": "function", "function": {name: value for name, value in known.items() if value is not None}}
+
+
+# --- sameness ----------------------------------------------------------------------------------------------------
+
+
+def _signatures(messages: Iterable[Message]) -> list[str]:
+    """What tells one message from another, ids of tool calls numbered as they come."""
+    numbers: dict[str, int] = {}
+    texts: list[str] = []
+    for message in messages:
+        calls = [
+            (numbers.setdefault(call["id"], len(numbers)), call["function"]["name"], _plain(call["function"]))
+            for call in message.get("tool_calls", ())
+        ]
+        answers = numbers.get(message["tool_call_id"], -1) if "tool_call_id" in message else None
+        said = (message["role"], message.get("name"), message["content"] or "", calls, answers)
+        texts.append(msgspec.json.encode(said, order="sorted").decode())
+    return texts
+
+
+def _plain(function: Mapping[str, Any]) -> Any:
+    """Arguments without the white space that frameworks write anew."""
+    try:
+        return msgspec.json.decode(function["arguments"])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return function["arguments"]

@@ -1,0 +1,224 @@
+"""Recorded rollouts → lines of fine-tuning files: conversations to imitate (SFT), pairs to prefer (DPO).
+
+The lines are those of OpenAI's chat fine-tuning: `{"messages", "tools"}`, and `{"input": {"messages", "tools"},
+"preferred_output", "non_preferred_output"}`. Pure functions: this module knows rollouts, spans and conversations, and
+neither stores nor files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from agentlightning.data.agents import agent_pattern
+from agentlightning.data.conversations import NOT_RECORDED, ChatCall, Message, conversations, read_calls
+from agentlightning.tracing.dialects import json_of, mapping
+from agentlightning.tracing.rewards import find_final_reward
+from agentlightning.types import Rollout, Span
+
+# Why a rollout or a pair of them gives no line.
+NO_REWARD: Final = "rollouts without a reward"
+LOW_REWARD: Final = "rollouts of less reward than asked"
+NOT_BEST: Final = "rollouts that are not the best of their group"
+NO_CALL: Final = "rollouts without a call"
+NO_CONTENT: Final = "rollouts whose messages were not recorded"
+NO_GROUP: Final = "rollouts that are in no group with others"
+TIE: Final = "pairs of equal reward"
+NOT_COMPARABLE: Final = "pairs that never answered the same prompt differently"
+LESSER_PAIR: Final = "pairs of less difference than another of their prompt"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A finished rollout and the spans of its last attempt."""
+
+    rollout: Rollout
+    spans: Sequence[Span]
+
+    @property
+    def reward(self) -> float | None:
+        """R as the agent gave it, None where it gave none or did not succeed."""
+        reward = find_final_reward(self.spans) if self.rollout.status == "succeeded" else None
+        return reward if reward is not None and math.isfinite(reward) else None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to learn from: answers of these models (None: of all that are not frozen) and agents (a pattern; None: of
+    all), in rollouts of at least `min_reward`; with `best_of_group` only the best of each group. `all_pairs` gives
+    every pair of rollouts that answered a prompt differently, instead of the two whose rewards differ most."""
+
+    models: frozenset[str] | None = None
+    agents: str | None = None
+    min_reward: float | None = None
+    best_of_group: bool = False
+    all_pairs: bool = False
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What a group of rollouts gives, and how often something of it was left out, by reason."""
+
+    lines: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    left_out: Counter[str] = field(default_factory=Counter[str])
+
+
+def sft_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
+    """A line for each conversation of the rollouts of a group (or of one without) that has something to learn from.
+
+    It ends with the last answer to learn from. Each such answer has weight in one line only; whatever else the
+    assistant said in it has `"weight": 0`."""
+    found = Lines()
+    for recorded in _kept(group, wanted, found.left_out):
+        for chain in conversations(_calls(recorded, wanted, found.left_out)):
+            learnable = [index for index, call in enumerate(chain) if call.unlearnable is None]
+            if not learnable:
+                continue
+            chain = chain[: learnable[-1] + 1]
+            messages = [*chain[-1].messages, chain[-1].answer]
+            learned = {len(call.messages) for call in chain if call.unlearnable is None}
+            line: dict[str, Any] = {
+                "messages": [
+                    message if index in learned or message["role"] != "assistant" else {**message, "weight": 0}
+                    for index, message in enumerate(messages)
+                ]
+            }
+            _add(found, "conversations", line | _tools(chain[-1]), problem(messages, chain[-1].tools))
+    return found
+
+
+def dpo_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
+    """Lines for pairs of a group's rollouts: a better and a worse answer to the first prompt that both were sent and
+    answered differently. The better rollout is one of at least `min_reward`."""
+    found = Lines()
+    if len(group) < 2 or group[0].rollout.group_id is None:
+        found.left_out[NO_GROUP] += len(group)
+        return found
+    rewarded = [(one.reward, one) for one in group if one.reward is not None]
+    found.left_out[NO_REWARD] += len(group) - len(rewarded)
+    rewarded.sort(key=lambda pair: -pair[0])
+    members = [(reward, _calls(one, wanted, found.left_out)) for reward, one in rewarded]
+    pairs: dict[tuple[str, ...], list[tuple[float, ChatCall, ChatCall]]] = {}
+    for (high, better), (low, worse) in itertools.combinations(members, 2):
+        if wanted.min_reward is not None and high < wanted.min_reward:
+            found.left_out[f"pairs whose better rollout has less reward than {wanted.min_reward:g}"] += 1
+        elif high == low:
+            found.left_out[TIE] += 1
+        elif (pair := _divergence(better, worse)) is None:
+            found.left_out[NOT_COMPARABLE] += 1
+        else:
+            pairs.setdefault(pair[0].sent, []).append((high - low, *pair))
+    for candidates in pairs.values():
+        chosen = candidates if wanted.all_pairs else [max(candidates, key=lambda one: one[0])]
+        found.left_out[LESSER_PAIR] += len(candidates) - len(chosen)
+        for _, better, worse in chosen:
+            line = {
+                "input": {"messages": better.messages, **_tools(better)},
+                "preferred_output": [better.answer],
+                "non_preferred_output": [worse.answer],
+            }
+            sides = (problem([*better.messages, call.answer], better.tools) for call in (better, worse))
+            _add(found, "pairs", line, next(filter(None, sides), None))
+    return found
+
+
+def _kept(group: Sequence[Recorded], wanted: Wanted, left_out: Counter[str]) -> Iterator[Recorded]:
+    """The rollouts that the wanted rewards keep. Of several best ones, the first."""
+    asked = wanted.min_reward is not None or wanted.best_of_group
+    best = max(group, key=lambda one: -math.inf if one.reward is None else one.reward)
+    grouped = group[0].rollout.group_id is not None
+    for one in group:
+        if one.reward is None and asked:
+            left_out[NO_REWARD] += 1
+        elif wanted.min_reward is not None and one.reward is not None and one.reward < wanted.min_reward:
+            left_out[LOW_REWARD] += 1
+        elif wanted.best_of_group and grouped and one is not best:
+            left_out[NOT_BEST] += 1
+        else:
+            yield one
+
+
+def _calls(recorded: Recorded, wanted: Wanted, left_out: Counter[str]) -> list[ChatCall]:
+    """The calls of a rollout, with what is not learned from counted."""
+    agents = None if wanted.agents is None else agent_pattern(wanted.agents)
+    calls, unread = read_calls(recorded.spans, wanted.models, agents)
+    if not calls and not unread:
+        left_out[NO_CALL] += 1
+    elif not calls and set(unread) == {NOT_RECORDED}:
+        left_out[NO_CONTENT] += 1
+    else:
+        left_out.update(unread)
+        left_out.update(call.unlearnable for call in calls if call.unlearnable is not None)
+    return calls
+
+
+def _divergence(better: Sequence[ChatCall], worse: Sequence[ChatCall]) -> tuple[ChatCall, ChatCall] | None:
+    """The first call of `better` that `worse` was sent too and answered differently, with the latter."""
+    answered = {call.sent: call for call in reversed(worse) if call.unlearnable is None}
+    for call in better:
+        other = answered.get(call.sent) if call.unlearnable is None else None
+        if other is not None and other.answered != call.answered:
+            return call, other
+    return None
+
+
+def _tools(call: ChatCall) -> dict[str, Any]:
+    return {"tools": call.tools} if call.tools else {}
+
+
+def _add(found: Lines, unit: str, line: dict[str, Any], wrong: str | None) -> None:
+    if wrong is None:
+        found.lines.append(line)
+    else:
+        found.left_out[f"{unit} with {wrong}"] += 1
+
+
+# --- what makes a valid line -------------------------------------------------------------------------------------
+
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+
+
+def problem(messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str | None:
+    """What keeps a conversation from being fine-tuned on, as `conversations with …`; None where nothing does."""
+    if any(tool.get("type") != "function" or not mapping(tool.get("function")).get("name") for tool in tools):
+        return "a tool that is no function"
+    unanswered: set[str] = set()
+    for message in messages:
+        if message["role"] not in _ROLES:
+            return "a message of an unknown role"
+        if message["role"] == "tool":
+            if message["tool_call_id"] not in unanswered:
+                return "a tool result that answers no call"
+            unanswered.discard(message["tool_call_id"])
+        elif unanswered:
+            return "a tool call that was not answered"
+        if (wrong := _wrong_content(message) or _wrong_calls(message)) is not None:
+            return wrong
+        unanswered |= {call["id"] for call in message.get("tool_calls", ())}
+    return None if messages and messages[-1]["role"] == "assistant" else "a last message that is not the assistant's"
+
+
+def _wrong_content(message: Message) -> str | None:
+    content = message["content"]
+    if message["role"] == "assistant" and not content and not message.get("tool_calls"):
+        return "an assistant's message that is empty"
+    if isinstance(content, list):
+        allowed = ("text", "image_url") if message["role"] == "user" else ("text",)
+        if any(part["type"] not in allowed for part in content):
+            return "content that is neither text nor a user's image"
+    return None
+
+
+def _wrong_calls(message: Message) -> str | None:
+    calls = message.get("tool_calls", ())
+    if any(not call["id"] or not call["function"]["name"] for call in calls):
+        return "a tool call without an id or a name"
+    if len({call["id"] for call in calls}) < len(calls):
+        return "two tool calls of one id"
+    if any(not isinstance(json_of(call["function"]["arguments"]), dict) for call in calls):
+        return "a tool call whose arguments are no JSON object"
+    return None

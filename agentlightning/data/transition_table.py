@@ -1,0 +1,170 @@
+"""Recorded rollouts → rows of a Parquet file, one per sampled answer, trained or not.
+
+Knows transitions and columns. It does not know stores; pyarrow is imported only where a file is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, BinaryIO, Final
+
+import msgspec
+
+from agentlightning import semconv
+from agentlightning.data.agents import agent_of
+from agentlightning.data.call_filter import UNUSED_CHOICE, CallFilter
+from agentlightning.data.export import Recorded, Wanted
+from agentlightning.data.images import image_references
+from agentlightning.data.call_filter import CallFilter
+from agentlightning.data.transitions import TracedRollout, Transition, trace_rollout
+from agentlightning.errors import ConfigError
+from agentlightning.tracing.dialects import text_of
+from agentlightning.tracing.messages import finish_reasons, model_name
+from agentlightning.tracing.steps import read_steps
+from agentlightning.types import SampledChoice, Span
+
+SCHEMA_VERSION: Final = "1"
+
+# Column → (its type, what it holds); null where there is none.
+COLUMNS: Final[Mapping[str, tuple[str, str]]] = {
+    "rollout_id": ("string", "the rollout"),
+    "attempt_id": ("string", "its last attempt, the only one exported"),
+    "run_id": ("string", "the run it belongs to"),
+    "group_id": ("string", "the group of rollouts of one task"),
+    "group_index": ("int32", "its place in the group"),
+    "input": ("string", "the task, as JSON"),
+    "mode": ("string", "train, val or test"),
+    "status": ("string", "how the rollout ended"),
+    "reward": ("float64", "R, the rollout's reward"),
+    "span_id": ("string", "the span of the call"),
+    "call_index": ("int32", "0, 1, 2 … within the attempt"),
+    "choice": ("int32", "which answer, where several were asked for"),
+    "agent": ("string", "the agent that asked"),
+    "model": ("string", "the model that answered"),
+    "prompt_ids": ("list<int32>", "token ids of the prompt"),
+    "response_ids": ("list<int32>", "token ids of the answer"),
+    "logprobs": ("list<float32>", "log-probability of each token of the answer when it was sampled"),
+    "versions": ("list<int32>", "policy version of each token of the answer; −1 unknown"),
+    "finish_reason": ("string", "why the answer ended: stop, length, tool_calls …"),
+    "call_reward": ("float64", "intermediate rewards of the call, added up"),
+    "images": ("list<string>", "references of the images in the prompt"),
+    "tools": ("list<tool>", "its tool calls: tool, status (1 returned, −1 failed), duration in seconds"),
+    "trained": ("bool", "whether training would use it"),
+    "excluded": ("string", "why it would not"),
+}
+
+_OF_A_ROLLOUT: Final = ("rollout_id", "run_id", "group_id", "group_index", "mode", "status")
+_OF_A_TRANSITION: Final = (
+    "attempt_id", "span_id", "call_index", "choice", "agent", "model", "prompt_ids", "response_ids", "logprobs",
+    "versions", "finish_reason", "images",
+)  # fmt: skip
+
+
+def transition_rows(recorded: Recorded, wanted: Wanted) -> list[dict[str, Any]]:
+    """The rows of a rollout, in call order; token ids are arrays or sequences. Empty where it made no call."""
+    rollout = recorded.rollout
+    traced = trace_rollout(rollout, recorded.spans, calls=CallFilter(calls=CallFilter(models=wanted.models, agents=wanted.agents)))
+    common = {name: getattr(rollout, name) for name in _OF_A_ROLLOUT}
+    common |= {"input": msgspec.json.encode(rollout.input).decode(), "reward": traced.reward}
+    rows = [{**common, **_trained(transition)} for transition in traced.transitions]
+    rows += [{**common, **row} for row in _excluded(recorded.spans, traced)]
+    return sorted(rows, key=lambda row: (row["call_index"], row["choice"]))
+
+
+def _trained(transition: Transition) -> dict[str, Any]:
+    fields = {name: getattr(transition, name) for name in _OF_A_TRANSITION}
+    return fields | {
+        "call_reward": transition.reward,
+        "tools": [asdict(tool) for tool in transition.tools],
+        "trained": True,
+        "excluded": None,
+    }
+
+
+def _excluded(spans: Sequence[Span], traced: TracedRollout) -> Iterator[dict[str, Any]]:
+    """What was sampled or called and does not train."""
+    calls = [step for step in read_steps(spans) if step.kind == "call"] if traced.left_out else []
+    names = {step.span.span_id: agent_of(step).name for step in calls}
+    used = {transition.span_id: transition for transition in traced.transitions}
+    for span in spans:
+        if (reason := traced.left_out.get(span.span_id)) is not None:
+            for index, choice in enumerate(span.tokens.choices if span.tokens else [None]):
+                yield _row(span, index, choice, names.get(span.span_id), reason)
+        elif span.span_id in used and span.tokens is not None:
+            for index, choice in enumerate(span.tokens.choices[1:], start=1):
+                yield _row(span, index, choice, used[span.span_id].agent, UNUSED_CHOICE)
+
+
+def _row(span: Span, index: int, choice: SampledChoice | None, agent: str | None, reason: str) -> dict[str, Any]:
+    ended = [*finish_reasons(span.attributes), ""]
+    return {
+        "attempt_id": span.attempt_id,
+        "span_id": span.span_id,
+        "call_index": span.attributes.get(semconv.CALL_INDEX, 0),
+        "choice": index,
+        "agent": agent,
+        "model": model_name(span.attributes),
+        "prompt_ids": span.tokens.prompt_token_ids if span.tokens else (),
+        "response_ids": choice.token_ids if choice else (),
+        "logprobs": choice.logprobs if choice else (),
+        "versions": [version for version, count in choice.versions for _ in range(count)] if choice else (),
+        "finish_reason": choice.finish_reason if choice else ended[min(index, len(ended) - 1)],
+        "images": image_references(text_of(span, semconv.GEN_AI_INPUT_MESSAGES)),
+        "call_reward": None,
+        "tools": [],
+        "trained": False,
+        "excluded": reason,
+    }
+
+
+class TransitionFile:
+    """Writes rows into a Parquet file, a row group at a time. ConfigError where pyarrow is not installed."""
+
+    _TOKENS: Final = 4_000_000  # of a row group, or its rows: what is held in memory
+    _ROWS: Final = 10_000
+
+    def __init__(self, file: BinaryIO) -> None:
+        try:
+            import pyarrow
+            from pyarrow import parquet
+        except ImportError:
+            raise ConfigError("Parquet files need pyarrow: pip install 'agent-lightning-next[datasets]'") from None
+        self._arrow: Any = pyarrow
+        self._schema = _schema(pyarrow)
+        self._writer: Any = parquet.ParquetWriter(file, self._schema, compression="zstd")
+        self._rows: list[dict[str, Any]] = []
+        self._tokens = 0
+
+    def write(self, rows: Sequence[dict[str, Any]]) -> None:
+        self._rows += rows
+        self._tokens += sum(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows)
+        if self._tokens >= self._TOKENS or len(self._rows) >= self._ROWS:
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        columns = [
+            self._arrow.array([row[field.name] for row in self._rows], type=field.type) for field in self._schema
+        ]
+        self._writer.write_table(self._arrow.Table.from_arrays(columns, schema=self._schema))
+        self._rows, self._tokens = [], 0
+
+
+def _schema(arrow: Any) -> Any:
+    tool = arrow.struct([("tool", arrow.string()), ("status", arrow.int8()), ("duration", arrow.float64())])
+    types = {
+        "string": arrow.string(),
+        "bool": arrow.bool_(),
+        "int32": arrow.int32(),
+        "float64": arrow.float64(),
+        "list<int32>": arrow.list_(arrow.int32()),
+        "list<string>": arrow.list_(arrow.string()),
+        "list<float32>": arrow.list_(arrow.float32()),
+        "list<tool>": arrow.list_(tool),
+    }
+    fields = [arrow.field(name, types[kind], metadata={"description": told}) for name, (kind, told) in COLUMNS.items()]
+    return arrow.schema(fields, metadata={"agentlightning.transitions": SCHEMA_VERSION})
