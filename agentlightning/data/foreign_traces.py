@@ -20,6 +20,7 @@ import msgspec
 from agentlightning import semconv
 from agentlightning.errors import ConfigError, InvalidError, nearest
 from agentlightning.store.transfer import Record
+from agentlightning.tracing.dialects import said
 from agentlightning.tracing.messages import input_messages, model_name, output_messages, token_counts
 from agentlightning.tracing.otlp import JSON, decode_traces
 from agentlightning.tracing.rewards import find_final_reward, reward_attributes
@@ -255,8 +256,7 @@ def _input(roots: Sequence[Span], spans: Sequence[Span]) -> Any:
     """What the agent was asked, as JSON where it is JSON; None where no span says."""
     for root in roots:
         for name in _INPUTS:
-            value = root.attributes.get(name)
-            if isinstance(value, str) and value:
+            if value := said(root, name):
                 return _parsed(value)
     return next((messages for span in spans if (messages := input_messages(span.attributes))), None)
 

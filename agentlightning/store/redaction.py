@@ -273,13 +273,16 @@ _HARMLESS: Final = frozenset(
 """The text attributes that are no content. Known ones stay and all others go, so that what an agent or a library newly
 invents is not written by oversight."""
 _HARMLESS_PREFIXES: Final = (f"{semconv.REWARD}.", "service.", "telemetry.")
+_CONTENT_PREFIXES: Final = (semconv.OPERATION_INPUT, semconv.OPERATION_OUTPUT)  # their numbers and their names too
 
 
 def without_content(span: Span, *, tokens: bool) -> Span:
-    """The span without texts that are not known to be harmless; names, numbers, times and codes stay. Without `tokens`
-    it loses its token ids, and all lists of numbers, too."""
+    """The span without texts that are not known to be harmless; names, numbers, times and codes stay, but for what an
+    operation was given and gave. Without `tokens` it loses its token ids, and all lists of numbers, too."""
 
     def stays(name: str, value: AttributeValue) -> bool:
+        if name.startswith(_CONTENT_PREFIXES):
+            return False
         if isinstance(value, bool | int | float):
             return True
         if isinstance(value, str) or any(isinstance(item, str) for item in value):

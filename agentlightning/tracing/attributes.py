@@ -1,15 +1,17 @@
-"""Python values to span attributes: flat, typed and finite. Knows nothing of attempts or of what a span means."""
+"""Python values to span attributes, flat, typed and finite, and back. Knows no attempts, nor what a span means."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import msgspec
 
 from agentlightning.errors import InvalidError
 from agentlightning.types import Attributes, AttributeValue
+
+MAX_DEPTH: Final = 16  # groups within groups
 
 
 def flatten(values: Mapping[str, Any]) -> Attributes:
@@ -21,6 +23,32 @@ def flatten(values: Mapping[str, Any]) -> Attributes:
     for name, value in values.items():
         _put(flat, checked_text("the name of an attribute", str(name)), value)
     return flat
+
+
+def nested(attributes: Attributes, name: str) -> dict[str, Any]:
+    """The group of attributes below `name`: `{"p.0.role": "user"}` under `p` → `{"0": {"role": "user"}}`.
+
+    Of a name that is of a value and of a group at once, one is left out; dots deeper than MAX_DEPTH are no groups."""
+    root: dict[str, Any] = {}
+    for full, value in attributes.items():
+        if full.startswith(f"{name}."):
+            *path, leaf = full[len(name) + 1 :].split(".", MAX_DEPTH)
+            node: Any = root
+            for part in path:
+                node = node.setdefault(part, {}) if isinstance(node, dict) else None
+            if isinstance(node, dict):
+                node[leaf] = value
+    return root
+
+
+def listed(node: Any) -> Any:
+    """What `nested` gives, with groups whose names are 0, 1, 2 … as lists: `{"0": {"role": "user"}}` →
+    `[{"role": "user"}]`."""
+    if not isinstance(node, dict):
+        return node
+    group = {name: listed(value) for name, value in cast(dict[str, Any], node).items()}
+    numbers = [str(number) for number in range(len(group))]
+    return [group[number] for number in numbers] if group and group.keys() == set(numbers) else group
 
 
 def checked_text(what: str, text: str) -> str:

@@ -9,6 +9,7 @@ import json
 from typing import Any, Final, Literal, TypeAlias, cast
 
 from agentlightning import semconv
+from agentlightning.tracing.attributes import listed, nested
 from agentlightning.types import Span
 
 Kind: TypeAlias = Literal["call", "tool", "agent", "other"]
@@ -80,11 +81,21 @@ def names_agent(span: Span) -> str | None:
 
 
 def arguments_of(span: Span) -> str | None:
-    return _said(span, _ARGUMENTS)
+    return said(span, *_ARGUMENTS)
 
 
 def result_of(span: Span) -> str | None:
-    return _said(span, _RESULTS)
+    return said(span, *_RESULTS)
+
+
+def said(span: Span, *names: str) -> str | None:
+    """The first of these attributes there is: text as it stands, anything else (OpenAI Agents' numbers) as JSON.
+
+    An operation's input and output may be spread over attributes below their names, as by Agent Lightning 0.3."""
+    value = next((span.attributes[name] for name in names if name in span.attributes), None)
+    if value is None and span.name == semconv.OPERATION:
+        value = next((listed(found) for name in names if (found := nested(span.attributes, name))), None)
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def tool_failed(span: Span) -> bool:
@@ -148,12 +159,6 @@ def mapping(value: object) -> dict[str, Any]:
 def items(value: object) -> list[Any]:
     """`value` if it is a JSON array, else an empty one."""
     return cast(list[Any], value) if isinstance(value, list) else []
-
-
-def _said(span: Span, names: tuple[str, ...]) -> str | None:
-    """The first of these attributes there is: text as it stands, anything else (OpenAI Agents' numbers) as JSON."""
-    value = next((span.attributes[name] for name in names if name in span.attributes), None)
-    return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
 def _langchain(span: Span, key: str) -> str | None:

@@ -18,7 +18,8 @@ from typing import Any, Final
 import msgspec
 
 from agentlightning import semconv
-from agentlightning.types import Attributes, AttributeValue
+from agentlightning.tracing.attributes import nested
+from agentlightning.types import Attributes
 
 _MODELS: Final = (semconv.GEN_AI_RESPONSE_MODEL, semconv.GEN_AI_REQUEST_MODEL, "llm.model_name")
 _INPUT_TOKENS: Final = (semconv.GEN_AI_INPUT_TOKENS, "gen_ai.usage.prompt_tokens", "llm.token_count.prompt")
@@ -71,10 +72,10 @@ def _messages(attributes: Attributes, as_json: str, openinference: str, traceloo
     said = attributes.get(as_json)
     if isinstance(said, str):
         return [chat for message in _list_of(said) if isinstance(message, dict) for chat in _of_parts(message)]
-    nested = [entry.get("message") for entry in _unflattened(attributes, openinference)]
-    if nested:
-        return [_of_openinference(message) for message in nested if isinstance(message, dict)]
-    return [_of_traceloop(entry) for entry in _unflattened(attributes, traceloop)]
+    entries = [entry.get("message") for entry in _entries(nested(attributes, openinference))]
+    if entries:
+        return [_of_openinference(message) for message in entries if isinstance(message, dict)]
+    return [_of_traceloop(entry) for entry in _entries(nested(attributes, traceloop))]
 
 
 def _list_of(text: str) -> list[Any]:
@@ -83,25 +84,6 @@ def _list_of(text: str) -> list[Any]:
     except (msgspec.DecodeError, RecursionError):
         return []
     return value if isinstance(value, list) else [{"role": "user", "content": value}] if isinstance(value, str) else []
-
-
-def _unflattened(attributes: Attributes, prefix: str) -> list[dict[str, Any]]:
-    """`{"p.0.role": "user", "p.0.content": "hi"}` under `p` → `[{"role": "user", "content": "hi"}]`."""
-    root: dict[str, Any] = {}
-    for name, value in attributes.items():
-        if name.startswith(f"{prefix}."):
-            *path, leaf = name[len(prefix) + 1 :].split(".")
-            _put(root, path, leaf, value)
-    return [root[index] for index in sorted(filter(str.isdecimal, root), key=int) if isinstance(root[index], dict)]
-
-
-def _put(node: dict[str, Any], path: Sequence[str], leaf: str, value: AttributeValue) -> None:
-    for part in path:
-        below = node.setdefault(part, {})
-        if not isinstance(below, dict):  # the name of a value and of a group of values at once
-            return
-        node = below
-    node[leaf] = value
 
 
 def _entries(node: Any) -> list[dict[str, Any]]:

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast, overload
+from typing import Any, Final, Self, TypeVar, cast, overload
 
-from agentlightning.errors import ConfigError, InvalidError
+from agentlightning.errors import ConfigError
 from agentlightning.semconv import OPERATION, OPERATION_INPUT, OPERATION_NAME, OPERATION_OUTPUT
-from agentlightning.tracing.attributes import flatten, to_json
+from agentlightning.tracing.attributes import flatten
 from agentlightning.tracing.context import Binding, Stopwatch, bind, current_binding, new_span_id
 from agentlightning.tracing.emit import exception_attributes, shown
-from agentlightning.types import Attributes, Span, SpanStatus
+from agentlightning.types import Attributes, AttributeValue, Span, SpanStatus
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+MAX_VALUES: Final = 256  # of one argument or result, in all its groups and lists
+MAX_LEVELS: Final = 8  # groups and lists within each other
 
 
 class Operation:
@@ -35,13 +40,14 @@ class Operation:
         self._span_id = new_span_id()
         self._clock = Stopwatch()
 
-    def set_input(self, *args: Any, **kwargs: Any) -> None:
-        """Record what went in, as JSON."""
-        self._attributes[OPERATION_INPUT] = _described({"args": args, "kwargs": kwargs})
+    def set_input(self, /, *args: Any, **kwargs: Any) -> None:
+        """Record what went in: `("Oslo", limit=3)` → `….input.args.0`, `….input.limit` (see `spread`)."""
+        for name, value in (_numbered("args", args) | kwargs).items():
+            self._attributes.update(spread(f"{OPERATION_INPUT}.{name}", value))
 
     def set_output(self, output: Any) -> None:
-        """Record what came out, as JSON."""
-        self._attributes[OPERATION_OUTPUT] = _described(output)
+        """Record what came out: `{"price": 120}` → `….output.price` (see `spread`)."""
+        self._attributes.update(spread(OPERATION_OUTPUT, output))
 
     def span(self) -> Span:
         """What was recorded. ConfigError before the end, and where nothing is recorded."""
@@ -122,14 +128,15 @@ def _decorated(function: FunctionT, attributes: Attributes, propagate: bool) -> 
             f"{function.__qualname__} is a generator; `operation` decorates functions that return. "
             "Use `with operation():` inside it"
         )
-    named: Attributes = {OPERATION_NAME: getattr(function, "__qualname__", repr(function)), **attributes}
+    named: Attributes = {OPERATION_NAME: getattr(function, "__name__", repr(function)), **attributes}
+    signature = inspect.signature(function)
 
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
         async def run_async(*args: Any, **kwargs: Any) -> Any:
             with Operation(dict(named), propagate) as running:
-                running.set_input(*args, **kwargs)
+                running.set_input(**_arguments(signature, args, kwargs))
                 output = await function(*args, **kwargs)
                 running.set_output(output)
                 return output
@@ -139,7 +146,7 @@ def _decorated(function: FunctionT, attributes: Attributes, propagate: bool) -> 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         with Operation(dict(named), propagate) as running:
-            running.set_input(*args, **kwargs)
+            running.set_input(**_arguments(signature, args, kwargs))
             output = function(*args, **kwargs)
             running.set_output(output)
             return output
@@ -147,9 +154,78 @@ def _decorated(function: FunctionT, attributes: Attributes, propagate: bool) -> 
     return cast(FunctionT, run)
 
 
-def _described(value: Any) -> str:
-    """JSON, with `repr` in place of what has no JSON form: recording must not make a working tool fail."""
+def _arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by the names of their parameters, defaults included: `("Oslo", "x")` for `(city, *more, limit=3)` →
+    `{"city": "Oslo", "more.0": "x", "limit": 3}`."""
     try:
-        return to_json("the value", value)
-    except InvalidError:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:  # which the call will raise as well
+        return _numbered("args", args) | {"kwargs": kwargs}
+    bound.apply_defaults()
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        many = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+        named |= _numbered(name, value) if many else {name: value}
+    return named
+
+
+def _numbered(name: str, values: tuple[Any, ...]) -> dict[str, Any]:
+    return {f"{name}.{index}": value for index, value in enumerate(values)}
+
+
+# --- values of strangers as attributes ----------------------------------------------------------------------------
+
+
+def spread(name: str, value: Any) -> Attributes:
+    """Any value as attributes, laid out as Agent Lightning 0.3 does: `{"a": {"b": 1}, "c": ["x", 2], "d": [1, 2]}` →
+    `….a.b = 1`, `….c.0 = "x"`, `….c.1 = 2`, `….d = [1, 2]`.
+
+    A dict or list with nothing in it leaves nothing. What is neither these nor a scalar is JSON, with the `str` of what
+    has no JSON form. What holds more than MAX_VALUES values or MAX_LEVELS levels is one JSON text, and of a text longer
+    than MAX_SHOWN the beginning and the end are kept. Nothing is raised: recording must not make a working tool fail.
+    """
+    attributes: Attributes = {}
+    waiting: list[tuple[str, Any, int]] = [(name, value, 0)]
+    held = 0
+    while waiting:
+        path, part, level = waiting.pop()
+        if not isinstance(part, dict | list):
+            attributes[path] = _scalar(part)
+            continue
+        group = cast("dict[Any, Any] | list[Any]", part)
+        held += len(group)
+        if held > MAX_VALUES or level >= MAX_LEVELS:
+            return {name: _json(value)}
+        if isinstance(group, list) and (scalars := _of_one_type(group)):
+            attributes[path] = scalars
+        else:
+            below = group.items() if isinstance(group, dict) else enumerate(group)
+            waiting += reversed([(f"{path}.{shown(key)}", one, level + 1) for key, one in below])
+    return attributes
+
+
+def _of_one_type(values: list[Any]) -> AttributeValue | None:
+    """The values, where an attribute can hold them as one list."""
+    if not all(isinstance(value, str | int | float) for value in values):
+        return None
+    scalars = [_scalar(value) for value in values]
+    return cast(AttributeValue, scalars) if len({type(scalar) for scalar in scalars}) == 1 else None
+
+
+def _scalar(value: Any) -> str | bool | int | float:
+    if isinstance(value, str):
+        return shown(value, str.__str__)
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    return _json(value)
+
+
+def _json(value: Any) -> str:
+    try:
+        return shown(json.dumps(value, default=shown))
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, a circle, no end of depth
         return shown(value, repr)

@@ -25,6 +25,7 @@ Prices: TypeAlias = Mapping[str, tuple[float, float]]
 """Model → price of a million tokens read and of a million written. A name also stands for those that begin with it."""
 
 LINES: Final = 200
+_PASSED: Final = (semconv.OPERATION_INPUT, semconv.OPERATION_OUTPUT)
 _TEXT: Final = 160  # characters of an answer, an argument or a result
 _NOT_STEPS: Final = frozenset({semconv.LOG, semconv.UNDELIVERED})
 
@@ -148,12 +149,19 @@ def _line(step: Step) -> Text:
     line = Text.assemble((step.name, style), f"  {_seconds(step.duration)}" * (step.duration > 0))
     if step.kind == "tool":
         line = Text.assemble(("tool ", "dim"), line, "  ", ("failed", "red") if step.failed else ("ok", "green"))
-        line.append(f"  {one_line(step.arguments or '')}").append(f" → {one_line(step.result)}" if step.result else "")
+        line = _passed(line, step)
     elif step.kind == "agent":
         line = Text.assemble(("agent ", "dim"), line)
     elif _is_ours(span):
         line.append(f"  {one_line(_said(span))}")
+        line = _passed(line, step) if span.name == semconv.OPERATION else line
     return _with_failure(line, step)
+
+
+def _passed(line: Text, step: Step) -> Text:
+    """With what went in and came out."""
+    line.append(f"  {one_line(step.arguments or '')}")
+    return line.append(f" → {one_line(step.result)}" if step.result else "")
 
 
 def _call(step: Step) -> Text:
@@ -188,7 +196,8 @@ def _reward(span: Span) -> Text:
 
 
 def _said(span: Span) -> str:
-    return ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in span.attributes.items())
+    shown = {name: value for name, value in span.attributes.items() if not name.startswith(_PASSED)}
+    return ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in shown.items())
 
 
 def _with_failure(line: Text, step: Step) -> Text:

@@ -104,6 +104,20 @@ def test_a_trace_becomes_a_rollout_with_its_input_its_calls_and_its_times() -> N
     assert call.attributes["llm.model_name"] == "gpt-5"  # what the tool wrote stays
 
 
+@pytest.mark.parametrize(
+    "passed",
+    [
+        {".task.question": "Fly me", ".task.seats": 2},  # as Agent Lightning 0.3 lays out what an operation was given
+        {"": '{"task": {"question": "Fly me", "seats": 2}}'},
+    ],
+    ids=["spread", "whole"],
+)
+def test_the_input_of_a_root_that_is_an_operation_is_read_however_it_was_laid_out(passed: dict[str, Any]) -> None:
+    attributes = {semconv.OPERATION_INPUT + name: value for name, value in passed.items()}
+    assert run(["import", write("a.json", request(span(1, name=semconv.OPERATION, attributes=attributes)))]) == 0
+    assert stored()[0].rollout.input == {"task": {"question": "Fly me", "seats": 2}}
+
+
 def test_importing_twice_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     file = write("a.json", WHOLE)
     assert run(["import", file]) == 0

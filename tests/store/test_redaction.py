@@ -214,6 +214,8 @@ CONTENT = {
     semconv.CALL_OVERRIDDEN: '{"stop": "the answer"}',
     semconv.OPERATION_INPUT: "{}",
     semconv.OPERATION_OUTPUT: "{}",
+    f"{semconv.OPERATION_INPUT}.account": 4711,
+    f"{semconv.OPERATION_OUTPUT}.Ada.paid": True,
     semconv.OBJECT_JSON: "{}",
     semconv.MESSAGE_BODY: "hello",
     semconv.EXCEPTION_MESSAGE: "no such user: Ada",

@@ -5,14 +5,30 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
+import msgspec
 import pytest
 
 from agentlightning import semconv
 from agentlightning.errors import ConfigError
 from agentlightning.tracing.context import recording
-from agentlightning.tracing.emit import emit_message
-from agentlightning.tracing.operation import operation
+from agentlightning.tracing.dialects import arguments_of, result_of
+from agentlightning.tracing.emit import MAX_SHOWN, emit_message
+from agentlightning.tracing.operation import MAX_LEVELS, MAX_VALUES, operation
+from agentlightning.types import Attributes, Span
+
+
+def passed(span: Span) -> dict[str, Any]:
+    """Name, input and output of an operation, without what all their names begin with."""
+    prefix = f"{semconv.OPERATION}."
+    return {name.removeprefix(prefix): value for name, value in span.attributes.items() if name.startswith(prefix)}
+
+
+def recorded(output: Any) -> dict[str, Any]:
+    with recording() as tracer, operation() as running:
+        running.set_output(output)
+    return passed(tracer.get_last_trace()[0])
 
 
 def test_a_decorated_function_records_arguments_result_and_children() -> None:
@@ -25,9 +41,7 @@ def test_a_decorated_function_records_arguments_result_and_children() -> None:
         assert add(1, b=3) == 4
     message, span = tracer.get_last_trace()
     assert span.name == semconv.OPERATION
-    assert str(span.attributes[semconv.OPERATION_NAME]).endswith("add")
-    assert json.loads(str(span.attributes[semconv.OPERATION_INPUT])) == {"args": [1], "kwargs": {"b": 3}}
-    assert span.attributes[semconv.OPERATION_OUTPUT] == "4"
+    assert passed(span) == {"name": "add", "input.a": 1, "input.b": 3, "output": 4}
     assert message.parent_id == span.span_id
     assert span.parent_id is None
     assert span.start_time <= message.start_time <= span.end_time
@@ -48,7 +62,7 @@ async def test_async_functions_and_context_managers_nest() -> None:
     assert inner_span.attributes["step"] == "plan"
     assert inner_span.parent_id == outer_span.span_id
     assert (outer_span.attributes[semconv.OPERATION_NAME], outer_span.attributes["turn"]) == ("outer", 1)
-    assert outer_span.attributes[semconv.OPERATION_OUTPUT] == repr(object)
+    assert passed(outer_span) == {"name": "outer", "input.args.0": "question", "output": f'"{object}"'}
 
 
 def test_an_exception_is_recorded_and_goes_on() -> None:
@@ -73,15 +87,127 @@ def test_outside_a_rollout_the_function_is_just_a_function() -> None:
         running.set_output(1)
 
 
-@pytest.mark.parametrize(("value", "shown"), [({1: 2j}, "{1: 2j}"), ("lost \udcff", "\\udcff"), ([[]], "[[]]")])
-def test_values_without_a_json_form_do_not_make_a_working_tool_fail(value: object, shown: str) -> None:
-    @operation
-    def same(x: object) -> object:
-        return x
+class Tool:
+    def __str__(self) -> str:
+        return "a tool"
 
+    @operation
+    def search(self, city: str, *more: Any, limit: int = 3, **options: Any) -> Any:
+        return options["found"]
+
+
+def test_arguments_are_laid_out_by_the_names_of_their_parameters_as_in_0_3() -> None:
     with recording() as tracer:
-        same(value)
-    assert shown in str(tracer.get_last_trace()[0].attributes[semconv.OPERATION_OUTPUT])
+        Tool().search("Oslo", "a", {"b": 1}, found=None, other={"deep": {"er": 1}})
+    assert passed(tracer.get_last_trace()[0]) == {
+        "name": "search",
+        "input.self": '"a tool"',
+        "input.city": "Oslo",
+        "input.more.0": "a",
+        "input.more.1.b": 1,
+        "input.limit": 3,
+        "input.options.found": "null",
+        "input.options.other.deep.er": 1,
+        "output": "null",
+    }
+
+
+# What 0.3.0 recorded, by a run of it.
+LAID_OUT: list[tuple[Any, dict[str, Any]]] = [
+    (1, {"output": 1}),
+    (2.5, {"output": 2.5}),
+    (True, {"output": True}),
+    (None, {"output": "null"}),
+    ("text", {"output": "text"}),
+    ([1, 2], {"output": [1, 2]}),
+    ([1, "x"], {"output.0": 1, "output.1": "x"}),
+    ([1, 2.0], {"output.0": 1, "output.1": 2.0}),
+    ([None, 1], {"output.0": "null", "output.1": 1}),
+    ([[1, 2], [3]], {"output.0": [1, 2], "output.1": [3]}),
+    ({"rows": [{"a": 1}, {"a": 2}]}, {"output.rows.0.a": 1, "output.rows.1.a": 2}),
+    ((1, 2), {"output": "[1, 2]"}),
+    ({1}, {"output": '"{1}"'}),
+    (b"x", {"output": "\"b'x'\""}),
+    ([], {}),
+    ({"a": {}}, {}),
+    ([[]], {}),
+]
+
+
+@pytest.mark.parametrize(("value", "attributes"), LAID_OUT)
+def test_results_are_laid_out_as_in_0_3(value: Any, attributes: dict[str, Any]) -> None:
+    assert recorded(value) == attributes
+
+
+CIRCLE: list[Any] = []
+CIRCLE.append(CIRCLE)
+DEEP: list[Any] = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+
+
+class Unspeakable:
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    ("value", "attributes"),
+    [
+        (float("nan"), {"output": "NaN"}),
+        ([float("inf"), 1.0], {"output.0": "Infinity", "output.1": 1.0}),
+        (2**70, {"output": str(2**70)}),
+        ({1: 2j}, {"output.1": '"2j"'}),
+        ({(1, 2): {(3,): 4}}, {"output.(1, 2).(3,)": 4}),
+        ("lost \udcff", {"output": "lost ?"}),
+        (CIRCLE, {"output": "[[...]]"}),
+        (DEEP, {"output": "(it cannot be shown: RecursionError)"}),
+        (Unspeakable(), {"output": '"(it cannot be shown: RuntimeError)"'}),
+    ],
+)
+def test_values_without_a_json_form_do_not_make_a_working_tool_fail(value: Any, attributes: dict[str, Any]) -> None:
+    assert recorded(value) == attributes
+
+
+def test_what_is_large_or_deep_is_one_text_and_a_long_text_is_cut_in_its_middle() -> None:
+    assert recorded(list(range(MAX_VALUES))) == {"output": list(range(MAX_VALUES))}
+    large: Any = {"rows": [{"a": 1}] * MAX_VALUES}
+    assert recorded(large) == {"output": json.dumps(large)}
+    deep: Any = 1
+    for _ in range(MAX_LEVELS):
+        deep = {"a": deep}
+    assert recorded(deep) == {f"output{'.a' * MAX_LEVELS}": 1}
+    assert recorded([deep]) == {"output": json.dumps([deep])}
+    cut = recorded(["a" * 2 * MAX_SHOWN])["output"][0]
+    assert len(cut) < MAX_SHOWN + 10 and " … " in cut
+
+
+@pytest.mark.parametrize("call", [("Oslo",), ("Oslo", "x", 3)])
+def test_a_call_with_wrong_arguments_fails_as_it_would_anyway(call: tuple[Any, ...]) -> None:
+    @operation
+    def search(city: str, limit: int) -> None: ...
+
+    with recording() as tracer, pytest.raises(TypeError):
+        search(*call)
+    (span,) = tracer.get_last_trace()
+    assert passed(span) == {"name": "search"} | {f"input.args.{index}": value for index, value in enumerate(call)}
+
+
+@pytest.mark.parametrize("value", ["Oslo", 3, [1, 2], {"rows": [{"a": 1}, {"a": [True]}], "n": {"m": 1}}, ["x", 1]])
+def test_what_was_recorded_is_read_back_whichever_way_it_was_written(value: Any) -> None:
+    with recording() as tracer, operation() as running:
+        running.set_input(value, to=value)
+        running.set_output(value)
+    (span,) = tracer.get_last_trace()
+    whole: Attributes = {
+        semconv.OPERATION_INPUT: json.dumps({"args": [value], "kwargs": {"to": value}}),  # as one JSON text each
+        semconv.OPERATION_OUTPUT: json.dumps(value),
+    }
+    before = msgspec.structs.replace(span, attributes=whole)
+    assert json.loads(arguments_of(span) or "") == {"args": [value], "to": value}
+    assert json.loads(arguments_of(before) or "") == {"args": [value], "kwargs": {"to": value}}
+    assert json.loads(result_of(before) or "") == value
+    assert result_of(span) == (value if isinstance(value, str) else json.dumps(value))
 
 
 def test_generators_are_refused_with_the_way_out() -> None:
