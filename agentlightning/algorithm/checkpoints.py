@@ -6,11 +6,12 @@ import os
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
+from agentlightning.algorithm.rl.groups import GroupsState, Ticket
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import Learner
 
@@ -19,14 +20,15 @@ STATE_FILE = "loop.json"
 
 @dataclass
 class LoopState:
-    """Where the loop stands. `cursor` is the last complete group it has seen; `policy_version` numbers the weights,
-    `first_version` those that training started from."""
+    """Where the loop stands. `policy_version` numbers the weights, `first_version` those that training started from;
+    `groups` are those on their way, `experience` those that may be trained again."""
 
     step: int = 0
     policy_version: int = 0
     first_version: int = 0
-    cursor: int = 0
     best_reward: float | None = None
+    groups: GroupsState = field(default_factory=GroupsState)
+    experience: tuple[Ticket, ...] = ()
 
 
 class Checkpoints:
@@ -51,6 +53,20 @@ class Checkpoints:
     def save_best(self, learner: Learner, state: LoopState) -> Path:
         return self._write(learner, state, "best")
 
+    def save_candidate(self, learner: Learner, state: LoopState) -> Path:
+        """Keep weights that are being evaluated while training goes on."""
+        return self._write(learner, state, "candidate")
+
+    def promote_candidate(self, step: int, reward: float) -> bool:
+        """The candidate of this step is the best so far. False where it is of another step."""
+        candidate = self.directory / "candidate"
+        if not (candidate / STATE_FILE).is_file() or (state := _read_state(candidate)).step != step:
+            return False
+        state.best_reward = reward
+        _write_state(candidate, state)
+        self._replace(candidate, self.directory / "best")
+        return True
+
     def latest(self) -> Path | None:
         steps = self._steps()
         return steps[-1] if steps else None
@@ -72,18 +88,23 @@ class Checkpoints:
 
     def _write(self, learner: Learner, state: LoopState, name: str) -> Path:
         """Into a hidden directory first, then renamed: what bears a checkpoint's name is complete."""
-        target, partial, replaced = (self.directory / part for part in (name, f".{name}.partial", f".{name}.replaced"))
+        target, partial = self.directory / name, self.directory / f".{name}.partial"
         with _explained(target):
-            for leftover in (partial, replaced):
-                shutil.rmtree(leftover, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             learner.save(partial)
             _write_state(partial, state)
-            if target.exists():
-                os.replace(target, replaced)
-            os.replace(partial, target)
-            shutil.rmtree(replaced, ignore_errors=True)
+            self._replace(partial, target)
         return target
+
+    @staticmethod
+    def _replace(source: Path, target: Path) -> None:
+        replaced = target.with_name(f".{target.name}.replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        if target.exists():
+            os.replace(target, replaced)
+        os.replace(source, target)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _read_state(checkpoint: Path) -> LoopState:
@@ -92,7 +113,7 @@ def _read_state(checkpoint: Path) -> LoopState:
 
 def _write_state(checkpoint: Path, state: LoopState) -> None:
     partial = checkpoint / f".{STATE_FILE}.partial"
-    partial.write_bytes(msgspec.json.encode(asdict(state)))
+    partial.write_bytes(msgspec.json.encode(state))
     os.replace(partial, checkpoint / STATE_FILE)
 
 

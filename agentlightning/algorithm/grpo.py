@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentlightning.algorithm.rl import Reinforcement
+from agentlightning.algorithm.rl.reinforcement import WITHOUT_VARIANCE, Reinforcement
 from agentlightning.data.credit.table import RewardedGroup, make_credit
 from agentlightning.data.sequences import CreditedTransition
 from agentlightning.errors import ConfigError
@@ -40,6 +40,13 @@ class GRPO(Reinforcement):
                 f"reward.base 'sum' puts intermediate rewards into R, and returns {self.returns!r} adds them to it: "
                 "they would count twice; give base='final' or returns='identical'"
             )
+
+    def why_useless(self, group: RewardedGroup) -> str | None:
+        reason = super().why_useless(group)
+        if reason is None and self.credit.compares_group:
+            credited = [item for rollout in self.advantages([group])[0] for item in rollout]
+            return None if any(item.advantages.any() for item in credited) else WITHOUT_VARIANCE
+        return reason
 
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
         return self.credit.advantages(groups)

@@ -5,28 +5,65 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from agentlightning.algorithm import GRPO
 from agentlightning.algorithm.checkpoints import Checkpoints, LoopState
 from agentlightning.algorithm.directory import RunDirectory
-from agentlightning.algorithm.rl.sampling import tasks_of_step
+from agentlightning.algorithm.rl.sampling import SamplerState, TaskSampler
 from agentlightning.errors import ConfigError
+
+
+def taken(sampler: TaskSampler, count: int) -> list[Any]:
+    return [sampler.task(sampler.take()) for _ in range(count)]
 
 
 def test_an_epoch_shows_every_task_once_and_the_next_in_another_order() -> None:
     tasks = list(range(10))
-    steps = [tasks_of_step(tasks, step, 5, seed=1) for step in range(1, 5)]
-    first, second = steps[0] + steps[1], steps[2] + steps[3]
+    sampler = TaskSampler(tasks, seed=1)
+    first, second = taken(sampler, 10), taken(sampler, 10)
     assert sorted(first) == sorted(second) == tasks
     assert first != second
-    assert tasks_of_step(tasks, 3, 5, seed=1) == steps[2]
-    assert tasks_of_step(tasks, 3, 5, seed=2) != steps[2]
+    assert taken(TaskSampler(tasks, seed=1), 20) == first + second
+    assert taken(TaskSampler(tasks, seed=2), 10) != first
+
+
+def test_a_sampler_goes_on_where_its_state_was_saved() -> None:
+    whole, half = TaskSampler(list(range(7)), seed=3), TaskSampler(list(range(7)), seed=3)
+    expected = taken(whole, 20)[11:]
+    taken(half, 11)
+    restored = TaskSampler(list(range(7)), seed=3)
+    restored.state = msgspec.json.decode(msgspec.json.encode(half.state), type=SamplerState)
+    assert taken(restored, 9) == expected
 
 
 def test_a_step_larger_than_the_dataset_goes_through_it_more_than_once() -> None:
-    assert Counter(tasks_of_step(["a", "b"], 1, 6, seed=0)) == {"a": 3, "b": 3}
+    assert Counter(taken(TaskSampler(["a", "b"], seed=0), 6)) == {"a": 3, "b": 3}
+
+
+def test_a_curriculum_orders_each_epoch() -> None:
+    easy_first = TaskSampler(["hard", "easy"], 0, curriculum=lambda tasks, epoch: [1] if epoch == 0 else [1, 0])
+    assert taken(easy_first, 4) == ["easy", "easy", "hard", "easy"]
+    with pytest.raises(ConfigError, match="gave \\[2\\] for epoch 0; it must give indices of 2 tasks"):
+        taken(TaskSampler(["a", "b"], 0, curriculum=lambda tasks, epoch: [2]), 1)
+
+
+def test_a_task_that_is_too_easy_is_left_out_of_the_next_epoch_and_then_tried_again() -> None:
+    sampler = TaskSampler(["a", "b"], seed=0, difficulty=(0.1, 0.9))
+    for _ in range(2):
+        position = sampler.take()
+        sampler.report(position, 1.0 if sampler.task(position) == "a" else 0.5)
+    assert taken(sampler, 1) == ["b"]
+    assert sorted(taken(sampler, 2)) == ["a", "b"]
+
+
+def test_a_difficulty_that_no_task_has_only_slows_down() -> None:
+    sampler = TaskSampler(["a", "b"], seed=0, difficulty=(0.4, 0.6))
+    for _ in range(20):
+        sampler.report(sampler.take(), 0.0)
 
 
 class Weights:
@@ -47,14 +84,14 @@ def saved(tmp_path: Path, *steps: int) -> Checkpoints:
     learner = Weights()
     for step in steps:
         learner.text = f"weights of step {step}"
-        checkpoints.save(learner, LoopState(step=step, policy_version=step, cursor=3 * step))  # type: ignore[arg-type]
+        checkpoints.save(learner, LoopState(step=step, policy_version=step))  # type: ignore[arg-type]
     return checkpoints
 
 
 def test_the_newest_checkpoint_is_restored_and_the_last_two_are_kept(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 2, 4, 10)
     learner = Weights()
-    assert checkpoints.restore(learner) == LoopState(step=10, policy_version=10, cursor=30)  # type: ignore[arg-type]
+    assert checkpoints.restore(learner) == LoopState(step=10, policy_version=10)  # type: ignore[arg-type]
     assert learner.text == "weights of step 10"
     assert sorted(path.name for path in checkpoints.directory.iterdir()) == ["step-000004", "step-000010"]
 

@@ -1,11 +1,12 @@
-"""The reinforcement-learning loop: enqueue groups, wait for them, give credit, step, publish, repeat.
+"""The reinforcement-learning loop: take complete groups, give credit, step, publish, repeat.
 
 The loop knows groups, policy versions and checkpoints. It does not know how advantages are made (the algorithm's
-`advantages`) or how a gradient is taken (the learner). It is synchronous: a step trains on rollouts that were all
-started under the weights it is about to change.
+`advantages`), how a gradient is taken (the learner) or which groups are on their way (`Groups`). With a staleness of 0
+rollouts, steps and evaluations take turns; with more they go on beside each other.
 
-What makes it survive a kill at any moment: a group's id is made of the run, the step and the policy version it is
-sampled from, so that the step that was interrupted finds its finished rollouts again, and none of another lineage.
+What makes it survive a kill at any moment: a group's id is made of the run, the position of its task and the policy
+version it was begun under, so that a run that goes on from a checkpoint finds its groups again, and none of another
+lineage.
 """
 
 from __future__ import annotations
@@ -13,22 +14,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import asynccontextmanager
 
 import msgspec
 
 from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.checkpoints import Checkpoints, LoopState
 from agentlightning.algorithm.evaluation import Evaluation, evaluate, evaluation_id, why_unrewarded
-from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batch, minibatches, trace_group
+from agentlightning.algorithm.rl.batch import BATCHES_FILE, Batch, RecordedBatch, make_batch, minibatches, trace_group
+from agentlightning.algorithm.rl.experience import Experience
+from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups, Ticket, withdraw_rollouts
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
-from agentlightning.algorithm.rl.sampling import tasks_of_step
 from agentlightning.data.rewards import RewardSpec
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import TracedRollout
 from agentlightning.errors import AgentLightningError, ConfigError, TrainingError
 from agentlightning.learner.base import Learner
-from agentlightning.types import EnqueueRolloutRequest, Metrics
+from agentlightning.types import Metrics, Rollout
 
 
 class Loop:
@@ -46,24 +50,30 @@ class Loop:
         self.learner: Learner = context.learner
         self.serving = context.serving
         self.run_id = context.run.run_id
+        self.groups = Groups(algorithm, context)
+        self.experience = Experience(context.seed)
         self.checkpoints = Checkpoints(context.directory / "checkpoints")
         self.state = LoopState()
         self.learning = False  # between the first optimiser step of a batch and the publication
+        self.evaluating: asyncio.Task[None] | None = None
         self.history: dict[int, dict[str, float]] = {}
 
     async def run(self) -> str:
         """Steps until one of the reasons to end holds; returns the reason in words."""
         if self.context.resume:
             await self._restore()
+        self.groups.steps_left = self.algorithm.steps - self.state.step
         reason = "all steps done"
         try:
             await self._evaluate_start()
-            while self.state.step < self.algorithm.steps and not self._reached_target():
-                if self._evaluation_is_due():
-                    await self._evaluate()
-                await self._step()
+            async with self._collecting():
+                while self.state.step < self.algorithm.steps and not self._reached_target():
+                    await self._evaluate_when_due()
+                    await self._step()
             if self._reached_target():
                 reason = f"mean training reward reached {self.algorithm.target_reward}"
+            await self.groups.withdraw()
+            await self._evaluated()
         except Stopped as stopped:
             reason = str(stopped)
         except AgentLightningError as error:
@@ -72,6 +82,10 @@ class Loop:
                     await self._renew_version()
                 self._save()
             raise
+        finally:
+            if self.evaluating is not None:
+                self.evaluating.cancel()
+                await asyncio.gather(self.evaluating, return_exceptions=True)
         self._save()
         if not self.context.stop.is_set() and self._last_evaluated() != self.state.step:
             self.context.deadline = None  # the time for the closing evaluation was set aside at the start
@@ -81,31 +95,47 @@ class Loop:
                 reason = str(stopped)
         return reason
 
+    @asynccontextmanager
+    async def _collecting(self) -> AsyncGenerator[None]:
+        collector = asyncio.create_task(self.groups.collect())
+        try:
+            yield
+        finally:
+            collector.cancel()
+            await asyncio.gather(collector, return_exceptions=True)
+
     # --- one step ---
 
     async def _step(self) -> None:
         started = time.perf_counter()
         step = self.state.step + 1
-        groups, cursor = await self._rollouts(step)
+        self.context.progress.phase("rollouts", self.algorithm.tasks_per_step * self.algorithm.group_size)
+        groups, dropped = await self.context.unless_stopped(self.groups.take())
         sampled = time.perf_counter()
-        self._record_batch(step, groups)
-        await self._check_trainable(groups)
-        batch = make_batch(self.algorithm, groups)
-        metrics = batch.metrics
-        if batch.sequences:
-            metrics |= await self._learn(batch.sequences, step)
-        elif metrics["calls"]:
-            self.context.progress.note(
-                f"step {step} taught nothing: in every group all rewards were equal, or fewer than two members had one "
-                f"(mean {metrics['reward']:.2f})"
-            )
-        # Together: a step that is cut short must find its groups again, those complete already too.
-        self.state.step, self.state.cursor = step, cursor
+        replayed = self.experience.draw(self.algorithm.replay_groups, step)
+        self._record_batch(step, groups, replayed)
+        traced = [group.rollouts for group in groups]
+        await self._check_trainable([*traced, *dropped.traced])
+        batch = make_batch(self.algorithm, traced)
+        sequences = [*batch.sequences, *make_batch(self.algorithm, [group.rollouts for group in replayed]).sequences]
+        metrics = batch.metrics | _flow_metrics(groups, dropped, replayed)
+        version = None
+        if sequences:
+            metrics |= await self._learn(sequences, step)
+            version = self.state.policy_version
+        elif metrics["calls"] or dropped.traced:
+            self._note_nothing_learned(step, batch, dropped)
+        self._remember(groups)
+        # Together: a step that is cut short must find its groups again.
+        self.state.step = step
+        await self.groups.trained(version)
         learned = time.perf_counter()
         metrics |= {
             "rollout_seconds": sampled - started,
             "learn_seconds": learned - sampled,
-            "tokens_per_second": metrics["sampled_tokens"] / (sampled - started),
+            "learner_idle": (sampled - started) / (learned - started),
+            "tokens_per_second": metrics["sampled_tokens"]
+            / (learned - started if self._overlaps else sampled - started),
             "policy_version": float(self.state.policy_version),
         }
         if step % self.algorithm.checkpoint_every == 0:
@@ -113,48 +143,28 @@ class Loop:
         await self._record(step, metrics)
         self.context.progress.step(step, metrics)
 
-    async def _rollouts(self, step: int) -> tuple[list[list[TracedRollout]], int]:
-        """Run this step's groups to their end; the groups, and the cursor behind them."""
-        algorithm, context = self.algorithm, self.context
-        tasks = tasks_of_step(context.train_tasks, step, algorithm.tasks_per_step, context.seed)
-        context.progress.phase("rollouts", len(tasks) * algorithm.group_size)
-        waiting: set[str] = set()
-        for index, task in enumerate(tasks):
-            group_id = f"{self._step_id(step)}-{index}"
-            waiting.add(group_id)
-            await context.store.create_group(algorithm.group_size, run_id=self.run_id, group_id=group_id)
-            await context.store.enqueue_many_rollouts(
-                [
-                    EnqueueRolloutRequest(
-                        input=task,
-                        rollout_id=f"{group_id}-{member}",
-                        resources_id=context.resources_id,
-                        run_id=self.run_id,
-                        group_id=group_id,
-                        group_index=member,
-                        config=algorithm.rollout,
-                        metadata={"seed": context.seed, "sample": f"train-{step}-{index}-{member}"},
-                    )
-                    for member in range(algorithm.group_size)
-                ]
-            )
-        traced: dict[str, list[TracedRollout]] = {}
-        cursor = self.state.cursor
-        while waiting:
-            complete = await context.unless_stopped(
-                context.store.complete_groups_after(self.run_id, cursor, timeout=30.0)
-            )
-            for group in complete:
-                cursor = max(cursor, group.finished_index or 0)
-                if group.group_id in waiting:  # groups of an abandoned lineage pass by unused
-                    waiting.discard(group.group_id)
-                    traced[group.group_id] = await trace_group(
-                        context.store, group.rollout_ids, algorithm, context.model_name
-                    )
-            context.progress.advance(len(traced) * algorithm.group_size)
-        return [traced[group_id] for group_id in sorted(traced)], cursor
+    @property
+    def _overlaps(self) -> bool:
+        """Whether rollouts go on while the learner learns."""
+        return self.algorithm.max_staleness > 0
 
-    async def _check_trainable(self, groups: list[list[TracedRollout]]) -> None:
+    def _remember(self, groups: list[CompleteGroup]) -> None:
+        if self.algorithm.replay_groups:
+            self.experience.add(groups)
+            self.experience.forget(self._too_old)
+
+    def _too_old(self, group: CompleteGroup) -> bool:
+        ages = (self.groups.staleness(traced, group.ticket) for traced in group.rollouts)
+        return max(ages) >= self.algorithm.replay_staleness
+
+    def _note_nothing_learned(self, step: int, batch: Batch, dropped: Dropped) -> None:
+        left_out = f"; {len(dropped.traced)} groups were replaced: {dict(dropped.groups)}" if dropped.traced else ""
+        self.context.progress.note(
+            f"step {step} taught nothing: in every group all rewards were equal, or fewer than two members had one "
+            f"(mean {batch.metrics['reward']:.2f}){left_out}"
+        )
+
+    async def _check_trainable(self, groups: Sequence[Sequence[TracedRollout]]) -> None:
         """TrainingError where nothing can be learned from these rollouts for a reason that would hold for others."""
         rollouts = [traced for group in groups for traced in group]
         silent = not any(traced.transitions for traced in rollouts)
@@ -190,7 +200,7 @@ class Loop:
         history: list[dict[str, float]] = []
         loop = asyncio.get_running_loop()
         self.learning = True
-        async with self.context.calls_held(), self.serving.exclusive():
+        async with self._alone():
             for done, part in enumerate(parts, 1):
                 history.append(await loop.run_in_executor(self.thread, self.learner.step, part, loss))
                 self.context.progress.advance(done)
@@ -198,17 +208,30 @@ class Loop:
             self.state.policy_version = await self.context.store.next_policy_version(self.run_id)
             await self.serving.update_weights(self.state.policy_version)
         self.learning = False
-        # Before the first optimiser step of a batch the learner and the engine hold the same weights: any difference
-        # of their log-probabilities is numerical.
-        mismatch = history[0]["max_ratio_error"]
-        if mismatch > self.learner.mismatch_tolerance:
-            self.context.progress.note(
-                f"step {step}: engine and learner differ by {mismatch:.2g} in the probability of a token (expected at "
-                f"most {self.learner.mismatch_tolerance:.2g}): what is trained is not what was sampled. Try float32"
-            )
         mean = {name: sum(one[name] for one in history) / len(history) for name in history[0]}
         counts = {name: sum(one[name] for one in history) for name in mean if name.startswith("tokens")}
-        return mean | {"inference_mismatch": mismatch} | counts
+        return mean | counts | self._mismatch(history[0]["max_ratio_error"], step)
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncGenerator[None]:
+        """Inside, the learner has the weights and the cores for itself, unless rollouts are to go on beside it."""
+        if self._overlaps:
+            yield
+        else:
+            async with self.context.calls_held(), self.serving.exclusive():
+                yield
+
+    def _mismatch(self, ratio_error: float, step: int) -> dict[str, float]:
+        """Before the first optimiser step of a batch that these weights sampled, learner and engine hold the same: any
+        difference of their log-probabilities is numerical."""
+        if self._overlaps or self.algorithm.replay_groups:
+            return {}
+        if ratio_error > self.learner.mismatch_tolerance:
+            self.context.progress.note(
+                f"step {step}: engine and learner differ by {ratio_error:.2g} in the probability of a token (expected "
+                f"at most {self.learner.mismatch_tolerance:.2g}): what is trained is not what was sampled. Try float32"
+            )
+        return {"inference_mismatch": ratio_error}
 
     # --- around the steps ---
 
@@ -221,9 +244,23 @@ class Loop:
         rewards = [reward for reward in recent if reward is not None]
         return target is not None and len(rewards) == 3 and sum(rewards) / 3 >= target
 
-    def _evaluation_is_due(self) -> bool:
+    async def _evaluate_when_due(self) -> None:
+        """Measure the present weights every so many steps: before training goes on, or, where that overlaps with
+        rollouts anyway, beside it; one that is still going on then is not begun again."""
         every, step = self.algorithm.evaluate_every, self.state.step
-        return every > 0 and step % every == 0 and self._last_evaluated() != step
+        if not every or step % every or self._last_evaluated() == step:
+            return
+        if not self._overlaps:
+            await self._evaluate()
+        elif self.evaluating is None or self.evaluating.done():
+            await self._evaluated()
+            self.checkpoints.save_candidate(self.learner, self.state)
+            self.evaluating = asyncio.create_task(self._evaluate())
+
+    async def _evaluated(self) -> None:
+        """The evaluation that goes on beside training has ended, and what went wrong in it is raised."""
+        if self.evaluating is not None:
+            await self.evaluating
 
     async def _evaluate_start(self) -> None:
         """Evaluate the weights that training starts from. In a resumed run the answer is in the store already."""
@@ -261,22 +298,30 @@ class Loop:
         values = {"val_reward": evaluation.reward, "val_unrewarded": float(evaluation.unrewarded)}
         await self._record(evaluation.step, values)
         best = self.state.best_reward
-        if evaluation.step == self.state.step and (best is None or evaluation.reward > best):
-            self.state.best_reward = evaluation.reward
-            self.checkpoints.save_best(self.learner, self.state)
+        if best is None or evaluation.reward > best:
+            if evaluation.step == self.state.step:
+                self.state.best_reward = evaluation.reward
+                self.checkpoints.save_best(self.learner, self.state)
+            elif self.checkpoints.promote_candidate(evaluation.step, evaluation.reward):
+                self.state.best_reward = evaluation.reward
 
     async def _record(self, step: int, values: dict[str, float]) -> None:
         self.history[step] = self.history.get(step, {}) | values
         values = self.history[step]
         await self.context.store.add_metrics(Metrics(run_id=self.run_id, step=step, time=time.time(), values=values))
 
-    def _record_batch(self, step: int, groups: list[list[TracedRollout]]) -> None:
+    def _record_batch(self, step: int, groups: Sequence[CompleteGroup], replayed: Sequence[CompleteGroup]) -> None:
         """Note what the step trains on, before it does."""
-        names = tuple(str(group[0].rollout.group_id) for group in groups)
+        fresh, old = (
+            tuple(tuple(traced.rollout.rollout_id for traced in group.rollouts) for group in some)
+            for some in (groups, replayed)
+        )
         with (self.context.directory / BATCHES_FILE).open("ab") as file:
-            file.write(msgspec.json.encode(RecordedBatch(step, self.state.policy_version, names)) + b"\n")
+            file.write(msgspec.json.encode(RecordedBatch(step, self.state.policy_version, fresh, old)) + b"\n")
 
     def _save(self) -> None:
+        self.state.groups = self.groups.state
+        self.state.experience = tuple(group.ticket for group in self.experience.groups)
         self.checkpoints.save(self.learner, self.state)
 
     async def _renew_version(self) -> None:
@@ -285,6 +330,7 @@ class Loop:
         self.state.policy_version = await self.context.store.next_policy_version(self.run_id)
         if self.state.step == 0:
             self.state.first_version = self.state.policy_version
+        self.groups.begin_again(self.state.policy_version)
         await self.serving.update_weights(self.state.policy_version)
 
     async def _restore(self) -> None:
@@ -294,6 +340,8 @@ class Loop:
             self.context.progress.note("nothing was saved yet: starting from the beginning")
         else:
             self.state = restored
+            self.groups.restore(restored.groups)
+            self.experience.add([await self._read_again(ticket) for ticket in restored.experience])
             measured = await self.context.store.query_metrics(self.run_id)
             self.history = {m.step: m.values for m in measured if m.step <= restored.step}
             await self.serving.update_weights(restored.policy_version)
@@ -302,30 +350,52 @@ class Loop:
             await self._abandon_failures()
         await self._withdraw_leftovers()
 
+    async def _read_again(self, ticket: Ticket) -> CompleteGroup:
+        """A group of the experience, from the store."""
+        group = await self.context.store.get_group(self.groups.name(ticket))
+        names = () if group is None else group.rollout_ids
+        traced = await trace_group(self.context.store, names, self.algorithm, self.context.model_name)
+        return CompleteGroup(ticket, 0, tuple(traced))
+
     async def _abandon_failures(self) -> None:
         """Runners elsewhere went on while nothing served the policy: what failed then says nothing about the agent."""
-        current = self._current_ids()
         failed = await self.context.store.query_rollouts(run_id=self.run_id, status_in=["failed"])
-        if any(rollout.rollout_id.startswith(current) for rollout in failed):
+        if any(map(self._wanted(), failed)):
             await self._renew_version()
 
-    def _current_ids(self) -> tuple[str, str]:
-        """What the ids of the rollouts begin with that the present weights are still to be measured and trained by."""
-        evaluation = evaluation_id(self.run_id, "val", self.state.step, self.state.policy_version)
-        return f"{self._step_id(self.state.step + 1)}-", f"{evaluation}-"
+    def _wanted(self) -> Callable[[Rollout], bool]:
+        """Whether a rollout is one that the present weights are still to be measured or trained by."""
+        state, groups = self.state, self.groups.names()
+        present = f"{evaluation_id(self.run_id, 'val', state.step, state.policy_version)}-"
+        return lambda rollout: rollout.group_id in groups or rollout.rollout_id.startswith(present)
 
     async def _withdraw_leftovers(self) -> None:
         """Rollouts the process before left behind: those that will be asked for again run again, others are
         cancelled."""
-        store = self.context.store
-        wanted = (*self._current_ids(), f"{evaluation_id(self.run_id, 'val', 0, self.state.first_version)}-")
-        for rollout in await store.query_rollouts(
-            run_id=self.run_id, status_in=["queuing", "requeuing", "preparing", "running"]
-        ):
-            if not rollout.rollout_id.startswith(wanted):
-                await store.cancel_rollout(rollout.rollout_id)
-            elif rollout.status in ("preparing", "running") and self.context.owns_runner:
-                attempt = await store.get_latest_attempt(rollout.rollout_id)
-                # An older attempt's runner lived in the process that died; a younger one is our own runner's.
-                if attempt is not None and attempt.start_time < self.context.run_time:
-                    await store.update_attempt(rollout.rollout_id, attempt.attempt_id, status="unresponsive")
+        store, wanted = self.context.store, self._wanted()
+        first = f"{evaluation_id(self.run_id, 'val', 0, self.state.first_version)}-"
+
+        def asked_for(rollout: Rollout) -> bool:
+            return wanted(rollout) or rollout.rollout_id.startswith(first)
+
+        await withdraw_rollouts(self.context, lambda rollout: not asked_for(rollout))
+        if not self.context.owns_runner:
+            return
+        for rollout in await store.query_rollouts(run_id=self.run_id, status_in=["preparing", "running"]):
+            attempt = await store.get_latest_attempt(rollout.rollout_id)
+            # An older attempt's runner lived in the process that died; a younger one is our own runner's.
+            if attempt is not None and attempt.start_time < self.context.run_time and asked_for(rollout):
+                await store.update_attempt(rollout.rollout_id, attempt.attempt_id, status="unresponsive")
+
+
+def _flow_metrics(
+    groups: Sequence[CompleteGroup], dropped: Dropped, replayed: Sequence[CompleteGroup]
+) -> dict[str, float]:
+    """How old the rollouts of a step are, and how much was dropped or trained again."""
+    ages = Counter(age for group in groups for age in group.staleness)
+    return (
+        {"groups_replayed": float(len(replayed)), "groups_dropped": float(len(dropped.traced))}
+        | {f"staleness/{age}": float(count) for age, count in sorted(ages.items())}
+        | {f"groups_dropped/{reason}": float(count) for reason, count in dropped.groups.items()}
+        | {f"rollouts_dropped/{reason}": float(count) for reason, count in dropped.rollouts.items()}
+    )

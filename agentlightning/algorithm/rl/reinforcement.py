@@ -11,17 +11,24 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Final, Literal
 
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.evaluation import Evaluation
 from agentlightning.data.agents import agent_pattern
 from agentlightning.data.credit.table import RewardedGroup
+from agentlightning.data.references import load_reference
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.sequences import Aggregation, CreditedTransition, Level, build_sequences
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import KLEstimator, Loss, LossKind
 from agentlightning.types import RolloutConfig
+
+# Losses that weigh each token by how much likelier the weights have made it, whatever weights sampled it.
+TAKE_REPLAYED: Final = ("importance_sampling", "cispo")
+
+TOO_FEW_REWARDED: Final = "too few rewarded"
+WITHOUT_VARIANCE: Final = "without variance"
 
 
 @dataclass(kw_only=True)
@@ -33,6 +40,13 @@ class Reinforcement(abc.ABC):
     `reward` says what R is made of, `loss` how an advantage becomes a loss (`learner/losses.py`).
     `unrewarded` says what a rollout without a reward counts for: left out of its group, or a stated reward.
     `agents` are the names of the agents to train, as in `"writer|rewriter"`; without it all are.
+    With `max_staleness` K rollouts, training and evaluation go on at once: a step trains on the first groups that are
+    complete, sampled at most K publications ago; what is older is dropped. With 0 a step trains on rollouts of the
+    very weights it changes. With K, or with `dynamic_sampling` (DAPO, arXiv:2503.14476), a group that teaches nothing
+    is replaced by another.
+    `difficulty` (low, high) leaves a task out of the next epoch whose mean reward lay outside; `curriculum` is a
+    function (or `file.py:function`) of (tasks, epoch) that gives the order of an epoch as indices.
+    `replay_groups` recent groups, up to `replay_staleness` publications old, are trained again in every step.
     Training stops after `steps`, or once the mean training reward of three steps reaches `target_reward`."""
 
     steps: int = 100
@@ -56,6 +70,12 @@ class Reinforcement(abc.ABC):
     max_tokens: int | None = None
     unrewarded: Literal["exclude"] | float = "exclude"
     agents: str | None = None
+    max_staleness: int = 0
+    dynamic_sampling: bool = False
+    difficulty: tuple[float, float] | None = None
+    curriculum: Any = None
+    replay_groups: int = 0
+    replay_staleness: int = 0
     target_reward: float | None = None
     evaluate_every: int = 0
     checkpoint_every: int = 10
@@ -75,6 +95,7 @@ class Reinforcement(abc.ABC):
         for name, lowest in (("temperature", 1e-3), ("val_temperature", 0.0)):
             if not lowest <= getattr(self, name) <= 2:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must lie between {lowest} and 2")
+        self._check_flow()
         if self.unrewarded != "exclude" and not math.isfinite(self.unrewarded):
             raise ConfigError(f"unrewarded is {self.unrewarded}; give 'exclude', or a finite reward")
         if self.kl_coefficient and not self.reference:
@@ -87,6 +108,39 @@ class Reinforcement(abc.ABC):
             )
         self.make_loss()  # refuses settings out of range now, rather than after the first rollouts
         build_sequences((), self.level)  # and a level that there is not
+
+    def _check_flow(self) -> None:
+        """What is said of the order and the age of groups, refused where it cannot be."""
+        for name in ("max_staleness", "replay_groups", "replay_staleness"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        if self.difficulty is not None and not self.difficulty[0] <= self.difficulty[1]:
+            raise ConfigError(
+                f"difficulty is {self.difficulty}; give the lowest and the highest mean reward to train on"
+            )
+        if bool(self.replay_groups) != bool(self.replay_staleness):
+            raise ConfigError("replay_groups (how many) and replay_staleness (how old at most) go together; give both")
+        if self.replay_groups and self.loss not in TAKE_REPLAYED:
+            raise ConfigError(
+                f"replay_groups trains groups again that older weights sampled, and loss {self.loss!r} is not made for "
+                f"that; give loss={' or '.join(map(repr, TAKE_REPLAYED))}"
+            )
+        self.curriculum_function = self.curriculum
+        if isinstance(self.curriculum, str):
+            self.curriculum_function = load_reference(self.curriculum)
+        if self.curriculum is not None and not callable(self.curriculum_function):
+            raise ConfigError(
+                f"curriculum is {self.curriculum!r}; give a function of (tasks, epoch), or file.py:function"
+            )
+
+    @property
+    def refills(self) -> bool:
+        """Whether a group that teaches nothing is replaced by another."""
+        return self.dynamic_sampling or self.max_staleness > 0
+
+    def why_useless(self, group: RewardedGroup) -> str | None:
+        """Why no step learns from this group, whatever else it trains on; None if one may."""
+        return TOO_FEW_REWARDED if len(group.rewards) < min(2, self.group_size) else None
 
     @abc.abstractmethod
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:

@@ -1,20 +1,89 @@
-"""Which tasks a step trains on."""
+"""Which task is trained next: epoch after epoch, each task once, in an order that the seed or a curriculum gives.
+
+Knows tasks by their index and how well each was done of late. It does not know rollouts or the store.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+from agentlightning.errors import ConfigError
+
+Curriculum: TypeAlias = Callable[[Sequence[Any], int], Sequence[int]]
+"""`(tasks, epoch) → indices`: what epoch 0, 1, 2 … goes through, in order; tasks may be left out or repeated."""
 
 
-def tasks_of_step(tasks: Sequence[Any], step: int, count: int, seed: int) -> list[Any]:
-    """The tasks of step 1, 2, …: each epoch is a permutation of the dataset drawn from (seed, epoch)."""
-    orders: dict[int, list[int]] = {}
-    chosen: list[Any] = []
-    for position in range((step - 1) * count, step * count):
-        epoch, index = divmod(position, len(tasks))
-        if epoch not in orders:
-            orders[epoch] = list(range(len(tasks)))
-            random.Random(f"{seed}/epoch/{epoch}").shuffle(orders[epoch])
-        chosen.append(tasks[orders[epoch][index]])
-    return chosen
+class SamplerState(msgspec.Struct):
+    """Where a sampler stands: the number of the next task, and by index of a task that proved too hard or too easy the
+    epoch from which on it is tried again."""
+
+    position: int = 0
+    skipped: dict[int, int] = {}
+
+
+class TaskSampler:
+    """The endless sequence of tasks: position 0, 1, 2 … Without a `curriculum` an epoch is a permutation of the tasks
+    drawn from (seed, epoch). With a `difficulty` range, a task whose group's mean reward lay outside of it is left out
+    of the next epoch."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Any],
+        seed: int,
+        curriculum: Curriculum | None = None,
+        difficulty: tuple[float, float] | None = None,
+    ) -> None:
+        self.tasks = tasks
+        self.state = SamplerState()
+        self._seed = seed
+        self._curriculum = curriculum
+        self._difficulty = difficulty
+        self._starts = [0]  # the position at which each epoch seen so far starts
+        self._orders: list[list[int]] = []
+
+    def task(self, position: int) -> Any:
+        return self.tasks[self._at(position)[1]]
+
+    def take(self) -> int:
+        """The next position whose task is to be trained now."""
+        while True:
+            position = self.state.position
+            self.state.position += 1
+            epoch, index = self._at(position)
+            if self.state.skipped.get(index, 0) <= epoch:  # two epochs later at the latest
+                return position
+
+    def report(self, position: int, reward: float) -> None:
+        """The mean reward of the group that was made of the task at `position`."""
+        if self._difficulty is None:
+            return
+        epoch, index = self._at(position)
+        low, high = self._difficulty
+        if low <= reward <= high:
+            self.state.skipped.pop(index, None)
+        else:
+            self.state.skipped[index] = epoch + 2
+
+    def _at(self, position: int) -> tuple[int, int]:
+        """(epoch, index of the task) at a position."""
+        while self._starts[-1] <= position:
+            self._orders.append(self._order(len(self._orders)))
+            self._starts.append(self._starts[-1] + len(self._orders[-1]))
+        epoch = next(epoch for epoch in reversed(range(len(self._orders))) if self._starts[epoch] <= position)
+        return epoch, self._orders[epoch][position - self._starts[epoch]]
+
+    def _order(self, epoch: int) -> list[int]:
+        if self._curriculum is None:
+            order = list(range(len(self.tasks)))
+            random.Random(f"{self._seed}/epoch/{epoch}").shuffle(order)
+            return order
+        order = [int(index) for index in self._curriculum(self.tasks, epoch)]
+        if not order or not all(0 <= index < len(self.tasks) for index in order):
+            raise ConfigError(
+                f"the curriculum gave {order!r:.200} for epoch {epoch}; it must give indices of {len(self.tasks)} tasks"
+            )
+        return order

@@ -1,0 +1,280 @@
+"""Groups on their way: begun as long as they can still be fresh when they are trained, and handed over when complete.
+
+Knows tasks, rollouts, policy versions and staleness. It does not know weights, gradients or files.
+
+No more groups are on their way than (K + 1) steps consume, with K the staleness that is allowed; a group begun now is
+then trained, in order of completion, about K publications later. This is AReaL's capacity rule (arXiv:2505.24298)
+without a counter: whatever group is trained, dropped or failed is no longer on its way, so capacity cannot be lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from agentlightning.algorithm.base import RunContext
+from agentlightning.algorithm.rl.batch import rewarded_group, trace_group
+from agentlightning.algorithm.rl.reinforcement import Reinforcement
+from agentlightning.algorithm.rl.sampling import SamplerState, TaskSampler
+from agentlightning.data.transitions import TracedRollout
+from agentlightning.errors import ConflictError
+from agentlightning.types import EnqueueRolloutRequest, Group, Rollout, RolloutStatus
+
+# How many groups in a row may be of no use, in steps' worth, before a step goes on without them.
+USELESS_STEPS: Final = 10
+
+STALE: Final = "stale"
+UNFINISHED: Final[list[RolloutStatus]] = ["queuing", "requeuing", "preparing", "running"]
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """A group that was begun: the position of its task, and the policy version that was newest then."""
+
+    position: int
+    version: int
+
+
+class GroupsState(msgspec.Struct):
+    """What a checkpoint keeps: where the sampler stands, groups begun and not trained, complete groups up to `cursor`
+    that are done with, and the versions of this run's weights that may still be met, oldest first."""
+
+    sampler: SamplerState = msgspec.field(default_factory=SamplerState)
+    tickets: tuple[Ticket, ...] = ()
+    cursor: int = 0
+    lineage: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class CompleteGroup:
+    """A group whose rollouts have all ended. `staleness` is how many publications ago the oldest token of each rollout
+    was sampled, when the group was handed over."""
+
+    ticket: Ticket
+    finished_index: int
+    rollouts: tuple[TracedRollout, ...]
+    staleness: tuple[int, ...] = ()
+
+
+@dataclass
+class Dropped:
+    """What was of no use since the last step: groups and rollouts, by reason, and the rollouts of those groups."""
+
+    groups: Counter[str] = field(default_factory=Counter[str])
+    rollouts: Counter[str] = field(default_factory=Counter[str])
+    traced: list[tuple[TracedRollout, ...]] = field(default_factory=list[tuple[TracedRollout, ...]])
+
+
+class Groups:
+    """The groups of one run. `collect` runs beside the loop; `take` gives what a step trains on; `trained` says that
+    it is done."""
+
+    def __init__(self, algorithm: Reinforcement, context: RunContext) -> None:
+        self.algorithm = algorithm
+        self.context = context
+        self.sampler = TaskSampler(
+            context.train_tasks, context.seed, algorithm.curriculum_function, algorithm.difficulty
+        )
+        self.steps_left = algorithm.steps
+        self._dropped = Dropped()
+        self._begun: dict[str, Ticket] = {}
+        self._enqueued: set[str] = set()
+        self._ready: list[CompleteGroup] = []
+        self._taken: list[CompleteGroup] = []
+        self._cursor = 0
+        self._lineage: list[int] = [0]
+        self._changed = asyncio.Event()
+        self._failure: BaseException | None = None
+
+    # --- what a checkpoint keeps ---
+
+    @property
+    def state(self) -> GroupsState:
+        complete = [*self._ready, *self._taken]
+        cursor = min([self._cursor, *(group.finished_index - 1 for group in complete)])
+        tickets = (*self._begun.values(), *(group.ticket for group in complete))
+        return GroupsState(self.sampler.state, tickets, cursor, tuple(self._lineage))
+
+    def restore(self, state: GroupsState) -> None:
+        self.sampler.state = state.sampler
+        self._begun = {self.name(ticket): ticket for ticket in state.tickets}
+        self._cursor = state.cursor
+        self._lineage = list(state.lineage)
+
+    def begin_again(self, version: int) -> None:
+        """Forget every group that was not trained, and start from their tasks under another version."""
+        positions = [ticket.position for ticket in self.state.tickets]
+        self.sampler.state.position = min([self.sampler.state.position, *positions])
+        self._begun, self._ready, self._taken = {}, [], []
+        self._publish(version)
+
+    def name(self, ticket: Ticket) -> str:
+        return f"{self.context.run.run_id}-{ticket.position}-v{ticket.version}"
+
+    def names(self) -> frozenset[str]:
+        """The ids of the groups that are on their way, and of those that would be begun next."""
+        before = self.sampler.state.position
+        upcoming = [self._next_ticket() for _ in range(self._capacity)]
+        self.sampler.state.position = before
+        return frozenset(map(self.name, [*self._begun.values(), *upcoming]))
+
+    # --- what a step is given ---
+
+    async def take(self) -> tuple[list[CompleteGroup], Dropped]:
+        """The groups of the next step in the order of their tasks, and what was dropped since the step before.
+
+        Waits for as many as a step trains on. Where groups of no use are not replaced, these are all that were begun;
+        where they are, fewer only after `USELESS_STEPS` times as many were of no use."""
+        progress = self.context.progress
+        await self._begin_groups()
+        while not self._enough():
+            self._changed.clear()
+            await self._changed.wait()
+            if self._failure is not None:
+                raise self._failure
+            progress.advance(len(self._ready) * self.algorithm.group_size)
+        count = self.algorithm.tasks_per_step
+        self._taken, self._ready = self._ready[:count], self._ready[count:]
+        dropped, self._dropped = self._dropped, Dropped()
+        return sorted(self._taken, key=lambda group: group.ticket.position), dropped
+
+    async def trained(self, version: int | None) -> None:
+        """What was taken is done with; the weights are called `version` now, or, with None, what they were."""
+        self._taken = []
+        self.steps_left -= 1
+        if version is not None:
+            self._publish(version)
+        if self.algorithm.max_staleness:
+            await self._begin_groups()
+
+    async def withdraw(self) -> None:
+        """Give up every group that is on its way: no step is left for it."""
+        names, self._begun, self._ready = frozenset(self._begun), {}, []
+        await withdraw_rollouts(self.context, lambda rollout: rollout.group_id in names)
+
+    def _publish(self, version: int) -> None:
+        keep = 1 + max(self.algorithm.max_staleness, self.algorithm.replay_staleness)
+        self._lineage = [*self._lineage, version][-keep:]
+
+    def _enough(self) -> bool:
+        if not self.algorithm.refills:
+            return bool(self._ready) and not self._begun
+        self._ready = [group for group in map(self._fresh, self._ready) if group is not None]
+        per_step = self.algorithm.tasks_per_step
+        return len(self._ready) >= per_step or len(self._dropped.traced) >= USELESS_STEPS * per_step
+
+    def _fresh(self, group: CompleteGroup) -> CompleteGroup | None:
+        """The group without the rollouts that are too old by now; None where too little is left of it."""
+        allowed = self.algorithm.max_staleness
+        staleness = [self.staleness(traced, group.ticket) for traced in group.rollouts]
+        kept = [index for index, age in enumerate(staleness) if age <= allowed]
+        fresh = replace(
+            group,
+            rollouts=tuple(group.rollouts[index] for index in kept),
+            staleness=tuple(staleness[index] for index in kept),
+        )
+        if len(kept) < len(staleness):
+            self._dropped.rollouts[STALE] += len(staleness) - len(kept)
+            if self.algorithm.why_useless(rewarded_group(fresh.rollouts, self.algorithm.unrewarded)):
+                self._drop(group, STALE)
+                return None
+        return fresh
+
+    def staleness(self, traced: TracedRollout, ticket: Ticket) -> int:
+        """How many publications ago the oldest token of a rollout was sampled; of weights that this run does not
+        descend from, more than is ever allowed. Where a backend does not say, the version counts that was newest when
+        the group was begun."""
+        ages = {version: age for age, version in enumerate(reversed(self._lineage))}
+        sampled = {int(version) for one in traced.transitions for version in np.unique(one.versions)} or {-1}
+        return max(ages.get(ticket.version if version < 0 else version, len(ages)) for version in sampled)
+
+    # --- beside the loop ---
+
+    async def collect(self) -> None:
+        """Begin groups and take in those that complete, for ever. What goes wrong is raised by `take`."""
+        store, run_id = self.context.store, self.context.run.run_id
+        try:
+            while True:
+                for group in await store.complete_groups_after(run_id, self._cursor, timeout=30.0):
+                    if group.group_id in self._begun:  # those of an abandoned lineage pass by unused
+                        rollouts = await trace_group(store, group.rollout_ids, self.algorithm, self.context.model_name)
+                        self._take_in(group, tuple(rollouts))
+                    self._cursor = max(self._cursor, group.finished_index or 0)
+                if self.algorithm.refills:
+                    await self._begin_groups()
+                self._changed.set()
+        except Exception as error:  # noqa: BLE001 (whoever waits for groups raises it)
+            self._failure = error
+            self._changed.set()
+
+    def _take_in(self, group: Group, rollouts: tuple[TracedRollout, ...]) -> None:
+        ticket = self._begun.pop(group.group_id, None)
+        if ticket is None:  # given up while it was read
+            return
+        self._enqueued.discard(group.group_id)
+        complete = CompleteGroup(ticket, group.finished_index or 0, rollouts)
+        counted = rewarded_group(rollouts, self.algorithm.unrewarded)
+        if counted.rewards:
+            self.sampler.report(ticket.position, sum(counted.rewards) / len(counted.rewards))
+        useless = self.algorithm.why_useless(counted) if self.algorithm.refills else None
+        if useless:
+            self._drop(complete, useless)
+        else:
+            self._ready.append(complete)
+
+    def _drop(self, group: CompleteGroup, reason: str) -> None:
+        self._dropped.groups[reason] += 1
+        self._dropped.traced.append(group.rollouts)
+
+    @property
+    def _capacity(self) -> int:
+        """How many groups may be begun now: each must be fresh when it is trained, and there must be a step for it."""
+        steps = min(self.algorithm.max_staleness + 1, self.steps_left)
+        return max(0, steps * self.algorithm.tasks_per_step - len(self._begun) - len(self._ready) - len(self._taken))
+
+    def _next_ticket(self) -> Ticket:
+        return Ticket(self.sampler.take(), self._lineage[-1])
+
+    async def _begin_groups(self) -> None:
+        new = [self._next_ticket() for _ in range(self._capacity)]
+        self._begun |= {self.name(ticket): ticket for ticket in new}
+        # Restored ones too: the process may have died before it had enqueued them all.
+        for name, ticket in list(self._begun.items()):
+            if name not in self._enqueued:
+                self._enqueued.add(name)
+                await self._enqueue(name, ticket)
+
+    async def _enqueue(self, name: str, ticket: Ticket) -> None:
+        """Doing it again changes nothing."""
+        algorithm, context = self.algorithm, self.context
+        step, index = divmod(ticket.position, algorithm.tasks_per_step)
+        await context.store.create_group(algorithm.group_size, run_id=context.run.run_id, group_id=name)
+        await context.store.enqueue_many_rollouts(
+            [
+                EnqueueRolloutRequest(
+                    input=self.sampler.task(ticket.position),
+                    rollout_id=f"{name}-{member}",
+                    resources_id=context.resources_id,
+                    run_id=context.run.run_id,
+                    group_id=name,
+                    group_index=member,
+                    config=algorithm.rollout,
+                    metadata={"seed": context.seed, "sample": f"train-{step + 1}-{index}-{member}"},
+                )
+                for member in range(algorithm.group_size)
+            ]
+        )
+
+
+async def withdraw_rollouts(context: RunContext, unwanted: Callable[[Rollout], bool]) -> None:
+    """Cancel the rollouts of the run that have not ended and that nobody wants any more."""
+    for rollout in await context.store.query_rollouts(run_id=context.run.run_id, status_in=UNFINISHED):
+        if unwanted(rollout):
+            with contextlib.suppress(ConflictError):  # it has ended meanwhile
+                await context.store.cancel_rollout(rollout.rollout_id)
