@@ -23,6 +23,7 @@ UNFINISHED: Final = "agentlightning.unfinished"  # True on a span of OpenTelemet
 
 REWARD_FINAL: Final = "agentlightning.reward.final"  # False on an intermediate reward; absent: the rollout's reward
 REWARD_RETURNED: Final = "agentlightning.reward.returned"  # True on what the agent returned, which is its last word
+REWARD_POSTED: Final = "agentlightning.reward.posted"  # True on what came to the reward URL: by the server's clock
 
 
 def reward_name(index: int) -> str:
@@ -57,8 +58,8 @@ FROZEN_HEADER: Final = "x-agentlightning-frozen"  # `true` on a request whose an
 RECORDED_SPLICE: Final = "agentlightning.call.spliced_tokens"  # prompt tokens taken from recorded answers
 
 OPERATION_NAME: Final = "agentlightning.operation.name"
-OPERATION_INPUT: Final = "agentlightning.operation.input"  # JSON
-OPERATION_OUTPUT: Final = "agentlightning.operation.output"  # JSON
+OPERATION_INPUT: Final = "agentlightning.operation.input"  # spread below it: .city, .rows.0.price; once one JSON text
+OPERATION_OUTPUT: Final = "agentlightning.operation.output"  # a scalar or a list, or spread as the input is
 LOG_STREAM: Final = "agentlightning.log.stream"  # stdout, stderr or log (Python's logging)
 LOG_TEXT: Final = "agentlightning.log.text"
 OBJECT_TYPE: Final = "agentlightning.object.type"  # qualified name of its Python type

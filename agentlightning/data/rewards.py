@@ -10,19 +10,25 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, Literal
 
 import msgspec
 
+from agentlightning import semconv
+from agentlightning.data.clocks import TOOL_CALL_IDS
 from agentlightning.errors import ConfigError
+from agentlightning.tracing.links import extract_links_from_attributes
 from agentlightning.tracing.rewards import find_final_reward, find_reward_spans, get_reward_value, is_final_reward
-from agentlightning.tracing.steps import Step
+from agentlightning.tracing.steps import Step, tool_requests
 from agentlightning.types import Span
 
 # Why a reward is no transition's and not the rollout's.
 NOT_FINITE: Final = "not a finite number"
 BEFORE_ANY_CALL: Final = "given before any call had ended"
 NOT_TRAINED: Final = "of a call that does not train"
+
+_IDS: Final = (*TOOL_CALL_IDS, "tool_call_id", semconv.GEN_AI_RESPONSE_ID)  # by which a reward may name its call
 
 
 @dataclass(frozen=True)
@@ -40,33 +46,84 @@ class GivenRewards:
 def given_rewards(spans: Sequence[Span], steps: Sequence[Step]) -> GivenRewards:
     """The rewards of ONE attempt: its spans, and the steps read from them.
 
-    An intermediate reward belongs to the latest call that had ended before it: among the calls below the nearest span
-    around it that has one, else those of its agent, else all. It never displaces the final reward."""
+    An intermediate reward belongs to the call that it names, by the id of its answer or of a tool call in it; else to
+    the latest call that had ended before it: among the calls below the nearest span around it that has one, where a
+    tool without calls of its own stands for the call that asked for it, else those of its agent, else all. It never
+    displaces the final reward."""
     lost: Counter[str] = Counter()
     of_calls: dict[str, float] = {}
     values: list[float] = []
-    above = {span.span_id: span.parent_id for span in spans}
-    agents = {step.span.span_id: step.agent for step in steps}
-    calls = [(step, set(_ancestors(step.span, above))) for step in steps if step.call is step.span]
-    for span in find_reward_spans(spans):
+    receiver = _Receivers(spans, steps)
+    rewards = find_reward_spans(spans)
+    for span in rewards:
         value = get_reward_value(span)
         assert value is not None
         if not math.isfinite(value):
             lost[NOT_FINITE] += 1
         elif not is_final_reward(span):
             values.append(value)
-            ended = [(step, around) for step, around in calls if step.span.end_time <= span.start_time]
-            scopes = ([step for step, around in ended if outer in around] for outer in _ancestors(span, above))
-            own = [step for step, _ in ended if step.agent is not None and step.agent == agents.get(span.span_id)]
-            found = next(filter(None, scopes), None) or own or [step for step, _ in ended]
-            if found:
-                call = max(found, key=lambda step: step.span.end_time).span.span_id
-                of_calls[call] = of_calls.get(call, 0.0) + value
-            else:
+            call = receiver.of(span)
+            if call is None:
                 lost[BEFORE_ANY_CALL] += 1
-    final = find_final_reward(spans)
+            else:
+                of_calls[call.span_id] = of_calls.get(call.span_id, 0.0) + value
+    final = find_final_reward(rewards)
     known = final if final is not None and math.isfinite(final) else None
     return GivenRewards(known, of_calls, math.fsum(values) if values else None, lost)
+
+
+class _Receivers:
+    """Which call of an attempt a reward belongs to."""
+
+    def __init__(self, spans: Sequence[Span], steps: Sequence[Step]) -> None:
+        self._steps = steps
+        self._above = {span.span_id: span.parent_id for span in spans}
+
+    def of(self, reward: Span) -> Span | None:
+        if (named := self._named(reward)) is not None:
+            return named
+        ended = [(step.span, around) for step, around in self._calls if step.span.end_time <= reward.start_time]
+        found = [call for call, _ in ended]
+        for outer in _ancestors(reward, self._above):
+            if below := [call for call, around in ended if outer in around]:
+                found = below
+                break
+            if outer in self._asked_by:
+                return self._asked_by[outer]
+        else:
+            agent = self._agents.get(reward.span_id)
+            found = [call for call in found if agent and self._agents.get(call.span_id) == agent] or found
+        return max(found, key=lambda call: call.end_time, default=None)
+
+    def _named(self, reward: Span) -> Span | None:
+        links = [
+            link.value_match for link in extract_links_from_attributes(reward.attributes) if link.key_match in _IDS
+        ]
+        told = links or [value for name in _IDS if isinstance(value := reward.attributes.get(name), str)]
+        named = [call for one in told for call in self._by_id.get(one, ())]
+        return named[0] if len(named) == 1 else None
+
+    @cached_property
+    def _calls(self) -> list[tuple[Step, set[str]]]:
+        return [(step, set(_ancestors(step.span, self._above))) for step in self._steps if step.call is step.span]
+
+    @cached_property
+    def _agents(self) -> dict[str, str | None]:
+        return {step.span.span_id: step.agent for step in self._steps}
+
+    @cached_property
+    def _asked_by(self) -> dict[str, Span]:
+        return {step.span.span_id: step.call for step in self._steps if step.kind == "tool" and step.call is not None}
+
+    @cached_property
+    def _by_id(self) -> dict[str, list[Span]]:
+        """The calls that an id names: more than one where a server counts the ids of tool calls from 0 every time."""
+        named: dict[str, list[Span]] = {}
+        for step, _ in self._calls:
+            ids = {request.id for request in tool_requests(step.span)}
+            for one in ids | {str(step.span.attributes.get(semconv.GEN_AI_RESPONSE_ID))}:
+                named.setdefault(one, []).append(step.span)
+        return named
 
 
 def _ancestors(span: Span, above: Mapping[str, str | None]) -> list[str]:

@@ -16,7 +16,6 @@ from agentlightning.data.agents import agent_of
 from agentlightning.data.call_filter import UNUSED_CHOICE, CallFilter
 from agentlightning.data.export import Recorded, Wanted
 from agentlightning.data.images import image_references
-from agentlightning.data.call_filter import CallFilter
 from agentlightning.data.transitions import TracedRollout, Transition, trace_rollout
 from agentlightning.errors import ConfigError
 from agentlightning.tracing.dialects import text_of
@@ -64,7 +63,7 @@ _OF_A_TRANSITION: Final = (
 def transition_rows(recorded: Recorded, wanted: Wanted) -> list[dict[str, Any]]:
     """The rows of a rollout, in call order; token ids are arrays or sequences. Empty where it made no call."""
     rollout = recorded.rollout
-    traced = trace_rollout(rollout, recorded.spans, calls=CallFilter(calls=CallFilter(models=wanted.models, agents=wanted.agents)))
+    traced = trace_rollout(rollout, recorded.spans, calls=CallFilter(models=wanted.models, agents=wanted.agents))
     common = {name: getattr(rollout, name) for name in _OF_A_ROLLOUT}
     common |= {"input": msgspec.json.encode(rollout.input).decode(), "reward": traced.reward}
     rows = [{**common, **_trained(transition)} for transition in traced.transitions]

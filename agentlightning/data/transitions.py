@@ -7,32 +7,48 @@ knows spans and rewards; it does not know groups, advantages or models.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from agentlightning import semconv
-from agentlightning.data.agents import AgentName, agent_of, chosen
-from agentlightning.data.rewards import NOT_TRAINED, PLAIN, RewardSpec, given_rewards
+from agentlightning.data.agents import agent_of, agent_pattern, chosen
+from agentlightning.data.call_filter import (
+    CALL_MISSING,
+    EVERY_CALL,
+    FROZEN,
+    HAS_IMAGES,
+    LONG_PROMPT,
+    LONG_RESPONSE,
+    NO_TOKEN_IDS,
+    NOT_RECEIVED,
+    OTHER_AGENT,
+    OTHER_MODEL,
+    TRUNCATED,
+    UNUSED_CHOICE,
+    CallFilter,
+    token_problem,
+)
+from agentlightning.data.clocks import align_clocks
+from agentlightning.data.images import image_references
+from agentlightning.data.rewards import NOT_TRAINED, PLAIN, GivenRewards, RewardSpec, given_rewards
 from agentlightning.data.tool_calls import ToolStatus, tool_statuses
 from agentlightning.errors import ConfigError
+from agentlightning.tracing import dialects
 from agentlightning.tracing.messages import output_messages, text_of
-from agentlightning.tracing.steps import read_steps
-from agentlightning.types import Rollout, SampledChoice, Span
+from agentlightning.tracing.steps import Step, read_steps
+from agentlightning.types import Rollout, SampledChoice, Span, TokenCapture
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
-
-# Why a call does not train, beyond what the gateway says of it.
-NOT_RECEIVED = "nobody received the answer"
-CALL_MISSING = "another call of the attempt was not recorded"
-OTHER_AGENT = "other agent"
-UNUSED_CHOICE = "unused choice"
+Outcome: TypeAlias = Literal[
+    "trainable", "no spans", "no calls", "nothing trainable", "no reward", "failed", "cancelled", "unfinished"
+]
 
 
 @dataclass(frozen=True)
@@ -42,7 +58,8 @@ class Transition:
     `prompt_ids` int32[P], `response_ids` int32[T] (EOS included where it was sampled), `logprobs` float32[T] under the
     distribution sampled from, `versions` int32[T] the policy version of each sampled token. `agent` is the name of the
     agent that asked, `tools` how the tool calls in the answer went, `reward` the intermediate rewards it was given,
-    added up (r_t), None where it was given none."""
+    added up (r_t), None where it was given none; `images` are references of the images in the prompt, where messages
+    were recorded (`data/images.py`)."""
 
     rollout_id: str
     attempt_id: str
@@ -58,6 +75,7 @@ class Transition:
     agent: str | None = None
     tools: tuple[ToolStatus, ...] = ()
     reward: float | None = None
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,8 +85,10 @@ class TracedRollout:
     `reward` is R, or None where the rollout has none (failed, cancelled, or never rewarded): an explicit state that
     the algorithm chooses about. `reward_terms` are the parts it is the sum of, by name (none without a reward), and
     `rewards_lost` counts rewards that came to no transition or are no number, by reason. `excluded` counts calls that
-    do not train, by reason, and `left_out` has the reason of each by its span id; `other_agents` are the names of the
-    agents that were not chosen to be trained."""
+    do not train, by reason, and `left_out` has the reason of each by its span id; `kept` counts what speaks against
+    calls that train all the same; `other_agents` are the names of the agents that were not chosen to be trained.
+    `outcome` says it in a word, or how the rollout ended if it did not succeed. `clock_skew` is by how many seconds the
+    agent's clock was ahead of the gateway's, None where nothing tells."""
 
     rollout: Rollout
     transitions: tuple[Transition, ...]
@@ -78,60 +98,98 @@ class TracedRollout:
     reward_terms: Mapping[str, float] = field(default_factory=dict[str, float])
     rewards_lost: Counter[str] = field(default_factory=Counter[str])
     left_out: Mapping[str, str] = field(default_factory=dict[str, str])
+    kept: Counter[str] = field(default_factory=Counter[str])
+    outcome: Outcome = "trainable"
+    clock_skew: float | None = None
 
 
 def trace_rollout(
-    rollout: Rollout,
-    spans: Sequence[Span],
-    *,
-    models: Iterable[str] | None = None,
-    agents: re.Pattern[str] | None = None,
-    reward: RewardSpec = PLAIN,
+    rollout: Rollout, spans: Sequence[Span], *, calls: CallFilter = EVERY_CALL, reward: RewardSpec = PLAIN
 ) -> TracedRollout:
     """All transitions of the rollout's final attempt, in call order, with its reward.
 
     Args:
         spans: spans of the rollout, of any of its attempts, in any order; only those of the last attempt count.
-        models: names of the models being trained; None takes every model marked trainable.
-        agents: what the agents being trained are called; None takes all.
+        calls: which calls train.
         reward: what R is made of.
 
     A rollout that did not succeed has reward None even where an earlier reward span exists: a crashed agent's partial
     score is not the score of its task."""
-    final = _final_attempt(spans)
-    calls = sorted((span for span in final if span.tokens is not None), key=_call_order)
-    wanted = None if models is None else frozenset(models)
-    incomplete = CALL_MISSING if _lacks_a_call(final) else None
-    discarded = _discarded(final)
+    final, clock_skew = align_clocks(_final_attempt(spans))
     steps = read_steps(final)
-    names = {step.span.span_id: agent_of(step) for step in steps if step.kind == "call"}
-    tools, given = tool_statuses(steps), given_rewards(final, steps)
-    transitions: list[Transition] = []
-    left_out: dict[str, str] = {}
-    unused = 0
-    other_agents: set[str] = set()
-    for span in calls:
-        agent = names[span.span_id]
-        reason = incomplete or (NOT_RECEIVED if _index(span) in discarded else None) or _why_not(span, wanted)
-        if reason is None and agents is not None and not chosen(agents, agent):
-            reason = OTHER_AGENT
-            other_agents.add(str(agent))
-        if reason:
-            left_out[span.span_id] = reason
-            continue
-        assert span.tokens is not None
-        # With n > 1 nobody can tell which choices the agent used; the first is what every SDK example reads.
-        said = tuple(tools.get(span.span_id, ()))
-        earned = given.of_calls.get(span.span_id)
-        transitions.append(_transition(span, 0, span.tokens.choices[0], agent, said, earned))
-        unused += len(span.tokens.choices) - 1
+    given = given_rewards(final, steps)
+    sorted_calls = _sort_calls(final, steps, given, calls)
+    transitions = sorted_calls.transitions
     lost = given.lost + Counter({NOT_TRAINED: len(given.of_calls.keys() - {one.span_id for one in transitions})})
     base = reward.base_of(given) if rollout.status == "succeeded" else None
     terms = {} if base is None else {reward.base: base} | _added(reward, transitions, final)
-    total = math.fsum(terms.values()) if terms else None
-    others = frozenset(other_agents)
-    excluded = Counter(left_out.values()) + Counter({UNUSED_CHOICE: unused})
-    return TracedRollout(rollout, tuple(transitions), total, excluded, others, terms, lost, left_out)
+    return TracedRollout(
+        rollout=rollout,
+        transitions=tuple(transitions),
+        reward=math.fsum(terms.values()) if terms else None,
+        excluded=Counter(sorted_calls.left_out.values()) + Counter({UNUSED_CHOICE: sorted_calls.unused}),
+        other_agents=frozenset(sorted_calls.other_agents),
+        reward_terms=terms,
+        rewards_lost=lost,
+        left_out=sorted_calls.left_out,
+        kept=sorted_calls.kept,
+        outcome=_outcome(rollout, final, sorted_calls, rewarded=bool(terms)),
+        clock_skew=clock_skew,
+    )
+
+
+@dataclass
+class _SortedCalls:
+    """The calls of an attempt: those that train and those that do not."""
+
+    transitions: list[Transition] = field(default_factory=list[Transition])
+    left_out: dict[str, str] = field(default_factory=dict[str, str])
+    kept: Counter[str] = field(default_factory=Counter[str])
+    other_agents: set[str] = field(default_factory=set[str])
+    unused: int = 0
+
+
+def _sort_calls(spans: Sequence[Span], steps: Sequence[Step], given: GivenRewards, calls: CallFilter) -> _SortedCalls:
+    found = _SortedCalls()
+    names = {step.span.span_id: agent_of(step) for step in steps if step.call is step.span}
+    tools = tool_statuses(steps)
+    pattern = None if calls.agents is None else agent_pattern(calls.agents)
+    incomplete, discarded = _lacks_a_call(spans), _discarded(spans)
+    for span in sorted((one for one in spans if one.span_id in names and _samples(one)), key=_call_order):
+        agent = names[span.span_id]
+        reasons = list(_call_reasons(span, calls, incomplete=incomplete, discarded=_index(span) in discarded))
+        if pattern is not None and not chosen(pattern, agent):
+            reasons.append(OTHER_AGENT)
+        transition = None
+        if span.tokens is not None and all(map(calls.keeps, reasons)):
+            said, earned = tuple(tools.get(span.span_id, ())), given.of_calls.get(span.span_id)
+            transition = _transition(span, span.tokens, agent.name, said, earned)
+            reasons += _token_reasons(transition, calls)
+        against = next((reason for reason in reasons if not calls.keeps(reason)), None)
+        if against is None and transition is not None and span.tokens is not None:
+            found.transitions.append(transition)
+            found.kept.update(reasons)
+            found.unused += len(span.tokens.choices) - 1
+        else:
+            found.left_out[span.span_id] = against or NO_TOKEN_IDS
+            if against == OTHER_AGENT:
+                found.other_agents.add(str(agent))
+    return found
+
+
+def _samples(span: Span) -> bool:
+    """Whether the call asks a model for an answer, as one for embeddings does not."""
+    return span.attributes.get(semconv.GEN_AI_OPERATION) != "embeddings"
+
+
+def _outcome(rollout: Rollout, spans: Sequence[Span], calls: _SortedCalls, *, rewarded: bool) -> Outcome:
+    if rollout.status != "succeeded":
+        return rollout.status if rollout.status in ("failed", "cancelled") else "unfinished"
+    if calls.transitions:
+        return "trainable" if rewarded else "no reward"
+    if calls.left_out:
+        return "nothing trainable"
+    return "no calls" if spans else "no spans"
 
 
 def _added(spec: RewardSpec, transitions: Sequence[Transition], spans: Sequence[Span]) -> dict[str, float]:
@@ -179,24 +237,31 @@ def _discarded(spans: Sequence[Span]) -> set[int]:
     return {index for indices in named if isinstance(indices, Sequence) for index in indices if isinstance(index, int)}
 
 
-def _why_not(span: Span, wanted: frozenset[str] | None) -> str | None:
-    """The reason this call must not train, or None."""
-    tokens = span.tokens
-    assert tokens is not None
-    if wanted is not None and _model(span) not in wanted:
-        return "other model"
+def _call_reasons(span: Span, calls: CallFilter, *, incomplete: bool, discarded: bool) -> Iterator[str]:
+    """What speaks against training a call, whatever its tokens are."""
+    if calls.models is not None and _model(span) not in calls.models:
+        yield OTHER_MODEL
     if span.attributes.get(semconv.CALL_TRAINABLE) is False:
-        return "frozen model"
-    flag = span.attributes.get(semconv.CALL_FLAG)
-    if flag:
-        return str(flag)
-    if not tokens.prompt_token_ids:
-        return "no prompt ids"
-    if not tokens.choices or not tokens.choices[0].token_ids:
-        return "no response ids"
-    if len(tokens.choices[0].token_ids) != len(tokens.choices[0].logprobs):
-        return "ids and logprobs differ in length"
-    return None
+        yield FROZEN
+    if incomplete:
+        yield CALL_MISSING
+    if discarded:
+        yield NOT_RECEIVED
+    if flag := span.attributes.get(semconv.CALL_FLAG):
+        yield str(flag)
+
+
+def _token_reasons(transition: Transition, calls: CallFilter) -> Iterator[str]:
+    if problem := token_problem(transition.prompt_ids, transition.response_ids, transition.logprobs):
+        yield problem
+    if calls.max_prompt_length is not None and len(transition.prompt_ids) > calls.max_prompt_length:
+        yield LONG_PROMPT
+    if calls.max_response_length is not None and len(transition.response_ids) > calls.max_response_length:
+        yield LONG_RESPONSE
+    if transition.images:
+        yield HAS_IMAGES
+    if transition.finish_reason == "length":
+        yield TRUNCATED
 
 
 def _model(span: Span) -> str:
@@ -204,29 +269,26 @@ def _model(span: Span) -> str:
 
 
 def _transition(
-    span: Span,
-    index: int,
-    choice: SampledChoice,
-    agent: AgentName,
-    tools: tuple[ToolStatus, ...],
-    reward: float | None,
+    span: Span, tokens: TokenCapture, agent: str | None, tools: tuple[ToolStatus, ...], reward: float | None
 ) -> Transition:
-    assert span.tokens is not None
+    # With n > 1 nobody can tell which choices the agent used; the first is what every SDK example reads.
+    choice = tokens.choices[0] if tokens.choices else SampledChoice(token_ids=(), logprobs=(), finish_reason="abort")
     return Transition(
         rollout_id=span.rollout_id,
         attempt_id=span.attempt_id,
         span_id=span.span_id,
         call_index=_index(span) or 0,
-        choice=index,
+        choice=0,
         model=_model(span),
-        prompt_ids=np.asarray(span.tokens.prompt_token_ids, np.int32),
+        prompt_ids=np.asarray(tokens.prompt_token_ids, np.int32),
         response_ids=np.asarray(choice.token_ids, np.int32),
         logprobs=np.asarray(choice.logprobs, np.float32),
         versions=_expand(choice),
         finish_reason=choice.finish_reason,
-        agent=agent.name,
+        agent=agent,
         tools=tools,
         reward=reward,
+        images=image_references(dialects.text_of(span, semconv.GEN_AI_INPUT_MESSAGES)),
     )
 
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agentlightning.errors import ForbiddenError, InvalidError
-from agentlightning.semconv import ANNOTATION
+from agentlightning.semconv import ANNOTATION, REWARD_POSTED
 from agentlightning.server.access import UnauthenticatedError
 from agentlightning.server.failures import refusal
 from agentlightning.server.observing import note_caller
@@ -45,7 +45,7 @@ def reward_route(store: LightningStore) -> Route:
         repeated = request.headers.get("idempotency-key")
         tracer.record(
             ANNOTATION,
-            reward_attributes(*given),
+            {**reward_attributes(*given), REWARD_POSTED: True},
             start_time=now,
             end_time=now,
             span_id=None if repeated is None else hashlib.sha256(repeated.encode()).hexdigest()[:16],

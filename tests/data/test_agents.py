@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from agentlightning import semconv
 from agentlightning.data.agents import AgentName, agent_of, agent_pattern, chosen
+from agentlightning.data.call_filter import CallFilter
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import ConfigError
 from agentlightning.tracing.steps import read_steps
@@ -134,7 +135,7 @@ def test_what_is_no_pattern_is_refused_in_words() -> None:
 
 
 def test_only_the_chosen_agents_train_and_the_others_are_counted_and_named() -> None:
-    traced = trace_rollout(ROLLOUT, recorded("langgraph"), agents=agent_pattern("writer"))
+    traced = trace_rollout(ROLLOUT, recorded("langgraph"), calls=CallFilter(agents="writer"))
     assert [transition.agent for transition in traced.transitions] == ["writer"] * 3
     assert traced.excluded == {"other agent": 1}
     assert traced.other_agents == {"rewriter"}

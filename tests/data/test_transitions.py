@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from agentlightning import semconv
+from agentlightning.data.call_filter import CallFilter
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.types import Rollout, SampledChoice, Span, TokenCapture
 
@@ -80,7 +81,7 @@ def test_calls_that_must_not_train_are_excluded_and_counted(attributes: dict[str
 
 
 def test_a_call_of_another_model_is_excluded_when_models_are_named() -> None:
-    assert trace_rollout(rollout(), [call(0)], models=["writer"]).excluded == {"other model": 1}
+    assert trace_rollout(rollout(), [call(0)], calls=CallFilter(models=["writer"])).excluded == {"other model": 1}
 
 
 def test_choices_nobody_is_known_to_have_used_are_counted_not_trained() -> None:

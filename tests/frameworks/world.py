@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentlightning import semconv
-from agentlightning.data.agents import agent_pattern
+from agentlightning.data.call_filter import CallFilter
 from agentlightning.data.transitions import OTHER_AGENT, TracedRollout, trace_rollout
 from agentlightning.engine.engine import Engine
 from agentlightning.engine.service import EngineService
@@ -55,7 +55,7 @@ class Outcome:
         return [step for step in read_steps(self.spans) if step.kind == "tool"]
 
     def learned(self, agents: str | None = None) -> TracedRollout:
-        return trace_rollout(self.rollout, self.spans, agents=None if agents is None else agent_pattern(agents))
+        return trace_rollout(self.rollout, self.spans, calls=CallFilter(agents=agents))
 
     def streamed(self) -> list[bool]:
         """Of each call, whether its answer was streamed."""

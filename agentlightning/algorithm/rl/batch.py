@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
+from agentlightning.data.call_filter import CallFilter
 from agentlightning.data.credit.table import RewardedGroup
 from agentlightning.data.sequences import TrainingSequence, build_sequences
 from agentlightning.data.transitions import TracedRollout, trace_rollout
@@ -25,12 +26,13 @@ BATCHES_FILE: Final = "batches.jsonl"  # in the run's directory, one `RecordedBa
 
 
 class RecordedBatch(msgspec.Struct, frozen=True):
-    """Which groups a step trained on, in order, and by which weights. Of a step that was done again after a kill the
-    last line holds."""
+    """What a step trained on: the rollouts of each group, in order, and by which weights. `replayed` groups were
+    trained before, and credited apart. Of a step that was done again after a kill the last line holds."""
 
     step: int
     policy_version: int
-    groups: tuple[str, ...]
+    groups: tuple[tuple[str, ...], ...]
+    replayed: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,7 @@ async def trace_group(
         trace_rollout(
             rollouts[name],
             await store.query_spans(name, "latest"),
-            models=(model,),
-            agents=algorithm.agent_pattern,
+            calls=CallFilter(models=(model,), agents=algorithm.agents),
             reward=algorithm.reward,
         )
         for name in rollout_ids

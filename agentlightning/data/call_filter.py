@@ -1,0 +1,103 @@
+"""Which calls of a rollout train, and why one does not.
+
+Knows models, names of agents, reasons and limits; it does not know rewards, groups or sequences. The gateway's own
+reasons (`agentlightning.call.untrainable`) are named here again, because whoever trains may keep such calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from agentlightning.data.agents import agent_pattern
+from agentlightning.errors import ConfigError, nearest
+
+# Why a call does not train, beyond what the gateway says of it.
+NOT_RECEIVED: Final = "nobody received the answer"
+CALL_MISSING: Final = "another call of the attempt was not recorded"
+OTHER_AGENT: Final = "other agent"
+OTHER_MODEL: Final = "other model"
+FROZEN: Final = "frozen model"
+UNUSED_CHOICE: Final = "unused choice"
+TRUNCATED: Final = "cut off at max_tokens"
+HAS_IMAGES: Final = "has images"
+LONG_PROMPT: Final = "prompt over max_prompt_length"
+LONG_RESPONSE: Final = "response over max_response_length"
+# What is wrong with the tokens themselves: no setting makes these train.
+NO_TOKEN_IDS: Final = "no token ids"
+LENGTHS_DIFFER: Final = "ids and logprobs differ in length"
+NOT_FINITE: Final = "logprob is not finite"
+NOT_A_LOGPROB: Final = "logprob is above 0"
+NEGATIVE_ID: Final = "token id is negative"
+
+KEEPABLE: Final = (
+    NOT_RECEIVED,
+    CALL_MISSING,
+    HAS_IMAGES,
+    "call failed",
+    "client disconnected",
+    "the backend aborted the answer",
+    "ended by a stop string",
+    "constrained by a grammar",
+    "sampled by weights that nobody knows",
+    "SGLang's logprobs are those before top_p and top_k",
+    "ids and reported usage differ",
+)
+"""Reasons that `CallFilter.keep` may name: the tokens of such a call are all there, whatever else is known of it."""
+
+_ROUNDING: Final = 1e-3  # by so much a log-probability may be above 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallFilter:
+    """Which calls train. Every other one is left out and counted by its reason; none is cut.
+
+    `models` are the names of the models being trained (None: every trainable one), `agents` is what the agents being
+    trained are called, as in `"writer|rewriter"` (None: all). Calls with a reason in `keep` (of `KEEPABLE`) train all
+    the same, and are counted too; answers that were cut off at max_tokens do if `train_truncated`. `max_prompt_length`
+    and `max_response_length` are in tokens of one call. ConfigError for what cannot be meant."""
+
+    models: Collection[str] | None = None
+    agents: str | None = None
+    keep: tuple[str, ...] = ()
+    train_truncated: bool = True
+    max_prompt_length: int | None = None
+    max_response_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.agents is not None:
+            agent_pattern(self.agents)  # refuses what is none
+        for reason in self.keep:
+            if reason not in KEEPABLE:
+                raise ConfigError(f"keep names {reason!r}, which cannot be kept; {nearest(reason, KEEPABLE)}")
+        for name in ("max_prompt_length", "max_response_length"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 1:
+                raise ConfigError(f"{name} is {limit}; give a number of tokens, at least 1")
+
+    def keeps(self, reason: str) -> bool:
+        """Whether a call trains although this speaks against it."""
+        return reason in self.keep or (reason == TRUNCATED and self.train_truncated)
+
+
+EVERY_CALL: Final = CallFilter()
+"""Every call of a trainable model that can be trained."""
+
+
+def token_problem(
+    prompt_ids: npt.NDArray[np.int32], response_ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]
+) -> str | None:
+    """What is wrong with the tokens of an answer, or None."""
+    if not len(prompt_ids) or not len(response_ids):
+        return NO_TOKEN_IDS
+    if len(response_ids) != len(logprobs):
+        return LENGTHS_DIFFER
+    if not np.isfinite(logprobs).all():
+        return NOT_FINITE
+    if logprobs.max() > _ROUNDING:
+        return NOT_A_LOGPROB
+    return NEGATIVE_ID if min(prompt_ids.min(), response_ids.min()) < 0 else None

@@ -1,0 +1,94 @@
+"""Spans of several machines on one clock, the gateway's: what caused what tells how far the agent's is off.
+
+A span around a call began before it and ended after it; a tool began after the call that asked for it had ended, and
+ended before the call that was told its result began. Each gives a range for how much the agent's clock is ahead. Knows
+spans and their ids; it does not know what is rewarded or trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import msgspec
+
+from agentlightning import semconv
+from agentlightning.tracing.dialects import is_gateway_call, kind_of, text_of
+from agentlightning.types import Span
+
+TOOL_CALL_IDS: Final = ("gen_ai.tool.call.id", "tool_call.id", "tool.id")
+"""Attributes by which a span names a tool call."""
+
+_MARGIN: Final = 0.05  # seconds; nothing follows a call as fast as the bound that the fastest evidence gives
+
+
+def align_clocks(spans: Sequence[Span]) -> tuple[Sequence[Span], float | None]:
+    """The spans of ONE attempt with the agent's times as the gateway's clock would have shown them, and how many
+    seconds the agent's clock was ahead (None: nothing tells).
+
+    Times stay as they are where they agree with all that is known. Otherwise the shift is the smallest of those that
+    agree with most of it: one machine among several whose clock is off moves nothing."""
+    bounds = [bound for bound in _bounds(spans) if any(map(math.isfinite, bound))]
+    if not bounds:
+        return spans, None
+    if all(low <= 0 <= high for low, high in bounds):
+        return spans, 0.0
+    skew = _agreed(bounds)
+    return ([_earlier(span, skew) for span in spans] if skew else spans), skew
+
+
+def _agreed(bounds: Sequence[tuple[float, float]]) -> float:
+    """The shift nearest to 0 that lies in most of the ranges, a little inside of what these have in common."""
+    ends = {0.0, *(end for bound in bounds for end in bound if math.isfinite(end))}
+    best = max(ends, key=lambda end: (sum(low <= end <= high for low, high in bounds), -abs(end)))
+    around = [(low, high) for low, high in bounds if low <= best <= high]
+    low, high = max(low for low, _ in around), min(high for _, high in around)
+    if best == 0:
+        return 0.0
+    return min(best + _MARGIN, (low + high) / 2) if best > 0 else max(best - _MARGIN, (low + high) / 2)
+
+
+def _bounds(spans: Sequence[Span]) -> Iterator[tuple[float, float]]:
+    """Ranges, in seconds, for how much the agent's clock is ahead of the gateway's."""
+    calls = sorted((span for span in spans if is_gateway_call(span)), key=lambda call: call.start_time)
+    others = {span.span_id: span for span in spans if not _by_gateway(span)}
+    if not others:
+        return
+    answers = {text_of(call, semconv.GEN_AI_RESPONSE_ID): call for call in calls}
+    for call in calls:
+        if (outer := others.get(call.parent_id or "")) is not None:
+            yield _around(outer, call)
+    for span in others.values():
+        kind = kind_of(span)
+        if kind == "call" and (call := answers.get(text_of(span, semconv.GEN_AI_RESPONSE_ID) or "")):
+            yield _around(span, call)
+        elif kind == "tool" and (told := text_of(span, *TOOL_CALL_IDS)):
+            yield _between(span, f'"{told}"', calls)
+
+
+def _around(outer: Span, call: Span) -> tuple[float, float]:
+    # What outlived its attempt was ended for it.
+    end = math.inf if outer.resource.get(semconv.UNFINISHED) else outer.end_time
+    return outer.start_time - call.start_time, end - call.end_time
+
+
+def _between(tool: Span, told: str, calls: Sequence[Span]) -> tuple[float, float]:
+    asked = [i for i, call in enumerate(calls) if told in (text_of(call, semconv.GEN_AI_OUTPUT_MESSAGES) or "")]
+    if len(asked) != 1:  # some servers count the ids of tool calls from 0 in each answer
+        return -math.inf, math.inf
+    later = calls[asked[0] + 1 :]
+    answered = next((one for one in later if told in (text_of(one, semconv.GEN_AI_INPUT_MESSAGES) or "")), None)
+    low = -math.inf if answered is None else tool.end_time - answered.start_time
+    return low, tool.start_time - calls[asked[0]].end_time
+
+
+def _earlier(span: Span, seconds: float) -> Span:
+    if _by_gateway(span):
+        return span
+    return msgspec.structs.replace(span, start_time=span.start_time - seconds, end_time=span.end_time - seconds)
+
+
+def _by_gateway(span: Span) -> bool:
+    """Whether the gateway's machine gave the span its times."""
+    return is_gateway_call(span) or span.name == semconv.UNDELIVERED or semconv.REWARD_POSTED in span.attributes
