@@ -1,18 +1,22 @@
 """A model's forward over a forest: each slot sees its ancestors and itself, at the position it has in its sequences.
 
 The attention is one of `transformers`' named implementations, in force only while a forest is run; no model is patched.
-It takes each branch by itself, its keys gathered along its path, and so runs on any device without a mask over the
-whole. Knows which architectures that is exact for; whether it is for a certain model, the learner finds out.
+On a GPU it is one fused kernel that skips the blocks of the mask in which nobody sees anybody. Elsewhere it takes each
+branch by itself, its keys gathered along its path, without a mask over the whole. Knows which architectures that is
+exact for; whether it is for a certain model, the learner finds out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo_config
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -25,6 +29,10 @@ ATTENTION: Final = "agentlightning_forest"
 ARCHITECTURES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 # Others turn by angles that depend on the longest sequence of the batch.
 ROTATIONS: Final = frozenset({"default", "linear", "llama3", "yarn"})
+
+BLOCK_MASKED: Final = frozenset({"cuda"})  # kinds of devices for which torch has the fused kernel, gradient included
+BLOCK: Final = 128  # slots to a side of what that kernel computes or skips
+SHAPES: Final = 64  # how many sizes it may be compiled for; they are powers of two
 
 QUERIES_AT_ONCE: Final = 512  # with a mask, each block of queries computes half of its square in vain
 
@@ -48,9 +56,10 @@ def forest_hidden(model: PreTrainedModel, forest: Forest) -> Tensor:
     device = model.device
     ids = torch.from_numpy(forest.token_ids.astype("int64"))[None].to(device)
     positions = torch.from_numpy(forest.depths)[None].to(device)
+    attention = (_BlockMasked if device.type in BLOCK_MASKED else _Gathered)(forest, device)
     with _attention(model):
         return model.base_model(
-            input_ids=ids, position_ids=positions, use_cache=False, forest=_Gathered(forest, device)
+            input_ids=ids, position_ids=positions, use_cache=False, forest=attention
         ).last_hidden_state
 
 
@@ -65,7 +74,7 @@ def branching_pair(batch: Sequence[TrainingSequence]) -> list[TrainingSequence]:
 
 
 class _Gathered:
-    """Where the keys of each branch are: `slots` int64[ΣM + L], the path of each branch and then itself."""
+    """Branch by branch. `slots` int64[ΣM + L] says where the keys of each are: its path, and then itself."""
 
     def __init__(self, forest: Forest, device: torch.device) -> None:
         self.sizes = [branch.stop - branch.start for branch in forest.branches]
@@ -74,6 +83,53 @@ class _Gathered:
         parts = [part for branch, one in zip(forest.branches, own, strict=True)
                  for part in (torch.from_numpy(branch.before), one)]  # fmt: skip
         self.slots = torch.cat(parts).to(device)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """query float[1, H, L, D], key and value float[1, K, L, D] → float[1, H, L, D]."""
+        heads = key.shape[1]
+        queries = query[0].unflatten(0, (heads, -1)).split(self.sizes, 2)  # [K, H / K, n, D]: keys are never repeated
+        keys, values = (side[0].index_select(1, self.slots).split(self.reaches, 1) for side in (key, value))
+        out = [_branch_attention(*one, scaling) for one in zip(queries, keys, values, strict=True)]
+        return torch.cat(out, 2).flatten(0, 1)[None]
+
+
+class _BlockMasked:
+    """All at once, where k ≤ q < ends[k] says whom slot q sees. `mask` lists, of each block of queries, the blocks of
+    keys that are seen in part and those that are seen whole; it never stands there pair by pair."""
+
+    def __init__(self, forest: Forest, device: torch.device) -> None:
+        size = len(forest.ends)
+        self.padding = max(BLOCK, 1 << (size - 1).bit_length()) - size
+        slots = torch.arange(size + self.padding, device=device)
+        ends = torch.cat([torch.from_numpy(forest.ends).to(device), slots[size:] + 1])  # padding sees itself alone
+        first, last = slots[::BLOCK, None], slots[BLOCK - 1 :: BLOCK, None]
+        seen = ((slots <= last) & (ends > first)).unflatten(1, (-1, BLOCK)).any(-1)
+        whole = ((slots <= first) & (ends > last)).unflatten(1, (-1, BLOCK)).all(-1)
+
+        def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) & (query < ends[key])
+
+        lists = (*_listed(seen & ~whole), *_listed(whole))
+        self.mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=sees)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """As `_Gathered`."""
+        query, key, value = (pad(side, (0, 0, 0, self.padding)) for side in (query, key, value))
+        out = _fused()(query, key, value, block_mask=self.mask, scale=scaling, enable_gqa=True)
+        return out[:, :, : out.shape[2] - self.padding]
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of each row are meant, int32[1, 1, R], and which, those first, int32[1, 1, R, C]."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
+
+
+@cache
+def _fused() -> Callable[..., Tensor]:
+    """FlexAttention compiled, once for each shape: uncompiled it would hold a number for every pair."""
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    return dynamo_config.patch(recompile_limit=SHAPES)(compiled)
 
 
 @contextmanager
@@ -95,15 +151,11 @@ def _forest_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    forest: _Gathered,
+    forest: _Gathered | _BlockMasked,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """As `transformers` asks for it: query float[1, H, L, D], key and value float[1, K, L, D] → float[1, L, H, D]."""
-    heads = key.shape[1]
-    queries = query[0].unflatten(0, (heads, -1)).split(forest.sizes, 2)  # [K, H / K, n, D]: keys are never repeated
-    keys, values = (side[0].index_select(1, forest.slots).split(forest.reaches, 1) for side in (key, value))
-    out = [_branch_attention(*one, scaling) for one in zip(queries, keys, values, strict=True)]
-    return torch.cat(out, 2).flatten(0, 1).transpose(0, 1)[None], None
+    return forest(query, key, value, scaling).transpose(1, 2), None
 
 
 def _branch_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:

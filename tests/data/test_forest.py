@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.data.forest import Forest, cut, plant, prefix_order
+from agentlightning.data.forest import PAIRS_PER_TOKEN, TOKENS_PER_FOREST, Forest, cut, plant, prefix_order
 from agentlightning.data.sequences import Level, MicroBatch, aggregation_weights, build_sequences, micro_batches
 from tests.data.test_sequences import credited
 
@@ -71,6 +73,8 @@ def test_each_distinct_prefix_stands_once_and_each_path_spells_its_sequence(sequ
         assert forest.token_ids[path].tolist() == sequence
         assert forest.depths[path].tolist() == list(range(len(sequence)))
         assert forest.previous[path].tolist() == [-1, *path[:-1]]
+    for slot, end in enumerate(forest.ends.tolist()):
+        assert {below for path in paths if slot in path for below in path[path.index(slot) :]} == set(range(slot, end))
     for branch in forest.branches:
         own = list(range(branch.start, branch.stop))
         assert [*branch.before.tolist(), *own] in [path[: len(branch.before) + len(own)] for path in paths]
@@ -111,6 +115,36 @@ def test_a_batch_is_cut_where_the_least_is_computed_anew() -> None:
     assert cut(lengths, shared, sampled, 2000, 10_000) == [(0, 2), (2, 4)]
     assert cut(lengths, shared, sampled, 10_000, 100) == [(0, 2), (2, 4)]
     assert cut(lengths, shared, sampled, 500, 10_000) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4), st.integers(1, 3)), min_size=1, max_size=6),
+    st.integers(1, 12),
+    st.integers(1, 8),
+)
+def test_no_other_way_to_cut_costs_less(sizes: list[tuple[int, int, int]], max_tokens: int, max_sampled: int) -> None:
+    """Lengths in thousands, against every way there is."""
+    lengths, shared, sampled = np.array(sizes).T
+    lengths, shared = 1000 * (lengths + shared), 1000 * shared
+    shared[0] = 0
+
+    def fits(start: int, stop: int) -> bool:
+        tokens = lengths[start:stop].sum() - shared[start + 1 : stop].sum()
+        return stop == start + 1 or (tokens <= 1000 * max_tokens and sampled[start:stop].sum() <= max_sampled)
+
+    def cost(ranges: list[tuple[int, int]]) -> int:
+        again = [int(shared[start]) for start, _ in ranges]
+        return sum(PAIRS_PER_TOKEN * (TOKENS_PER_FOREST + one) + one * (one + 1) // 2 for one in again)
+
+    size = len(sizes)
+    ways = [
+        list(itertools.pairwise((0, *places, size)))
+        for count in range(size)
+        for places in itertools.combinations(range(1, size), count)
+    ]
+    found = cut(lengths, shared, sampled, 1000 * max_tokens, max_sampled)
+    assert found in [way for way in ways if all(fits(*one) for one in way)]
+    assert cost(found) == min(cost(way) for way in ways if all(fits(*one) for one in way))
 
 
 def test_concat_appends_what_is_new_whether_or_not_it_fits() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pytest
@@ -13,19 +15,72 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+import agentlightning as agl
+from agentlightning.data.credit.table import RewardedGroup
 from agentlightning.data.forest import Forest, plant, prefix_order
-from agentlightning.data.sequences import Level, TrainingSequence, build_sequences
+from agentlightning.data.sequences import (
+    Aggregation,
+    Level,
+    TrainingSequence,
+    build_sequences,
+)
+from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.learner import forest as forest_module
-from agentlightning.learner.base import AdamW, Loss, LossKind
+from agentlightning.learner.base import AdamW, KLEstimator, Loss, LossKind
 from agentlightning.learner.forest import forest_hidden, unsupported
 from agentlightning.learner.policy import Policy
+from agentlightning.learner.tiny import make_model, make_tokenizer
 from agentlightning.learner.torch import TorchLearner
+from agentlightning.store.sql import SqlStore
 from tests.data.test_sequences import credited
 from tests.models import tiny_model
 
+torch.set_num_threads(1)
+
 MODELS = {family: tiny_model(family) for family in ("llama", "qwen3")}
 EVERYTHING = 100_000
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+Attention = Literal["gathered", "block masked"]
+ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
+
+# Each kind of loss, way to aggregate and KL estimator at least once.
+TERMS: list[tuple[Aggregation, KLEstimator]] = [
+    ("sequence-mean", "k3"),
+    ("token-mean", "k1"),
+    ("rollout-mean", "k2"),
+    ("constant", "k3"),
+    ("token-mean", "k2"),
+]
+LOSSES = [
+    Loss(
+        kind=kind,
+        dual_clip=3.0 if kind == "ppo_clip" else None,
+        aggregation=aggregation,
+        constant_length=8 if aggregation == "constant" else None,
+        kl_coefficient=0.04,
+        kl_estimator=estimator,
+        entropy_coefficient=0.01,
+        temperature=0.8,
+    )
+    for kind, (aggregation, estimator) in zip(get_args(LossKind), TERMS, strict=True)
+]
+
+
+@contextmanager
+def attending(attention: Attention) -> Generator[None]:
+    """What a GPU runs compiled, here as torch defines it, pair by pair: the values and gradients it must have."""
+    with pytest.MonkeyPatch.context() as patch:
+        if attention == "block masked":
+            patch.setattr(forest_module, "BLOCK_MASKED", {"cpu"})
+            patch.setattr(forest_module, "_fused", lambda: flex_attention)
+            # Torch refuses to compute the gradient on a CPU, for which it has no kernel; the definition has one.
+            patch.setattr(torch_flex_attention, "_validate_device", lambda *_: None)
+        yield
 
 
 def learner(family: Any = "qwen3", tokens: int = EVERYTHING, **model: Any) -> TorchLearner:
@@ -71,38 +126,143 @@ def dense_mask(forest: Forest) -> Tensor:
     return torch.from_numpy(seen)[None, None]
 
 
-@settings(deadline=None, max_examples=25)
+@torch.no_grad()
+def logprob_error(model: Any, sequences: list[np.ndarray]) -> float:
+    """The largest difference of any token's log-probability, in the forest from alone; each state is also that under
+    the dense mask."""
+    order, shared = prefix_order(sequences)
+    forest, paths = plant([sequences[i] for i in order], shared)
+    ids, depths = torch.from_numpy(forest.token_ids.astype(np.int64)), torch.from_numpy(forest.depths)
+    hidden = forest_hidden(model, forest)
+    dense = model.base_model(input_ids=ids[None], position_ids=depths[None], attention_mask=dense_mask(forest))
+    torch.testing.assert_close(hidden, dense.last_hidden_state, atol=1e-4, rtol=0)
+    largest = 0.0
+    for i, path in zip(order, paths, strict=True):
+        alone = model(input_ids=torch.from_numpy(sequences[i].astype(np.int64))[None]).logits[0]
+        found = model.get_output_embeddings()(hidden[0, path])
+        largest = max(largest, float((torch.log_softmax(found, -1) - torch.log_softmax(alone, -1)).abs().max()))
+    return largest
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@settings(deadline=None, max_examples=20)
 @given(
-    st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=12), min_size=1, max_size=8), st.sampled_from([*MODELS])
+    sequences=st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=12), min_size=1, max_size=8),
+    family=st.sampled_from([*MODELS]),
 )
 def test_a_slot_has_the_state_its_sequence_has_alone_and_under_the_dense_mask(
-    sequences: list[list[int]], family: str
+    attention: Attention, sequences: list[list[int]], family: str
 ) -> None:
-    model = MODELS[family]
-    arrays = [np.array(sequence, np.int32) for sequence in sequences]
-    order, shared = prefix_order(arrays)
-    forest, paths = plant([arrays[i] for i in order], shared)
-    ids, depths = torch.from_numpy(forest.token_ids.astype(np.int64)), torch.from_numpy(forest.depths)
-    with torch.no_grad():
-        hidden = forest_hidden(model, forest)
-        dense = model.base_model(input_ids=ids[None], position_ids=depths[None], attention_mask=dense_mask(forest))
-        torch.testing.assert_close(hidden, dense.last_hidden_state, atol=1e-4, rtol=0)
-        for i, path in zip(order, paths, strict=True):
-            alone = model(input_ids=torch.from_numpy(arrays[i].astype(np.int64))[None]).logits[0]
-            found = model.get_output_embeddings()(hidden[0, path])
-            error = (torch.log_softmax(found, -1) - torch.log_softmax(alone, -1)).abs().max()
-            assert error < 1e-5
+    with attending(attention):
+        assert logprob_error(MODELS[family], [np.array(sequence, np.int32) for sequence in sequences]) < 1e-5
 
 
-@pytest.mark.parametrize("kind", get_args(LossKind))
+def gradient_error(
+    batches: dict[Level, list[TrainingSequence]], loss: Loss, attention: Attention, tokens: int, **model: Any
+) -> float:
+    """How far the gradient at level `tree` is from that of each transition alone, relative to it."""
+    alone = gradient(learner(**model), batches["transition"], loss)
+    with attending(attention):
+        together = gradient(learner(tokens=tokens, **model), batches["tree"], loss)
+    return float((together - alone).norm() / alone.norm())
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("loss", LOSSES, ids=get_args(LossKind))
 @pytest.mark.parametrize("family", [*MODELS])
-def test_the_gradient_of_every_loss_is_that_of_each_transition_alone(family: str, kind: LossKind) -> None:
-    loss = Loss(kind=kind, aggregation="sequence-mean", kl_coefficient=0.04, entropy_coefficient=0.01, temperature=0.8)
-    one = learner(family)
-    alone = gradient(one, agents(1, "transition"), loss)
+def test_the_gradient_of_every_loss_is_that_of_each_transition_alone(
+    family: str, loss: Loss, attention: Attention
+) -> None:
+    batches: dict[Level, list[TrainingSequence]] = {level: agents(1, level) for level in ("transition", "tree")}
     for tokens in (EVERYTHING, 40):
-        together = gradient(learner(family, tokens), agents(1, "tree"), loss)
-        assert float((together - alone).norm() / alone.norm()) < 1e-4
+        assert gradient_error(batches, loss, attention, tokens, family=family) < 1e-4
+
+
+@settings(deadline=None, max_examples=8)
+@given(st.integers(0, 1000), st.sampled_from(LOSSES), st.sampled_from([*MODELS]), st.integers(10, 80))
+def test_the_gradient_is_exact_whatever_the_agents_did(seed: int, loss: Loss, family: str, tokens: int) -> None:
+    batches: dict[Level, list[TrainingSequence]] = {level: agents(seed, level) for level in ("transition", "tree")}
+    assert gradient_error(batches, loss, "gathered", tokens, family=family) < 1e-4
+
+
+@agl.rollout
+async def interleaved(task: Any, llm: agl.LLM) -> float:
+    """A1 S1 A2 S2 A3 of two agents, and then three answers to one question, of which the best counts."""
+    client = agl.openai_client(llm)
+
+    async def ask(messages: list[Any], question: str) -> str:
+        messages.append({"role": "user", "content": question})
+        answer = await client.chat.completions.create(model=llm.model, messages=messages)
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
+        return str(messages[-1]["content"])
+
+    planner: list[Any] = [{"role": "system", "content": "quiet ocean"}]
+    searcher: list[Any] = [{"role": "system", "content": "ocean apple"}]
+    said = task["word"]
+    for speaker in (planner, searcher, planner, searcher, planner):
+        said = await ask(speaker, said)
+    answers = [await ask([{"role": "user", "content": "quiet quiet"}], task["word"]) for _ in range(3)]
+    return float(max(sum(letter in "aeiou" for letter in answer) for answer in answers))
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[TracedRollout]:
+    """A group of four, which a trainer trained on at level `tree`, as its store holds them. A policy of random weights
+    says what no tokenizer would write, so that some histories come back in other tokens."""
+    directory = tmp_path_factory.mktemp("recorded")
+    tokenizer = make_tokenizer(["apple ocean quiet"] * 3, 300)
+    trainer = agl.Trainer(
+        model=Policy(make_model(tokenizer, seed=0), tokenizer),
+        algorithm=agl.GRPO(steps=1, tasks_per_step=1, group_size=4, max_tokens=5, temperature=2.0, level="tree"),
+        run_dir=directory,
+        max_sequence_length=256,
+    )
+    (metrics,) = trainer.fit(interleaved, [{"word": "apple"}]).metrics
+    assert metrics.values["tokens_saved"] > 0
+
+    async def read() -> list[TracedRollout]:
+        store = await SqlStore.open(directory / "store.sqlite")
+        try:
+            rollouts = await store.query_rollouts()
+            return [trace_rollout(one, await store.query_spans(one.rollout_id)) for one in rollouts]
+        finally:
+            await store.close()
+
+    return asyncio.run(read())
+
+
+@pytest.mark.parametrize("family", [*MODELS])
+@pytest.mark.parametrize("loss", LOSSES, ids=get_args(LossKind))
+def test_recorded_agents_give_the_logprobs_and_the_gradient_of_each_call_alone(
+    recorded: list[TracedRollout], family: str, loss: Loss
+) -> None:
+    group = RewardedGroup([one.transitions for one in recorded], [1.0, 0.0, 0.5, 2.0])
+    (credited_group,) = agl.GRPO().advantages([group])
+    batches: dict[Level, list[TrainingSequence]] = {
+        level: [sequence for calls in credited_group for sequence in build_sequences(calls, level)]
+        for level in ("transition", "tree")
+    }
+    assert len(batches["tree"]) == 4 * 8
+    model = tiny_model(family, vocab_size=300)  # type: ignore[arg-type]
+    assert logprob_error(model, [sequence.token_ids for sequence in batches["tree"]]) < 1e-5
+    assert gradient_error(batches, loss, "gathered", 300, family=family, vocab_size=300) < 1e-4
+
+
+def test_the_block_mask_lists_the_blocks_that_torch_finds_pair_by_pair() -> None:
+    random = np.random.default_rng(0)
+    trunk = random.integers(0, 9, 700)
+    sequences = [np.concatenate([trunk[:cut], random.integers(0, 9, 150)]).astype(np.int32) for cut in (690, 300, 40)]
+    order, shared = prefix_order(sequences)
+    forest, _ = plant([sequences[i] for i in order], shared)
+    mask = forest_module._BlockMasked(forest, torch.device("cpu")).mask  # pyright: ignore[reportPrivateUsage]
+    expected = create_block_mask(mask.mask_mod, None, None, *mask.seq_lengths, device="cpu")
+    assert mask.seq_lengths == (2048, 2048)
+    assert torch.equal(mask.to_dense(), expected.to_dense())
+    for lists in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(mask, lists), getattr(expected, lists))
+    slots = torch.arange(len(forest.token_ids))
+    seen = mask.mask_mod(slots, slots, slots[:, None], slots[None])  # type: ignore[arg-type]
+    assert torch.equal(seen, dense_mask(forest)[0, 0])
 
 
 def test_two_identical_samples_with_opposite_advantages_are_clipped_each_by_itself() -> None:
