@@ -33,6 +33,7 @@ _ID: Final = re.compile(r"[A-Za-z0-9_.:\-]{1,200}")
 _LARGEST_SEQUENCE_ID: Final = 2**53
 _INT32: Final = "i"
 _FLOAT32: Final = "f"
+_SIZE: Final = 4  # bytes of either
 
 
 class Tokens(NamedTuple):
@@ -215,22 +216,38 @@ def token_columns(tokens: TokenCapture) -> Tokens:
     )
 
 
+class _Column(tuple[Any, ...]):
+    """The numbers of a column: a tuple like any other, which NumPy takes from the bytes that it was read from."""
+
+    __array_interface__: dict[str, Any]
+
+
+def _unpack(kind: str, data: bytes) -> tuple[Any, ...]:
+    numbers = array(kind, data)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    column = _Column(numbers.tolist())
+    shape = (len(column),)
+    column.__array_interface__ = {"version": 3, "shape": shape, "typestr": f"<{kind}{_SIZE}", "data": data}
+    return column
+
+
 def tokens_from_columns(columns: Tokens) -> TokenCapture:
-    """The capture that `token_columns` wrote."""
-    token_ids, logprobs = _unpack(_INT32, columns.token_ids), _unpack(_FLOAT32, columns.logprobs)
+    """The capture that `token_columns` wrote. NumPy makes (read-only) arrays of its numbers without copying them."""
     choices: list[SampledChoice] = []
-    token, logprob = 0, 0
+    token, logprob = 0, 0  # bytes
     for choice in _choices.decode(columns.choices):
+        end, logprob_end = token + _SIZE * choice.tokens, logprob + _SIZE * choice.logprobs
         choices.append(
             SampledChoice(
-                token_ids=tuple(token_ids[token : token + choice.tokens]),
-                logprobs=tuple(logprobs[logprob : logprob + choice.logprobs]),
+                token_ids=_unpack(_INT32, columns.token_ids[token:end]),
+                logprobs=_unpack(_FLOAT32, columns.logprobs[logprob:logprob_end]),
                 finish_reason=choice.finish_reason,
                 versions=choice.versions,
             )
         )
-        token, logprob = token + choice.tokens, logprob + choice.logprobs
-    return TokenCapture(prompt_token_ids=tuple(_unpack(_INT32, columns.prompt_token_ids)), choices=tuple(choices))
+        token, logprob = end, logprob_end
+    return TokenCapture(prompt_token_ids=_unpack(_INT32, columns.prompt_token_ids), choices=tuple(choices))
 
 
 def _pack(kind: str, values: Iterable[float]) -> bytes:
@@ -241,11 +258,3 @@ def _pack(kind: str, values: Iterable[float]) -> bytes:
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers.tobytes()
-
-
-def _unpack(kind: str, data: bytes) -> list[Any]:
-    numbers = array(kind)
-    numbers.frombytes(data)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers.tolist()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import pickle
 import struct
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +40,17 @@ def test_tokens_come_back_bit_by_bit(tokens):
 
 def _bits(value: float) -> bytes:
     return b"nan" if math.isnan(value) else struct.pack("f", value)
+
+
+def test_numpy_takes_tokens_from_the_column_without_a_copy():
+    choice = SampledChoice(token_ids=(4, 5), logprobs=(-0.5, -0.25), finish_reason="stop")
+    columns = codec.token_columns(TokenCapture(prompt_token_ids=(1, 2, 3), choices=(choice,)))
+    read = codec.tokens_from_columns(columns)
+    prompt = np.asarray(read.prompt_token_ids, np.int32)
+    assert prompt.tolist() == [1, 2, 3]
+    assert np.shares_memory(prompt, np.frombuffer(columns.prompt_token_ids, np.int32))
+    assert np.asarray(read.choices[0].logprobs, np.float32).tolist() == [-0.5, -0.25]
+    assert pickle.loads(pickle.dumps(read)) == read
 
 
 def test_tokens_are_written_as_little_endian_int32_and_float32():
