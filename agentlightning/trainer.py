@@ -265,7 +265,7 @@ class Trainer:
     ) -> RunContext:
         """Start everything the job needs; `stack` stops it again, last started first."""
         store = await self._open_store(stack, directory.path)
-        served = await self._open_policy(stack)
+        served = await self._open_policy(stack, algorithm)
         entry = self._model_entry(algorithm, served.backend if served else None)
         calls_held: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
         if self.server is None:
@@ -302,7 +302,7 @@ class Trainer:
             resources_id=None if self.server is None else stored.resources_id,
             model_name=self.model_name,
             learner=self._make_learner(algorithm, served.policy) if served else None,
-            serving=served.service if served else None,
+            serving=served,
             calls_held=calls_held,
             progress=self.progress,
             resume=directory.resumed,
@@ -319,7 +319,7 @@ class Trainer:
         stack.push_async_callback(store.close)
         return store
 
-    async def _open_policy(self, stack: AsyncExitStack) -> ServedPolicy | None:
+    async def _open_policy(self, stack: AsyncExitStack, algorithm: Algorithm) -> ServedPolicy | None:
         if self.model is None:
             return None
         from agentlightning.learner.policy import Policy, open_policy
@@ -337,6 +337,7 @@ class Trainer:
             max_sequence_length=self.max_sequence_length,
             threads=self.threads,
             seed=self.seed,
+            own_weights=isinstance(algorithm, Reinforcement) and algorithm.max_staleness > 0,
         )
         stack.callback(served.service.close)
         return served
@@ -415,6 +416,8 @@ class Trainer:
             "optimizer": dataclasses.asdict(self.optimizer),
             "n_runners": self.n_runners,
             "max_sequence_length": self.max_sequence_length,
+            "device": self.device,
+            "threads": self.threads,
             "time_limit": self.time_limit,
         }
 

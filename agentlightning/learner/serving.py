@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from agentlightning.engine.engine import Engine
 from agentlightning.engine.forward import cache_bytes
@@ -25,11 +28,29 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServedPolicy:
-    """A running engine over `policy`. Whoever made it calls `service.close()`."""
+    """A running engine over `policy`, whose weights it reads in place, or over a copy of its own, `model`. Whoever made
+    it calls `service.close()`."""
 
     policy: Policy
     service: EngineService
     backend: TokenBackend
+    model: PreTrainedModel
+
+    def exclusive(self) -> AbstractAsyncContextManager[Engine]:
+        """See `Serving.exclusive`."""
+        return self.service.exclusive()
+
+    async def update_weights(self, version: int) -> None:
+        """See `Serving.update_weights`. A copy is brought up to date between two steps of the engine: calls that are
+        being answered go on with the new weights."""
+        if self.model is self.policy.model:
+            await self.service.update_weights(version)
+            return
+        async with self.service.exclusive() as engine:
+            with torch.no_grad():
+                for own, trained in zip(self.model.parameters(), self.policy.model.parameters(), strict=True):
+                    own.copy_(trained)
+            engine.update_weights(version)
 
 
 def serve_policy(
@@ -39,19 +60,20 @@ def serve_policy(
     max_sequence_length: int | None = None,
     threads: int | None = None,
     seed: int = 0,
+    own_weights: bool = False,
 ) -> ServedPolicy:
-    """Start an engine for about `concurrency` calls at once.
+    """Start an engine for about `concurrency` calls at once. With `own_weights` it samples from a copy, so that the
+    policy may be trained meanwhile.
 
     Fewer slots are taken where the key-value cache would pass 8 GiB; calls beyond them wait. `max_sequence_length`
     defaults to the model's own, at most 4096 tokens."""
-    model = policy.model
+    model = copy.deepcopy(policy.model) if own_weights else policy.model
     model.eval()  # no dropout in what is sampled
     own = int(getattr(model.config.get_text_config(), "max_position_embeddings", 4096))
     length = max_sequence_length or min(own, 4096)
     if length > own:
         raise ConfigError(f"max_sequence_length is {length}, but the model was made for at most {own} tokens")
-    if threads is not None or model.num_parameters() < SMALL_MODEL:
-        torch.set_num_threads(threads or 1)
+    choose_threads(model, threads)
     # The engine's thread and the event loop take turns at the interpreter; its default turn, 5 ms, is long for both.
     sys.setswitchinterval(0.0005)
     slots = min(concurrency, CACHE_LIMIT_BYTES // cache_bytes(model, 1, length, model.dtype))
@@ -68,7 +90,13 @@ def serve_policy(
     service = EngineService(engine)
     service.start()
     chat = ChatTemplate.from_pretrained(policy.tokenizer)
-    return ServedPolicy(policy, service, TokenBackend(chat, service, name="embedded"))
+    return ServedPolicy(policy, service, TokenBackend(chat, service, name="embedded"), model)
+
+
+def choose_threads(model: PreTrainedModel, threads: int | None) -> None:
+    """Torch threads for serving and training `model`: as many as are given, else one where more would slow it down."""
+    if threads is not None or model.num_parameters() < SMALL_MODEL:
+        torch.set_num_threads(threads or 1)
 
 
 def _end_ids(policy: Policy) -> list[int]:

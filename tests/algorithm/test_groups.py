@@ -1,0 +1,129 @@
+"""Groups on their way: how many may be, how old they may get, and what is done about those of no use."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.errors import ConfigError
+from agentlightning.learner.base import AdamW
+from agentlightning.types import AttemptedRollout
+from tests import agents
+from tests.test_trainer import TASKS, algorithm, trainer
+
+
+async def uneven(task: dict, llm: agl.LLM) -> float:
+    """Takes now and then a hundred times as long as usually."""
+    reward = await agents.vowels(task, llm)
+    await asyncio.sleep(0.5 if random.random() < 0.1 else 0.005)
+    return reward
+
+
+def flow(result: Any, name: str) -> list[float]:
+    return [metrics.values.get(name, 0.0) for metrics in result.metrics if metrics.step]
+
+
+def test_rollouts_and_steps_overlap_within_the_bound_on_staleness(tmp_path: Path) -> None:
+    overlapping = algorithm(steps=6, max_staleness=2, evaluate_every=2)
+    result = trainer(tmp_path, algorithm=overlapping, n_runners=16).fit(uneven, TASKS, TASKS[:2])
+    assert result.stopped_because == "all steps done"
+    assert flow(result, "policy_version") == [1, 2, 3, 4, 5, 6]
+    by_age = {age: sum(flow(result, f"staleness/{age}")) for age in range(4)}
+    assert by_age[3] == 0
+    assert by_age[1] + by_age[2] > 0
+    assert sum(by_age.values()) == sum(flow(result, "rollouts"))
+    assert [evaluation.step for evaluation in result.evaluations][-1] == 6
+
+
+def test_calls_of_an_overlapping_run_have_the_probabilities_of_the_weights_that_sampled_them(tmp_path: Path) -> None:
+    """With steps too small to matter, engine and learner agree whatever has been published meanwhile."""
+    still = AdamW(learning_rate=1e-9)
+    result = trainer(tmp_path, algorithm=algorithm(steps=4, max_staleness=1), optimizer=still).fit(agents.vowels, TASKS)
+    assert all(error < 1e-3 for error in flow(result, "max_ratio_error"))
+
+
+async def solved(task: dict, llm: agl.LLM, rollout: AttemptedRollout) -> float:
+    """Half of the tasks are always right: nothing is to be learned from them."""
+    reward = await agents.vowels(task, llm)
+    return 1.0 if task["index"] % 2 else reward
+
+
+@pytest.mark.parametrize("flowing", [{"dynamic_sampling": True}, {"max_staleness": 2}])
+def test_a_group_without_variance_is_replaced_by_another(tmp_path: Path, flowing: dict[str, Any]) -> None:
+    result = trainer(tmp_path, algorithm=algorithm(steps=3, **flowing)).fit(solved, TASKS)
+    assert sum(flow(result, "groups_dropped/without variance")) > 0
+    assert flow(result, "groups_without_variance") == [0, 0, 0]
+    assert flow(result, "rollouts") == [12, 12, 12]
+
+
+async def right(task: dict, llm: agl.LLM) -> float:
+    await agents.vowels(task, llm)
+    return 1.0
+
+
+@pytest.mark.parametrize("flowing", [{"dynamic_sampling": True}, {"max_staleness": 1}])
+def test_where_no_group_teaches_anything_steps_go_on_and_say_so(tmp_path: Path, flowing: dict[str, Any]) -> None:
+    result = trainer(tmp_path, algorithm=algorithm(steps=2, tasks_per_step=1, group_size=2, **flowing)).fit(
+        right, TASKS
+    )
+    assert result.stopped_because == "all steps done"
+    assert all(count >= 10 for count in flow(result, "groups_dropped"))
+    assert flow(result, "policy_version") == [0, 0]
+
+
+@pytest.mark.parametrize("agent", [agents.raises, agents.unrewarded])
+def test_an_overlapping_run_whose_agent_never_earns_anything_ends_with_the_reason(tmp_path: Path, agent: Any) -> None:
+    with pytest.raises(agl.errors.TrainingError, match="rewarded"):
+        trainer(tmp_path, algorithm=algorithm(max_staleness=2)).fit(agent, TASKS)
+
+
+async def fails_often(task: dict, llm: agl.LLM) -> float:
+    reward = await agents.vowels(task, llm)
+    if random.random() < 0.4:
+        raise RuntimeError("the tool server is gone")
+    return reward
+
+
+def test_failures_do_not_use_up_the_room_for_groups(tmp_path: Path) -> None:
+    failing = algorithm(steps=8, group_size=2, max_staleness=1)
+    result = trainer(tmp_path, algorithm=failing).fit(fails_often, TASKS)
+    assert result.metrics[-1].step == 8
+    assert sum(flow(result, "groups_dropped/too few rewarded")) > 0
+
+
+def test_an_overlapping_run_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+    from tests.algorithm.test_resume import Interrupting
+
+    settings: dict[str, Any] = {"algorithm": algorithm(steps=5, max_staleness=2, checkpoint_every=1)}
+    stopped = trainer(tmp_path, **settings).fit(Interrupting("train", 40), TASKS)
+    assert stopped.stopped_because == "stopped by the user"
+    result = trainer(tmp_path, **settings).fit(agents.vowels, TASKS, resume=True)
+    assert [metrics.step for metrics in result.metrics if metrics.step] == [1, 2, 3, 4, 5]
+
+
+def test_recent_groups_are_trained_again_and_found_again_by_a_resumed_run(tmp_path: Path) -> None:
+    replaying: dict[str, Any] = {"loss": "importance_sampling", "replay_groups": 2, "replay_staleness": 3}
+    result = trainer(tmp_path, algorithm=algorithm(steps=3, **replaying)).fit(agents.vowels, TASKS)
+    assert flow(result, "groups_replayed") == [0, 2, 2]
+    again = trainer(tmp_path, algorithm=algorithm(steps=4, **replaying)).fit(agents.vowels, TASKS, resume=True)
+    assert flow(again, "groups_replayed")[-1] == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"replay_groups": 1, "replay_staleness": 2}, "'ppo_clip' is not made for that"),
+        ({"replay_groups": 1, "loss": "cispo"}, "go together"),
+        ({"max_staleness": -1}, "max_staleness is -1"),
+        ({"difficulty": (0.9, 0.1)}, "lowest and the highest"),
+        ({"curriculum": 3}, "curriculum is 3"),
+    ],
+)
+def test_what_cannot_flow_is_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        algorithm(**wrong)
