@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from typing import Any, Final, Literal, TypeAlias, cast
 
+import msgspec
+
 from agentlightning import semconv
 from agentlightning.tracing.attributes import listed, nested
 from agentlightning.types import Span
@@ -37,6 +39,12 @@ _KIND_NAMES: Final = (
 _TOOL_NAMES: Final = ("gen_ai.tool.name", "tool.name", "tool_call.function.name")
 _AGENT_NAMES: Final = (semconv.GEN_AI_AGENT_NAME, "agent.name", "graph.node.id", "traceloop.entity.name")
 _MODEL_NAMES: Final = (semconv.GEN_AI_RESPONSE_MODEL, semconv.GEN_AI_REQUEST_MODEL, "llm.model_name")
+_NAMES: Final[dict[Kind, tuple[str, ...]]] = {
+    "call": _MODEL_NAMES,
+    "tool": (*_TOOL_NAMES, "traceloop.entity.name"),
+    "agent": _AGENT_NAMES,
+    "other": (),
+}
 _ARGUMENTS: Final = ("gen_ai.tool.call.arguments", "input.value", "traceloop.entity.input", semconv.OPERATION_INPUT)
 _RESULTS: Final = ("gen_ai.tool.call.result", "output.value", "traceloop.entity.output", semconv.OPERATION_OUTPUT)
 _LANGCHAIN: Final = "traceloop.association.properties."
@@ -51,9 +59,9 @@ def is_gateway_call(span: Span) -> bool:
 def kind_of(span: Span) -> Kind:
     if is_gateway_call(span):
         return "call"
-    said: set[Kind] = {_KINDS[value] for name in _KIND_NAMES if (value := text_of(span, name)) in _KINDS}
-    if said:
-        return max(said, key=_RANK.index)
+    kinds = [_KINDS[value] for name in _KIND_NAMES if (value := text_of(span, name)) in _KINDS]
+    if kinds:
+        return max(kinds, key=_RANK.index)
     if text_of(span, *_TOOL_NAMES):
         return "tool"
     return "agent" if _langchain(span, "lc_agent_name") == span.name else "other"
@@ -61,15 +69,14 @@ def kind_of(span: Span) -> Kind:
 
 def name_of(span: Span, kind: Kind) -> str:
     """The tool's, agent's or model's name, else the span's."""
-    named = {"call": _MODEL_NAMES, "tool": (*_TOOL_NAMES, "traceloop.entity.name"), "agent": _AGENT_NAMES, "other": ()}
-    return text_of(span, *named[kind]) or span.name
+    return text_of(span, *_NAMES[kind]) or span.name
 
 
-def names_agent(span: Span) -> str | None:
-    """The agent that what runs in this span belongs to, if the span says so.
+def names_agent(span: Span, kind: Kind) -> str | None:
+    """The agent that what runs in this span, of that kind, belongs to, if the span says so.
 
     A call's own `gen_ai.agent.name` is not asked: some instrumentation writes one constant there for all agents."""
-    if kind_of(span) == "agent":
+    if kind == "agent":
         # OpenTelemetry calls the span of an agent after the operation, others after the agent.
         return text_of(span, *_AGENT_NAMES) or (None if semconv.GEN_AI_OPERATION in span.attributes else span.name)
     if name := _langchain(span, "lc_agent_name"):
@@ -92,7 +99,10 @@ def said(span: Span, *names: str) -> str | None:
     """The first of these attributes there is: text as it stands, anything else (OpenAI Agents' numbers) as JSON.
 
     An operation's input and output may be spread over attributes below their names, as by Agent Lightning 0.3."""
-    value = next((span.attributes[name] for name in names if name in span.attributes), None)
+    value = None
+    for name in names:
+        if (value := span.attributes.get(name)) is not None:
+            break
     if value is None and span.name == semconv.OPERATION:
         value = next((listed(found) for name in names if (found := nested(span.attributes, name))), None)
     return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -127,8 +137,11 @@ def content_of(result: str | None) -> str | None:
 
 def _unwrapped(result: object) -> dict[str, Any]:
     """The JSON object that a result is, or LangChain's message in it."""
-    body = mapping(json_of(result) if isinstance(result, str) else result)
-    for wrapper in ("output", "data", "kwargs"):  # its messages are serialised in two ways
+    if isinstance(result, str):
+        # Most results are plain text, which an exception is a dear way to find out.
+        result = json_of(result) if result.lstrip().startswith("{") else None
+    body = mapping(result)
+    for wrapper in ("output", "data", "kwargs") if body else ():  # its messages are serialised in two ways
         inner = mapping(body.get(wrapper))
         body = inner if "tool_call_id" in inner or "kwargs" in inner else body
     return body
@@ -145,8 +158,14 @@ def text_of(span: Span, *names: str) -> str | None:
 
 def json_of(text: str | None) -> Any:
     """Decoded JSON; None for what is none, as texts are that were cut to fit."""
+    if not text:
+        return None
     try:
-        return json.loads(text or "null")
+        return msgspec.json.decode(text)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return json.loads(text)  # slower, and takes the NaN that Python writes
     except (ValueError, RecursionError):
         return None
 
@@ -162,5 +181,6 @@ def items(value: object) -> list[Any]:
 
 
 def _langchain(span: Span, key: str) -> str | None:
-    value = mapping(json_of(text_of(span, "metadata"))).get(key)
+    metadata = text_of(span, "metadata")
+    value = mapping(json_of(metadata)).get(key) if metadata else None
     return value if isinstance(value, str) else text_of(span, _LANGCHAIN + key)

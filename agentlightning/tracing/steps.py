@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from agentlightning import semconv
 from agentlightning.tracing import dialects
@@ -22,8 +23,7 @@ _TOOL_CALL_ID: Final = re.compile(r'"(?:tool_call_id|call_id|tool_use_id)": ?"([
 _CALL_ID_NAMES: Final = ("gen_ai.tool.call.id", "tool_call.id", "tool.id")
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(msgspec.Struct, frozen=True):
     """One thing that happened in an attempt.
 
     `name` is the tool's, the agent's or the model's name, else the span's; `agent` the agent it ran under;
@@ -43,8 +43,7 @@ class Step:
     call: Span | None
 
 
-@dataclass(frozen=True)
-class ToolRequest:
+class ToolRequest(msgspec.Struct, frozen=True):
     """A tool call in a model's answer."""
 
     call: Span
@@ -73,7 +72,7 @@ class _Attempt:
         self.spans = sorted(spans, key=lambda span: (span.start_time, span.sequence_id))
         self.by_id = {span.span_id: span for span in self.spans}
         self.kinds: dict[str, Kind] = {span.span_id: dialects.kind_of(span) for span in self.spans}
-        self.named = {span.span_id: dialects.names_agent(span) for span in self.spans}
+        self.named = {span.span_id: dialects.names_agent(span, self.kinds[span.span_id]) for span in self.spans}
         self.calls = [span for span in self.spans if dialects.is_gateway_call(span)]
         self.requests = [request for call in self.calls for request in tool_requests(call)]
         times_asked = Counter(request.id for request in self.requests)
@@ -112,12 +111,16 @@ class _Attempt:
 
     def _step(self, span: Span) -> Step:
         kind = self.kinds[span.span_id]
-        gateway = dialects.is_gateway_call(span)
+        gateway = span.span_id in self.agent_of_call
+        if gateway:
+            agent = self.agent_of_call[span.span_id]
+        else:
+            agent = self._agent_of_call(span) if kind == "call" else self._agent_around(span)
         return Step(
             span=span,
             kind=kind,
             name=dialects.name_of(span, kind),
-            agent=self._agent_of_call(span) if kind == "call" else self._agent_around(span),
+            agent=agent,
             tool_call_id=None,
             arguments=dialects.arguments_of(span),
             result=dialects.content_of(dialects.result_of(span)),
