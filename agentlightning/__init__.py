@@ -17,8 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentlightning import rewards as rewards
+    from agentlightning.algorithm import CISPO as CISPO
+    from agentlightning.algorithm import DAPO as DAPO
     from agentlightning.algorithm import GRPO as GRPO
+    from agentlightning.algorithm import GSPO as GSPO
+    from agentlightning.algorithm import RLOO as RLOO
     from agentlightning.algorithm import Baseline as Baseline
+    from agentlightning.algorithm import DrGRPO as DrGRPO
+    from agentlightning.algorithm import REINFORCEPlusPlus as REINFORCEPlusPlus
+    from agentlightning.algorithm import REINFORCEPlusPlusBaseline as REINFORCEPlusPlusBaseline
     from agentlightning.algorithm import algo as algo
     from agentlightning.data.rewards import RewardSpec as RewardSpec
     from agentlightning.learner.base import AdamW as AdamW
@@ -75,7 +82,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "agentlightning.algorithm": ("Baseline", "GRPO", "algo"),
+    "agentlightning.algorithm": (
+        "Baseline",
+        "CISPO",
+        "DAPO",
+        "DrGRPO",
+        "GRPO",
+        "GSPO",
+        "REINFORCEPlusPlus",
+        "REINFORCEPlusPlusBaseline",
+        "RLOO",
+        "algo",
+    ),
     "agentlightning.data.rewards": ("RewardSpec",),
     "agentlightning.learner.base": ("AdamW",),
     "agentlightning.runner.agent": ("LitAgent", "RolloutRawResult", "llm_rollout", "prompt_rollout", "rollout"),

@@ -1,9 +1,31 @@
-"""Algorithms: what improves the agent. `GRPO` trains weights by reinforcement learning, `Baseline` only evaluates."""
+"""Algorithms: what improves the agent. Most train weights by reinforcement learning, `Baseline` only evaluates."""
 
 from agentlightning.algorithm.base import Algorithm, NoProgress, Progress, RunContext
 from agentlightning.algorithm.baseline import Baseline
+from agentlightning.algorithm.cispo import CISPO
+from agentlightning.algorithm.dapo import DAPO
+from agentlightning.algorithm.dr_grpo import DrGRPO
 from agentlightning.algorithm.function import algo
 from agentlightning.algorithm.grpo import GRPO
+from agentlightning.algorithm.gspo import GSPO
+from agentlightning.algorithm.reinforce_plus_plus import REINFORCEPlusPlus, REINFORCEPlusPlusBaseline
 from agentlightning.algorithm.rl import Reinforcement
+from agentlightning.algorithm.rloo import RLOO
 
-__all__ = ["GRPO", "Algorithm", "Baseline", "NoProgress", "Progress", "Reinforcement", "RunContext", "algo"]
+__all__ = [
+    "CISPO",
+    "DAPO",
+    "GRPO",
+    "GSPO",
+    "RLOO",
+    "Algorithm",
+    "Baseline",
+    "DrGRPO",
+    "NoProgress",
+    "Progress",
+    "REINFORCEPlusPlus",
+    "REINFORCEPlusPlusBaseline",
+    "Reinforcement",
+    "RunContext",
+    "algo",
+]

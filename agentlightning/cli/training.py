@@ -22,7 +22,20 @@ if TYPE_CHECKING:
 F = typing.TypeVar("F", bound=Callable[..., Any])
 
 # Algorithms by the name a run file gives them; any other is named by a reference, `file.py:Class`.
-ALGORITHMS = {"grpo": "agentlightning.algorithm:GRPO", "baseline": "agentlightning.algorithm:Baseline"}
+ALGORITHMS = {
+    name: f"agentlightning.algorithm:{class_}"
+    for name, class_ in {
+        "grpo": "GRPO",
+        "rloo": "RLOO",
+        "dr_grpo": "DrGRPO",
+        "dapo": "DAPO",
+        "gspo": "GSPO",
+        "cispo": "CISPO",
+        "reinforce++": "REINFORCEPlusPlus",
+        "reinforce++_baseline": "REINFORCEPlusPlusBaseline",
+        "baseline": "Baseline",
+    }.items()
+}
 
 RUN_FILE = Path("run.yaml")
 INTERRUPTED = 130
