@@ -66,6 +66,7 @@ def measure(size: str) -> dict[str, Any]:
             transitions=np.zeros(SAMPLED, np.int32),
             logprobs=np.array([token.logprob for token in tokens], np.float32),
             advantages=np.full(SAMPLED, random.normal(), np.float32),
+            versions=np.zeros(SAMPLED, np.int32),
         )
         for row, (prompt, tokens) in enumerate(zip(prompts, sampled, strict=True))
     ]

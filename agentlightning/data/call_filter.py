@@ -71,6 +71,8 @@ class CallFilter:
     def __post_init__(self) -> None:
         if self.agents is not None:
             agent_pattern(self.agents)  # refuses what is none
+        if isinstance(self.keep, str):
+            raise ConfigError(f"keep is {self.keep!r}; give a list of reasons")
         for reason in self.keep:
             if reason not in KEEPABLE:
                 raise ConfigError(f"keep names {reason!r}, which cannot be kept; {nearest(reason, KEEPABLE)}")

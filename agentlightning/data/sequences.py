@@ -37,8 +37,8 @@ class TrainingSequence:
     """One row to compute. `token_ids` int32[L]; the rest are per sampled token, float32[N] or int32[N].
 
     `positions` are the indices of the sampled tokens in `token_ids`; `transitions` numbers the transition each token
-    belongs to (from 0 within this sequence). `tree` asks that prefixes which sequences of the batch share be computed
-    once."""
+    belongs to (from 0 within this sequence), `versions` the policy that sampled it (−1: unknown). `tree` asks that
+    prefixes which sequences of the batch share be computed once."""
 
     rollout_id: str
     token_ids: IntArray
@@ -46,6 +46,7 @@ class TrainingSequence:
     transitions: IntArray
     logprobs: FloatArray
     advantages: FloatArray
+    versions: IntArray
     tree: bool = False
 
     def __len__(self) -> int:
@@ -62,8 +63,8 @@ class TrainingSequence:
 class MicroBatch:
     """Right-padded rows, or one row that holds a forest. `token_ids` int32[B, L] (0 where padded); per sampled token of
     all rows, in row order: `rows` and `positions` int64[N] say where it stands, `logprobs`, `advantages` and `weights`
-    float32[N], `transitions` int64[N] which transition of the micro-batch it belongs to (from 0; none is spread over
-    two micro-batches). In a forest one place may stand for the same token of several transitions.
+    float32[N], `versions` int32[N], `transitions` int64[N] which transition of the micro-batch it belongs to (from 0;
+    none is spread over two micro-batches). In a forest one place may stand for the same token of several transitions.
 
     The loss is Σ weights · loss(token): weights already hold the aggregation's denominators over the whole batch, so
     that the sum over micro-batches is the loss of the batch. `tokens` counts those that are not padding."""
@@ -75,6 +76,7 @@ class MicroBatch:
     advantages: FloatArray
     weights: FloatArray
     transitions: npt.NDArray[np.int64]
+    versions: IntArray
     tokens: int
     forest: Forest | None = None
 
@@ -151,6 +153,7 @@ def _sequence(
         transitions=np.repeat(np.arange(len(chain), dtype=np.int32), lengths),
         logprobs=np.concatenate([item.transition.logprobs for item in chain]),
         advantages=np.concatenate([item.advantages for item in chain]),
+        versions=np.concatenate([item.transition.versions for item in chain]),
         tree=tree,
     )
 
@@ -194,18 +197,20 @@ def micro_batches(
     max_tokens: int,
     max_sampled: int | None = None,
 ) -> Iterator[MicroBatch]:
-    """Rows of similar length together: at most `max_tokens` padded tokens and `max_sampled` sampled ones each, where a
-    sequence longer than that goes alone. Sequences of level `tree` go together with those they share a prefix with, at
-    most `max_tokens` distinct tokens each."""
+    """Rows of similar length together, none shorter than half the longest: at most `max_tokens` padded tokens and
+    `max_sampled` sampled ones each, where a sequence longer than that goes alone. Sequences of level `tree` go together
+    with those they share a prefix with, at most `max_tokens` distinct tokens each."""
     max_sampled = max_sampled or max_tokens
     if any(sequence.tree for sequence in sequences):
         yield from _forests(sequences, weights, max_tokens, max_sampled)
         return
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
+    lengths = -np.array([len(sequences[i]) for i in order])  # ascending, for searchsorted
     start = 0
     while start < len(order):
         width = len(sequences[order[start]])
-        sampled = np.cumsum([len(sequences[i].positions) for i in order[start : start + max_tokens // width]])
+        stop = min(int(np.searchsorted(lengths, -width / 2, side="right")), start + max_tokens // width)
+        sampled = np.cumsum([len(sequences[i].positions) for i in order[start:stop]])
         rows = order[start : start + max(1, int(np.searchsorted(sampled, max_sampled, side="right")))]
         yield _pad([sequences[i] for i in rows], [weights[i] for i in rows], width)
         start += len(rows)
@@ -255,6 +260,7 @@ def _micro_batch(
         transitions=np.concatenate(
             [s.transitions + start for s, start in zip(sequences, first, strict=True)], dtype=np.int64
         ),
+        versions=np.concatenate([s.versions for s in sequences]),
         tokens=sum(map(len, sequences)) if forest is None else len(forest.token_ids),
         forest=forest,
     )

@@ -30,6 +30,7 @@ def golden_sequences() -> list[TrainingSequence]:
                 transitions=np.zeros(len(positions), np.int32),
                 logprobs=np.zeros(len(positions), np.float32),
                 advantages=np.zeros(len(positions), np.float32),
+                versions=np.zeros(len(positions), np.int32),
             )
         )
     return out

@@ -122,6 +122,7 @@ def test_a_step_raises_the_logprob_of_what_was_better(tokenizer: Any) -> None:
         transitions=sequence.transitions,
         logprobs=before.numpy(),
         advantages=np.ones_like(sequence.advantages),
+        versions=sequence.versions,
     )
     metrics = one.step([better], Loss())
     assert metrics["max_ratio_error"] < 1e-5
