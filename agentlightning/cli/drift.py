@@ -73,7 +73,7 @@ async def _compare(
     address: str | None, server: str | None, key: str | None, source: str, where: Filter, examples: int
 ) -> tuple[DriftCheck, DriftReport]:
     async with open_store(address, server, key) as store:
-        chat = _load_chat(source)
+        chat = load_chat(source)
         from agentlightning.gateway.chat.drift import DriftCheck, DriftReport, recorded_call
 
         check, report = DriftCheck(chat), DriftReport(examples)
@@ -96,7 +96,7 @@ async def _compare(
     return check, report
 
 
-def _load_chat(source: str) -> ChatTemplate:
+def load_chat(source: str) -> ChatTemplate:
     """ConfigError says why there is none."""
     if source.startswith((".", "/", "~")) and not Path(source).exists():
         raise ConfigError(f"tokenizer path {source} does not exist")
@@ -166,14 +166,14 @@ def _lines(example: Comparison) -> list[str]:
     drift = example.drift
     assert drift is not None, "only drift is kept as an example"
     call = "" if example.call_index is None else f", call {example.call_index}"
-    before = _SEPARATOR.join(map(_visible, drift.before))
+    before = _SEPARATOR.join(map(visible, drift.before))
     return [
         f"{example.check}, {drift.kind}: rollout {example.rollout_id}, attempt {example.attempt_id}{call}",
-        f"    recorded  {before} » {_SEPARATOR.join(map(_visible, drift.recorded))}",
-        f"    anew      {before} » {_SEPARATOR.join(map(_visible, drift.anew))}",
+        f"    recorded  {before} » {_SEPARATOR.join(map(visible, drift.recorded))}",
+        f"    anew      {before} » {_SEPARATOR.join(map(visible, drift.anew))}",
     ]
 
 
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     """A line break as `\\n`, and nothing that a terminal would obey."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

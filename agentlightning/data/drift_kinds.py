@@ -168,12 +168,13 @@ class Classifier:
         return Drift(
             kind,
             tokens,
-            before=self._shown(recorded[max(0, start - _SHOWN_BEFORE) : start]),
-            recorded=self._shown(recorded[start : start + _SHOWN_AFTER]),
-            anew=self._shown(anew[start : start + _SHOWN_AFTER]),
+            before=self.shown(recorded[max(0, start - _SHOWN_BEFORE) : start]),
+            recorded=self.shown(recorded[start : start + _SHOWN_AFTER]),
+            anew=self.shown(anew[start : start + _SHOWN_AFTER]),
         )
 
-    def _shown(self, ids: Ids) -> tuple[str, ...]:
+    def shown(self, ids: Ids) -> tuple[str, ...]:
+        """The text of each token; of one without any its id, as `#17`."""
         return tuple(self._spelling(token_id).decode(errors="backslashreplace") or f"#{token_id}" for token_id in ids)
 
 

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,9 @@ from agentlightning.tracing import dialects
 from agentlightning.tracing.messages import output_messages, text_of
 from agentlightning.tracing.steps import Step, read_steps
 from agentlightning.types import Rollout, SampledChoice, Span, TokenCapture
+
+if TYPE_CHECKING:
+    from agentlightning.data.continuity import Break
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -88,7 +91,8 @@ class TracedRollout:
     do not train, by reason, and `left_out` has the reason of each by its span id; `kept` counts what speaks against
     calls that train all the same; `other_agents` are the names of the agents that were not chosen to be trained.
     `outcome` says it in a word, or how the rollout ended if it did not succeed. `clock_skew` is by how many seconds the
-    agent's clock was ahead of the gateway's, None where nothing tells."""
+    agent's clock was ahead of the gateway's, None where nothing tells. `breaks` are the calls that should continue an
+    earlier one and do not, where they were looked for (`data/continuity.py`)."""
 
     rollout: Rollout
     transitions: tuple[Transition, ...]
@@ -101,6 +105,7 @@ class TracedRollout:
     kept: Counter[str] = field(default_factory=Counter[str])
     outcome: Outcome = "trainable"
     clock_skew: float | None = None
+    breaks: tuple[Break, ...] = ()
 
 
 def trace_rollout(

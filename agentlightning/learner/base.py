@@ -9,10 +9,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, get_args
 
 from agentlightning.data.sequences import Aggregation, TrainingSequence
 from agentlightning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentlightning.data.token_bytes import TokenBytes
 
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 LossKind: TypeAlias = Literal["ppo_clip", "policy_gradient", "importance_sampling", "gspo", "cispo"]
@@ -102,6 +105,11 @@ class Learner(Protocol):
 
     @property
     def mismatch_tolerance(self) -> float: ...
+
+    @property
+    def token_bytes(self) -> TokenBytes | None:
+        """What the policy's tokens spell; None where its tokenizer does not tell."""
+        ...
 
     def step(self, batch: Sequence[TrainingSequence], loss: Loss) -> dict[str, float]:
         """One optimiser step; blocks. Returns metrics: loss, grad_norm, ratio and KL statistics, entropy, tokens

@@ -10,6 +10,7 @@ import copy
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
@@ -18,10 +19,12 @@ import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentlightning.data.sequences import MicroBatch, TrainingSequence, aggregation_weights, micro_batches
+from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner import losses
@@ -64,6 +67,11 @@ class TorchLearner:
     @property
     def mismatch_tolerance(self) -> float:
         return MISMATCH_TOLERANCE.get(self.model.dtype, MISMATCH_TOLERANCE[torch.float32])
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes | None:
+        tokenizer = getattr(self.policy.tokenizer, "backend_tokenizer", None)
+        return TokenBytes(tokenizer) if isinstance(tokenizer, Tokenizer) else None
 
     def step(self, batch: Sequence[TrainingSequence], loss: Loss) -> dict[str, float]:
         """See `Learner.step`. The gradient is that of Σ weights · loss over the whole batch."""

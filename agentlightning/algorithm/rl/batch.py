@@ -10,17 +10,22 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.call_filter import CallFilter
+from agentlightning.data.continuity import continuity
 from agentlightning.data.credit.table import RewardedGroup
 from agentlightning.data.sequences import TrainingSequence, build_sequences
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.store.base import LightningStore
+
+if TYPE_CHECKING:
+    from agentlightning.data.drift_kinds import Classifier
+    from agentlightning.data.token_bytes import TokenBytes
 
 BATCHES_FILE: Final = "batches.jsonl"  # in the run's directory, one `RecordedBatch` a line
 
@@ -44,19 +49,29 @@ class Batch:
 
 
 async def trace_group(
-    store: LightningStore, rollout_ids: Sequence[str], algorithm: Reinforcement, model: str
+    store: LightningStore,
+    rollout_ids: Sequence[str],
+    algorithm: Reinforcement,
+    model: str,
+    token_bytes: TokenBytes | None = None,
 ) -> list[TracedRollout]:
-    """What the store holds of these finished rollouts, as `algorithm` sees it when it trains `model`."""
+    """What the store holds of these finished rollouts, as `algorithm` sees it when it trains `model`. With the bytes of
+    its tokens more is told of why prompts break."""
     rollouts = {rollout.rollout_id: rollout for rollout in await store.query_rollouts(rollout_id_in=rollout_ids)}
-    return [
-        trace_rollout(
-            rollouts[name],
-            await store.query_spans(name, "latest"),
-            calls=CallFilter(models=(model,), agents=algorithm.agents),
-            reward=algorithm.reward,
-        )
-        for name in rollout_ids
-    ]
+    calls = CallFilter(models=(model,), agents=algorithm.agents)
+    classifier = _classifier(token_bytes) if token_bytes else None
+    traced: list[TracedRollout] = []
+    for name in rollout_ids:
+        spans = await store.query_spans(name, "latest")
+        one = trace_rollout(rollouts[name], spans, calls=calls, reward=algorithm.reward)
+        traced.append(replace(one, breaks=continuity(one.transitions, spans, classifier).breaks))
+    return traced
+
+
+def _classifier(token_bytes: TokenBytes) -> Classifier:
+    from agentlightning.data.drift_kinds import Classifier  # tokenizers may be missing where nothing is trained
+
+    return Classifier(token_bytes)
 
 
 def make_batch(algorithm: Reinforcement, groups: Sequence[Sequence[TracedRollout]]) -> Batch:
@@ -87,7 +102,7 @@ def make_batch(algorithm: Reinforcement, groups: Sequence[Sequence[TracedRollout
         "calls_excluded": float(sum(excluded.values())),
         "sequences": float(len(sequences)),
     }
-    return Batch(sequences, metrics | _by_name(rollouts, excluded))
+    return Batch(sequences, metrics | _by_name(rollouts, excluded) | _unmerged(rollouts))
 
 
 def minibatches(
@@ -120,3 +135,13 @@ def _by_name(rollouts: Sequence[TracedRollout], excluded: Counter[str]) -> dict[
         | {f"excluded/{reason}": float(count) for reason, count in excluded.items()}
         | {f"rewards_lost/{reason}": float(count) for reason, count in lost.items()}
     )
+
+
+def _unmerged(rollouts: Sequence[TracedRollout]) -> dict[str, float]:
+    """The share of rollouts with a call that should continue another and does not, and such calls by kind and agent."""
+    breaks = [found for traced in rollouts for found in traced.breaks]
+    kinds = Counter(found.kind for found in breaks)
+    by_agent = Counter(f"{found.agent}/{found.kind}" for found in breaks if found.agent)
+    return {"unmerged/rollouts": sum(bool(traced.breaks) for traced in rollouts) / max(1, len(rollouts))} | {
+        f"unmerged/{name}": float(count) for name, count in (*kinds.items(), *by_agent.items())
+    }

@@ -91,6 +91,7 @@ class Groups:
         self._lineage: list[int] = [0]
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
+        self._token_bytes = context.learner.token_bytes if context.learner else None
 
     # --- what a checkpoint keeps ---
 
@@ -203,7 +204,9 @@ class Groups:
             while True:
                 for group in await store.complete_groups_after(run_id, self._cursor, timeout=30.0):
                     if group.group_id in self._begun:  # those of an abandoned lineage pass by unused
-                        rollouts = await trace_group(store, group.rollout_ids, self.algorithm, self.context.model_name)
+                        rollouts = await trace_group(
+                            store, group.rollout_ids, self.algorithm, self.context.model_name, self._token_bytes
+                        )
                         self._take_in(group, tuple(rollouts))
                     self._cursor = max(self._cursor, group.finished_index or 0)
                 if self.algorithm.refills:

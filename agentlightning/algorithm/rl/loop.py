@@ -210,6 +210,8 @@ class Loop:
         self.learning = False
         mean = {name: sum(one[name] for one in history) / len(history) for name in history[0]}
         counts = {name: sum(one[name] for one in history) for name in mean if name.startswith("tokens")}
+        saved, computed = (counts[f"tokens_{name}"] for name in ("saved", "computed"))
+        counts["tree_savings"] = saved / (saved + computed)
         return mean | counts | self._mismatch(history[0]["max_ratio_error"], step)
 
     @asynccontextmanager
@@ -354,7 +356,8 @@ class Loop:
         """A group of the experience, from the store."""
         group = await self.context.store.get_group(self.groups.name(ticket))
         names = () if group is None else group.rollout_ids
-        traced = await trace_group(self.context.store, names, self.algorithm, self.context.model_name)
+        store, model, token_bytes = self.context.store, self.context.model_name, self.learner.token_bytes
+        traced = await trace_group(store, names, self.algorithm, model, token_bytes)
         return CompleteGroup(ticket, 0, tuple(traced))
 
     async def _abandon_failures(self) -> None:

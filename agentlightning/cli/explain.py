@@ -1,0 +1,228 @@
+"""The command that shows one rollout as learning sees it: `agl data explain`.
+
+This module reads a store and prints; what is explained is the business of `agentlightning.data.explanation`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+import msgspec
+
+from agentlightning.cli.drift import load_chat, visible
+from agentlightning.cli.rollouts import newest_store
+from agentlightning.cli.store import open_store, run
+from agentlightning.errors import NotFoundError
+from agentlightning.types import Order, Rollout, Run
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from agentlightning.data.call_filter import CallFilter
+    from agentlightning.data.drift_kinds import Classifier
+    from agentlightning.data.explanation import ExplainedBreak, ExplainedCall, Explanation
+    from agentlightning.data.rewards import RewardSpec
+    from agentlightning.store.base import LightningStore
+
+_LOOKED_THROUGH: Final = 1000  # rollouts, for one whose id is nearly that which was asked for
+_FILE: Final = "tokenizer.json"
+
+
+@click.command()
+@click.argument("rollout_id", metavar="ROLLOUT")
+@click.argument("address", metavar="[STORE]", required=False)
+@click.option("--tokenizer", "source", metavar="ID|DIR", help="The model's; default the run's own, beside its store.")
+@click.option("--server", metavar="URL", help="The `agl server` that has the store open, instead of STORE.")
+@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def explain(
+    rollout_id: str, address: str | None, source: str | None, server: str | None, key: str | None, as_json: bool
+) -> int:
+    """Show a rollout as learning sees it: which calls train, how they go on from one another, and where they do not.
+
+    STORE is a SQLite file or a postgresql:// URL; default the newest of agentlightning.sqlite and runs/*."""
+
+    async def work() -> None:
+        place = address if server or address else newest_store()
+        async with open_store(place, server, key) as store:
+            explanation, classifier = await _explanation(store, rollout_id, source or _own_tokenizer(place))
+        if as_json:
+            click.echo(msgspec.json.encode(explanation))
+            return
+        _show(explanation, classifier)
+
+    return run(work())
+
+
+def _own_tokenizer(place: str | None) -> str | None:
+    """The directory with the weights that a run in this place started from."""
+    start = Path(place or "").parent / "start"
+    return str(start) if place and (start / _FILE).is_file() else None
+
+
+async def _explanation(
+    store: LightningStore, rollout_id: str, source: str | None
+) -> tuple[Explanation, Classifier | None]:
+    from agentlightning.data.explanation import explain_rollout
+    from agentlightning.data.transitions import trace_rollout
+
+    rollout = await store.get_rollout_by_id(rollout_id)
+    if rollout is None:
+        raise NotFoundError(f"there is no rollout {rollout_id!r} in this store; {await _nearest(store, rollout_id)}")
+    spans = await store.query_spans(rollout_id, "latest")
+    calls, reward = _as_trained(await _run_of(store, rollout))
+    classifier = None if source is None else _classifier(source)
+    return explain_rollout(trace_rollout(rollout, spans, calls=calls, reward=reward), spans, classifier), classifier
+
+
+async def _nearest(store: LightningStore, rollout_id: str) -> str:
+    newest = Order(field="start_time", descending=True)
+    page = await store.page_rollouts(None, [newest], limit=_LOOKED_THROUGH)
+    close = difflib.get_close_matches(rollout_id, [one.rollout_id for one in page.items], n=1)
+    return f"did you mean {close[0]!r}?" if close else "`agl rollouts list` lists them"
+
+
+async def _run_of(store: LightningStore, rollout: Rollout) -> Run | None:
+    return next((one for one in await store.query_runs() if one.run_id == rollout.run_id), None)
+
+
+def _as_trained(run: Run | None) -> tuple[CallFilter, RewardSpec]:
+    """Which calls the rollout's run trained, and what its reward was made of; of one without a run that trains, all."""
+    from agentlightning.data.call_filter import EVERY_CALL, CallFilter
+    from agentlightning.data.rewards import PLAIN, RewardSpec
+
+    config: dict[str, Any] = run.manifest.get("config", {}) if run else {}
+    algorithm = config.get("algorithm")
+    if not isinstance(algorithm, dict) or "reward" not in algorithm:
+        return EVERY_CALL, PLAIN
+    named = {name: algorithm[name] for name in CallFilter.__dataclass_fields__ if name in algorithm}
+    calls = msgspec.convert({**named, "models": [config["model_name"]]}, CallFilter)
+    return calls, msgspec.convert(algorithm["reward"], RewardSpec)
+
+
+def _classifier(source: str) -> Classifier:
+    from tokenizers import Tokenizer
+
+    from agentlightning.data.drift_kinds import Classifier
+    from agentlightning.data.token_bytes import TokenBytes
+
+    file = Path(source) / _FILE
+    if file.is_file():  # without transformers, which takes seconds to load
+        return Classifier(TokenBytes(Tokenizer.from_file(str(file))))
+    return Classifier(load_chat(source).token_bytes)
+
+
+# --- what is shown ------------------------------------------------------------------------------------------------
+
+
+def _show(explanation: Explanation, classifier: Classifier | None) -> None:
+    from rich.console import Console
+
+    rollout = explanation.rollout
+    print(f"rollout {visible(rollout.rollout_id)}: {rollout.status}, {explanation.outcome}, {_reward(explanation)}")
+    if explanation.calls:
+        # Wide rather than cut: what stands in it is there to be copied.
+        table = _calls(explanation.calls)
+        console = Console(width=max(Console().width, Console(width=10_000).measure(table).maximum), highlight=False)
+        console.print(table)
+    for line in (*_conversations(explanation), *_sizes(explanation)):
+        print(line)
+    for found in explanation.breaks:
+        print("\n".join(["", *_break(found)]))
+    if classifier is None and explanation.breaks:
+        print("\nwith --tokenizer these are texts, and more kinds are told")
+
+
+def _reward(explanation: Explanation) -> str:
+    terms = " ".join(f"{value:+g} {visible(name)}" for name, value in explanation.reward_terms.items())
+    lost = ", ".join(f"{count} {reason}" for reason, count in explanation.rewards_lost.items())
+    total = "no reward" if explanation.reward is None else f"reward {explanation.reward:g} = {terms}"
+    return f"{total}{f'; rewards lost: {lost}' if lost else ''}"
+
+
+def _calls(calls: Sequence[ExplainedCall]) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in (
+        "call",
+        "agent",
+        "model",
+        "prompt",
+        "shared",
+        "new",
+        "sampled",
+        "version",
+        "trained",
+        "reward",
+        "tools",
+    ):
+        left = name in ("agent", "model", "trained", "tools")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for call in calls:
+        shared = call.shared if call.shared and call.shared.tokens else None
+        versions = sorted(set(call.versions or ()))
+        trained = f"no: {call.left_out}" if call.left_out else "yes" + ", cut" * (call.finish_reason == "length")
+        row = (
+            str(call.call_index),
+            call.agent or "",
+            call.model or "",
+            f"{call.prompt_tokens:,}",
+            f"{shared.tokens:,} of {shared.call_index}" if shared else "",
+            f"{call.prompt_tokens - (shared.tokens if shared else 0):,}",
+            f"{call.sampled_tokens:,}",
+            "–".join(map(str, versions)),
+            trained,
+            "" if call.reward is None else f"{call.reward:+g}",
+            ", ".join(f"{name} {'ok' if status > 0 else 'failed'}" for name, status in call.tools),
+        )
+        table.add_row(*(Text(visible(cell)) for cell in row))
+    return table
+
+
+def _conversations(explanation: Explanation) -> Iterator[str]:
+    """`0 → 1 ✗ 3`: 1 continues 0, 3 should continue a call and does not; after a comma, it continues another call."""
+    broken = {one.found.call_index for one in explanation.breaks}
+    trained = [call for call in explanation.calls if call.conversation is not None]
+    ordered = sorted(trained, key=lambda call: (call.conversation, call.call_index))
+    for number, group in groupby(ordered, key=lambda call: call.conversation):
+        calls = list(group)
+        line = str(calls[0].call_index)
+        for before, call in pairwise(calls):
+            follows = call.continues == before.call_index
+            line += " ✗ " if call.call_index in broken else " → " if follows else ", "
+            line += (
+                str(call.call_index)
+                if call.continues is None or follows
+                else f"{call.call_index} (from {call.continues})"
+            )
+        yield f"conversation {number}  {visible(calls[0].agent or '')}  {line}"
+
+
+def _sizes(explanation: Explanation) -> Iterator[str]:
+    for size in explanation.levels:
+        rows = f"{size.sequences:,} row{'s' * (size.sequences != 1)}"
+        yield f"level {size.level:<10}  {rows:>9}  {size.tokens:>9,} tokens  {size.saved:6.1%} saved"
+
+
+def _break(one: ExplainedBreak) -> list[str]:
+    found = one.found
+    sides = [
+        texts or tuple(map(str, ids))
+        for texts, ids in ((one.before, found.before), (one.recorded, found.recorded), (one.anew, found.found))
+    ]
+    before, recorded, anew = ("·".join(map(visible, side)) for side in sides)
+    return [
+        f"call {found.call_index} should continue call {found.earlier}, and is other from token {found.position:,} on, "
+        f"in that call's {found.inside}: {found.kind}",
+        f"    recorded  {before} » {recorded}",
+        f"    prompt    {before} » {anew}",
+        f"    {one.suggestion}",
+    ]
