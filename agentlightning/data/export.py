@@ -123,7 +123,7 @@ def dpo_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
             }
             sides = (problem([*better.messages, call.answer], better.tools) for call in (better, worse))
             _add(found, "pairs", line, next(filter(None, sides), None))
-    return found
+    return Lines(found.lines, +found.left_out)  # without the reasons that were none
 
 
 def _kept(group: Sequence[Recorded], wanted: Wanted, left_out: Counter[str]) -> Iterator[Recorded]:
