@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import runpy
+from pathlib import Path
 
 import numpy as np
 from hypothesis import given, settings
@@ -159,3 +161,12 @@ def test_what_training_each_call_alone_would_compute_is_known_at_every_level() -
     calls = [credited([1, 2], [3]), credited([1, 2, 3, 4], [5, 6])]
     for level in ("transition", "tree", "trajectory"):
         assert sum(sequence.tokens_alone for sequence in build_sequences(calls, level)) == 3 + 6
+
+
+def test_the_page_on_traces_shows_what_the_code_computes() -> None:
+    root = Path(__file__).parents[2]
+    script = runpy.run_path(str(root / "scripts" / "draw_forest.py"))
+    group = script["group"]()
+    assert script["table"](group) in (root / "docs" / "learning-from-traces.md").read_text()
+    for name, picture in script["pictures"](group).items():
+        assert (root / "docs" / "images" / name).read_text() == picture, "draw it anew: python scripts/draw_forest.py"
