@@ -53,6 +53,12 @@ class TrainingSequence:
         return len(self.token_ids)
 
     @property
+    def oldest_version(self) -> int | None:
+        """The oldest policy that sampled a token of it; None where none is known."""
+        known = self.versions[self.versions >= 0]
+        return int(known.min()) if len(known) else None
+
+    @property
     def tokens_alone(self) -> int:
         """How many tokens training each of its transitions by itself would compute."""
         ends = self.positions[np.flatnonzero(np.diff(self.transitions, append=-1))]

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
-from agentlightning.data.call_filter import CallFilter
 from agentlightning.data.continuity import continuity
 from agentlightning.data.credit.table import RewardedGroup
+from agentlightning.data.limits import cut_sequences
 from agentlightning.data.sequences import TrainingSequence, build_sequences
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.store.base import LightningStore
@@ -58,7 +58,7 @@ async def trace_group(
     """What the store holds of these finished rollouts, as `algorithm` sees it when it trains `model`. With the bytes of
     its tokens more is told of why prompts break."""
     rollouts = {rollout.rollout_id: rollout for rollout in await store.query_rollouts(rollout_id_in=rollout_ids)}
-    calls = CallFilter(models=(model,), agents=algorithm.agents)
+    calls = algorithm.call_filter(model)
     classifier = _classifier(token_bytes) if token_bytes else None
     traced: list[TracedRollout] = []
     for name in rollout_ids:
@@ -87,10 +87,10 @@ def make_batch(algorithm: Reinforcement, groups: Sequence[Sequence[TracedRollout
             continue
         for transitions in credited:
             sequences += build_sequences(transitions, algorithm.level)
+    sequences, cuts = cut_sequences(sequences, algorithm.limits)
     rollouts = [traced for group in groups for traced in group]
     rewards = [reward for group in rewarded for reward in group.rewards]
     calls = [transition for traced in rollouts for transition in traced.transitions]
-    excluded = sum((traced.excluded for traced in rollouts), Counter[str]())
     metrics = {
         "reward": sum(rewards) / max(1, len(rewards)),
         "rollouts": float(len(rollouts)),
@@ -99,10 +99,14 @@ def make_batch(algorithm: Reinforcement, groups: Sequence[Sequence[TracedRollout
         "sampled_tokens": float(sum(len(call.response_ids) for call in calls)),
         "groups_too_few_rewarded": float(len(groups) - len(enough)),
         "groups_without_variance": float(flat),
-        "calls_excluded": float(sum(excluded.values())),
+        "calls_excluded": float(sum(traced.excluded.total() for traced in rollouts)),
+        "clock_skew_seconds": max((traced.clock_skew or 0.0 for traced in rollouts), key=abs, default=0.0),
         "sequences": float(len(sequences)),
     }
-    return Batch(sequences, metrics | _by_name(rollouts, excluded) | _unmerged(rollouts))
+    versions = [version for one in sequences if (version := one.oldest_version) is not None]
+    if versions:
+        metrics["policy_version_oldest"] = float(min(versions))
+    return Batch(sequences, metrics | _by_name(rollouts) | _named("cut", cuts) | _unmerged(rollouts))
 
 
 def minibatches(
@@ -126,15 +130,20 @@ def rewarded_group(group: Sequence[TracedRollout], unrewarded: str | float) -> R
     return RewardedGroup([transitions for transitions, _ in pairs], [reward for _, reward in pairs])
 
 
-def _by_name(rollouts: Sequence[TracedRollout], excluded: Counter[str]) -> dict[str, float]:
-    """The mean of each part of the rewards, and what was left out, by reason."""
+def _by_name(rollouts: Sequence[TracedRollout]) -> dict[str, float]:
+    """The mean of each part of the rewards; what rollouts came to, and what was left out or kept, by reason."""
     parts = [traced.reward_terms for traced in rollouts if traced.reward_terms]
-    lost = sum((traced.rewards_lost for traced in rollouts), Counter[str]())
     return (
         {f"reward/{name}": sum(terms[name] for terms in parts) / len(parts) for name in (parts[0] if parts else ())}
-        | {f"excluded/{reason}": float(count) for reason, count in excluded.items()}
-        | {f"rewards_lost/{reason}": float(count) for reason, count in lost.items()}
+        | _named("rollouts", Counter(traced.outcome for traced in rollouts))
+        | _named("excluded", *(traced.excluded for traced in rollouts))
+        | _named("kept", *(traced.kept for traced in rollouts))
+        | _named("rewards_lost", *(traced.rewards_lost for traced in rollouts))
     )
+
+
+def _named(what: str, *counts: Counter[str]) -> dict[str, float]:
+    return {f"{what}/{name}": float(count) for name, count in sum(counts, Counter[str]()).items()}
 
 
 def _unmerged(rollouts: Sequence[TracedRollout]) -> dict[str, float]:

@@ -15,8 +15,9 @@ from typing import Any, Final, Literal
 
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.evaluation import Evaluation
-from agentlightning.data.agents import agent_pattern
+from agentlightning.data.call_filter import CallFilter
 from agentlightning.data.credit.table import RewardedGroup
+from agentlightning.data.limits import TrajectoryLimits, read_trace_aggregator
 from agentlightning.data.references import load_reference
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.sequences import Aggregation, CreditedTransition, Level, build_sequences
@@ -39,7 +40,9 @@ class Reinforcement(abc.ABC):
     `reference` keeps a copy of the starting weights; straying from it costs `kl_coefficient` (0.04 by default).
     `reward` says what R is made of, `loss` how an advantage becomes a loss (`learner/losses.py`).
     `unrewarded` says what a rollout without a reward counts for: left out of its group, or a stated reward.
-    `agents` are the names of the agents to train, as in `"writer|rewriter"`; without it all are.
+    `agents` are the names of the agents to train, as in `"writer|rewriter"`; without it all are. Which of their calls
+    train is said by `keep`, `train_truncated`, `max_prompt_length` and `max_response_length` (`CallFilter`).
+    `trace_aggregator` is 0.3's way to give `level`, and limits of trajectories (`data/limits.py`).
     With `max_staleness` K rollouts, training and evaluation go on at once: a step trains on the first groups that are
     complete, sampled at most K publications ago; what is older is dropped. With 0 a step trains on rollouts of the
     very weights it changes. With K, or with `dynamic_sampling` (DAPO, arXiv:2503.14476), a group that teaches nothing
@@ -70,6 +73,11 @@ class Reinforcement(abc.ABC):
     max_tokens: int | None = None
     unrewarded: Literal["exclude"] | float = "exclude"
     agents: str | None = None
+    keep: tuple[str, ...] = ()
+    train_truncated: bool = True
+    max_prompt_length: int | None = None
+    max_response_length: int | None = None
+    trace_aggregator: dict[str, Any] | None = None
     max_staleness: int = 0
     dynamic_sampling: bool = False
     difficulty: tuple[float, float] | None = None
@@ -100,7 +108,8 @@ class Reinforcement(abc.ABC):
             raise ConfigError(f"unrewarded is {self.unrewarded}; give 'exclude', or a finite reward")
         if self.kl_coefficient and not self.reference:
             raise ConfigError("kl_coefficient pulls towards a reference policy; set reference=True to keep one")
-        self.agent_pattern = None if self.agents is None else agent_pattern(self.agents)
+        self.call_filter()
+        self.limits = self._read_limits()
         if self.loss == "policy_gradient" and self.minibatches > 1:
             raise ConfigError(
                 f"loss 'policy_gradient' is right for the weights that sampled, and {self.minibatches} minibatches "
@@ -108,6 +117,26 @@ class Reinforcement(abc.ABC):
             )
         self.make_loss()  # refuses settings out of range now, rather than after the first rollouts
         build_sequences((), self.level)  # and a level that there is not
+
+    def _read_limits(self) -> TrajectoryLimits:
+        if self.trace_aggregator is None:
+            return TrajectoryLimits()
+        level, limits = read_trace_aggregator(self.trace_aggregator)
+        if self.level not in ("trajectory", level):
+            raise ConfigError(f"level is {self.level!r} and trace_aggregator.level {level!r}; give one of them")
+        self.level = level
+        return limits
+
+    def call_filter(self, *models: str) -> CallFilter:
+        """Which calls train, of these models, or without any of all. ConfigError for settings out of range."""
+        return CallFilter(
+            models=models or None,
+            agents=self.agents,
+            keep=self.keep,
+            train_truncated=self.train_truncated,
+            max_prompt_length=self.max_prompt_length,
+            max_response_length=self.max_response_length,
+        )
 
     def _check_flow(self) -> None:
         """What is said of the order and the age of groups, refused where it cannot be."""
