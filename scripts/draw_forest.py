@@ -198,7 +198,7 @@ def mask_picture(calls: Sequence[CreditedTransition]) -> str:
             yield f'<path class="line" d="M{x:g} {y + CELL * stop - 0.5:g}h{CELL * size}"/>'
             yield f'<path class="line" d="M{x + CELL * stop - 0.5:g} {y:g}v{CELL * size}"/>'
         right = x + CELL * (size + 1)
-        legend = (("sampled", "its own branch: causal"), ("path", "its path: all of it"), ("none", "nobody it follows"))
+        legend = (("sampled", "its own branch: causal"), ("path", "its path: all of it"), ("none", "not seen"))
         yield text(right, y + 11, "each row sees:")
         for line, (kind, words) in enumerate(legend, 1):
             yield cell(right, y + 22 * line, kind) + text(right + 20, y + 22 * line + 11, words)
