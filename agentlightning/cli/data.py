@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
 import click
 import msgspec
 
+from agentlightning.cli.explain import explain
 from agentlightning.cli.rollouts import newest_store
 from agentlightning.cli.store import open_store, run
 from agentlightning.errors import ConfigError, NotFoundError
@@ -33,7 +34,10 @@ _ENDED: Final = ("succeeded", "failed", "cancelled")
 
 @click.group()
 def data() -> None:
-    """Make datasets of what was recorded, and train recorded steps again."""
+    """Make datasets of what was recorded, train recorded steps again, explain a rollout."""
+
+
+data.add_command(explain)
 
 
 # --- which rollouts ----------------------------------------------------------------------------------------------

@@ -124,7 +124,8 @@ def _show(explanation: Explanation, classifier: Classifier | None) -> None:
     from rich.console import Console
 
     rollout = explanation.rollout
-    print(f"rollout {visible(rollout.rollout_id)}: {rollout.status}, {explanation.outcome}, {_reward(explanation)}")
+    said = dict.fromkeys((rollout.mode, rollout.status, explanation.outcome, _reward(explanation)))  # each once
+    print(f"rollout {visible(rollout.rollout_id)}: {', '.join(said)}")
     if explanation.calls:
         # Wide rather than cut: what stands in it is there to be copied.
         table = _calls(explanation.calls)
@@ -139,9 +140,9 @@ def _show(explanation: Explanation, classifier: Classifier | None) -> None:
 
 
 def _reward(explanation: Explanation) -> str:
-    terms = " ".join(f"{value:+g} {visible(name)}" for name, value in explanation.reward_terms.items())
+    terms = " + ".join(f"{visible(name)} {value:g}" for name, value in explanation.reward_terms.items())
     lost = ", ".join(f"{count} {reason}" for reason, count in explanation.rewards_lost.items())
-    total = "no reward" if explanation.reward is None else f"reward {explanation.reward:g} = {terms}"
+    total = "no reward" if explanation.reward is None else f"reward {explanation.reward:g} ({terms})"
     return f"{total}{f'; rewards lost: {lost}' if lost else ''}"
 
 
@@ -164,12 +165,12 @@ def _calls(calls: Sequence[ExplainedCall]) -> Table:
         "reward",
         "tools",
     ):
-        left = name in ("agent", "model", "trained", "tools")
+        left = name in ("agent", "model", "trains", "tools")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
     for call in calls:
         shared = call.shared if call.shared and call.shared.tokens else None
         versions = sorted(set(call.versions or ()))
-        trained = f"no: {call.left_out}" if call.left_out else "yes" + ", cut" * (call.finish_reason == "length")
+        trains = f"no: {call.left_out}" if call.left_out else "yes" + ", cut" * (call.finish_reason == "length")
         row = (
             str(call.call_index),
             call.agent or "",
@@ -179,7 +180,7 @@ def _calls(calls: Sequence[ExplainedCall]) -> Table:
             f"{call.prompt_tokens - (shared.tokens if shared else 0):,}",
             f"{call.sampled_tokens:,}",
             "–".join(map(str, versions)),
-            trained,
+            trains,
             "" if call.reward is None else f"{call.reward:+g}",
             ", ".join(f"{name} {'ok' if status > 0 else 'failed'}" for name, status in call.tools),
         )

@@ -94,7 +94,7 @@ def explain_rollout(traced: TracedRollout, spans: Sequence[Span], classifier: Cl
         reward_terms=dict(traced.reward_terms),
         rewards_lost=dict(traced.rewards_lost),
         calls=tuple(sorted(calls, key=lambda call: call.call_index)),
-        levels=tuple(_sizes(traced.transitions)),
+        levels=tuple(_sizes(traced.transitions)) if traced.transitions else (),
         breaks=tuple(_explained(found, classifier) for found in read.breaks),
     )
 
@@ -149,7 +149,7 @@ def _sizes(transitions: Sequence[Transition]) -> Iterable[LevelSize]:
         rows = [sequence.token_ids for sequence in build_sequences(credited, level)]
         shared = int(prefix_order(rows)[1].sum()) if level == "tree" else 0
         tokens = sum(map(len, rows)) - shared
-        yield LevelSize(level, len(rows), tokens, 1 - tokens / alone if alone else 0.0)
+        yield LevelSize(level, len(rows), tokens, 1 - tokens / alone)
 
 
 def _explained(found: Break, classifier: Classifier | None) -> ExplainedBreak:
