@@ -48,10 +48,20 @@ def flight(name: str) -> tuple[Rollout, list[Span]]:
     prompt = TASK
 
     def add(kind: str, attributes: dict[str, Any], tokens: TokenCapture | None = None) -> None:
-        time = float(len(spans))
-        about = {"trace_id": name, "span_id": f"{name}-{len(spans)}", "sequence_id": len(spans), "name": kind}
-        times = {"start_time": time, "end_time": time + 0.5, "attributes": attributes, "tokens": tokens}
-        spans.append(Span(rollout_id=name, attempt_id="a", **about, **times))
+        number = len(spans)
+        span = Span(
+            rollout_id=name,
+            attempt_id="a",
+            sequence_id=number,
+            trace_id=name,
+            span_id=f"{name}-{number}",
+            name=kind,
+            start_time=float(number),
+            end_time=number + 0.5,
+            attributes=attributes,
+            tokens=tokens,
+        )
+        spans.append(span)
 
     for index, turn in enumerate(FLIGHTS[name]):
         said, observed = TURNS[turn]
@@ -235,10 +245,19 @@ def levels_picture() -> str:
 
 
 def _transition(prompt: str, answer: str) -> Transition:
-    numbers = {"call_index": 0, "choice": 0, "model": "policy", "finish_reason": "stop"}
-    arrays = {"logprobs": np.zeros(len(answer), np.float32), "versions": np.zeros(len(answer), np.int32)}
-    tokens = {"prompt_ids": np.array(ids(prompt), np.int32), "response_ids": np.array(ids(answer), np.int32)}
-    return Transition(rollout_id="r", attempt_id="a", span_id="s", **numbers, **tokens, **arrays)
+    return Transition(
+        rollout_id="r",
+        attempt_id="a",
+        span_id="s",
+        call_index=0,
+        choice=0,
+        model="policy",
+        prompt_ids=np.array(ids(prompt), np.int32),
+        response_ids=np.array(ids(answer), np.int32),
+        logprobs=np.zeros(len(answer), np.float32),
+        versions=np.zeros(len(answer), np.int32),
+        finish_reason="stop",
+    )
 
 
 def pictures(flights: Sequence[TracedRollout]) -> dict[str, str]:
