@@ -14,12 +14,14 @@ from agentlightning.errors import ConfigError
 
 # Name in 0.3 → `module:attribute` that serves in its place.
 RENAMED: Final = {
+    "Adapter": "agentlightning.data.adapters:Adapter",
     "AttemptStatus": "agentlightning.types:AttemptStatus",
     "AttributeValue": "agentlightning.types:AttributeValue",
     "Attributes": "agentlightning.types:Attributes",
     "Dataset": "collections.abc:Sequence",
     "Event": "agentlightning.types:SpanEvent",
     "Link": "agentlightning.types:SpanLink",
+    "LlmProxyTraceToTriplet": "agentlightning.data.adapters:LlmProxyTraceToTriplet",
     "ProxyLLM": "agentlightning.types:LLM",
     "Resource": "agentlightning.types:Resource",
     "ResourceUnion": "agentlightning.types:Resource",
@@ -30,7 +32,11 @@ RENAMED: Final = {
     "SpanLike": "agentlightning.types:Span",
     "StatusCode": "agentlightning.types:StatusCode",
     "TaskInput": "typing:Any",
+    "TraceAdapter": "agentlightning.data.adapters:TraceAdapter",
     "TraceStatus": "agentlightning.types:SpanStatus",
+    "TraceToMessages": "agentlightning.data.adapters:TraceToMessages",
+    "TraceToTripletBase": "agentlightning.data.adapters:TraceToTripletBase",
+    "TracerTraceToTriplet": "agentlightning.data.adapters:TracerTraceToTriplet",
     "Worker": "agentlightning.types:Worker",
     "configure_logger": "agentlightning.compatibility:configure_logger",
     "setup_logging": "agentlightning.compatibility:setup_logging",
@@ -47,11 +53,7 @@ _INSTEAD: Final = {
         "Tracer OtelTracer AgentOpsTracer WeaveTracer DummyTracer get_active_tracer set_active_tracer "
         "clear_active_tracer SpanRecordingContext"
     ),
-    "algorithms read the gateway's exact tokens, so leave the argument out; "
-    "agentlightning.data.transitions.trace_rollout(rollout, spans) gives the transitions of a rollout": (
-        "Adapter TraceAdapter OtelTraceAdapter TraceToTripletBase TracerTraceToTriplet LlmProxyTraceToTriplet "
-        "TraceToMessages"
-    ),
+    "spans come as agl.Span, whatever made them: derive from agl.TraceAdapter": "OtelTraceAdapter",
     "runners, store and algorithm share one process unless `agl server` and `agl runner` are started; leave the "
     "argument out": (
         "ExecutionStrategy ClientServerExecutionStrategy SharedMemoryExecutionStrategy ExecutionEvent ThreadingEvent "

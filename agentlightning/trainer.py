@@ -26,6 +26,7 @@ from agentlightning.algorithm import GRPO, Algorithm, Baseline, NoProgress, Prog
 from agentlightning.algorithm.checkpoints import Checkpoints
 from agentlightning.algorithm.directory import RunDirectory
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
+from agentlightning.algorithm.function import with_adapter
 from agentlightning.algorithm.manifest import make_manifest
 from agentlightning.data.datasets import load_dataset
 from agentlightning.data.references import is_reference
@@ -92,6 +93,7 @@ class Trainer:
         initial_resources: more resources for the agent; a policy being trained is added as `llm`.
         hooks: code that runs around every rollout.
         tracer: `auto` collects what OpenTelemetry's SDK traces in the agent where it is installed; `light` does not.
+        adapter: what a function decorated by `agl.algo` gets as `adapter`, as in Agent Lightning 0.3.
         max_sequence_length: prompt and answer together, in tokens; default the model's own, at most 4096.
         device: where the model is loaded to: `cuda` where there is one, else `cpu`, unless it says `mps` or another.
         threads: torch threads; default 1 for models below 10M parameters, where more only slow it down."""
@@ -115,6 +117,7 @@ class Trainer:
         initial_resources: Mapping[str, Any] | None = None,
         hooks: Sequence[Hook] = (),
         tracer: TracerKind = "auto",
+        adapter: Any = None,
         progress: Progress | None = None,
         max_sequence_length: int | None = None,
         device: str | None = None,
@@ -132,7 +135,7 @@ class Trainer:
             raise ConfigError("server and store exclude each other: with a server, the store is the server's")
         self.model = model
         self.model_name = model_name
-        self.algorithm = algorithm
+        self.algorithm = algorithm if adapter is None else with_adapter(algorithm, adapter)
         self.optimizer = optimizer or AdamW()
         self.n_runners = n_runners
         self.isolation: Isolation = isolation

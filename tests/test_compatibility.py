@@ -145,6 +145,36 @@ async def test_a_function_algorithm_meets_the_runners_in_the_store(tmp_path: Pat
     assert result.stopped_because == "done"
 
 
+async def test_a_function_algorithm_gets_the_trainers_adapter(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    @agl.algo
+    async def look(adapter: Any) -> None:
+        seen.append(adapter)
+
+    mine = agl.TraceToMessages()
+    for number, given in enumerate((None, {"agent_match": "write"}, mine)):
+        trainer = agl.Trainer(algorithm=look, adapter=given, run_dir=tmp_path / str(number))
+        await trainer.fit_async(agent("capitals.py:survives"), [PARIS])
+    assert [one.agent_match for one in seen[:2]] == [None, "write"]
+    assert seen[2] is mine
+
+
+@pytest.mark.parametrize(
+    ("adapter", "said"),
+    [
+        ({"agent_match": "write"}, r"write algorithm=agl.GRPO\(agents='\.\*\(write\)\.\*'\)"),
+        ({"agent_macth": "write"}, "no option 'agent_macth'; did you mean 'agent_match'"),
+        ("agentlightning.adapter.TraceToMessages", "adapter is a str; give an agl.TraceAdapter"),
+        (agl.TraceToMessages(), "Leave it out; say by returns="),
+    ],
+)
+def test_an_adapter_that_would_change_nothing_says_what_to_write(adapter: Any, said: str) -> None:
+    for algorithm in (None, agl.GRPO(), agl.Baseline()):
+        with pytest.raises(ConfigError, match=said):
+            agl.Trainer(model="m", algorithm=algorithm, adapter=adapter)
+
+
 def test_a_function_algorithm_that_cannot_be_run_is_refused() -> None:
     def search(store: Any) -> None: ...
 

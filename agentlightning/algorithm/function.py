@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, cast
 
-from agentlightning.algorithm.base import RunContext
+from agentlightning.algorithm.base import Algorithm, RunContext
+from agentlightning.data.adapters import Adapter, TracerTraceToTriplet
 from agentlightning.errors import ConfigError, nearest
 
-INJECTED = ("store", "train_dataset", "val_dataset", "initial_resources", "context")
+INJECTED = ("store", "train_dataset", "val_dataset", "initial_resources", "adapter", "context")
 
 
 class FunctionAlgorithm:
@@ -20,6 +22,7 @@ class FunctionAlgorithm:
             raise ConfigError(f"{function!r} is not `async def`; an algorithm awaits the store, so write it as one")
         self.function = function
         self.name = function.__name__
+        self.adapter: Adapter[Any, Any] = TracerTraceToTriplet()
         parameters = inspect.signature(function).parameters.values()
         for parameter in parameters:
             if parameter.name not in INJECTED and parameter.default is parameter.empty:
@@ -43,6 +46,7 @@ class FunctionAlgorithm:
             "train_dataset": context.train_tasks,
             "val_dataset": context.val_tasks,
             "initial_resources": latest.resources if latest else {},
+            "adapter": self.adapter,
             "context": context,
         }
         await context.unless_stopped(self.function(**{name: values[name] for name in self._injected}))
@@ -51,6 +55,33 @@ class FunctionAlgorithm:
 def algo(function: Callable[..., Awaitable[None]]) -> FunctionAlgorithm:
     """Make an algorithm of an async function, for `Trainer(algorithm=…)`.
 
-    `store`, `train_dataset`, `val_dataset`, `initial_resources` and `context` are recognised by name and filled in.
-    ConfigError for other parameters without a default."""
+    `store`, `train_dataset`, `val_dataset`, `initial_resources`, `context` and `adapter` (the trainer's, as in Agent
+    Lightning 0.3, else a TracerTraceToTriplet) are recognised by name and filled in. ConfigError for other parameters
+    without a default."""
     return FunctionAlgorithm(function)
+
+
+def with_adapter(algorithm: Algorithm | None, adapter: Any) -> FunctionAlgorithm:
+    """The function, given this adapter of Agent Lightning 0.3, or a TracerTraceToTriplet with these options.
+
+    ConfigError for another algorithm, on which it would have no effect: the message says what to write instead."""
+    if isinstance(adapter, Mapping):
+        options = cast(Mapping[str, Any], adapter)
+        known = inspect.signature(TracerTraceToTriplet).parameters
+        if (unknown := next((name for name in options if name not in known), None)) is not None:
+            raise ConfigError(f"adapter has no option {unknown!r}; {nearest(unknown, known)}")
+        adapter = TracerTraceToTriplet(**options)
+    if not isinstance(adapter, Adapter):
+        raise ConfigError(f"adapter is a {type(adapter).__name__}; give an agl.TraceAdapter, or a mapping of options")
+    if isinstance(algorithm, FunctionAlgorithm):
+        algorithm = copy.copy(algorithm)
+        algorithm.adapter = cast(Adapter[Any, Any], adapter)
+        return algorithm
+    instead = "say by returns=, baseline= and reward= of agl.GRPO how calls are rewarded"
+    if isinstance(adapter, TracerTraceToTriplet) and adapter.agent_match is not None:
+        pattern = f".*({adapter.agent_match}).*"
+        instead = f"write algorithm=agl.GRPO(agents={pattern!r}), or the agents' whole names: agents='writer|rewriter'"
+    raise ConfigError(
+        "adapter is only for functions decorated by agl.algo: other algorithms read the gateway's exact tokens. "
+        f"Leave it out; {instead}"
+    )
