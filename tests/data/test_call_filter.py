@@ -1,0 +1,177 @@
+"""Which calls train, which are left out and why, and what a rollout comes to: bad input has a name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+import agentlightning as agl
+from agentlightning import semconv
+from agentlightning.algorithm.rl.batch import make_batch
+from agentlightning.data.call_filter import KEEPABLE, CallFilter
+from agentlightning.data.transitions import trace_rollout
+from agentlightning.errors import ConfigError
+from agentlightning.gateway import backend, capture
+from agentlightning.gateway.backends import sglang
+from agentlightning.types import SampledChoice, TokenCapture
+from tests.data.test_transitions import call, reward, rollout
+
+
+def sampled(index: int = 0, *, prompt: tuple[int, ...] = (1, 2), **choice: Any) -> Any:
+    given = {"token_ids": (7, 8), "logprobs": (-0.1, -0.2), "finish_reason": "stop", "versions": ((3, 2),)} | choice
+    tokens = TokenCapture(prompt_token_ids=prompt, choices=(SampledChoice(**given),))
+    return msgspec.structs.replace(call(index), tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        ({"prompt": ()}, "no token ids"),
+        ({"token_ids": (), "logprobs": ()}, "no token ids"),
+        ({"logprobs": (-0.1,)}, "ids and logprobs differ in length"),
+        ({"logprobs": (-0.1, math.nan)}, "logprob is not finite"),
+        ({"logprobs": (-0.1, -math.inf)}, "logprob is not finite"),
+        ({"logprobs": (-0.1, 0.5)}, "logprob is above 0"),
+        ({"token_ids": (7, -8)}, "token id is negative"),
+        ({"prompt": (1, -2)}, "token id is negative"),
+    ],
+)
+def test_tokens_that_cannot_be_right_never_train(broken: dict[str, Any], reason: str) -> None:
+    everything = CallFilter(keep=KEEPABLE)
+    traced = trace_rollout(rollout(), [sampled(**broken), reward(1.0)], calls=everything)
+    assert (traced.transitions, traced.excluded, traced.outcome) == ((), {reason: 1}, "nothing trainable")
+    with pytest.raises(ConfigError, match="cannot be kept"):
+        CallFilter(keep=(reason,))
+
+
+def test_a_call_without_any_tokens_is_counted_too() -> None:
+    hosted = msgspec.structs.replace(
+        call(0, **{semconv.CALL_ENDPOINT: "chat/completions", semconv.CALL_FLAG: capture.FAILED}), tokens=None
+    )
+    assert trace_rollout(rollout(), [hosted, sampled(1)]).excluded == {"call failed": 1}
+    assert trace_rollout(rollout(), [hosted], calls=CallFilter(keep=("call failed",))).excluded == {"no token ids": 1}
+
+
+def test_calls_for_embeddings_are_none_of_the_policy() -> None:
+    about = {semconv.GEN_AI_OPERATION: "embeddings", semconv.CALL_ENDPOINT: "embeddings"}
+    assert trace_rollout(rollout(), [msgspec.structs.replace(call(0, **about), tokens=None)]).outcome == "no calls"
+
+
+def test_a_flagged_call_trains_where_its_reason_is_kept_and_is_counted() -> None:
+    flagged = call(0, **{semconv.CALL_FLAG: "ended by a stop string"})
+    traced = trace_rollout(rollout(), [flagged, call(1)], calls=CallFilter(keep=("ended by a stop string",)))
+    assert len(traced.transitions) == 2
+    assert (traced.excluded, traced.kept) == ({}, {"ended by a stop string": 1})
+
+
+def test_every_reason_of_the_gateway_that_leaves_the_tokens_whole_can_be_kept() -> None:
+    reasons = {
+        capture.FAILED, capture.ABORTED, capture.COUNTS_DIFFER, backend.STOPPED_BY_STRING, backend.CONSTRAINED,
+        backend.WEIGHTS_UNKNOWN, sglang.TRUNCATED,
+    }  # fmt: skip
+    assert reasons <= set(KEEPABLE)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"keep": ["ended by stop string"]}, "did you mean 'ended by a stop string'"),
+        ({"keep": "has images"}, "a list of reasons"),
+        ({"max_prompt_length": 0}, "max_prompt_length is 0"),
+        ({"max_response_length": -1}, "max_response_length is -1"),
+        ({"agents": "writer|("}, "no pattern"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_the_algorithm(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        agl.GRPO(**wrong)
+
+
+def test_an_answer_cut_off_at_max_tokens_trains_and_is_counted_unless_it_should_not() -> None:
+    cut = sampled(finish_reason="length")
+    traced = trace_rollout(rollout(), [cut])
+    assert (len(traced.transitions), traced.kept) == (1, {"cut off at max_tokens": 1})
+    left = trace_rollout(rollout(), [cut], calls=CallFilter(train_truncated=False))
+    assert (left.transitions, left.excluded, left.kept) == ((), {"cut off at max_tokens": 1}, {})
+
+
+def test_calls_over_a_limit_are_left_out_whole() -> None:
+    calls = [sampled(0), sampled(1, prompt=(1,) * 9), sampled(2, token_ids=(7,) * 9, logprobs=(-0.1,) * 9)]
+    traced = trace_rollout(rollout(), calls, calls=CallFilter(max_prompt_length=8, max_response_length=8))
+    assert [one.call_index for one in traced.transitions] == [0]
+    assert traced.excluded == {"prompt over max_prompt_length": 1, "response over max_response_length": 1}
+
+
+def test_a_prompt_of_a_hundred_thousand_tokens_is_a_prompt() -> None:
+    (transition,) = trace_rollout(rollout(), [sampled(prompt=tuple(range(100_000)))]).transitions
+    assert (len(transition.prompt_ids), int(transition.prompt_ids[-1])) == (100_000, 99_999)
+
+
+PNG = "iVBORw0KGgo="
+DIGEST = "sha256:4c4b6a3be1314ab86138bef4314dde022e600960d8689a2c8f8631802d20dab6;image/png"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}]}],
+        [{"role": "user", "content": [{"type": "input_image", "image_url": f"data:image/png;base64,{PNG}"}]}],
+        [{"role": "user", "content": [{"type": "tool_result", "content": [
+            {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}]}]}],
+        [{"type": "function_call_output", "output": [
+            {"type": "input_image", "image_url": f"data:image/png;base64,{PNG}"}]}],
+    ],
+)  # fmt: skip
+def test_images_are_referred_to_by_their_bytes_in_every_protocol(messages: Any) -> None:
+    seen = call(0, **{semconv.GEN_AI_INPUT_MESSAGES: msgspec.json.encode(messages).decode()})
+    assert trace_rollout(rollout(), [seen]).excluded == {"has images": 1}
+    (transition,) = trace_rollout(rollout(), [seen], calls=CallFilter(keep=("has images",))).transitions
+    assert transition.images == (DIGEST,)
+
+
+def test_images_elsewhere_are_referred_to_as_they_are_in_order() -> None:
+    content = [
+        {"type": "text", "text": 'an "image_url" of nothing'},
+        {"type": "image_url", "image_url": {"url": "https://a/1.png"}},
+        {"type": "image", "source": {"type": "url", "url": "https://a/2.png"}},
+        {"type": "input_image", "file_id": "file-3"},
+        {"type": "tool_use", "input": {"image_url": "https://a/no.png"}},
+    ]
+    said = msgspec.json.encode([{"role": "user", "content": content}]).decode()
+    (transition,) = trace_rollout(
+        rollout(), [call(0, **{semconv.GEN_AI_INPUT_MESSAGES: said})], calls=CallFilter(keep=("has images",))
+    ).transitions
+    assert transition.images == ("https://a/1.png", "https://a/2.png", "file-3")
+
+
+@pytest.mark.parametrize(
+    ("status", "spans", "outcome"),
+    [
+        ("succeeded", [call(0), reward(1.0)], "trainable"),
+        ("succeeded", [], "no spans"),
+        ("succeeded", [reward(1.0)], "no calls"),
+        ("succeeded", [sampled(prompt=()), reward(1.0)], "nothing trainable"),
+        ("succeeded", [call(0)], "no reward"),
+        ("succeeded", [call(0), reward(math.nan)], "no reward"),
+        ("failed", [call(0), reward(1.0)], "failed"),
+        ("cancelled", [], "cancelled"),
+    ],
+)
+def test_what_a_rollout_comes_to_has_a_name_that_is_counted(status: Any, spans: list[Any], outcome: str) -> None:
+    traced = trace_rollout(rollout(status), spans)
+    assert traced.outcome == outcome
+    metrics = make_batch(agl.GRPO(group_size=2), [[traced, trace_rollout(rollout(), [call(0), reward(0.5)])]]).metrics
+    assert metrics[f"rollouts/{outcome}"] == 1 + (outcome == "trainable")
+
+
+def test_what_was_kept_cut_and_sampled_by_whom_is_in_the_metrics() -> None:
+    algorithm = agl.GRPO(group_size=2, trace_aggregator={"level": "trajectory", "trajectory_max_response_length": 1})
+    rollouts = [trace_rollout(rollout(), [sampled(finish_reason="length"), reward(value)]) for value in (0.0, 1.0)]
+    metrics = make_batch(algorithm, [rollouts]).metrics
+    assert metrics["kept/cut off at max_tokens"] == 2
+    assert metrics["cut/tokens"] == 2
+    assert metrics["policy_version_oldest"] == 3
+    assert metrics["clock_skew_seconds"] == 0
