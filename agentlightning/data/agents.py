@@ -5,7 +5,9 @@ Knows steps and the messages of a call; it does not know what is trained or why.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,7 +18,10 @@ from agentlightning.tracing.steps import Step
 from agentlightning.types import Span
 
 _ROLE: Final = re.compile(r"you are (?:the |an? )?([^.,;:!\n]+)", re.IGNORECASE)
+_DECODER: Final = json.JSONDecoder()
+_BETWEEN: Final = re.compile(r"[\s,]*")
 _LONGEST_NAME: Final = 60
+_LONGEST_LINE: Final = 1000  # of which a name is read
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ def agent_of(step: Step) -> AgentName:
     if step.agent:
         names = (step.agent,) if alias is None else (step.agent, alias)
         return AgentName(names, names)
-    line = next((line.strip() for line in _system_prompt(step.span).splitlines() if line.strip()), "")
+    line = _system_prompt(step.span).lstrip()[:_LONGEST_LINE].partition("\n")[0].rstrip()
     found = _ROLE.match(line)
     role = (found[1] if found else line).strip()[:_LONGEST_NAME]
     names = tuple(name for name in (alias, role) if name)
@@ -74,9 +79,21 @@ def _system_prompt(call: Span) -> str:
     request = mapping(json_of(text_of(call, semconv.CALL_REQUEST)))
     said = request.get("system") or request.get("instructions")
     if not said:
-        messages = map(mapping, items(json_of(text_of(call, semconv.GEN_AI_INPUT_MESSAGES))))
+        messages = map(mapping, _one_by_one(text_of(call, semconv.GEN_AI_INPUT_MESSAGES) or ""))
         said = next((one.get("content") for one in messages if one.get("role") in ("system", "developer")), None)
     return said if isinstance(said, str) else "".join(_texts(said))
+
+
+def _one_by_one(messages: str) -> Iterator[Any]:
+    """The items of a JSON array, each decoded when it is asked for: the system prompt is mostly the first message."""
+    at = 1 if messages.startswith("[") else len(messages)
+    while at < len(messages):
+        try:
+            item, end = _DECODER.raw_decode(messages, at)
+        except (ValueError, RecursionError):  # also at the closing bracket
+            return
+        yield item
+        at = _BETWEEN.match(messages, end).end()  # type: ignore[union-attr]  # it matches nothing, too
 
 
 def _texts(content: Any) -> list[str]:

@@ -6,6 +6,7 @@ reasons (`agentlightning.call.untrainable`) are named here again, because whoeve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
@@ -98,8 +99,9 @@ def token_problem(
         return NO_TOKEN_IDS
     if len(response_ids) != len(logprobs):
         return LENGTHS_DIFFER
-    if not np.isfinite(logprobs).all():
+    highest, lowest = logprobs.max(), logprobs.min()  # both are NaN where one logprob is
+    if not (math.isfinite(highest) and math.isfinite(lowest)):
         return NOT_FINITE
-    if logprobs.max() > _ROUNDING:
+    if highest > _ROUNDING:
         return NOT_A_LOGPROB
     return NEGATIVE_ID if min(prompt_ids.min(), response_ids.min()) < 0 else None

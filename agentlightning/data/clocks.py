@@ -59,12 +59,13 @@ def _bounds(spans: Sequence[Span]) -> Iterator[tuple[float, float]]:
     for call in calls:
         if (outer := others.get(call.parent_id or "")) is not None:
             yield _around(outer, call)
+    said = [text_of(call, semconv.GEN_AI_OUTPUT_MESSAGES) or "" for call in calls]
     for span in others.values():
         kind = kind_of(span)
         if kind == "call" and (call := answers.get(text_of(span, semconv.GEN_AI_RESPONSE_ID) or "")):
             yield _around(span, call)
         elif kind == "tool" and (told := text_of(span, *TOOL_CALL_IDS)):
-            yield _between(span, f'"{told}"', calls)
+            yield _between(span, f'"{told}"', calls, said)
 
 
 def _around(outer: Span, call: Span) -> tuple[float, float]:
@@ -73,12 +74,14 @@ def _around(outer: Span, call: Span) -> tuple[float, float]:
     return outer.start_time - call.start_time, end - call.end_time
 
 
-def _between(tool: Span, told: str, calls: Sequence[Span]) -> tuple[float, float]:
-    asked = [i for i, call in enumerate(calls) if told in (text_of(call, semconv.GEN_AI_OUTPUT_MESSAGES) or "")]
+def _between(tool: Span, told: str, calls: Sequence[Span], said: Sequence[str]) -> tuple[float, float]:
+    """`said` are the answers of the calls."""
+    asked = [index for index, answer in enumerate(said) if told in answer]
     if len(asked) != 1:  # some servers count the ids of tool calls from 0 in each answer
         return -math.inf, math.inf
     later = calls[asked[0] + 1 :]
-    answered = next((one for one in later if told in (text_of(one, semconv.GEN_AI_INPUT_MESSAGES) or "")), None)
+    sent = ((one, text_of(one, semconv.GEN_AI_INPUT_MESSAGES) or "") for one in later)
+    answered = next((one for one, messages in sent if messages.rfind(told) >= 0), None)  # it is mostly near the end
     low = -math.inf if answered is None else tool.end_time - answered.start_time
     return low, tool.start_time - calls[asked[0]].end_time
 

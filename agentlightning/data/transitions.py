@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -54,8 +55,7 @@ Outcome: TypeAlias = Literal[
 ]
 
 
-@dataclass(frozen=True)
-class Transition:
+class Transition(msgspec.Struct, frozen=True):
     """One sampled answer of the policy.
 
     `prompt_ids` int32[P], `response_ids` int32[T] (EOS included where it was sampled), `logprobs` float32[T] under the
@@ -160,6 +160,7 @@ def _sort_calls(spans: Sequence[Span], steps: Sequence[Step], given: GivenReward
     tools = tool_statuses(steps)
     pattern = None if calls.agents is None else agent_pattern(calls.agents)
     incomplete, discarded = _lacks_a_call(spans), _discarded(spans)
+    plain = ""  # the latest messages without images
     for span in sorted((one for one in spans if one.span_id in names and _samples(one)), key=_call_order):
         agent = names[span.span_id]
         reasons = list(_call_reasons(span, calls, incomplete=incomplete, discarded=_index(span) in discarded))
@@ -168,7 +169,10 @@ def _sort_calls(spans: Sequence[Span], steps: Sequence[Step], given: GivenReward
         transition = None
         if span.tokens is not None and all(map(calls.keeps, reasons)):
             said, earned = tuple(tools.get(span.span_id, ())), given.of_calls.get(span.span_id)
-            transition = _transition(span, span.tokens, agent.name, said, earned)
+            messages = dialects.text_of(span, semconv.GEN_AI_INPUT_MESSAGES)
+            images = image_references(messages, plain)
+            plain = plain if images else messages or ""
+            transition = _transition(span, span.tokens, agent.name, said, earned, images)
             reasons += _token_reasons(transition, calls)
         against = next((reason for reason in reasons if not calls.keeps(reason)), None)
         if against is None and transition is not None and span.tokens is not None:
@@ -274,7 +278,12 @@ def _model(span: Span) -> str:
 
 
 def _transition(
-    span: Span, tokens: TokenCapture, agent: str | None, tools: tuple[ToolStatus, ...], reward: float | None
+    span: Span,
+    tokens: TokenCapture,
+    agent: str | None,
+    tools: tuple[ToolStatus, ...],
+    reward: float | None,
+    images: tuple[str, ...],
 ) -> Transition:
     # With n > 1 nobody can tell which choices the agent used; the first is what every SDK example reads.
     choice = tokens.choices[0] if tokens.choices else SampledChoice(token_ids=(), logprobs=(), finish_reason="abort")
@@ -293,7 +302,7 @@ def _transition(
         agent=agent,
         tools=tools,
         reward=reward,
-        images=image_references(dialects.text_of(span, semconv.GEN_AI_INPUT_MESSAGES)),
+        images=images,
     )
 
 
@@ -301,6 +310,8 @@ def _expand(choice: SampledChoice) -> IntArray:
     """Run-length versions → one per token; ((3, 2), (4, 1)) → [3, 3, 4]. Unknown versions are −1."""
     if sum(count for _, count in choice.versions) != len(choice.token_ids):
         return np.full(len(choice.token_ids), -1, np.int32)
+    if len(choice.versions) == 1:
+        return np.full(len(choice.token_ids), choice.versions[0][0], np.int32)
     return np.repeat(
         np.array([version for version, _ in choice.versions], np.int32),
         np.array([count for _, count in choice.versions], np.int64),
