@@ -7,7 +7,7 @@ transitions and reward), `credit` (GRPO, level tree), `pack` (micro-batches). Th
 done to it: columns read, tokens viewed as arrays.
 
 The adapters get the same rollouts as their own instrumentation would have recorded them, as spans in memory; they are
-compared with `trace` of spans in memory.
+compared with `trace_rollout` of spans in memory. Everything runs on one core.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import numpy as np
 from agentlightning import semconv
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.algorithm.rl.batch import make_batch
+from agentlightning.data.call_filter import CallFilter
 from agentlightning.data.sequences import aggregation_weights, micro_batches
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.learner.base import AdamW
@@ -38,7 +39,8 @@ from agentlightning.types import EnqueueRolloutRequest, SampledChoice, Span, Tok
 CALLS, FIRST_PROMPT, ANSWER, RESULT, GROUP = 6, 1750, 60, 40, 8
 VOCABULARY = 150_000
 TRACER, PROXY = "TracerTraceToTriplet", "LlmProxyTraceToTriplet"
-ADAPTED = {TRACER: 200, PROXY: 50}  # rollouts
+WITHOUT_LOGPROBS = f"{TRACER}, no logprobs"
+ADAPTED = {TRACER: 200, WITHOUT_LOGPROBS: 200, PROXY: 50}  # rollouts
 ENVIRONMENT = ".venv-agentlightning-0.3"
 
 
@@ -47,7 +49,7 @@ ENVIRONMENT = ".venv-agentlightning-0.3"
 
 def _words(token_ids: np.ndarray) -> str:
     """Text of about four letters a token."""
-    return " ".join(format(token_id, "x") for token_id in token_ids.tolist())
+    return " ".join(format(token_id % 4096, "x") for token_id in token_ids.tolist())
 
 
 def rollout_spans(number: int, rollout_id: str, attempt_id: str) -> Iterator[Span]:
@@ -188,7 +190,7 @@ async def pipeline(path: Path) -> dict[str, float]:
     for rollout in sorted(await store.query_rollouts(), key=lambda rollout: rollout.rollout_id):
         spans = await store.query_spans(rollout.rollout_id, "latest")
         lap("read")
-        traced.append(trace_rollout(rollout, spans, models=("policy",)))
+        traced.append(trace_rollout(rollout, spans, calls=CallFilter(models=("policy",))))
         lap("trace")
     groups = [traced[start : start + GROUP] for start in range(0, len(traced), GROUP)]
     batch = make_batch(GRPO(group_size=GROUP, level="tree"), groups).sequences
@@ -215,8 +217,9 @@ async def adapter(path: Path) -> dict[str, float]:
     rollouts = (await store.query_rollouts())[: ADAPTED[TRACER]]
     given = [(rollout, await store.query_spans(rollout.rollout_id, "latest")) for rollout in rollouts]
     await store.close()
+    wanted = CallFilter(models=("policy",))
     started = time.process_time()
-    traced = [trace_rollout(rollout, spans, models=("policy",)) for rollout, spans in given]
+    traced = [trace_rollout(rollout, spans, calls=wanted) for rollout, spans in given]
     seconds = time.process_time() - started
     assert all(len(rollout.transitions) == CALLS and rollout.reward is not None for rollout in traced)
     return {"rollouts_per_cpu_second": len(traced) / seconds}
@@ -249,24 +252,36 @@ def _as_span(span: Span, name: str | None = None, attributes: dict[str, Any] | N
     return {field: getattr(span, field) for field in fields} | said
 
 
-def as_tracer(span: Span) -> dict[str, Any]:
-    """The span as the instrumentation of 0.3's tracer writes it: a message an attribute, ids as lists."""
+def as_tracer(span: Span, logprobs: bool = True) -> dict[str, Any]:
+    """The span as the instrumentation of 0.3's tracer writes it: an attribute for each part of a message, ids as lists,
+    logprobs as OpenAI's JSON."""
     if span.tokens is None:
         return _as_span(span)
-    prompt = json.loads(str(span.attributes[semconv.GEN_AI_INPUT_MESSAGES]))
     (answer,) = json.loads(str(span.attributes[semconv.GEN_AI_OUTPUT_MESSAGES]))
+    choice = span.tokens.choices[0]
+    sampled = [
+        {"token": format(token_id, "x"), "logprob": logprob, "bytes": list(b"%x" % token_id), "top_logprobs": []}
+        for token_id, logprob in zip(choice.token_ids, choice.logprobs, strict=True)
+    ]
     attributes: dict[str, Any] = {
         "gen_ai.request.model": "policy",
         "gen_ai.response.id": span.attributes[semconv.GEN_AI_RESPONSE_ID],
         "prompt_token_ids": span.tokens.prompt_token_ids,
-        "response_token_ids": span.tokens.choices[0].token_ids,
-        "gen_ai.completion.0.role": "assistant",
-        "gen_ai.completion.0.content": answer["content"],
+        "response_token_ids": choice.token_ids,
+        **({"logprobs.content": json.dumps(sampled)} if logprobs else {}),
+        **_flat("gen_ai.completion.0", answer),
     }
-    for number, message in enumerate(prompt):
-        attributes[f"gen_ai.prompt.{number}.role"] = message["role"]
-        attributes[f"gen_ai.prompt.{number}.content"] = message["content"]
+    for number, message in enumerate(json.loads(str(span.attributes[semconv.GEN_AI_INPUT_MESSAGES]))):
+        attributes |= _flat(f"gen_ai.prompt.{number}", message)
     return _as_span(span, "openai.chat.completion", attributes)
+
+
+def _flat(name: str, message: dict[str, Any]) -> dict[str, str]:
+    texts = {f"{name}.{key}": value for key, value in message.items() if isinstance(value, str)}
+    for number, call in enumerate(message.get("tool_calls", ())):
+        asked = {"id": call["id"], "type": call["type"], **call["function"]}
+        texts |= {f"{name}.tool_calls.{number}.{key}": value for key, value in asked.items()}
+    return texts
 
 
 def as_proxy(span: Span) -> dict[str, Any]:
@@ -286,7 +301,7 @@ def adapters_of_0_3(directory: Path) -> dict[str, Any]:
     """Rollouts a CPU second of each adapter, in an environment of their own, which is made if it is not there."""
     root = Path(__file__).parent.parent
     subprocess.run([root / "scripts" / "agentlightning_0_3_env.sh"], cwd=root, check=True)
-    words = {TRACER: as_tracer, PROXY: as_proxy}
+    words = {TRACER: as_tracer, WITHOUT_LOGPROBS: lambda span: as_tracer(span, logprobs=False), PROXY: as_proxy}
     file = directory / "spans.jsonl"
     with file.open("wb") as out:
         for number in range(max(ADAPTED.values())):
@@ -322,8 +337,8 @@ def run(rollouts: int, rounds: int, alone: Any) -> dict[str, Any]:
     for stage in ("read", "trace", "credit", "pack", "together", "floor"):
         print(f"{stage:>9} {best[stage]:>7.2f} CPU s")
     print(f"     peak {best['peak_mib']:>7,.0f} MiB; {best['micro_batches']} micro-batches")
-    print(f"{'trace_rollout':>24} {ours:>8,.0f} rollouts / CPU s")
+    print(f"{'trace_rollout':>36} {ours:>8,.0f} rollouts / CPU s")
     for adapter_name, one in theirs.items():
         speed = one["rollouts_per_cpu_second"]
-        print(f"{adapter_name + ' 0.3':>24} {speed:>8,.0f} rollouts / CPU s   {ours / speed:>6.1f}x", flush=True)
+        print(f"{adapter_name:>36} {speed:>8,.0f} rollouts / CPU s   {ours / speed:>6.1f}x", flush=True)
     return {"stages": best, "trace_rollout": ours, "agentlightning-0.3": theirs}

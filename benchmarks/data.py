@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,8 @@ def main() -> None:
 
     if options.one_stage:
         stage, path = options.one_stage
+        if hasattr(os, "sched_setaffinity"):  # the threads of the store and the loop take turns on one core
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         print(json.dumps(asyncio.run(_store_to_batch.MEASURED[stage](Path(path)))))
         return
     RESULTS.parent.mkdir(exist_ok=True)
