@@ -31,6 +31,20 @@ if TYPE_CHECKING:
 
 _LOOKED_THROUGH: Final = 1000  # rollouts, for one whose id is nearly that which was asked for
 _FILE: Final = "tokenizer.json"
+_COLUMNS: Final = (
+    "call",
+    "agent",
+    "model",
+    "prompt",
+    "shared",
+    "new",
+    "sampled",
+    "version",
+    "trains",
+    "reward",
+    "tools",
+)
+_WORDS: Final = ("agent", "model", "trains", "tools")
 
 
 @click.command()
@@ -152,21 +166,8 @@ def _calls(calls: Sequence[ExplainedCall]) -> Table:
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in (
-        "call",
-        "agent",
-        "model",
-        "prompt",
-        "shared",
-        "new",
-        "sampled",
-        "version",
-        "trained",
-        "reward",
-        "tools",
-    ):
-        left = name in ("agent", "model", "trains", "tools")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name in _WORDS else "right", no_wrap=True)
     for call in calls:
         shared = call.shared if call.shared and call.shared.tokens else None
         versions = sorted(set(call.versions or ()))

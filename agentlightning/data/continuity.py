@@ -37,7 +37,7 @@ SUGGESTIONS: Final[Mapping[BreakKind, str]] = {
     "split": "Serve the policy where token ids go in (the embedded engine, SGLang): answers are repeated in their ids.",
     "special token": "Send answers back as they came, and let special tokens end answers, not stand in them.",
     "turn boundary": "Send answers back with the white space they have, and end turns as the chat template does.",
-    "tool call": "Teach the policy the notation of the chat template, which writes tool calls in its own way.",
+    "tool call": "Teach the policy to write tool calls as the chat template does, which writes their JSON anew.",
     "normalisation": "Send answers back byte by byte: something between changed Unicode's forms, case or white space.",
     "template": "Use a chat template that keeps earlier answers whole, their thinking too, or train at level 'tree'.",
     "string concatenation": "Send the token ids of prompt and answer as the next prompt, or use chat completions.",
