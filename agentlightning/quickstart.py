@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentlightning.algorithm.base import Progress
 from agentlightning.algorithm.curves import draw_learning_curve
-from agentlightning.algorithm.directory import MARK, read_mark
+from agentlightning.algorithm.directory import MARK, START, read_mark
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.algorithm.traces import conversation, first_tool
 from agentlightning.errors import ConfigError, TrainingError
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from agentlightning.learner.policy import Policy
 
 DEFAULT_SEED = 1
-START = "start"  # folder of the policy that training starts from, in the run's directory
 
 
 @dataclass(frozen=True)

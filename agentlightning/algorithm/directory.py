@@ -14,6 +14,7 @@ import msgspec
 from agentlightning.errors import ConfigError, InUseError
 
 MARK = "run.json"
+START = "start"  # folder of the policy that training starts from, where the run made it itself
 
 
 class RunMark(msgspec.Struct):

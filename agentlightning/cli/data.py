@@ -1,4 +1,4 @@
-"""The commands that make something of what was recorded: `agl data export` and `agl data replay`.
+"""The commands that make something of what was recorded: `agl data export`, and `replay` and `explain` beside it.
 
 This module reads command lines and stores, and prints; what a line of a dataset is, is the business of
 `agentlightning.data`.
@@ -19,6 +19,7 @@ import click
 import msgspec
 
 from agentlightning.cli.explain import explain
+from agentlightning.cli.replay import replay
 from agentlightning.cli.rollouts import newest_store
 from agentlightning.cli.store import open_store, run
 from agentlightning.errors import ConfigError, NotFoundError
@@ -37,6 +38,7 @@ def data() -> None:
     """Make datasets of what was recorded, train recorded steps again, explain a rollout."""
 
 
+data.add_command(replay)
 data.add_command(explain)
 
 
@@ -131,18 +133,18 @@ class _Parquet:
 
 
 @contextlib.contextmanager
-def _writing(path: Path, overwrite: bool) -> Generator[BinaryIO]:
-    """A file that takes its name when all is written, and is not there if anything goes wrong."""
-    if path.exists() and not overwrite:
-        raise ConfigError(f"{path} exists already; choose another name, or overwrite it with --force")
+def _writing(path: Path) -> Generator[tuple[BinaryIO, Callable[[], None]]]:
+    """A file that takes its name at the end if it is to be kept, and is not there if anything goes wrong."""
     draft = path.with_name(f"{path.name}-part")
+    kept: list[bool] = []
     try:
         try:
             with draft.open("wb") as file:
-                yield file
+                yield file, lambda: kept.append(True)
                 file.flush()
                 os.fsync(file.fileno())
-            draft.replace(path)
+            if kept:
+                draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
     except OSError as error:
@@ -235,28 +237,43 @@ def export(
         statuses or (_ENDED if everything else ("succeeded",)),
     )
 
+    if out.exists() and not force:
+        raise ConfigError(f"{out} exists already; choose another name, or overwrite it with --force")
+
     async def work() -> None:
         place = None if server else address or newest_store()
-        rollouts = 0
         async with open_store(place, server, key) as store:
-            with _writing(out, force) as file:
-                dataset: _Dataset = _Parquet(file, wanted) if everything else _JsonLines(file, wanted, kind)
-                with contextlib.closing(dataset), _progress() as show:
-                    async for group in _groups(store, where):
-                        dataset.add(group)
-                        rollouts += len(group)
-                        show(f"{rollouts:,} rollouts, {dataset.written:,} {_UNITS[kind]}")
-                if not dataset.written:
-                    raise ConfigError(_nothing(kind, rollouts, dataset.left_out, place or str(server)))
-        if as_json:
-            told = {"file": str(out), _UNITS[kind]: dataset.written, "rollouts": rollouts}
-            print(msgspec.json.encode(told | {"left_out": dict(dataset.left_out)}).decode())
-            return
-        print(f"wrote {dataset.written:,} {_UNITS[kind]} of {rollouts:,} rollouts to {out}")
-        for reason, count in dataset.left_out.most_common():
-            print(f"left out: {count:,} {reason}")
+            rollouts, dataset = await _export(store, where, wanted, kind, out)
+        if not dataset.written:
+            raise ConfigError(_nothing(kind, rollouts, dataset.left_out, place or str(server)))
+        _tell(kind, rollouts, dataset, out, as_json)
 
     return run(work())
+
+
+async def _export(store: LightningStore, where: Filter, wanted: Wanted, kind: str, out: Path) -> tuple[int, _Dataset]:
+    """How many rollouts were read, and what they gave. Without a line there is no file."""
+    rollouts = 0
+    with _writing(out) as (file, keep):
+        dataset: _Dataset = _Parquet(file, wanted) if kind == "parquet" else _JsonLines(file, wanted, kind)
+        with contextlib.closing(dataset), _progress() as show:
+            async for group in _groups(store, where):
+                dataset.add(group)
+                rollouts += len(group)
+                show(f"{rollouts:,} rollouts, {dataset.written:,} {_UNITS[kind]}")
+        if dataset.written:
+            keep()
+    return rollouts, dataset
+
+
+def _tell(kind: str, rollouts: int, dataset: _Dataset, out: Path, as_json: bool) -> None:
+    if as_json:
+        told = {"file": str(out), _UNITS[kind]: dataset.written, "rollouts": rollouts}
+        print(msgspec.json.encode(told | {"left_out": dict(dataset.left_out)}).decode())
+        return
+    print(f"wrote {dataset.written:,} {_UNITS[kind]} of {rollouts:,} rollouts to {out}")
+    for reason, count in dataset.left_out.most_common():
+        print(f"left out: {count:,} {reason}")
 
 
 def _nothing(kind: str, rollouts: int, left_out: Counter[str], place: str) -> str:

@@ -1,0 +1,112 @@
+"""A recorded step is trained again without engine or agents, bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentlightning.algorithm.rl.replay import plan_replay, weights_digest
+from agentlightning.cli.main import run
+from agentlightning.errors import ConfigError
+from agentlightning.store import calls
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import Condition
+from tests import agents
+from tests.test_trainer import TASKS, algorithm, policy, trainer
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps with a checkpoint after each, of which the last two were kept."""
+    directory = tmp_path_factory.mktemp("replay")
+    policy().save(directory / "model")
+    settings: dict[str, Any] = {"model": directory / "model", "seed": 3}
+    three = algorithm(steps=3, checkpoint_every=1, minibatches=2, reference=True)
+    trainer(directory, algorithm=three, **settings).fit(agents.vowels, TASKS)
+    return directory / "run"
+
+
+def summary(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_a_step_trained_again_gives_the_same_bits(finished: Path, tmp_path: Path, capsys: Any) -> None:
+    assert run(["data", "replay", str(finished), "--step", "3", "--out", str(tmp_path / "again"), "--json"]) == 0
+    told = summary(capsys)
+    assert told["equal"] is True
+    assert [(step["step"], len(step["metrics"])) for step in told["steps"]] == [(3, 2)]
+    assert told["sha256"] == weights_digest(tmp_path / "again")
+    assert told["sha256"] != weights_digest(finished / "checkpoints" / "step-000002")
+
+
+def test_all_steps_from_the_first_weights_in_another_process_give_them_too(finished: Path) -> None:
+    command = [sys.executable, "-m", "agentlightning.cli.main", "data", "replay", str(finished), "--steps", "1-3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "starting from the weights before the first step" in done.stdout
+    assert f"bit for bit those of {finished / 'checkpoints' / 'step-000003'}" in done.stdout
+
+
+def test_what_cannot_be_trained_again_is_refused_with_the_reason(finished: Path, tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(ConfigError, match="step 4 is not in"):
+        plan_replay(finished, 4, 4)
+    with pytest.raises(ConfigError, match="a training run writes it"):
+        plan_replay(tmp_path)
+    assert run(["data", "replay", str(finished), "--step", "3-2"]) == 2
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy)
+    gone = json.loads((copy / "batches.jsonl").read_text().splitlines()[-1])["groups"][0]
+
+    async def forget() -> None:
+        store = await SqlStore.open(copy / "store.sqlite")
+        await store.perform(calls.DeleteRollouts(where=Condition("rollout_id", "in", gone)))
+        await store.close()
+
+    asyncio.run(forget())
+    assert run(["data", "replay", str(copy), "--step", "3"]) == 1
+    told = capsys.readouterr().err
+    assert f"{len(gone)} of its 12 rollouts are not in the store" in told and gone[0] in told
+
+
+def test_other_bits_are_told(finished: Path, tmp_path: Path, capsys: Any) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy)
+    weights = copy / "checkpoints" / "step-000003" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(bytes(content))
+    assert run(["data", "replay", str(copy)]) == 1
+    assert "but those of" in capsys.readouterr().out
+
+
+def test_an_algorithm_that_a_run_does_not_tell_is_read_from_its_run_file(
+    finished: Path, tmp_path: Path, capsys: Any
+) -> None:
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(
+        "agent: nobody.py:here\nmodel: nothing\ntrain_dataset: []\n"
+        "algorithm: {name: grpo, group_size: 4, minibatches: 2, reference: true, temperature: 2.0}\n"
+    )
+    assert run(["data", "replay", str(finished), "--step", "3", "--run-file", str(run_file), "--json"]) == 0
+    assert summary(capsys)["equal"] is True
+    run_file.write_text(run_file.read_text().replace("2.0", "1.0"))
+    assert run(["data", "replay", str(finished), "--step", "3", "--run-file", str(run_file), "--json"]) == 1
+    assert summary(capsys)["equal"] is False
+
+
+def test_a_step_whose_loss_is_not_finite_is_named(finished: Path, tmp_path: Path, capsys: Any) -> None:
+    """How a run that ended so is looked at: the step is taken up to the point where it fails, again."""
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(
+        "agent: nobody.py:here\nmodel: nothing\ntrain_dataset: []\n"
+        "algorithm: {name: grpo, group_size: 4, minibatches: 2, reference: true, kl_coefficient: 1.0e+300}\n"
+    )
+    assert run(["data", "replay", str(finished), "--step", "3", "--run-file", str(run_file)]) == 1
+    assert "step 3, optimiser step" in capsys.readouterr().err
