@@ -59,7 +59,7 @@ def is_gateway_call(span: Span) -> bool:
 def kind_of(span: Span) -> Kind:
     if is_gateway_call(span):
         return "call"
-    kinds = [_KINDS[value] for name in _KIND_NAMES if (value := text_of(span, name)) in _KINDS]
+    kinds: list[Kind] = [_KINDS[value] for name in _KIND_NAMES if (value := text_of(span, name)) in _KINDS]
     if kinds:
         return max(kinds, key=_RANK.index)
     if text_of(span, *_TOOL_NAMES):
