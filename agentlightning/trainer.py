@@ -96,7 +96,9 @@ class Trainer:
         adapter: what a function decorated by `agl.algo` gets as `adapter`, as in Agent Lightning 0.3.
         max_sequence_length: prompt and answer together, in tokens; default the model's own, at most 4096.
         device: where the model is loaded to: `cuda` where there is one, else `cpu`, unless it says `mps` or another.
-        threads: torch threads; default 1 for models below 10M parameters, where more only slow it down."""
+        threads: torch threads; default 1 for models below 10M parameters, where more only slow it down.
+        deterministic: the same seed gives the same weights, to the last bit, through kill and resume, if the agent does
+            the same with the same answers. Slower: sequences are sampled one by one."""
 
     def __init__(
         self,
@@ -122,6 +124,7 @@ class Trainer:
         max_sequence_length: int | None = None,
         device: str | None = None,
         threads: int | None = None,
+        deterministic: bool = False,
     ) -> None:
         if n_runners is None:
             n_runners = usual_concurrency(isolation)
@@ -154,6 +157,7 @@ class Trainer:
         self.max_sequence_length = max_sequence_length
         self.device = device
         self.threads = threads
+        self.deterministic = deterministic
 
     # --- the verbs ---
 
@@ -182,6 +186,11 @@ class Trainer:
         """`fit` for code that runs in an event loop already."""
         algorithm = self._default_algorithm()
         self._check_trainable(algorithm)
+        if self.deterministic and _overlaps(algorithm):
+            raise ConfigError(
+                "deterministic=True needs max_staleness=0: where rollouts and steps overlap, which rollout meets which "
+                "weights is a matter of time"
+            )
         train_tasks = load_dataset(train_dataset)
         val_tasks = load_dataset(val_dataset) if val_dataset is not None else []
         return await self._run(agent, algorithm, train_tasks, val_tasks, resume)
@@ -340,7 +349,8 @@ class Trainer:
             max_sequence_length=self.max_sequence_length,
             threads=self.threads,
             seed=self.seed,
-            own_weights=isinstance(algorithm, Reinforcement) and algorithm.max_staleness > 0,
+            own_weights=_overlaps(algorithm),
+            deterministic=self.deterministic,
         )
         stack.callback(served.service.close)
         return served
@@ -421,8 +431,14 @@ class Trainer:
             "max_sequence_length": self.max_sequence_length,
             "device": self.device,
             "threads": self.threads,
+            "deterministic": self.deterministic,
             "time_limit": self.time_limit,
         }
+
+
+def _overlaps(algorithm: Algorithm) -> bool:
+    """Whether rollouts go on while the weights change."""
+    return isinstance(algorithm, Reinforcement) and algorithm.max_staleness > 0
 
 
 async def _check_data(store: LightningStore, run_id: str, manifest: Mapping[str, Any]) -> None:

@@ -64,6 +64,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_sequence_length: int | None = None
     device: str | None = None
     threads: int | None = None
+    deterministic: bool = False
 
 
 def load_agent(agent: str | CommandConfig, isolation: Isolation) -> LitAgent[Any] | Callable[..., Any] | str:

@@ -74,7 +74,9 @@ class Generation:
 class Engine:
     """Samples from `model`, at most `slots` sequences at a time, each of at most `max_sequence_length` tokens.
 
-    `dtype` is that of the model unless given. The key-value cache is allocated once and takes `cache_bytes`;
+    `dtype` is that of the model unless given. With `deterministic` what a request samples depends on it, its seed and
+    the weights alone, to the last bit: sequences are computed one by one, from their first token on, as sums in floating
+    point differ with the shape of what is computed together. The key-value cache is allocated once and takes `cache_bytes`;
     ConfigError where that is above `memory_limit_bytes` or the lengths do not suit the model."""
 
     def __init__(
@@ -87,9 +89,12 @@ class Engine:
         memory_limit_bytes: int | None = None,
         dtype: torch.dtype | None = None,
         prefix_cache: bool = True,
+        deterministic: bool = False,
         seed: int = 0,
     ) -> None:
         self._model = model
+        self._deterministic = deterministic
+        prefix_cache = prefix_cache and not deterministic
         self._eos_token_ids = frozenset(eos_token_ids)
         self.max_sequence_length = max_sequence_length
         self.version = 0
@@ -184,6 +189,9 @@ class Engine:
     def _plan(self) -> list[tuple[Generation, Piece]]:
         """The pieces of prompts to compute now: unfinished sequences first, then newcomers in their order."""
         pieces: list[tuple[Generation, Piece]] = []
+        if self._deterministic:
+            self._plan_one(pieces)
+            return pieces
         budget = PREFILL_TOKENS
         for generation in self._running.values():
             if budget > 0 and not self._decodable(generation):
@@ -195,6 +203,13 @@ class Engine:
         for generation in sorted(newcomers, key=lambda newcomer: newcomer.length):
             budget -= self._plan_piece(generation, budget, pieces)
         return pieces
+
+    def _plan_one(self, pieces: list[tuple[Generation, Piece]]) -> None:
+        unfinished = next((one for one in self._running.values() if not self._decodable(one)), None)
+        if unfinished is None and self._waiting and self._slots.free:
+            unfinished = self._waiting.popleft()
+        if unfinished is not None:
+            self._plan_piece(unfinished, PREFILL_TOKENS, pieces)
 
     def _plan_piece(self, generation: Generation, budget: int, pieces: list[tuple[Generation, Piece]]) -> int:
         """Plan as much of a sequence as the budget allows; how many tokens that is."""
@@ -228,9 +243,13 @@ class Engine:
 
     def _decode(self) -> None:
         ready = sorted(slot for slot, generation in self._running.items() if self._decodable(generation))
-        if not ready:
-            return
-        ready = self._compact(ready)
+        if self._deterministic:
+            for slot in ready:
+                self._decode_slots([slot])
+        elif ready:
+            self._decode_slots(self._compact(ready))
+
+    def _decode_slots(self, ready: list[int]) -> None:
         generations = [self._running[slot] for slot in ready]
         positions = np.array([generation.cached for generation in generations], dtype=np.int64)
         slots = np.array(ready, dtype=np.int64)

@@ -474,3 +474,20 @@ def test_engine_steps_leave_no_trace_in_the_models_autograd() -> None:
     loss = model(torch.tensor([[5, 6, 7]])).logits.sum()
     loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_deterministic_engine_samples_the_same_bits_whatever_else_it_is_doing(family: str) -> None:
+    rng = random.Random(7)
+    model = tiny_model(family)
+    wanted = GenerationRequest(prompt(rng, 40), max_tokens=12, seed=5)
+
+    def sampled(engine: Engine) -> list[SampledToken]:
+        others = [GenerationRequest(prompt(rng, rng.randrange(1, 90)), max_tokens=9) for _ in range(rng.randrange(9))]
+        others += [GenerationRequest([*wanted.prompt_token_ids[:30], 9], max_tokens=3)]  # shares a prefix
+        place = rng.randrange(len(others) + 1)
+        return run(engine, *others[:place], wanted, *others[place:])[place]
+
+    alone = run(make_engine(model, deterministic=True), wanted)[0]
+    busy = make_engine(model, deterministic=True)
+    assert all(sampled(busy) == alone for _ in range(5))
