@@ -129,14 +129,14 @@ def _decorated(function: FunctionT, attributes: Attributes, propagate: bool) -> 
             "Use `with operation():` inside it"
         )
     named: Attributes = {OPERATION_NAME: getattr(function, "__name__", repr(function)), **attributes}
-    signature = inspect.signature(function)
+    arguments = _arguments_of(function)
 
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
         async def run_async(*args: Any, **kwargs: Any) -> Any:
             with Operation(dict(named), propagate) as running:
-                running.set_input(**_arguments(signature, args, kwargs))
+                running.set_input(**arguments(args, kwargs))
                 output = await function(*args, **kwargs)
                 running.set_output(output)
                 return output
@@ -146,7 +146,7 @@ def _decorated(function: FunctionT, attributes: Attributes, propagate: bool) -> 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         with Operation(dict(named), propagate) as running:
-            running.set_input(**_arguments(signature, args, kwargs))
+            running.set_input(**arguments(args, kwargs))
             output = function(*args, **kwargs)
             running.set_output(output)
             return output
@@ -154,19 +154,26 @@ def _decorated(function: FunctionT, attributes: Attributes, propagate: bool) -> 
     return cast(FunctionT, run)
 
 
-def _arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by the names of their parameters, defaults included: `("Oslo", "x")` for `(city, *more, limit=3)` →
-    `{"city": "Oslo", "more.0": "x", "limit": 3}`."""
+def _arguments_of(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
+    """What gives the arguments of a call by the names of their parameters, defaults included: `("Oslo", "x")` for
+    `(city, *more, limit=3)` → `{"limit": 3, "city": "Oslo", "more.0": "x"}`."""
     try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError:  # which the call will raise as well
-        return _numbered("args", args) | {"kwargs": kwargs}
-    bound.apply_defaults()
-    named: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        many = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
-        named |= _numbered(name, value) if many else {name: value}
-    return named
+        signature = inspect.signature(function)
+    except ValueError:  # some of Python's own have none
+        return lambda args, kwargs: _numbered("args", args) | {"kwargs": kwargs}
+    parameters = signature.parameters.values()
+    defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+    many = next((one.name for one in parameters if one.kind is one.VAR_POSITIONAL), "")
+
+    def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:  # which the call will raise as well
+            return _numbered("args", args) | {"kwargs": kwargs}
+        several = _numbered(many, given.pop(many, ()))
+        return defaults | given | several
+
+    return arguments
 
 
 def _numbered(name: str, values: tuple[Any, ...]) -> dict[str, Any]:
@@ -184,12 +191,14 @@ def spread(name: str, value: Any) -> Attributes:
     has no JSON form. What holds more than MAX_VALUES values or MAX_LEVELS levels is one JSON text, and of a text longer
     than MAX_SHOWN the beginning and the end are kept. Nothing is raised: recording must not make a working tool fail.
     """
+    if not isinstance(value, (dict, list)):
+        return {name: _scalar(value)}
     attributes: Attributes = {}
     waiting: list[tuple[str, Any, int]] = [(name, value, 0)]
     held = 0
     while waiting:
         path, part, level = waiting.pop()
-        if not isinstance(part, dict | list):
+        if not isinstance(part, (dict, list)):
             attributes[path] = _scalar(part)
             continue
         group = cast("dict[Any, Any] | list[Any]", part)

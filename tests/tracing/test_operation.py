@@ -193,6 +193,12 @@ def test_a_call_with_wrong_arguments_fails_as_it_would_anyway(call: tuple[Any, .
     assert passed(span) == {"name": "search"} | {f"input.args.{index}": value for index, value in enumerate(call)}
 
 
+def test_a_function_that_tells_no_parameters_has_its_arguments_numbered() -> None:
+    with recording() as tracer:
+        assert operation(max)(1, 2) == 2
+    assert passed(tracer.get_last_trace()[0]) == {"name": "max", "input.args.0": 1, "input.args.1": 2, "output": 2}
+
+
 @pytest.mark.parametrize("value", ["Oslo", 3, [1, 2], {"rows": [{"a": 1}, {"a": [True]}], "n": {"m": 1}}, ["x", 1]])
 def test_what_was_recorded_is_read_back_whichever_way_it_was_written(value: Any) -> None:
     with recording() as tracer, operation() as running:
