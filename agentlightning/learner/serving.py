@@ -61,9 +61,10 @@ def serve_policy(
     threads: int | None = None,
     seed: int = 0,
     own_weights: bool = False,
+    deterministic: bool = False,
 ) -> ServedPolicy:
     """Start an engine for about `concurrency` calls at once. With `own_weights` it samples from a copy, so that the
-    policy may be trained meanwhile.
+    policy may be trained meanwhile. `deterministic` is the engine's.
 
     Fewer slots are taken where the key-value cache would pass 8 GiB; calls beyond them wait. `max_sequence_length`
     defaults to the model's own, at most 4096 tokens."""
@@ -85,6 +86,7 @@ def serve_policy(
         max_sequence_length=length,
         slots=max(1, slots),
         memory_limit_bytes=CACHE_LIMIT_BYTES,
+        deterministic=deterministic,
         seed=seed,
     )
     service = EngineService(engine)
