@@ -14,13 +14,13 @@ from typing import Final
 import msgspec
 
 from agentlightning import semconv
-from agentlightning.tracing.dialects import is_gateway_call, kind_of, text_of
+from agentlightning.tracing.dialects import is_gateway_call, kind_of, result_of, text_of
 from agentlightning.types import Span
 
 TOOL_CALL_IDS: Final = ("gen_ai.tool.call.id", "tool_call.id", "tool.id")
 """Attributes by which a span names a tool call."""
 
-_MARGIN: Final = 0.05  # seconds; nothing follows a call as fast as the bound that the fastest evidence gives
+_MARGIN: Final = 0.05  # seconds
 
 
 def align_clocks(spans: Sequence[Span]) -> tuple[Sequence[Span], float | None]:
@@ -39,14 +39,16 @@ def align_clocks(spans: Sequence[Span]) -> tuple[Sequence[Span], float | None]:
 
 
 def _agreed(bounds: Sequence[tuple[float, float]]) -> float:
-    """The shift nearest to 0 that lies in most of the ranges, a little inside of what these have in common."""
+    """The shift nearest to 0 that lies in most of the ranges, a little inside of what these have in common: nothing
+    follows a call as fast as the fastest that was seen."""
     ends = {0.0, *(end for bound in bounds for end in bound if math.isfinite(end))}
     best = max(ends, key=lambda end: (sum(low <= end <= high for low, high in bounds), -abs(end)))
     around = [(low, high) for low, high in bounds if low <= best <= high]
     low, high = max(low for low, _ in around), min(high for _, high in around)
     if best == 0:
         return 0.0
-    return min(best + _MARGIN, (low + high) / 2) if best > 0 else max(best - _MARGIN, (low + high) / 2)
+    inside = max(_MARGIN, abs(best) / 2)  # what is far off is surely off
+    return min(best + inside, (low + high) / 2) if best > 0 else max(best - inside, (low + high) / 2)
 
 
 def _bounds(spans: Sequence[Span]) -> Iterator[tuple[float, float]]:
@@ -62,8 +64,10 @@ def _bounds(spans: Sequence[Span]) -> Iterator[tuple[float, float]]:
     said = [text_of(call, semconv.GEN_AI_OUTPUT_MESSAGES) or "" for call in calls]
     for span in others.values():
         kind = kind_of(span)
-        if kind == "call" and (call := answers.get(text_of(span, semconv.GEN_AI_RESPONSE_ID) or "")):
-            yield _around(span, call)
+        if kind == "call":
+            named, result = text_of(span, semconv.GEN_AI_RESPONSE_ID), result_of(span) or ""
+            ids = [named] if named else [told for told in answers if told and told in result]
+            yield from (_around(span, answers[told]) for told in ids if told in answers)
         elif kind == "tool" and (told := text_of(span, *TOOL_CALL_IDS)):
             yield _between(span, f'"{told}"', calls, said)
 

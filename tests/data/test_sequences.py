@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from agentlightning.data.sequences import (
     Aggregation,
     CreditedTransition,
+    Level,
     TrainingSequence,
     aggregation_weights,
     build_sequences,
@@ -125,3 +127,31 @@ def test_micro_batches_respect_the_token_budget_and_keep_a_long_row_alone() -> N
     sequences = build_sequences([credited([1] * size, [2]) for size in (1, 3, 3, 50)], "transition")
     shapes = [m.token_ids.shape for m in micro_batches(sequences, aggregation_weights(sequences, "token-mean"), 8)]
     assert shapes == [(1, 51), (2, 4), (1, 2)]
+
+
+def test_one_giant_sequence_does_not_pad_the_small_ones() -> None:
+    sequences = build_sequences([credited([1] * size, [2]) for size in (2000, 19, 19, 15, 10, 9)], "transition")
+    shapes = [m.token_ids.shape for m in micro_batches(sequences, aggregation_weights(sequences, "token-mean"), 8192)]
+    assert shapes == [(1, 2001), (5, 20)]
+
+
+@pytest.mark.parametrize("level", ["transition", "trajectory", "tree", "concat"])
+def test_each_sampled_token_keeps_the_version_it_was_sampled_under_at_every_level(level: Level) -> None:
+    """The weights changed in the middle of the first answer."""
+    answers = [([1, 2], [3, 4, 5], [6, 6, 7]), ([1, 2, 3, 4, 5, 8], [9], [7])]
+    calls = [msgspec.structs.replace(credited(prompt, answer).transition, versions=np.array(versions, np.int32))
+             for prompt, answer, versions in answers]  # fmt: skip
+    sequences = build_sequences([CreditedTransition(one, np.ones(len(one.response_ids))) for one in calls], level)
+    assert min(sequence.oldest_version or 0 for sequence in sequences) == 6
+    sampled = [
+        (int(token), int(version))
+        for micro in micro_batches(sequences, aggregation_weights(sequences, "token-mean"), 64)
+        for token, version in zip(micro.token_ids[micro.rows, micro.positions], micro.versions, strict=True)
+    ]
+    assert sorted(sampled) == [(3, 6), (4, 6), (5, 7), (9, 7)]
+
+
+def test_versions_that_nobody_told_are_no_versions() -> None:
+    unknown = msgspec.structs.replace(credited([1], [2]).transition, versions=np.array([-1], np.int32))
+    (sequence,) = build_sequences([CreditedTransition(unknown, np.ones(1, np.float32))], "tree")
+    assert sequence.oldest_version is None

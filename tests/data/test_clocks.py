@@ -1,0 +1,134 @@
+"""A reward goes to its call although the agent's clock is not the gateway's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from agentlightning import semconv
+from agentlightning.data.clocks import align_clocks
+from agentlightning.data.transitions import trace_rollout
+from agentlightning.tracing.dialects import is_gateway_call, kind_of
+from agentlightning.tracing.links import make_link_attributes
+from agentlightning.types import Span
+from tests.data.test_rewards import SUCCEEDED, call, reward, rewards, span
+from tests.tracing.recorded import WITH_AGENTS, recorded
+
+SKEWS = (-7.0, -0.5, 0.5, 7.0)
+
+
+def agents_clock(spans: Sequence[Span], ahead: float) -> list[Span]:
+    """The spans as an agent's machine would have sent them whose clock is so many seconds ahead."""
+    return [
+        one
+        if is_gateway_call(one)
+        else msgspec.structs.replace(one, start_time=one.start_time + ahead, end_time=one.end_time + ahead)
+        for one in spans
+    ]
+
+
+def asks(made: Span, tool_call_id: str) -> Span:
+    said = [{"role": "assistant", "tool_calls": [{"id": tool_call_id, "function": {"name": "add", "arguments": "{}"}}]}]
+    answer = {semconv.GEN_AI_OUTPUT_MESSAGES: msgspec.json.encode(said).decode()}
+    return msgspec.structs.replace(made, attributes={**made.attributes, **answer})
+
+
+def is_told(made: Span, tool_call_id: str) -> Span:
+    said = [{"role": "tool", "tool_call_id": tool_call_id, "content": "3"}]
+    request = {semconv.GEN_AI_INPUT_MESSAGES: msgspec.json.encode(said).decode()}
+    return msgspec.structs.replace(made, attributes={**made.attributes, **request})
+
+
+def tool(start: float, end: float, tool_call_id: str, parent: str | None = None) -> Span:
+    about = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "add", "gen_ai.tool.call.id": tool_call_id}
+    return span(f"tool-{tool_call_id}", start, end, parent, **about)
+
+
+CONVERSATION = [
+    asks(call(0, 1.0), "t0"),
+    tool(1.6, 1.9, "t0"),
+    reward(0.1, 1.95),
+    asks(is_told(call(1, 2.0), "t0"), "t1"),
+    reward(0.25, 2.55),  # before the tool begins
+    tool(2.6, 2.9, "t1"),
+    is_told(call(2, 3.0), "t1"),
+    reward(0.5, 3.6),
+]
+
+
+@pytest.mark.parametrize("ahead", [0.0, *SKEWS])
+def test_tools_tell_how_far_the_agents_clock_is_off(ahead: float) -> None:
+    traced = trace_rollout(SUCCEEDED, agents_clock(CONVERSATION, ahead))
+    assert rewards(traced) == [0.1, 0.25, 0.5]
+    assert traced.clock_skew == pytest.approx(ahead, abs=0.1)
+
+
+@pytest.mark.parametrize("ahead", SKEWS)
+@pytest.mark.parametrize("framework", WITH_AGENTS)
+def test_rewards_after_a_frameworks_tools_stay_with_their_calls(framework: str, ahead: float) -> None:
+    spans = recorded(framework)
+    tools = [one for one in spans if kind_of(one) == "tool"]
+    given: list[Span] = []
+    for index, one in enumerate(tools, 1):
+        made = msgspec.structs.replace(reward(float(index), one.end_time), rollout_id=one.rollout_id)
+        given.append(msgspec.structs.replace(made, attempt_id=one.attempt_id, span_id=f"reward{index}"))
+    right = rewards(trace_rollout(SUCCEEDED, [*spans, *given]))
+    assert sum(one is not None for one in right) > 0
+    skewed = trace_rollout(SUCCEEDED, agents_clock([*spans, *given], ahead))
+    assert skewed.clock_skew == pytest.approx(ahead, abs=0.3)
+    assert rewards(skewed) == right
+
+
+@pytest.mark.parametrize("ahead", SKEWS)
+def test_spans_around_calls_tell_it_too(ahead: float) -> None:
+    around = [span(f"step{index}", 2.0 * index - 0.1, 2.0 * index + 0.6) for index in range(3)]
+    calls = [call(index, 2.0 * index, f"step{index}") for index in range(3)]
+    given = [reward(0.5 + index, 2.0 * index + 0.7) for index in range(3)]
+    assert rewards(trace_rollout(SUCCEEDED, agents_clock([*around, *calls, *given], ahead))) == [0.5, 1.5, 2.5]
+
+
+def test_what_outlived_its_attempt_does_not_say_when_it_ended() -> None:
+    outer = msgspec.structs.replace(span("outer", 0.9, 1.1), resource={semconv.UNFINISHED: True})
+    assert align_clocks([outer, call(0, 1.0, "outer")])[1] == 0.0
+
+
+def test_one_machine_of_several_moves_nothing() -> None:
+    elsewhere = agents_clock([tool(2.6, 2.9, "t1")], 100.0)
+    spans = [one for one in CONVERSATION if one.span_id != "tool-t1"]
+    outer = [span("lead", 0.9, 3.7)]
+    inside = [msgspec.structs.replace(one, parent_id="lead") if is_gateway_call(one) else one for one in spans]
+    assert align_clocks([*outer, *inside, *elsewhere])[1] == 0.0
+
+
+def test_where_nothing_tells_times_are_plain() -> None:
+    spans = [call(0, 1), reward(0.2, 2), call(1, 3)]
+    aligned, skew = align_clocks(spans)
+    assert (aligned, skew) == (spans, None)
+    assert rewards(trace_rollout(SUCCEEDED, spans)) == [0.2, None]
+
+
+@pytest.mark.parametrize("ahead", SKEWS)
+def test_a_posted_reward_has_the_servers_clock(ahead: float) -> None:
+    posted = reward(0.25, 2.55)
+    posted = msgspec.structs.replace(posted, attributes={**posted.attributes, semconv.REWARD_POSTED: True})
+    others = [one for one in CONVERSATION if not one.span_id.startswith("reward")]
+    assert rewards(trace_rollout(SUCCEEDED, [*agents_clock(others, ahead), posted])) == [None, 0.25, None]
+
+
+@pytest.mark.parametrize("attributes", [
+    {"tool_call_id": "t0"}, {"gen_ai.tool.call.id": "t0"}, make_link_attributes({"gen_ai.tool.call.id": "t0"}),
+])  # fmt: skip
+def test_a_reward_that_names_a_tool_call_belongs_to_the_call_that_asked_for_it(attributes: Any) -> None:
+    late = reward(0.25, 3.6)
+    late = msgspec.structs.replace(late, attributes={**late.attributes, **attributes})
+    others = [one for one in CONVERSATION if not one.span_id.startswith("reward")]
+    assert rewards(trace_rollout(SUCCEEDED, [*others, late])) == [0.25, None, None]
+
+
+def test_a_reward_inside_a_tool_belongs_to_the_call_that_asked_for_it() -> None:
+    """Two agents at once: the other's call ended while the tool ran."""
+    spans = [asks(call(0, 1.0), "t0"), tool(1.6, 3.0, "t0"), call(1, 2.0), reward(0.25, 2.9, "tool-t0")]
+    assert rewards(trace_rollout(SUCCEEDED, spans)) == [0.25, None]
