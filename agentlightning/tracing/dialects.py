@@ -75,7 +75,10 @@ def name_of(span: Span, kind: Kind) -> str:
 def names_agent(span: Span, kind: Kind) -> str | None:
     """The agent that what runs in this span, of that kind, belongs to, if the span says so.
 
-    A call's own `gen_ai.agent.name` is not asked: some instrumentation writes one constant there for all agents."""
+    A call's own `gen_ai.agent.name` is not asked: some instrumentation writes one constant there for all agents, and
+    the gateway none."""
+    if is_gateway_call(span):
+        return None
     if kind == "agent":
         # OpenTelemetry calls the span of an agent after the operation, others after the agent.
         return text_of(span, *_AGENT_NAMES) or (None if semconv.GEN_AI_OPERATION in span.attributes else span.name)
@@ -137,11 +140,10 @@ def content_of(result: str | None) -> str | None:
 
 def _unwrapped(result: object) -> dict[str, Any]:
     """The JSON object that a result is, or LangChain's message in it."""
-    if isinstance(result, str):
-        # Most results are plain text, which an exception is a dear way to find out.
-        result = json_of(result) if result.lstrip().startswith("{") else None
-    body = mapping(result)
-    for wrapper in ("output", "data", "kwargs") if body else ():  # its messages are serialised in two ways
+    if result is None or (isinstance(result, str) and not result.lstrip().startswith("{")):
+        return {}  # most results are plain text, which an exception is a dear way to find out
+    body = mapping(json_of(result) if isinstance(result, str) else result)
+    for wrapper in ("output", "data", "kwargs"):  # its messages are serialised in two ways
         inner = mapping(body.get(wrapper))
         body = inner if "tool_call_id" in inner or "kwargs" in inner else body
     return body

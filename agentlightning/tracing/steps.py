@@ -224,9 +224,11 @@ class _Attempt:
         """The tool call that this execution answers, which is claimed: that of its id, else one for this tool by an
         earlier call. Of several, the first of the latest of the nearest calls that was not executed yet."""
         found = [i for i, one in enumerate(self.requests) if tool_call_id is not None and one.id == tool_call_id]
-        if len(found) != 1:
-            found = found or [index for index, one in enumerate(self.requests) if one.name == name]
-            found = [index for index in found if self.began[self.requests[index].call.span_id] <= tool.start_time]
+        if len(found) == 1:
+            claimed.add(found[0])
+            return self.requests[found[0]]
+        found = found or [index for index, one in enumerate(self.requests) if one.name == name]
+        found = [index for index in found if self.began[self.requests[index].call.span_id] <= tool.start_time]
         near = self._nearest(tool, agent, [self.requests[index].call for index in found])
         found = [index for index in found if self.requests[index].call.span_id in near]
         free = [index for index in found if index not in claimed] or found
