@@ -21,7 +21,7 @@ async def two_agents(task: Any, llm: agl.LLM, rollout: agl.Rollout) -> float:
     """A writer, in the second step of training replaced by a poet, and a rewriter."""
     client = agl.openai_client(llm)
     said = ""
-    for name in ("poet" if "-2-v" in rollout.rollout_id else "writer", "rewriter"):
+    for name in ("poet" if str(rollout.group_id).endswith("-v1") else "writer", "rewriter"):
         role, user = {"role": "system", "content": f"You are the {name}."}, {"role": "user", "content": task["word"]}
         answer = await client.chat.completions.create(model=llm.model, messages=[role, user])  # type: ignore[list-item]
         said += answer.choices[0].message.content or ""
