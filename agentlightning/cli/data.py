@@ -241,7 +241,7 @@ def export(
         raise ConfigError(f"{out} exists already; choose another name, or overwrite it with --force")
 
     async def work() -> None:
-        place = None if server else address or newest_store()
+        place = address if server else address or newest_store()
         async with open_store(place, server, key) as store:
             rollouts, dataset = await _export(store, where, wanted, kind, out)
         if not dataset.written:

@@ -88,7 +88,7 @@ def replay(
             print(_told(step))
 
     async def work() -> int:
-        place = None if server else address or str(directory / STORE_FILE)
+        place = address if server else address or str(directory / STORE_FILE)
         async with open_store(place, server, key) as store:
             found = next((one for one in await store.query_runs() if one.run_id == mark.run_id), None)
             if found is None:

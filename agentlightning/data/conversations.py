@@ -61,7 +61,7 @@ def read_calls(
     `models` are those to learn from, frozen or not; None takes all that are not frozen. `agents` are the agents to
     learn from, None takes all."""
     steps = [step for step in read_steps(spans) if step.kind == "call" and not _is_no_call(step.span)]
-    discarded = {index for span in spans for index in items_of(span.attributes.get(semconv.CALL_DISCARDS))}
+    discarded = {index for span in spans for index in _integers(span.attributes.get(semconv.CALL_DISCARDS))}
     calls: list[ChatCall] = []
     unread: list[str] = []
     for step in sorted(steps, key=_order):
@@ -100,7 +100,7 @@ def _continues(call: ChatCall, earlier: ChatCall) -> bool:
     return call.sent[: len(whole)] == whole
 
 
-def items_of(value: object) -> list[int]:
+def _integers(value: object) -> list[int]:
     """The integers in an attribute that is a list."""
     return [one for one in value if isinstance(one, int)] if isinstance(value, Sequence) else []
 

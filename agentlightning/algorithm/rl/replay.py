@@ -73,9 +73,8 @@ async def replay(
     plan: ReplayPlan,
     store: LightningStore,
     algorithm: Reinforcement,
-    learner: Learner,
+    learners: Mapping[str, Learner],
     *,
-    model: str,
     seed: int,
     on_step: Callable[[ReplayedStep], None] = lambda step: None,
 ) -> None:
@@ -88,7 +87,7 @@ async def replay(
         learner.load(plan.start)
     loss = algorithm.make_loss()
     for batch in plan.batches:
-        sequences = await _sequences(batch, store, algorithm, model)
+        sequences, _ = learner.prepare(await _sequences(batch, store, algorithm, model), loss)
         metrics: list[dict[str, float]] = []
         parts = minibatches(sequences, algorithm.minibatches, seed, batch.step) if sequences else []
         for number, part in enumerate(parts, start=1):
