@@ -73,8 +73,9 @@ async def replay(
     plan: ReplayPlan,
     store: LightningStore,
     algorithm: Reinforcement,
-    learners: Mapping[str, Learner],
+    learner: Learner,
     *,
+    model: str,
     seed: int,
     on_step: Callable[[ReplayedStep], None] = lambda step: None,
 ) -> None:
@@ -87,7 +88,7 @@ async def replay(
         learner.load(plan.start)
     loss = algorithm.make_loss()
     for batch in plan.batches:
-        sequences, _ = learner.prepare(await _sequences(batch, store, algorithm, model), loss)
+        sequences = await _sequences(batch, store, algorithm, model)
         metrics: list[dict[str, float]] = []
         parts = minibatches(sequences, algorithm.minibatches, seed, batch.step) if sequences else []
         for number, part in enumerate(parts, start=1):
