@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 LossKind: TypeAlias = Literal["ppo_clip", "policy_gradient", "importance_sampling", "gspo", "cispo"]
+Old: TypeAlias = Literal["behaviour", "proximal"]
+Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
+DType: TypeAlias = Literal["float32", "bfloat16"]
+
+TRUNCATION: Final = 2.0  # of `Loss.truncation`, unless given; that of "truncated importance sampling"
 
 # How far below and above 1 the importance ratio counts; GSPO's, of a whole transition, is as its authors have it.
 CLIP_RANGES: Final[dict[LossKind, tuple[float, float]]] = {
@@ -35,7 +40,12 @@ class Loss:
     `kind` names a function of `learner/losses.py`. `clip_low` and `clip_high` are for those that clip the importance
     ratio, by default `CLIP_RANGES`; `dual_clip` bounds the loss of tokens with negative advantage (arXiv:1912.09729).
     `temperature` is that of the sampling: the learner's log-probabilities are of the same distribution.
-    `kl_coefficient` needs a learner that keeps a reference policy; 0 switches the term off."""
+    `kl_coefficient` needs a learner that keeps a reference policy; 0 switches the term off.
+
+    `old` says what the importance ratio is against. `behaviour`: the recorded log-probabilities, so that the ratio
+    corrects for the weights that sampled. `proximal`: the weights at the start of the step; what sampled is then
+    corrected for by a weight per token, min(exp(proximal − behaviour), `truncation`) (decoupled PPO, arXiv:2110.00641;
+    AReaL, arXiv:2505.24298). Never both: the same difference would count twice."""
 
     kind: LossKind = "ppo_clip"
     clip_low: float | None = None
@@ -47,6 +57,8 @@ class Loss:
     kl_estimator: KLEstimator = "k3"
     entropy_coefficient: float = 0.0
     temperature: float = 1.0
+    old: Old = "behaviour"
+    truncation: float | None = None
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -74,27 +86,78 @@ class Loss:
             raise ConfigError(f"temperature is {self.temperature}; training needs sampling at a positive temperature")
         if self.kl_coefficient < 0:
             raise ConfigError(f"kl_coefficient is {self.kl_coefficient}; it must be 0 or positive")
+        if self.old not in get_args(Old):
+            raise ConfigError(f"old is {self.old!r}; known: {', '.join(get_args(Old))}")
+        if self.truncation is not None and self.old == "behaviour":
+            raise ConfigError(
+                "truncation is set, but with old='behaviour' the importance ratio corrects for what sampled already: "
+                "leave truncation out, or give old='proximal'"
+            )
+        if self.truncation is not None and not self.truncation > 0:
+            raise ConfigError(f"truncation is {self.truncation}; it must be positive, or None for {TRUNCATION}")
 
 
 @dataclass(frozen=True)
 class AdamW:
-    """The optimiser. `micro_batch_tokens` bounds the padded tokens computed at once, and with them the memory; a
-    learner takes fewer where the vocabulary is so large that their logits would fill the memory."""
+    """The optimiser. `micro_batch_tokens` bounds the padded tokens computed at once, and with them the memory: a batch
+    of any size is one step, its gradient summed over micro-batches. With `gradient_checkpointing` only the input of
+    each layer is kept and the rest computed again, a third more work for a fraction of the memory.
+
+    The learning rate rises over `warmup_steps` and then stays, or falls to 0 at `total_steps` in a line or half a
+    cosine, as `schedule` says; the Trainer knows `total_steps`."""
 
     learning_rate: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     warmup_steps: int = 0
+    schedule: Schedule = "constant"
+    total_steps: int | None = None
     micro_batch_tokens: int = 8192
+    gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         if not self.learning_rate > 0:
             raise ConfigError(f"learning_rate is {self.learning_rate}; it must be positive")
         if self.warmup_steps < 0:
             raise ConfigError(f"warmup_steps is {self.warmup_steps}; it must be 0 or positive")
+        if self.schedule not in get_args(Schedule):
+            raise ConfigError(f"schedule is {self.schedule!r}; known: {', '.join(get_args(Schedule))}")
+        if self.total_steps is not None and not self.total_steps > self.warmup_steps:
+            raise ConfigError(
+                f"total_steps is {self.total_steps}; it must be more than warmup_steps ({self.warmup_steps})"
+            )
         if self.micro_batch_tokens < 1:
             raise ConfigError(f"micro_batch_tokens is {self.micro_batch_tokens}; it must be at least 1")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of optimiser step `step`, from 1. ConfigError where the schedule ends nobody knows when."""
+        warm = min(1.0, step / max(1, self.warmup_steps))
+        if self.schedule == "constant":
+            return self.learning_rate * warm
+        if self.total_steps is None:
+            raise ConfigError(f"schedule {self.schedule!r} falls to 0 at total_steps; give AdamW(total_steps=…)")
+        done = max(0.0, min(1.0, (step - 1 - self.warmup_steps) / (self.total_steps - self.warmup_steps)))
+        fall = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.learning_rate * warm * fall
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Train a low-rank adapter and leave the model as it is (arXiv:2106.09685): each target's weight W acts as
+    W + alpha / rank · B·A. `targets` are names of linear layers, such as `("q_proj", "v_proj")`, or all but the head.
+
+    There is no dropout: what is trained must be the distribution that was sampled."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: str | tuple[str, ...] = "all-linear"
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"LoRA rank is {self.rank}; it must be at least 1")
+        if not self.alpha > 0:
+            raise ConfigError(f"LoRA alpha is {self.alpha}; it must be positive")
 
 
 class Learner(Protocol):
@@ -111,9 +174,24 @@ class Learner(Protocol):
         """What the policy's tokens spell; None where its tokenizer does not tell."""
         ...
 
-    def step(self, batch: Sequence[TrainingSequence], loss: Loss) -> dict[str, float]:
-        """One optimiser step; blocks. Returns metrics: loss, grad_norm, ratio and KL statistics, entropy, tokens
-        (sampled), tokens_computed and tokens_saved (against computing each transition by itself; padding aside).
+    def prepare(
+        self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
+    ) -> tuple[list[TrainingSequence], dict[str, float]]:
+        """The batch as `step` is to be given it, whole or in parts; called before its first optimiser step. Blocks.
+
+        With `loss.old` proximal, log-probabilities are those of the present weights, and the truncated weight of each
+        token is a factor of its advantage, which comes to the same: every loss is proportional to a positive factor
+        of the advantages. Then the metrics are those that `step` would tell of `version`."""
+        ...
+
+    def step(self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
+        """One optimiser step; blocks. Returns metrics: loss, grad_norm, learning_rate, ratio and KL statistics,
+        entropy, tokens (sampled), tokens_computed and tokens_saved (against computing each transition by itself;
+        padding aside).
+
+        `version` is what the engine calls the weights that this step begins with, None if they have no name. How far
+        engine and learner are apart is told of the tokens sampled by it, if there are any and `loss.old` is behaviour:
+        inference_kl (k3 of KL(engine ‖ learner)) and inference_mismatch (see `mismatch_tolerance`), at worst.
 
         Raises TrainingError, with the weights unchanged, if the loss or the gradient is not finite."""
         ...

@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.errors import ConfigError
+from agentlightning.learner.base import DType, LoRA
+
+if TYPE_CHECKING:
+    from agentlightning.learner.lora import Adapter
+
+ADAPTER_CONFIG = "adapter_config.json"  # as `peft` calls it
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The model and the tokenizer that are trained and served together."""
+    """The model and the tokenizer that are trained and served together; with an `adapter`, it alone is trained."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     name: str = "policy"
+    adapter: Adapter | None = None
 
     def save(self, directory: Path) -> None:
-        """Write a directory that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load."""
+        """Write a directory that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load; with
+        an adapter, only what `peft` needs besides the model."""
         disable_progress_bar()  # of transformers: a bar per checkpoint would tear the display of the job
-        self.model.save_pretrained(directory)
+        if self.adapter is not None:
+            self.adapter.save(directory)
+        else:
+            self.model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
 
 
@@ -35,23 +48,42 @@ def choose_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def open_policy(source: str | Path, *, seed: int, device: str | None = None) -> Policy:
-    """What `load_policy` loads, or what the function that `file.py:function` names makes of the seed.
+def open_policy(
+    source: str | Path | Policy,
+    *,
+    seed: int,
+    device: str | None = None,
+    dtype: DType | None = None,
+    lora: LoRA | None = None,
+) -> Policy:
+    """The policy itself, what `load_policy` loads, or what the function that `file.py:function` names makes of the
+    seed; with its weights in `dtype` (default: as they are made; float32 where they are loaded), and with an adapter
+    to train where `lora` says so.
 
     ConfigError as of `load_policy`, or where that function cannot be had or makes no policy."""
-    if not is_reference(str(source)):
-        return load_policy(source, device=device)
-    policy = load_reference(str(source))(seed)
-    if not isinstance(policy, Policy):
-        raise ConfigError(f"{source} made a {type(policy).__name__}; it must return a Policy")
-    return policy
+    if isinstance(source, Policy):
+        policy = source
+    elif is_reference(str(source)):
+        policy = load_reference(str(source))(seed)
+        if not isinstance(policy, Policy):
+            raise ConfigError(f"{source} made a {type(policy).__name__}; it must return a Policy")
+    else:
+        policy = load_policy(source, device=device, dtype=dtype or "float32")
+    if dtype is not None:
+        for parameter in policy.model.parameters():  # and no buffer: the angles of positions need all their bits
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+    if lora is None or policy.adapter is not None:
+        return policy
+    from agentlightning.learner.lora import Adapter  # peft takes a second to import
+
+    return replace(policy, adapter=Adapter(policy.model, lora, seed=seed))
 
 
 def load_policy(source: str | Path, *, device: str | None = None, dtype: str = "float32") -> Policy:
-    """Load a policy from a directory or a Hugging Face id.
+    """Load a policy from a directory or a Hugging Face id; of an adapter that `peft` wrote, the two merged.
 
-    Weights are float32 on every device unless `dtype` says otherwise: AdamW's small steps vanish in bfloat16, whose
-    numbers have 8 bits. ConfigError names what is wrong with the path, the model or the device."""
+    Weights are float32 on every device unless `dtype` says otherwise. ConfigError names what is wrong with the path,
+    the model or the device."""
     path = Path(source)
     device = device or choose_device()
     try:
@@ -59,34 +91,65 @@ def load_policy(source: str | Path, *, device: str | None = None, dtype: str = "
     except (RuntimeError, AssertionError) as error:  # what torch raises for a device it was built without
         reason = str(error).partition(". ")[0]
         raise ConfigError(f"device {device!r} cannot be used here ({reason}); choose cpu, cuda or mps") from None
-    if "://" in str(source):
-        raise ConfigError(
-            f"{source} is the address of an endpoint, whose answers come without token ids and whose weights cannot be "
-            "had from there; give a directory written by save_pretrained, or a Hugging Face id"
-        )
-    if path.exists() and not (path / "config.json").is_file():
-        raise ConfigError(
-            f"{path} holds no model: config.json is missing. Give a directory written by save_pretrained"
-            f"{_checkpoints_below(path)}"
-        )
-    if not path.exists() and (path.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") > 1):
-        raise ConfigError(f"model path {source} does not exist")
-    arguments: dict[str, Any] = {"dtype": getattr(torch, dtype)}
-    try:
+    _check_source(source)
+    with _explained(source):
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, **arguments)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(
-            f"cannot load model {str(source)!r}: {reason}. Give a directory written by save_pretrained, or the id of a "
-            "causal language model on the Hugging Face hub (which must be reachable, or in its local cache)"
-        ) from None
+        model = _load_model(path if path.exists() else str(source), getattr(torch, dtype))
     if not tokenizer.chat_template:
         raise ConfigError(
             f"the tokenizer of {str(source)!r} has no chat template; choose an instruction-tuned model, or "
             "set one with tokenizer.chat_template = … and save_pretrained"
         )
     return Policy(cast(Any, model).to(device), tokenizer, name=path.name if path.exists() else str(source))
+
+
+def empty_model(source: str | Path, *, dtype: str = "float32") -> PreTrainedModel:
+    """The model that `load_policy` would load, with shapes and without numbers: it takes no memory.
+
+    ConfigError as of `load_policy`."""
+    _check_source(source)
+    with _explained(source), torch.device("meta"):
+        config = AutoConfig.from_pretrained(source)
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+
+
+def _load_model(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    arguments: dict[str, Any] = {"dtype": dtype}
+    if not isinstance(source, Path) or not (source / ADAPTER_CONFIG).is_file():
+        return AutoModelForCausalLM.from_pretrained(source, **arguments)
+    from peft import AutoPeftModelForCausalLM
+
+    wrapped: Any = AutoPeftModelForCausalLM.from_pretrained(str(source), **arguments)
+    return wrapped.merge_and_unload()
+
+
+def _check_source(source: str | Path) -> None:
+    path = Path(source)
+    if "://" in str(source):
+        raise ConfigError(
+            f"{source} is the address of an endpoint, whose answers come without token ids and whose weights cannot be "
+            "had from there; give a directory written by save_pretrained, or a Hugging Face id"
+        )
+    if path.exists() and not any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+        raise ConfigError(
+            f"{path} holds no model: config.json is missing. Give a directory written by save_pretrained"
+            f"{_checkpoints_below(path)}"
+        )
+    if not path.exists() and (path.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") > 1):
+        raise ConfigError(f"model path {source} does not exist")
+
+
+@contextmanager
+def _explained(source: str | Path) -> Generator[None]:
+    """What transformers cannot load becomes a ConfigError."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"cannot load model {str(source)!r}: {reason}. Give a directory written by save_pretrained, or the id of a "
+            "causal language model on the Hugging Face hub (which must be reachable, or in its local cache)"
+        ) from None
 
 
 def _checkpoints_below(path: Path) -> str:

@@ -1,0 +1,87 @@
+"""A low-rank adapter on a policy's model, by `peft`: trained beside weights that stay as they are.
+
+The model's layers are replaced in place by layers that add the adapter. Who samples gets `merged`, a plain model whose
+weights are base plus adapter, written anew from the two at each publication; so nothing drifts, and whatever the
+adapter does not touch is shared. Knows nothing of losses, steps or engines.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from peft.utils.save_and_load import set_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agentlightning.errors import ConfigError
+from agentlightning.learner.base import LoRA
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+
+
+class Adapter:
+    """An adapter on `model`, whose own weights are no longer trained; its first weights are drawn from `seed`.
+
+    ConfigError names targets that the model does not have."""
+
+    def __init__(self, model: PreTrainedModel, lora: LoRA, *, seed: int = 0) -> None:
+        self.config = lora
+        targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+        config = LoraConfig(
+            r=lora.rank, lora_alpha=cast(int, lora.alpha), target_modules=targets, task_type="CAUSAL_LM"
+        )
+        shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        self.merged: PreTrainedModel = copy.deepcopy(model, shared)
+        with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            try:
+                self._peft = get_peft_model(model, config)
+            except ValueError as error:
+                raise ConfigError(f"LoRA targets {lora.targets!r} do not fit this model: {error}") from None
+        self._peft.eval()
+        self._layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+    def publish(self) -> PreTrainedModel:
+        """`merged`, with the adapter's present weights; summed in float32, rounded to the type of the weights."""
+        with torch.no_grad():
+            for name, layer in self._layers.items():
+                base: Tensor = cast(Any, layer.get_base_layer()).weight
+                place: Any = self.merged.get_submodule(name)
+                if place.weight is base:
+                    place.weight = torch.nn.Parameter(torch.empty_like(base), requires_grad=False)
+                delta: Tensor = cast(Any, layer).get_delta_weight("default")
+                place.weight.copy_(base.float() + delta.float())
+        return self.merged
+
+    @property
+    def touched(self) -> int:
+        """Bytes that `merged` does not share."""
+        weights = (cast(Any, layer.get_base_layer()).weight for layer in self._layers.values())
+        return sum(weight.numel() * weight.itemsize for weight in weights)
+
+    @contextmanager
+    def off(self) -> Generator[None]:
+        """Inside, the model is what it was without the adapter."""
+        with self._peft.disable_adapter():
+            yield
+
+    def save(self, directory: Path) -> None:
+        """Write a directory that `peft` loads, by itself where the model came from a path or a hub."""
+        self._peft.save_pretrained(str(directory), save_embedding_layers=False)
+
+    def load(self, directory: Path) -> None:
+        """Take the weights that `save` wrote. RuntimeError, OSError or ValueError where they do not fit."""
+        weights: Mapping[str, Tensor] = load_file(directory / WEIGHTS_FILE)
+        found: Any = set_peft_model_state_dict(self._peft, dict(weights))
+        ours = sum(parameter.requires_grad for parameter in self._peft.parameters())
+        if found.unexpected_keys or len(weights) != ours:
+            raise ValueError(f"it holds {len(weights)} tensors of an adapter, and this one has {ours}")
