@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServedPolicy:
-    """A running engine over `policy`, whose weights it reads in place, or over a copy of its own, `model`. Whoever made
-    it calls `service.close()`."""
+    """A running engine over `policy`, whose weights it reads in place, or over a `model` of its own: a copy, or the one
+    that an adapter is merged into. Whoever made it calls `service.close()`."""
 
     policy: Policy
     service: EngineService
@@ -47,9 +47,10 @@ class ServedPolicy:
             await self.service.update_weights(version)
             return
         async with self.service.exclusive() as engine:
-            with torch.no_grad():
-                for own, trained in zip(self.model.parameters(), self.policy.model.parameters(), strict=True):
-                    own.copy_(trained)
+            if self.policy.adapter is not None:
+                self.policy.adapter.publish()
+            else:
+                _copy_weights(self.policy.model, self.model)
             engine.update_weights(version)
 
 
@@ -68,7 +69,10 @@ def serve_policy(
 
     Fewer slots are taken where the key-value cache would pass 8 GiB; calls beyond them wait. `max_sequence_length`
     defaults to the model's own, at most 4096 tokens."""
-    model = copy.deepcopy(policy.model) if own_weights else policy.model
+    if policy.adapter is not None:
+        model = policy.adapter.publish()
+    else:
+        model = copy.deepcopy(policy.model) if own_weights else policy.model
     model.eval()  # no dropout in what is sampled
     own = int(getattr(model.config.get_text_config(), "max_position_embeddings", 4096))
     length = max_sequence_length or min(own, 4096)
@@ -99,6 +103,12 @@ def choose_threads(model: PreTrainedModel, threads: int | None) -> None:
     """Torch threads for serving and training `model`: as many as are given, else one where more would slow it down."""
     if threads is not None or model.num_parameters() < SMALL_MODEL:
         torch.set_num_threads(threads or 1)
+
+
+def _copy_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
+    with torch.no_grad():
+        for own, trained in zip(target.parameters(), source.parameters(), strict=True):
+            own.copy_(trained)
 
 
 def _end_ids(policy: Policy) -> list[int]:
