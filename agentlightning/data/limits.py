@@ -59,6 +59,8 @@ def cut_sequences(
     With a response limit of 4, (P A1 O A2), of which A2 does not fit: A2 is trained in a sequence of its own, after the
     prompt P A1 O, if that is short enough for a prompt; else its first tokens are, as many as fit."""
     cuts: Counter[str] = Counter()
+    if limits == TrajectoryLimits():
+        return list(sequences), cuts
     within: list[TrainingSequence] = []
     for sequence in sequences:
         parts = list(_parts(sequence, limits))
