@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 from agentlightning.algorithm import GRPO, Algorithm, Baseline, NoProgress, Progress, Reinforcement, RunContext
+from agentlightning.algorithm.base import TrainedPolicy
 from agentlightning.algorithm.checkpoints import Checkpoints
 from agentlightning.algorithm.directory import RunDirectory
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
@@ -312,9 +313,9 @@ class Trainer:
             seed=self.seed,
             # Others add theirs to a shared store; in the run's own, the latest has the address of this very process.
             resources_id=None if self.server is None else stored.resources_id,
-            model_name=self.model_name,
-            learner=self._make_learner(algorithm, served.policy) if served else None,
-            serving=served,
+            policies={self.model_name: TrainedPolicy(self._make_learner(algorithm, served.policy), served)}
+            if served
+            else {},
             calls_held=calls_held,
             progress=self.progress,
             resume=directory.resumed,

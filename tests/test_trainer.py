@@ -80,7 +80,7 @@ def test_every_token_trained_is_one_the_engine_sampled(tmp_path: Path, monkeypat
         sampled.add((tuple(request.prompt_token_ids), ids, logprobs))
         return tokens
 
-    def listening_step(self: Any, batch: Any, loss: Any) -> Any:
+    def listening_step(self: Any, batch: Any, *rest: Any) -> Any:
         for sequence in batch:
             for number in np.unique(sequence.transitions):
                 own = sequence.transitions == number
@@ -92,7 +92,7 @@ def test_every_token_trained_is_one_the_engine_sampled(tmp_path: Path, monkeypat
                         tuple(sequence.logprobs[own].tolist()),
                     )
                 )
-        return step(self, batch, loss)
+        return step(self, batch, *rest)
 
     monkeypatch.setattr(EngineService, "complete", listening_complete)
     monkeypatch.setattr(TorchLearner, "step", listening_step)
@@ -112,9 +112,9 @@ def held_in_steps(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
         gates.add(self)
         hold(self, *arguments)
 
-    def listening_step(self: Any, batch: Any, loss: Any) -> Any:
+    def listening_step(self: Any, batch: Any, *rest: Any) -> Any:
         seen.append({gate.name for gate in gates if gate.held})
-        return step(self, batch, loss)
+        return step(self, batch, *rest)
 
     monkeypatch.setattr(Gate, "hold", listening_hold)
     monkeypatch.setattr(TorchLearner, "step", listening_step)

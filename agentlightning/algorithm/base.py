@@ -64,6 +64,14 @@ class Serving(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class TrainedPolicy:
+    """A model that is trained, and what serves it."""
+
+    learner: Learner
+    serving: Serving
+
+
 class Stopped(AgentLightningError):
     """The user, or the time limit, asked the job to end; what was reached is saved."""
 
@@ -73,9 +81,9 @@ class RunContext:
     """Everything a job needs, wired by the trainer.
 
     `run_time` is when this process began its part of the run, before its runner (seconds since the epoch).
-    Rollouts are enqueued with `resources_id`; None is the latest of their project. `model_name` is what agents call the
-    policy by; `learner` and `serving` are None where none is trained here. Inside `calls_held()` agents' calls of the
-    policy wait before its engine, and the clocks of their attempts stand still. `stop` is set when the job should end;
+    Rollouts are enqueued with `resources_id`; None is the latest of their project. `policies` are the
+    models trained here, by the name that agents call them by. Inside `calls_held()` agents' calls of them
+    wait before their engines, and the clocks of their attempts stand still. `stop` is set when the job should end;
     `deadline` is a loop time (seconds of `asyncio.get_running_loop().time()`) or None."""
 
     run: Run
@@ -85,9 +93,7 @@ class RunContext:
     val_tasks: Sequence[Any]
     seed: int = 0
     resources_id: str | None = None
-    model_name: str = "policy"
-    learner: Learner | None = None
-    serving: Serving | None = None
+    policies: Mapping[str, TrainedPolicy] = field(default_factory=dict[str, TrainedPolicy])
     calls_held: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
     progress: Progress = field(default_factory=NoProgress)
     stop: asyncio.Event = field(default_factory=asyncio.Event)

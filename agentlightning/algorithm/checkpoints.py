@@ -8,12 +8,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from agentlightning.algorithm.rl.groups import GroupsState, Ticket
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import Learner
 
 STATE_FILE = "loop.json"
 
@@ -31,6 +31,13 @@ class LoopState:
     experience: tuple[Ticket, ...] = ()
 
 
+class Saved(Protocol):
+    """What holds weights and optimisers: a learner, or several."""
+
+    def save(self, directory: Path) -> None: ...
+    def load(self, directory: Path) -> None: ...
+
+
 class Checkpoints:
     """`step-000010/`, `step-000020/` … and `best/` in one directory; the newest `keep` are kept."""
 
@@ -38,24 +45,24 @@ class Checkpoints:
         self.directory = directory
         self.keep = keep
 
-    def save(self, learner: Learner, state: LoopState) -> Path:
+    def save(self, weights: Saved, state: LoopState) -> Path:
         """Write a checkpoint. A kill at any moment leaves the earlier ones whole."""
         path = self.directory / f"step-{state.step:06d}"
         if (path / STATE_FILE).is_file():  # this step's weights are saved already
             with _explained(path):
                 _write_state(path, state)
             return path
-        self._write(learner, state, path.name)
+        self._write(weights, state, path.name)
         for old in self._steps()[: -self.keep]:
             shutil.rmtree(old)
         return path
 
-    def save_best(self, learner: Learner, state: LoopState) -> Path:
-        return self._write(learner, state, "best")
+    def save_best(self, weights: Saved, state: LoopState) -> Path:
+        return self._write(weights, state, "best")
 
-    def save_candidate(self, learner: Learner, state: LoopState) -> Path:
+    def save_candidate(self, weights: Saved, state: LoopState) -> Path:
         """Keep weights that are being evaluated while training goes on."""
-        return self._write(learner, state, "candidate")
+        return self._write(weights, state, "candidate")
 
     def promote_candidate(self, step: int, reward: float) -> bool:
         """The candidate of this step is the best so far. False where it is of another step."""
@@ -71,12 +78,12 @@ class Checkpoints:
         steps = self._steps()
         return steps[-1] if steps else None
 
-    def restore(self, learner: Learner) -> LoopState | None:
-        """Load the newest checkpoint into the learner, or None where there is none."""
+    def restore(self, weights: Saved) -> LoopState | None:
+        """Load the newest checkpoint into what holds the weights, or None where there is none."""
         path = self.latest()
         if path is None:
             return None
-        learner.load(path)
+        weights.load(path)
         state = _read_state(path)
         best = self.directory / "best"
         if (best / STATE_FILE).is_file():  # it may be newer than the checkpoint
@@ -86,13 +93,13 @@ class Checkpoints:
     def _steps(self) -> list[Path]:
         return sorted(path for path in self.directory.glob("step-*") if (path / STATE_FILE).is_file())
 
-    def _write(self, learner: Learner, state: LoopState, name: str) -> Path:
+    def _write(self, weights: Saved, state: LoopState, name: str) -> Path:
         """Into a hidden directory first, then renamed: what bears a checkpoint's name is complete."""
         target, partial = self.directory / name, self.directory / f".{name}.partial"
         with _explained(target):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            learner.save(partial)
+            weights.save(partial)
             _write_state(partial, state)
             self._replace(partial, target)
         return target

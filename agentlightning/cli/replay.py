@@ -71,6 +71,7 @@ def replay(
     Needs neither engine nor agents. Exits with 1 where the weights differ."""
     from agentlightning.algorithm.directory import read_mark
     from agentlightning.algorithm.rl import replay as replaying
+    from agentlightning.algorithm.rl.policies import Policies
     from agentlightning.cli.display import hide_library_progress
 
     hide_library_progress()
@@ -98,7 +99,7 @@ def replay(
             if not as_json:
                 print(f"starting from {plan.start or 'the weights before the first step'}")
             name = str(found.manifest["config"]["model_name"])
-            await replaying.replay(plan, store, algorithm, learner, model=name, seed=mark.seed, on_step=report)
+            await replaying.replay(plan, store, algorithm, Policies({name: learner}), seed=mark.seed, on_step=report)
         with contextlib.ExitStack() as stack:
             saved = out or Path(stack.enter_context(tempfile.TemporaryDirectory()))
             saved.mkdir(parents=True, exist_ok=True)

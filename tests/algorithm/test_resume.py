@@ -128,12 +128,12 @@ def test_an_error_between_two_steps_loses_no_step(tmp_path: Path) -> None:
 def test_an_error_in_the_middle_of_a_step_saves_no_half_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step, taken = TorchLearner.step, 0
 
-    def failing_step(self: Any, batch: Any, loss: Any) -> Any:
+    def failing_step(self: Any, batch: Any, *rest: Any) -> Any:
         nonlocal taken
         taken += 1
         if taken == 4:
             raise TrainingError("the step was not taken")
-        return step(self, batch, loss)
+        return step(self, batch, *rest)
 
     monkeypatch.setattr(TorchLearner, "step", failing_step)
     with pytest.raises(TrainingError, match="not taken"):
@@ -147,9 +147,9 @@ def test_every_step_makes_as_many_optimiser_steps_as_it_was_asked_for(
     step = TorchLearner.step
     sizes: list[int] = []
 
-    def counting_step(self: Any, batch: Any, loss: Any) -> Any:
+    def counting_step(self: Any, batch: Any, *rest: Any) -> Any:
         sizes.append(len(batch))
-        return step(self, batch, loss)
+        return step(self, batch, *rest)
 
     monkeypatch.setattr(TorchLearner, "step", counting_step)
     trainer(tmp_path, algorithm=algorithm(steps=1, minibatches=7)).fit(agents.vowels, TASKS)

@@ -10,7 +10,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning import semconv
-from agentlightning.algorithm.rl.batch import make_batch
+from agentlightning.algorithm.rl.batch import make_batch, rollout_metrics
 from agentlightning.data.call_filter import KEEPABLE, CallFilter
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import ConfigError
@@ -163,14 +163,14 @@ def test_images_elsewhere_are_referred_to_as_they_are_in_order() -> None:
 def test_what_a_rollout_comes_to_has_a_name_that_is_counted(status: Any, spans: list[Any], outcome: str) -> None:
     traced = trace_rollout(rollout(status), spans)
     assert traced.outcome == outcome
-    metrics = make_batch(agl.GRPO(group_size=2), [[traced, trace_rollout(rollout(), [call(0), reward(0.5)])]]).metrics
+    metrics = rollout_metrics(agl.GRPO(group_size=2), [[traced, trace_rollout(rollout(), [call(0), reward(0.5)])]])
     assert metrics[f"rollouts/{outcome}"] == 1 + (outcome == "trainable")
 
 
 def test_what_was_kept_cut_and_sampled_by_whom_is_in_the_metrics() -> None:
     algorithm = agl.GRPO(group_size=2, trace_aggregator={"level": "trajectory", "trajectory_max_response_length": 1})
     rollouts = [trace_rollout(rollout(), [sampled(finish_reason="length"), reward(value)]) for value in (0.0, 1.0)]
-    metrics = make_batch(algorithm, [rollouts]).metrics
+    metrics = rollout_metrics(algorithm, [rollouts]) | make_batch(algorithm, [rollouts]).metrics
     assert metrics["kept/cut off at max_tokens"] == 2
     assert metrics["cut/tokens"] == 2
     assert metrics["policy_version_oldest"] == 3

@@ -42,7 +42,7 @@ class RecordedBatch(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step learns from; empty where every group taught nothing."""
+    """What a step teaches one policy; empty where every group taught nothing."""
 
     sequences: list[TrainingSequence]
     metrics: dict[str, float]
@@ -52,13 +52,13 @@ async def trace_group(
     store: LightningStore,
     rollout_ids: Sequence[str],
     algorithm: Reinforcement,
-    model: str,
+    models: Sequence[str],
     token_bytes: TokenBytes | None = None,
 ) -> list[TracedRollout]:
-    """What the store holds of these finished rollouts, as `algorithm` sees it when it trains `model`. With the bytes of
-    its tokens more is told of why prompts break."""
+    """What the store holds of these finished rollouts, as `algorithm` sees it when it trains `models`. With the bytes
+    of their tokens more is told of why prompts break."""
     rollouts = {rollout.rollout_id: rollout for rollout in await store.query_rollouts(rollout_id_in=rollout_ids)}
-    calls = algorithm.call_filter(model)
+    calls = algorithm.call_filter(*models)
     classifier = _classifier(token_bytes) if token_bytes else None
     traced: list[TracedRollout] = []
     for name in rollout_ids:
@@ -72,6 +72,22 @@ def _classifier(token_bytes: TokenBytes) -> Classifier:
     from agentlightning.data.drift_kinds import Classifier  # tokenizers may be missing where nothing is trained
 
     return Classifier(token_bytes)
+
+
+def make_batches(
+    algorithm: Reinforcement, groups: Sequence[Sequence[TracedRollout]], models: Sequence[str]
+) -> dict[str, Batch]:
+    """The batch of each policy: its own calls, compared with its own calls in the other rollouts."""
+    if len(models) == 1:
+        return {models[0]: make_batch(algorithm, groups)}
+    return {
+        model: make_batch(algorithm, [[_only(traced, model) for traced in group] for group in groups])
+        for model in models
+    }
+
+
+def _only(traced: TracedRollout, model: str) -> TracedRollout:
+    return replace(traced, transitions=tuple(call for call in traced.transitions if call.model == model))
 
 
 def make_batch(algorithm: Reinforcement, groups: Sequence[Sequence[TracedRollout]]) -> Batch:
@@ -88,25 +104,33 @@ def make_batch(algorithm: Reinforcement, groups: Sequence[Sequence[TracedRollout
         for transitions in credited:
             sequences += build_sequences(transitions, algorithm.level)
     sequences, cuts = cut_sequences(sequences, algorithm.limits)
-    rollouts = [traced for group in groups for traced in group]
-    rewards = [reward for group in rewarded for reward in group.rewards]
-    calls = [transition for traced in rollouts for transition in traced.transitions]
     metrics = {
-        "reward": sum(rewards) / max(1, len(rewards)),
-        "rollouts": float(len(rollouts)),
-        "unrewarded": float(sum(traced.reward is None for traced in rollouts)),
-        "calls": float(len(calls)),
-        "sampled_tokens": float(sum(len(call.response_ids) for call in calls)),
         "groups_too_few_rewarded": float(len(groups) - len(enough)),
         "groups_without_variance": float(flat),
-        "calls_excluded": float(sum(traced.excluded.total() for traced in rollouts)),
-        "clock_skew_seconds": max((traced.clock_skew or 0.0 for traced in rollouts), key=abs, default=0.0),
         "sequences": float(len(sequences)),
     }
     versions = [version for one in sequences if (version := one.oldest_version) is not None]
     if versions:
         metrics["policy_version_oldest"] = float(min(versions))
-    return Batch(sequences, metrics | _by_name(rollouts) | _named("cut", cuts) | _unmerged(rollouts))
+    return Batch(sequences, metrics | _named("cut", cuts))
+
+
+def rollout_metrics(algorithm: Reinforcement, groups: Sequence[Sequence[TracedRollout]]) -> dict[str, float]:
+    """What the rollouts of a step came to, whatever is learned from them."""
+    rollouts = [traced for group in groups for traced in group]
+    rewards = [reward for group in groups for reward in rewarded_group(group, algorithm.unrewarded).rewards]
+    calls = [transition for traced in rollouts for transition in traced.transitions]
+    return {
+        "reward": sum(rewards) / max(1, len(rewards)),
+        "rollouts": float(len(rollouts)),
+        "unrewarded": float(sum(traced.reward is None for traced in rollouts)),
+        "calls": float(len(calls)),
+        "sampled_tokens": float(sum(len(call.response_ids) for call in calls)),
+        "calls_excluded": float(sum(traced.excluded.total() for traced in rollouts)),
+        "clock_skew_seconds": max((traced.clock_skew or 0.0 for traced in rollouts), key=abs, default=0.0),
+        **_by_name(rollouts),
+        **_unmerged(rollouts),
+    }
 
 
 def minibatches(

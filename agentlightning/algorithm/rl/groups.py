@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -91,7 +91,6 @@ class Groups:
         self._lineage: list[int] = [0]
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
-        self._token_bytes = context.learner.token_bytes if context.learner else None
 
     # --- what a checkpoint keeps ---
 
@@ -204,9 +203,7 @@ class Groups:
             while True:
                 for group in await store.complete_groups_after(run_id, self._cursor, timeout=30.0):
                     if group.group_id in self._begun:  # those of an abandoned lineage pass by unused
-                        rollouts = await trace_group(
-                            store, group.rollout_ids, self.algorithm, self.context.model_name, self._token_bytes
-                        )
+                        rollouts = await self.trace(group.rollout_ids)
                         self._take_in(group, tuple(rollouts))
                     self._cursor = max(self._cursor, group.finished_index or 0)
                 if self.algorithm.refills:
@@ -215,6 +212,11 @@ class Groups:
         except Exception as error:  # noqa: BLE001 (whoever waits for groups raises it)
             self._failure = error
             self._changed.set()
+
+    async def trace(self, rollout_ids: Sequence[str]) -> list[TracedRollout]:
+        policies = self.context.policies
+        token_bytes = next((policy.learner.token_bytes for policy in policies.values()), None)
+        return await trace_group(self.context.store, rollout_ids, self.algorithm, tuple(policies), token_bytes)
 
     def _take_in(self, group: Group, rollouts: tuple[TracedRollout, ...]) -> None:
         ticket = self._begun.pop(group.group_id, None)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 
@@ -23,32 +23,33 @@ import msgspec
 from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.checkpoints import Checkpoints, LoopState
 from agentlightning.algorithm.evaluation import Evaluation, evaluate, evaluation_id, why_unrewarded
-from agentlightning.algorithm.rl.batch import BATCHES_FILE, Batch, RecordedBatch, make_batch, minibatches, trace_group
+from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batches, rollout_metrics
 from agentlightning.algorithm.rl.experience import Experience
 from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups, Ticket, withdraw_rollouts
+from agentlightning.algorithm.rl.policies import Policies, over_steps
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.rewards import RewardSpec
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import TracedRollout
 from agentlightning.errors import AgentLightningError, ConfigError, TrainingError
-from agentlightning.learner.base import Learner
 from agentlightning.types import Metrics, Rollout
 
 
 class Loop:
-    """One training job of a `Reinforcement` algorithm. All gradient steps run in the one thread of `thread`: the memory
-    that torch frees stays with the thread that took it, and is there again for the next step."""
+    """One training job of a `Reinforcement` algorithm; gradient steps run in `thread`."""
 
     def __init__(self, algorithm: Reinforcement, context: RunContext, thread: Executor) -> None:
-        if context.learner is None or context.serving is None:
+        if not context.policies:
             raise ConfigError(f"{algorithm.name} trains weights: give the Trainer a model")
         if not context.train_tasks:
             raise ConfigError("the training dataset is empty")
         self.algorithm = algorithm
         self.context = context
-        self.thread = thread
-        self.learner: Learner = context.learner
-        self.serving = context.serving
+        self.policies = Policies(
+            {name: policy.learner for name, policy in context.policies.items()},
+            [policy.serving for policy in context.policies.values()],
+            thread,
+        )
         self.run_id = context.run.run_id
         self.groups = Groups(algorithm, context)
         self.experience = Experience(context.seed)
@@ -116,15 +117,17 @@ class Loop:
         self._record_batch(step, groups, replayed)
         traced = [group.rollouts for group in groups]
         await self._check_trainable([*traced, *dropped.traced])
-        batch = make_batch(self.algorithm, traced)
-        sequences = [*batch.sequences, *make_batch(self.algorithm, [group.rollouts for group in replayed]).sequences]
-        metrics = batch.metrics | _flow_metrics(groups, dropped, replayed)
+        fresh = make_batches(self.algorithm, traced, self.policies.names)
+        again = make_batches(self.algorithm, [group.rollouts for group in replayed], self.policies.names)
+        batches = {name: [*fresh[name].sequences, *again[name].sequences] for name in fresh}
+        metrics = rollout_metrics(self.algorithm, traced) | _flow_metrics(groups, dropped, replayed)
+        metrics |= self.policies.named({name: batch.metrics for name, batch in fresh.items()})
         version = None
-        if sequences:
-            metrics |= await self._learn(sequences, step)
+        if any(batches.values()):
+            metrics |= await self._learn(batches, step)
             version = self.state.policy_version
         elif metrics["calls"] or dropped.traced:
-            self._note_nothing_learned(step, batch, dropped)
+            self._note_nothing_learned(step, metrics["reward"], dropped)
         self._remember(groups)
         # Together: a step that is cut short must find its groups again.
         self.state.step = step
@@ -157,11 +160,11 @@ class Loop:
         ages = (self.groups.staleness(traced, group.ticket) for traced in group.rollouts)
         return max(ages) >= self.algorithm.replay_staleness
 
-    def _note_nothing_learned(self, step: int, batch: Batch, dropped: Dropped) -> None:
+    def _note_nothing_learned(self, step: int, reward: float, dropped: Dropped) -> None:
         left_out = f"; {len(dropped.traced)} groups were replaced: {dict(dropped.groups)}" if dropped.traced else ""
         self.context.progress.note(
             f"step {step} taught nothing: in every group all rewards were equal, or fewer than two members had one "
-            f"(mean {batch.metrics['reward']:.2f}){left_out}"
+            f"(mean {reward:.2f}){left_out}"
         )
 
     async def _check_trainable(self, groups: Sequence[Sequence[TracedRollout]]) -> None:
@@ -192,27 +195,26 @@ class Loop:
             raise TrainingError(message)
         self.context.progress.note(f"step {self.state.step + 1} trains nothing: {message}")
 
-    async def _learn(self, batch: list[TrainingSequence], step: int) -> dict[str, float]:
+    async def _learn(self, batches: Mapping[str, list[TrainingSequence]], step: int) -> dict[str, float]:
         """The step's optimiser steps, then the publication of the new weights."""
-        parts = minibatches(batch, self.algorithm.minibatches, self.context.seed, step)
-        self.context.progress.phase("learn", len(parts))
-        loss = self.algorithm.make_loss()
-        history: list[dict[str, float]] = []
-        loop = asyncio.get_running_loop()
+        progress = self.context.progress
+        history: dict[str, list[dict[str, float]]] = {name: [] for name, batch in batches.items() if batch}
+        progress.phase("learn", sum(min(self.algorithm.minibatches, len(batch)) for batch in batches.values()))
         self.learning = True
         async with self._alone():
-            for done, part in enumerate(parts, 1):
-                history.append(await loop.run_in_executor(self.thread, self.learner.step, part, loss))
-                self.context.progress.advance(done)
-            # Before the engine goes on: no token of the new weights is to be called one of the old.
+            async for name, metrics in self.policies.learn(
+                batches, self.algorithm, seed=self.context.seed, step=step, version=self.state.policy_version
+            ):
+                history[name].append(metrics)
+                progress.advance(sum(map(len, history.values())))
+            # Before the engines go on: no token of the new weights is to be called one of the old.
             self.state.policy_version = await self.context.store.next_policy_version(self.run_id)
-            await self.serving.update_weights(self.state.policy_version)
+            await self.policies.publish(self.state.policy_version)
         self.learning = False
-        mean = {name: sum(one[name] for one in history) / len(history) for name in history[0]}
-        counts = {name: sum(one[name] for one in history) for name in mean if name.startswith("tokens")}
-        saved, computed = (counts[f"tokens_{name}"] for name in ("saved", "computed"))
-        counts["tree_savings"] = saved / (saved + computed)
-        return mean | counts | self._mismatch(history[0]["max_ratio_error"], step)
+        measured = {name: over_steps(steps) for name, steps in history.items()}
+        for name, metrics in measured.items():
+            self._check_mismatch(name, metrics.get("inference_mismatch", 0.0), step)
+        return self.policies.named(measured)
 
     @asynccontextmanager
     async def _alone(self) -> AsyncGenerator[None]:
@@ -220,25 +222,19 @@ class Loop:
         if self._overlaps:
             yield
         else:
-            async with self.context.calls_held(), self.serving.exclusive():
+            async with self.context.calls_held(), self.policies.alone():
                 yield
 
-    def _mismatch(self, ratio_error: float, step: int) -> dict[str, float]:
-        """Before the first optimiser step of a batch that these weights sampled, learner and engine hold the same: any
-        difference of their log-probabilities is numerical."""
-        if self._overlaps or self.algorithm.replay_groups:
-            return {}
-        if ratio_error > self.learner.mismatch_tolerance:
+    def _check_mismatch(self, name: str, mismatch: float, step: int) -> None:
+        """Of what these very weights sampled, learner and engine differ by rounding alone."""
+        tolerance = self.policies.learners[name].mismatch_tolerance
+        if mismatch > tolerance:
             self.context.progress.note(
-                f"step {step}: engine and learner differ by {ratio_error:.2g} in the probability of a token (expected "
-                f"at most {self.learner.mismatch_tolerance:.2g}): what is trained is not what was sampled. Try float32"
+                f"step {step}: engine and learner differ by {mismatch:.2g} in the probability of a token (expected at "
+                f"most {tolerance:.2g}): what is trained is not what was sampled. Try float32"
             )
-        return {"inference_mismatch": ratio_error}
 
     # --- around the steps ---
-
-    def _step_id(self, step: int) -> str:
-        return f"{self.run_id}-{step}-v{self.state.policy_version}"
 
     def _reached_target(self) -> bool:
         target, step = self.algorithm.target_reward, self.state.step
@@ -256,7 +252,7 @@ class Loop:
             await self._evaluate()
         elif self.evaluating is None or self.evaluating.done():
             await self._evaluated()
-            self.checkpoints.save_candidate(self.learner, self.state)
+            self.checkpoints.save_candidate(self.policies, self.state)
             self.evaluating = asyncio.create_task(self._evaluate())
 
     async def _evaluated(self) -> None:
@@ -303,7 +299,7 @@ class Loop:
         if best is None or evaluation.reward > best:
             if evaluation.step == self.state.step:
                 self.state.best_reward = evaluation.reward
-                self.checkpoints.save_best(self.learner, self.state)
+                self.checkpoints.save_best(self.policies, self.state)
             elif self.checkpoints.promote_candidate(evaluation.step, evaluation.reward):
                 self.state.best_reward = evaluation.reward
 
@@ -324,7 +320,7 @@ class Loop:
     def _save(self) -> None:
         self.state.groups = self.groups.state
         self.state.experience = tuple(group.ticket for group in self.experience.groups)
-        self.checkpoints.save(self.learner, self.state)
+        self.checkpoints.save(self.policies, self.state)
 
     async def _renew_version(self) -> None:
         """Publish the present weights once more, as another version: finished rollouts are never run again, and a
@@ -333,11 +329,11 @@ class Loop:
         if self.state.step == 0:
             self.state.first_version = self.state.policy_version
         self.groups.begin_again(self.state.policy_version)
-        await self.serving.update_weights(self.state.policy_version)
+        await self.policies.publish(self.state.policy_version)
 
     async def _restore(self) -> None:
         """Go on from the newest checkpoint: its weights are served again under the version they were published as."""
-        restored = self.checkpoints.restore(self.learner)
+        restored = self.checkpoints.restore(self.policies)
         if restored is None:
             self.context.progress.note("nothing was saved yet: starting from the beginning")
         else:
@@ -346,7 +342,7 @@ class Loop:
             self.experience.add([await self._read_again(ticket) for ticket in restored.experience])
             measured = await self.context.store.query_metrics(self.run_id)
             self.history = {m.step: m.values for m in measured if m.step <= restored.step}
-            await self.serving.update_weights(restored.policy_version)
+            await self.policies.publish(restored.policy_version)
             self.context.progress.note(f"resumed after step {restored.step} (policy version {restored.policy_version})")
         if not self.context.owns_runner:
             await self._abandon_failures()
@@ -356,9 +352,7 @@ class Loop:
         """A group of the experience, from the store."""
         group = await self.context.store.get_group(self.groups.name(ticket))
         names = () if group is None else group.rollout_ids
-        store, model, token_bytes = self.context.store, self.context.model_name, self.learner.token_bytes
-        traced = await trace_group(store, names, self.algorithm, model, token_bytes)
-        return CompleteGroup(ticket, 0, tuple(traced))
+        return CompleteGroup(ticket, 0, tuple(await self.groups.trace(names)))
 
     async def _abandon_failures(self) -> None:
         """Runners elsewhere went on while nothing served the policy: what failed then says nothing about the agent."""

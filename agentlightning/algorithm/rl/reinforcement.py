@@ -22,7 +22,7 @@ from agentlightning.data.references import load_reference
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.sequences import Aggregation, CreditedTransition, Level, build_sequences
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import KLEstimator, Loss, LossKind
+from agentlightning.learner.base import KLEstimator, Loss, LossKind, Old
 from agentlightning.types import RolloutConfig
 
 # Losses that weigh each token by how much likelier the weights have made it, whatever weights sampled it.
@@ -38,7 +38,8 @@ class Reinforcement(abc.ABC):
 
     A step samples `tasks_per_step` tasks, runs each `group_size` times, and makes `minibatches` optimiser steps.
     `reference` keeps a copy of the starting weights; straying from it costs `kl_coefficient` (0.04 by default).
-    `reward` says what R is made of, `loss` how an advantage becomes a loss (`learner/losses.py`).
+    `reward` says what R is made of, `loss` how an advantage becomes a loss (`learner/losses.py`); `old` is what its
+    importance ratio is against, and `truncation` bounds the correction that `old="proximal"` makes besides (`Loss`).
     `unrewarded` says what a rollout without a reward counts for: left out of its group, or a stated reward.
     `agents` are the names of the agents to train, as in `"writer|rewriter"`; without it all are. Which of their calls
     train is said by `keep`, `train_truncated`, `max_prompt_length` and `max_response_length` (`CallFilter`).
@@ -68,6 +69,8 @@ class Reinforcement(abc.ABC):
     kl_coefficient: float | None = None
     kl_estimator: KLEstimator = "k3"
     entropy_coefficient: float = 0.0
+    old: Old = "behaviour"
+    truncation: float | None = None
     temperature: float = 1.0
     val_temperature: float = 1.0
     max_tokens: int | None = None
@@ -189,6 +192,8 @@ class Reinforcement(abc.ABC):
             kl_estimator=self.kl_estimator,
             entropy_coefficient=self.entropy_coefficient,
             temperature=self.temperature,
+            old=self.old,
+            truncation=self.truncation,
         )
 
     async def run(self, context: RunContext) -> None:

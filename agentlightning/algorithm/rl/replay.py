@@ -1,6 +1,6 @@
 """Recorded steps, trained again: from a checkpoint and what the store holds, without engine or agents.
 
-Knows the record of a run (its batches and checkpoints), the store and a learner. It does not know where a model comes
+Knows the record of a run (its batches and checkpoints), the store and learners. It does not know where a model comes
 from.
 """
 
@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 
 from agentlightning.algorithm.checkpoints import STATE_FILE
-from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batch, minibatches, trace_group
+from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batches, trace_group
+from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.errors import ConfigError, NotFoundError, TrainingError
-from agentlightning.learner.base import Learner
 from agentlightning.store.base import LightningStore
 
 _SHOWN = 5  # ids in a message
@@ -73,36 +73,34 @@ async def replay(
     plan: ReplayPlan,
     store: LightningStore,
     algorithm: Reinforcement,
-    learner: Learner,
+    policies: Policies,
     *,
-    model: str,
     seed: int,
     on_step: Callable[[ReplayedStep], None] = lambda step: None,
 ) -> None:
-    """Train the steps of the plan. `learner` holds the weights that the run started from, `model` is what its agents
-    called the policy.
+    """Train the steps of the plan. The policies hold the weights that the run started from, and are called what its
+    agents called them.
 
     NotFoundError names rollouts of a step that are not in the store any more; TrainingError the step in which a loss
     or a gradient is not finite."""
     if plan.start is not None:
-        learner.load(plan.start)
-    loss = algorithm.make_loss()
+        policies.load(plan.start)
     for batch in plan.batches:
-        sequences = await _sequences(batch, store, algorithm, model)
         metrics: list[dict[str, float]] = []
-        parts = minibatches(sequences, algorithm.minibatches, seed, batch.step) if sequences else []
-        for number, part in enumerate(parts, start=1):
+        sequences = await _sequences(batch, store, algorithm, policies.names)
+        for name, learner in policies.learners.items():
+            steps = optimiser_steps(learner, sequences[name], algorithm, seed=seed, step=batch.step, version=None)
             try:
-                metrics.append(learner.step(part, loss))
+                metrics += steps
             except TrainingError as error:
-                raise TrainingError(f"step {batch.step}, optimiser step {number} of {len(parts)}: {error}") from error
-        on_step(ReplayedStep(batch.step, len(sequences), tuple(metrics)))
+                raise TrainingError(f"step {batch.step}, optimiser step {len(metrics) + 1}: {error}") from error
+        on_step(ReplayedStep(batch.step, sum(map(len, sequences.values())), tuple(metrics)))
 
 
 async def _sequences(
-    batch: RecordedBatch, store: LightningStore, algorithm: Reinforcement, model: str
-) -> list[TrainingSequence]:
-    """What the step trained on, made as the loop makes it."""
+    batch: RecordedBatch, store: LightningStore, algorithm: Reinforcement, models: Sequence[str]
+) -> dict[str, list[TrainingSequence]]:
+    """What the step trained each model on, made as the loop makes it."""
     ids = [name for group in (*batch.groups, *batch.replayed) for name in group]
     there = {rollout.rollout_id for rollout in await store.query_rollouts(rollout_id_in=ids)}
     gone = [name for name in ids if name not in there]
@@ -111,10 +109,11 @@ async def _sequences(
             f"step {batch.step} cannot be trained again: {len(gone)} of its {len(ids)} rollouts are not in the store "
             f"any more: {', '.join(gone[:_SHOWN])}{' …' if len(gone) > _SHOWN else ''}"
         )
-    sequences: list[TrainingSequence] = []
+    sequences: dict[str, list[TrainingSequence]] = {model: [] for model in models}
     for groups in (batch.groups, batch.replayed):
-        traced = [await trace_group(store, group, algorithm, model) for group in groups]
-        sequences += make_batch(algorithm, traced).sequences
+        traced = [await trace_group(store, group, algorithm, models) for group in groups]
+        for model, made in make_batches(algorithm, traced, models).items():
+            sequences[model] += made.sequences
     return sequences
 
 

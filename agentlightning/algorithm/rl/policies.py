@@ -1,0 +1,104 @@
+"""The models that a run trains: they step, are published, saved and restored together, under one policy version.
+
+Each has an optimiser and an engine of its own, and learns from its own calls. What is measured of it bears its name
+where there are several.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+from agentlightning.algorithm.base import Serving
+from agentlightning.algorithm.rl.batch import minibatches
+from agentlightning.algorithm.rl.reinforcement import Reinforcement
+from agentlightning.data.sequences import TrainingSequence
+from agentlightning.learner.base import Learner
+
+Batch: TypeAlias = Sequence[TrainingSequence]
+
+
+class Policies:
+    """Learners by name, and the engines that serve them. Gradient steps run in the one thread of `thread`: the memory
+    that torch frees stays with the thread that took it, and is there again for the next step."""
+
+    def __init__(
+        self, learners: Mapping[str, Learner], servings: Sequence[Serving] = (), thread: Executor | None = None
+    ) -> None:
+        self.names = tuple(learners)
+        self.learners = learners
+        self._servings = servings
+        self._thread = thread
+
+    async def learn(
+        self, batches: Mapping[str, Batch], algorithm: Reinforcement, *, seed: int, step: int, version: int
+    ) -> AsyncGenerator[tuple[str, dict[str, float]]]:
+        """Make the optimiser steps of each policy that has a batch: (name, metrics) of each. `version` is what the
+        weights are called now."""
+        loop = asyncio.get_running_loop()
+        for name, batch in batches.items():
+            steps = optimiser_steps(self.learners[name], batch, algorithm, seed=seed, step=step, version=version)
+            while (metrics := await loop.run_in_executor(self._thread, next, steps, None)) is not None:
+                yield name, metrics
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncGenerator[None]:
+        """Inside, no engine samples."""
+        async with AsyncExitStack() as stack:
+            for serving in self._servings:
+                await stack.enter_async_context(serving.exclusive())
+            yield
+
+    async def publish(self, version: int) -> None:
+        """Sample with the present weights and call them `version`."""
+        for serving in self._servings:
+            await serving.update_weights(version)
+
+    def save(self, directory: Path) -> None:
+        """Into the directory itself, or, where there are several, into one each that bears the policy's name."""
+        for name, learner in self.learners.items():
+            place = self._place(directory, name)
+            place.mkdir(exist_ok=True)
+            learner.save(place)
+
+    def load(self, directory: Path) -> None:
+        for name, learner in self.learners.items():
+            learner.load(self._place(directory, name))
+
+    def named(self, by_policy: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        """`loss` of a single policy, `writer/loss` of one of several."""
+        single = len(self.names) == 1
+        return {
+            metric if single else f"{name}/{metric}": value
+            for name, metrics in by_policy.items()
+            for metric, value in metrics.items()
+        }
+
+    def _place(self, directory: Path, name: str) -> Path:
+        return directory if len(self.names) == 1 else directory / name
+
+
+def optimiser_steps(
+    learner: Learner, batch: Batch, algorithm: Reinforcement, *, seed: int, step: int, version: int | None
+) -> Iterator[dict[str, float]]:
+    """Make the optimiser steps of one batch; the metrics of each as it is made. Blocks."""
+    if not batch:
+        return
+    loss = algorithm.make_loss()
+    prepared, told = learner.prepare(batch, loss, version)
+    for part in minibatches(prepared, algorithm.minibatches, seed, step):
+        yield learner.step(part, loss, version) | told
+        version, told = None, {}  # the weights have another by now
+
+
+def over_steps(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the optimiser steps of a batch; of tokens the sum."""
+    totals: dict[str, float] = {}
+    for name in {name: None for one in history for name in one}:
+        values = [one[name] for one in history if name in one]
+        totals[name] = sum(values) / (1 if name.startswith("tokens") else len(values))
+    return totals | {"tree_savings": totals["tokens_saved"] / (totals["tokens_saved"] + totals["tokens_computed"])}
