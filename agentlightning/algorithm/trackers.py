@@ -100,9 +100,10 @@ class WandB:
     def __post_init__(self) -> None:
         _require(self.name, "wandb")
 
-    def start(self, run: TrackedRun) -> str:
+    def start(self, run: TrackedRun) -> str | None:
         import wandb
 
+        wandb.setup(settings=wandb.Settings(silent=True))  # without a key it must not stop and ask for one
         self._run = wandb.init(
             project=self.project,
             entity=self.entity,
@@ -112,12 +113,12 @@ class WandB:
             resume="allow",
             config=dict(run.config),
             dir=os.environ.get("WANDB_DIR") or str(run.directory),
-            settings=wandb.Settings(silent=True, console="off"),
+            settings=wandb.Settings(console="off"),
         )
         # Our steps, rather than those it counts itself: an evaluation may be late, which it would refuse.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        return self._run.url or f"wandb sync {Path(self._run.dir).parent}"
+        return f"wandb sync {Path(self._run.dir).parent}" if self._run.offline else self._run.url
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
