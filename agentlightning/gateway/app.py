@@ -45,7 +45,7 @@ class Gateway:
         self._queue = None if store is None else QueueingRecorder(store)
         recorders = None
         if store is not None and self._queue is not None:
-            attributed = CommittingRecorder(store, running=lambda: self.running) if record == "commit" else self._queue
+            attributed = CommittingRecorder(store) if record == "commit" else self._queue
             recorders = Recorders(attributed=attributed, unattributed=self._queue)
         self._holding = Holding(store, models.gates, longest_hold)
         attributor = Attributor(store, admin_key=admin_key)

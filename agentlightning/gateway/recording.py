@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Final, Protocol
 
 from agentlightning.errors import UnavailableError
@@ -19,8 +18,6 @@ from agentlightning.types import Span
 _log = logging.getLogger(__name__)
 _BATCH: Final = 200  # spans written at once
 _PAUSE: Final = 0.2  # seconds until a store that could not be reached is tried again
-_MANY: Final = 8  # calls running at once
-_GATHERED_SECONDS: Final = 0.001
 
 
 class Recorder(Protocol):
@@ -35,35 +32,31 @@ class CommittingRecorder:
     """When `record` returns the span is durable; where the store is slow, calls are. A store that cannot be reached is
     tried again for `patience` seconds: a call that is not recorded makes its whole attempt untrainable.
 
-    A write costs about as much as a call. While many are `running`, those that end within a millisecond share
-    one."""
+    A write costs about as much as a call: calls that end while one is under way wait for it and share the next."""
 
-    def __init__(self, store: LightningStore, patience: float = 5.0, running: Callable[[], int] = lambda: 1) -> None:
+    def __init__(self, store: LightningStore, patience: float = 5.0) -> None:
         self._store = store
         self._patience = patience
-        self._running = running
         self._gathered: list[tuple[Span, asyncio.Future[None]]] = []
-        self._writing: set[asyncio.Task[None]] = set()
+        self._writing: asyncio.Task[None] | None = None
 
     async def record(self, span: Span) -> None:
-        if self._running() < _MANY:
-            await self._write([span])
-            return
-        loop = asyncio.get_running_loop()
-        if not self._gathered:
-            loop.call_later(_GATHERED_SECONDS, self._hand_over)
-        stored: asyncio.Future[None] = loop.create_future()
+        stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._gathered.append((span, stored))
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write_gathered(), name="gateway recording")
         await stored
 
     async def close(self) -> None:
         """Nothing is ever left to be written: whoever records waits for it."""
 
-    def _hand_over(self) -> None:
-        gathered, self._gathered = self._gathered, []
-        writing = asyncio.create_task(self._write_together(gathered))
-        self._writing.add(writing)
-        writing.add_done_callback(self._writing.discard)
+    async def _write_gathered(self) -> None:
+        try:
+            while self._gathered:
+                gathered, self._gathered = self._gathered[:_BATCH], self._gathered[_BATCH:]
+                await self._write_together(gathered)
+        finally:
+            self._writing = None
 
     async def _write_together(self, gathered: list[tuple[Span, asyncio.Future[None]]]) -> None:
         """Write them at once or, where one of them is refused, each by itself."""

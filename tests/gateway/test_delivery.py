@@ -21,6 +21,7 @@ from agentlightning.gateway.recording import CommittingRecorder, QueueingRecorde
 from agentlightning.store.redaction import redaction
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import UNATTRIBUTED, AttemptedRollout, Span
+from tests.gateway.servers import until
 from tests.gateway.talker import user
 from tests.gateway.upstream import GOOD, Upstream, gateway_before
 from tests.gateway.world import World
@@ -117,8 +118,7 @@ async def test_a_client_that_gives_up_and_asks_again_is_trained_once(tmp_path: P
         client = built.client(attempted, timeout=0.5, max_retries=1)
         asked = asyncio.create_task(client.chat.completions.create(model="policy", messages=user("hello")))
         await asyncio.wait_for(store.reached.wait(), 10)
-        store.reached.clear()
-        await asyncio.wait_for(store.reached.wait(), 10)  # it asked again while the first call is still being stored
+        await until(lambda: built.gateway.running == 2)  # it asked again while the first call is still being stored
         store.may_write.set()
         assert (await asked).choices[0].message.content == "Hi!"
         await asyncio.wait_for(built.gateway.idle(), 10)
@@ -303,7 +303,7 @@ class CountingStore(SqlStore):
 
 
 @pytest.mark.parametrize("poison", [False, True])
-async def test_while_many_calls_run_those_that_end_together_share_a_write(tmp_path: Path, poison: bool) -> None:
+async def test_calls_that_end_while_another_is_written_share_the_next_write(tmp_path: Path, poison: bool) -> None:
     store = await CountingStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
     try:
         async with gateway_before(Upstream(GOOD), store) as built:
@@ -314,12 +314,15 @@ async def test_while_many_calls_run_those_that_end_together_share_a_write(tmp_pa
         if poison:
             copies[7] = msgspec.structs.replace(copies[7], name="poison")
         store.writes = 0
-        few, many = CommittingRecorder(store, running=lambda: 2), CommittingRecorder(store, running=lambda: 20)
-        await asyncio.gather(*(few.record(copy) for copy in copies[:3]))
-        assert store.writes == 3, "where few calls run none waits for another"
-        outcomes = await asyncio.gather(*(many.record(copy) for copy in copies[3:]), return_exceptions=True)
-        assert [isinstance(one, InvalidError) for one in outcomes] == [poison and n == 4 for n in range(17)]
-        assert store.writes == 3 + 1 + (17 if poison else 0), "all are written at once, or each by itself"
+        recorder = CommittingRecorder(store)
+        await recorder.record(copies[0])
+        assert store.writes == 1, "one alone waits for no others"
+        first = asyncio.create_task(recorder.record(copies[1]))
+        await asyncio.sleep(0)  # its write has begun with the others' coming
+        outcomes = await asyncio.gather(*(recorder.record(copy) for copy in copies[2:]), return_exceptions=True)
+        await first
+        assert [isinstance(one, InvalidError) for one in outcomes] == [poison and n == 5 for n in range(18)]
+        assert store.writes == 2 + 1 + (18 if poison else 0), "all are written at once, or each by itself"
         assert len(await store.query_spans(UNATTRIBUTED)) == 21 - poison
     finally:
         await store.close()
