@@ -42,7 +42,7 @@ from agentlightning.runner.hooks import Hook
 from agentlightning.runner.processes import Isolation, boot_of, usual_concurrency
 from agentlightning.runner.runner import Runner
 from agentlightning.server.app import create_app
-from agentlightning.server.holding import model_held
+from agentlightning.server.holding import models_held
 from agentlightning.server.models import register_model, unregister_model
 from agentlightning.server.serve import HttpServer, run_on_fastest_loop
 from agentlightning.store.base import LightningStore
@@ -78,8 +78,9 @@ class Trainer:
 
     Args:
         model: what is trained: a directory, a Hugging Face id, a loaded `Policy`, or `file.py:function` that makes one
-            from the seed. None evaluates an endpoint given in `initial_resources`.
-        model_name: what agents call it by; trainers that share a server each need one of their own.
+            from the seed; or several of these by name, each of which learns from its own calls. None evaluates an
+            endpoint given in `initial_resources`.
+        model_name: what agents call a single one by; trainers that share a server each need one of their own.
         algorithm: `GRPO(…)` by default; `Baseline()` only evaluates.
         optimizer: learning rate and the like.
         n_runners: how many rollouts run at once in this process; default 64, or with `isolation` one per core; 0 leaves
@@ -91,7 +92,8 @@ class Trainer:
         port: port of this process's server, 0 for any free one.
         seed: the source of all randomness.
         time_limit: seconds after which training ends, closing evaluation included.
-        initial_resources: more resources for the agent; a policy being trained is added as `llm`.
+        initial_resources: more resources for the agent; a policy being trained is added as `llm`, several by their
+            names, and the first of them as `llm`.
         hooks: code that runs around every rollout.
         tracer: `auto` collects what OpenTelemetry's SDK traces in the agent where it is installed; `light` does not.
         adapter: what a function decorated by `agl.algo` gets as `adapter`, as in Agent Lightning 0.3.
@@ -104,7 +106,7 @@ class Trainer:
     def __init__(
         self,
         *,
-        model: str | Path | Policy | None = None,
+        model: str | Path | Policy | Mapping[str, str | Path | Policy] | None = None,
         model_name: str = "policy",
         algorithm: Algorithm | None = None,
         optimizer: AdamW | None = None,
@@ -137,7 +139,7 @@ class Trainer:
             raise ConfigError(f"time_limit is {time_limit}; give seconds above 0, or None")
         if server is not None and store is not None:
             raise ConfigError("server and store exclude each other: with a server, the store is the server's")
-        self.model = model
+        self.models = dict(model) if isinstance(model, Mapping) else {} if model is None else {model_name: model}
         self.model_name = model_name
         self.algorithm = algorithm if adapter is None else with_adapter(algorithm, adapter)
         self.optimizer = optimizer or AdamW()
@@ -217,7 +219,7 @@ class Trainer:
 
     def _check_trainable(self, algorithm: Algorithm) -> None:
         """ConfigError for reinforcement learning without a model."""
-        if self.model is not None or not isinstance(algorithm, Reinforcement):
+        if self.models or not isinstance(algorithm, Reinforcement):
             return
         endpoint, why = self.initial_resources.get("llm"), ""
         if isinstance(endpoint, LLM):
@@ -278,11 +280,11 @@ class Trainer:
     ) -> RunContext:
         """Start everything the job needs; `stack` stops it again, last started first."""
         store = await self._open_store(stack, directory.path)
-        served = await self._open_policy(stack, algorithm)
-        entry = self._model_entry(algorithm, served.backend if served else None)
+        served = {name: await self._open_policy(stack, model, algorithm) for name, model in self.models.items()}
+        entries = self._model_entries(algorithm, {name: one.backend for name, one in served.items()})
         calls_held: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
         if self.server is None:
-            gateway = Gateway(ModelTable([entry]), store) if entry else None
+            gateway = Gateway(ModelTable(entries), store) if entries else None
             if gateway is not None:
                 stack.push_async_callback(gateway.close)
                 calls_held = gateway.held
@@ -292,12 +294,13 @@ class Trainer:
             url = http.url
         else:
             url = self.server.rstrip("/")
-            if entry is not None:
-                await self._lend_to_server(stack, entry, directory.mark.run_id)
-                calls_held = partial(model_held, url, entry.name, api_key=self.api_key)
+            if entries:
+                await self._lend_to_server(stack, entries, directory.mark.run_id)
+                calls_held = partial(models_held, url, [entry.name for entry in entries], api_key=self.api_key)
         resources = self.initial_resources
-        if entry is not None:
-            resources = {**resources, "llm": LLM(endpoint=f"{url}/v1", model=entry.name)}
+        if entries:
+            llms = {entry.name: LLM(endpoint=f"{url}/v1", model=entry.name) for entry in entries}
+            resources = {**resources, **(llms if len(llms) > 1 else {}), "llm": next(iter(llms.values()))}
         stored = await store.add_resources(resources, metadata={"run_id": directory.mark.run_id})
         manifest = make_manifest(
             config=self._config(algorithm), seed=self.seed, train_tasks=train_tasks, val_tasks=val_tasks
@@ -313,9 +316,9 @@ class Trainer:
             seed=self.seed,
             # Others add theirs to a shared store; in the run's own, the latest has the address of this very process.
             resources_id=None if self.server is None else stored.resources_id,
-            policies={self.model_name: TrainedPolicy(self._make_learner(algorithm, served.policy), served)}
-            if served
-            else {},
+            policies={
+                name: TrainedPolicy(self._make_learner(algorithm, one.policy), one) for name, one in served.items()
+            },
             calls_held=calls_held,
             progress=self.progress,
             resume=directory.resumed,
@@ -332,18 +335,18 @@ class Trainer:
         stack.push_async_callback(store.close)
         return store
 
-    async def _open_policy(self, stack: AsyncExitStack, algorithm: Algorithm) -> ServedPolicy | None:
-        if self.model is None:
-            return None
+    async def _open_policy(
+        self, stack: AsyncExitStack, model: str | Path | Policy, algorithm: Algorithm
+    ) -> ServedPolicy:
         from agentlightning.learner.policy import Policy, open_policy
         from agentlightning.learner.serving import serve_policy
 
-        if isinstance(self.model, Policy):
-            policy = self.model
+        if isinstance(model, Policy):
+            policy = model
         else:
-            if is_reference(str(self.model)):
+            if is_reference(str(model)):
                 self.progress.phase("make the model")
-            policy = open_policy(self.model, seed=self.seed, device=self.device)
+            policy = open_policy(model, seed=self.seed, device=self.device)
         served = serve_policy(
             policy,
             concurrency=max(1, self.n_runners or 64),
@@ -361,32 +364,35 @@ class Trainer:
 
         return TorchLearner(policy, self.optimizer, reference=getattr(algorithm, "reference", False))
 
-    def _model_entry(self, algorithm: Algorithm, backend: Backend | None) -> ModelEntry | None:
-        """The model behind the gateway: the policy being trained, or the endpoint the caller gave."""
+    def _model_entries(self, algorithm: Algorithm, backends: Mapping[str, Backend]) -> list[ModelEntry]:
+        """The models behind the gateway: the policies being trained, or the endpoint the caller gave."""
         upstream = self.initial_resources.get("llm")
-        if backend is not None:
+        if backends:
             train = val = Sampling()
             if isinstance(algorithm, Reinforcement):
                 train = Sampling(temperature=algorithm.temperature, max_tokens=algorithm.max_tokens)
                 val = Sampling(temperature=algorithm.val_temperature, max_tokens=algorithm.max_tokens)
-            return ModelEntry(self.model_name, backend, trainable=True, train=train, val=val)
+            return [
+                ModelEntry(name, backend, trainable=True, train=train, val=val) for name, backend in backends.items()
+            ]
         if isinstance(upstream, LLM):
             key = upstream.api_key or os.environ.get("OPENAI_API_KEY")
             # Hosted APIs refuse to be asked for token ids, and nothing here trains on their answers.
             hosted = HttpBackend(upstream.endpoint, kind="openai", api_key=key)
-            return ModelEntry(upstream.model, hosted, trainable=False, train=None, val=None)
-        return None
+            return [ModelEntry(upstream.model, hosted, trainable=False, train=None, val=None)]
+        return []
 
-    async def _lend_to_server(self, stack: AsyncExitStack, entry: ModelEntry, run_id: str) -> None:
-        """Serve this process's policy on loopback and let the server's gateway route to it."""
+    async def _lend_to_server(self, stack: AsyncExitStack, entries: Sequence[ModelEntry], run_id: str) -> None:
+        """Serve this process's policies on loopback and let the server's gateway route to them."""
         assert self.server is not None
-        gateway = Gateway(ModelTable([entry]))
+        gateway = Gateway(ModelTable(entries))
         stack.push_async_callback(gateway.close)
         http = HttpServer(create_app(None, gateway=gateway), port=self.port)
         await http.start()
         stack.push_async_callback(http.stop)
-        await register_model(self.server, entry, base_url=f"{http.url}/v1", api_key=self.api_key, owner=run_id)
-        stack.push_async_callback(self._take_back, entry.name, run_id)
+        for entry in entries:
+            await register_model(self.server, entry, base_url=f"{http.url}/v1", api_key=self.api_key, owner=run_id)
+            stack.push_async_callback(self._take_back, entry.name, run_id)
 
     async def _take_back(self, name: str, run_id: str) -> None:
         assert self.server is not None
@@ -424,8 +430,10 @@ class Trainer:
         """The resolved settings, for the run's manifest."""
         settings = dataclasses.asdict(algorithm) if dataclasses.is_dataclass(algorithm) else {}
         return {
-            "model": str(self.model) if isinstance(self.model, str | Path) else type(self.model).__name__,
-            "model_name": self.model_name,
+            "models": {
+                name: str(model) if isinstance(model, str | Path) else type(model).__name__
+                for name, model in self.models.items()
+            },
             "algorithm": {**settings, "name": algorithm.name},
             "optimizer": dataclasses.asdict(self.optimizer),
             "n_runners": self.n_runners,

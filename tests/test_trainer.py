@@ -336,3 +336,27 @@ async def test_inside_an_event_loop_the_async_form_is_named(tmp_path: Path) -> N
         trainer(tmp_path).fit(agents.vowels, TASKS)
     result = await trainer(tmp_path, algorithm=algorithm(steps=1)).fit_async(agents.vowels, TASKS)
     assert result.metrics[-1].step == 1
+
+
+@agl.rollout
+async def writer_and_critic(task: Any, resources: agl.NamedResources) -> float:
+    """Two models at one endpoint: the critic answers what the writer said."""
+    said = await agents.ask(task, resources["writer"])
+    return -len(await agents.ask({"word": said[:4]}, resources["critic"])) / 10
+
+
+def test_two_policies_learn_at_once_each_from_its_own_calls(tmp_path: Path) -> None:
+    models = {"writer": policy(0), "critic": policy(1)}
+    before = {name: one.model.get_input_embeddings().weight.clone() for name, one in models.items()}
+    both = algorithm(steps=2, checkpoint_every=1)
+    result = trainer(tmp_path, model=models, algorithm=both).fit(writer_and_critic, TASKS, TASKS[:2])
+    last = result.metrics[-1].values
+    assert last["calls"] == 24
+    assert last["writer/tokens"] + last["critic/tokens"] == last["sampled_tokens"]
+    assert last["policy_version"] == 2
+    assert result.checkpoint is not None
+    for name in models:
+        trained = AutoModelForCausalLM.from_pretrained(result.checkpoint / name).get_input_embeddings().weight
+        assert not torch.equal(trained, before[name])
+    again = trainer(tmp_path, model={"writer": policy(0), "critic": policy(1)}, algorithm=algorithm(steps=3))
+    assert again.fit(writer_and_critic, TASKS, TASKS[:2], resume=True).metrics[-1].step == 3

@@ -45,7 +45,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     relative to it, paths in flags to the current directory."""
 
     agent: str | CommandConfig
-    model: str
+    model: str | dict[str, str]
     model_name: str = "policy"
     train_dataset: Any
     val_dataset: Any = None
@@ -152,6 +152,9 @@ def _read_run_file(path: Path) -> dict[str, Any]:
     for key in _PATHS:
         if key in values:
             values[key] = _beside(path, values[key], must_exist=key == "model")
+    if isinstance(values.get("model"), dict):
+        several = cast("dict[str, Any]", values["model"])
+        values["model"] = {name: _beside(path, model, must_exist=True) for name, model in several.items()}
     agent = values.get("agent")
     if isinstance(agent, str):
         values["agent"] = _beside(path, agent)

@@ -115,7 +115,7 @@ def _as_trained(run: Run | None) -> tuple[CallFilter, RewardSpec]:
     if not isinstance(algorithm, dict) or "reward" not in algorithm:
         return EVERY_CALL, PLAIN
     named = {name: algorithm[name] for name in CallFilter.__dataclass_fields__ if name in algorithm}
-    calls = msgspec.convert({**named, "models": [config["model_name"]]}, CallFilter)
+    calls = msgspec.convert({**named, "models": list(config["models"])}, CallFilter)
     return calls, msgspec.convert(algorithm["reward"], RewardSpec)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import re
 import tempfile
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +25,7 @@ from agentlightning.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
     from agentlightning.algorithm.rl import Reinforcement
+    from agentlightning.algorithm.rl.policies import Policies
     from agentlightning.algorithm.rl.replay import ReplayedStep, ReplayPlan
     from agentlightning.learner.torch import TorchLearner
     from agentlightning.types import Run
@@ -71,7 +73,6 @@ def replay(
     Needs neither engine nor agents. Exits with 1 where the weights differ."""
     from agentlightning.algorithm.directory import read_mark
     from agentlightning.algorithm.rl import replay as replaying
-    from agentlightning.algorithm.rl.policies import Policies
     from agentlightning.cli.display import hide_library_progress
 
     hide_library_progress()
@@ -95,15 +96,14 @@ def replay(
             if found is None:
                 raise NotFoundError(f"the store has no run {mark.run_id}; name the run's own with --store or --server")
             algorithm = _algorithm(found, run_file)
-            learner = _learner(directory, found, plan, algorithm, model, mark.seed)
+            policies = _policies(directory, found, plan, algorithm, model, mark.seed)
             if not as_json:
                 print(f"starting from {plan.start or 'the weights before the first step'}")
-            name = str(found.manifest["config"]["model_name"])
-            await replaying.replay(plan, store, algorithm, Policies({name: learner}), seed=mark.seed, on_step=report)
+            await replaying.replay(plan, store, algorithm, policies, seed=mark.seed, on_step=report)
         with contextlib.ExitStack() as stack:
             saved = out or Path(stack.enter_context(tempfile.TemporaryDirectory()))
             saved.mkdir(parents=True, exist_ok=True)
-            learner.save(saved)
+            policies.save(saved)
             digests = [replaying.weights_digest(one) for one in (saved, plan.goal) if one is not None]
         return _conclude(plan, trained, digests, as_json)
 
@@ -128,24 +128,35 @@ def _algorithm(found: Run, run_file: Path | None) -> Reinforcement:
     return algorithm
 
 
-def _learner(
+def _policies(
     directory: Path, found: Run, plan: ReplayPlan, algorithm: Reinforcement, model: str | None, seed: int
-) -> TorchLearner:
-    """A learner that holds the weights the run started from, with the run's threads."""
+) -> Policies:
     from agentlightning.algorithm.directory import START
+    from agentlightning.algorithm.rl.policies import Policies
+
+    config: dict[str, Any] = found.manifest["config"]
+    models: dict[str, str] = config["models"]
+    if len(models) > 1 and model is not None:
+        raise ConfigError(f"the run trained {', '.join(models)}; --model is for a run that trained one model")
+    own = directory / START
+    # A checkpoint holds all that is needed, but for the reference, which is what the run started from.
+    saved = plan.start if model is None and not algorithm.reference else None
+    learners: dict[str, TorchLearner] = {}
+    for name, given in models.items():
+        place = None if saved is None else str(saved if len(models) == 1 else saved / name)
+        start = model or place or (str(own) if own.is_dir() else given)
+        learners[name] = _learner(start, config, algorithm, seed)
+    return Policies(learners)
+
+
+def _learner(model: str, config: Mapping[str, Any], algorithm: Reinforcement, seed: int) -> TorchLearner:
+    """A learner that holds the weights the run started from, with the run's threads."""
     from agentlightning.data.references import is_reference
     from agentlightning.learner.base import AdamW
     from agentlightning.learner.policy import load_policy, open_policy
     from agentlightning.learner.serving import choose_threads
     from agentlightning.learner.torch import TorchLearner
 
-    config: dict[str, Any] = found.manifest["config"]
-    own = directory / START
-    # A checkpoint holds all that is needed, but for the reference, which is what the run started from.
-    if model is None and plan.start is not None and not algorithm.reference:
-        model = str(plan.start)
-    elif model is None:
-        model = str(own) if own.is_dir() else str(config["model"])
     if model == "Policy":
         raise ConfigError("the run was given its model as an object; say with --model what it started from")
     device = config.get("device")

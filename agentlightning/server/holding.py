@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Annotated, TypeVar
 from urllib.parse import quote
 
@@ -142,6 +142,15 @@ async def model_held(server: str, name: str, *, api_key: str | None, lease: floa
         await renewing  # a request to hold must not arrive after the one to release
         with _logged():
             await release_model(server, name, api_key=api_key)
+
+
+@asynccontextmanager
+async def models_held(server: str, names: Sequence[str], *, api_key: str | None) -> AsyncGenerator[None]:
+    """`model_held` of several at once."""
+    async with AsyncExitStack() as stack:
+        for name in names:
+            await stack.enter_async_context(model_held(server, name, api_key=api_key))
+        yield
 
 
 @contextmanager

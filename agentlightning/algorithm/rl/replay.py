@@ -135,7 +135,7 @@ def _recorded(directory: Path) -> dict[int, RecordedBatch]:
 def weights_digest(directory: Path) -> str:
     """SHA-256 of all tensors in a directory's safetensors files: their names, types, shapes and bytes, by name."""
     digest = hashlib.sha256()
-    for name, kind, shape, data in sorted(_tensors(sorted(directory.glob("*.safetensors")))):
+    for name, kind, shape, data in sorted(_tensors(sorted(directory.rglob("*.safetensors")))):
         digest.update(f"{name} {kind} {shape}\n".encode() + data)
     return digest.hexdigest()
 
