@@ -12,6 +12,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
+from warnings import catch_warnings, simplefilter
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -41,7 +42,8 @@ class Adapter:
         )
         shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         self.merged: PreTrainedModel = copy.deepcopy(model, shared)
-        with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []), catch_warnings():
+            simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that will go
             torch.manual_seed(seed)
             try:
                 self._peft = get_peft_model(model, config)

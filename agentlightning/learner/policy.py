@@ -117,9 +117,16 @@ def _load_model(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     arguments: dict[str, Any] = {"dtype": dtype}
     if not isinstance(source, Path) or not (source / ADAPTER_CONFIG).is_file():
         return AutoModelForCausalLM.from_pretrained(source, **arguments)
-    from peft import AutoPeftModelForCausalLM
+    from peft import PeftConfig, PeftModel
 
-    wrapped: Any = AutoPeftModelForCausalLM.from_pretrained(str(source), **arguments)
+    base = PeftConfig.from_pretrained(str(source)).base_model_name_or_path
+    if not base:
+        raise ConfigError(
+            f"{source} holds an adapter, and does not say of which model: it was made by a function. Have that function "
+            "save its policy, and load the adapter on it with peft"
+        )
+    # `peft`'s own loader would cut the model to the tokenizer's size.
+    wrapped: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, **arguments), str(source))
     return wrapped.merge_and_unload()
 
 

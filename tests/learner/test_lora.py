@@ -1,0 +1,135 @@
+"""Training an adapter: the model stays, the adapter learns, and whoever samples gets both in one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, PeftModel
+from transformers import AutoModelForCausalLM
+
+from agentlightning.engine.engine import Engine, GenerationRequest, SampledToken
+from agentlightning.errors import ConfigError
+from agentlightning.learner.base import AdamW, LoRA, Loss
+from agentlightning.learner.policy import Policy, load_policy, open_policy
+from agentlightning.learner.torch import TorchLearner
+from tests.learner.test_torch import batch, tokenizer
+from tests.models import tiny_model
+
+__all__ = ["tokenizer"]
+RANK = 4
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def learner(tokenizer: Any, *, dtype: Any = None, reference: bool = False, **lora: Any) -> TorchLearner:
+    """One whose adapter has learned something already."""
+    policy = open_policy(
+        Policy(tiny_model(), tokenizer), seed=1, dtype=dtype, lora=LoRA(rank=RANK, **{"alpha": 8.0, **lora})
+    )
+    one = TorchLearner(policy, AdamW(learning_rate=1e-2), reference=reference)
+    one.step(batch(), Loss())
+    return one
+
+
+def base_weights(one: TorchLearner) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in one.model.parameters() if not parameter.requires_grad]
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(2, 12)[None]).logits
+
+
+def test_the_adapter_learns_and_the_model_stays(tokenizer: Any) -> None:
+    one = learner(tokenizer)
+    before, logprobs = base_weights(one), torch.cat(one.logprobs(batch()))
+    assert one.step(batch(), Loss())["grad_norm"] > 0
+    assert all(torch.equal(a, b) for a, b in zip(before, base_weights(one), strict=True))
+    assert float((torch.cat(one.logprobs(batch())) - logprobs).abs().max()) > 1e-4
+
+
+def test_what_samples_is_the_model_with_the_adapter_merged_and_never_drifts(tokenizer: Any) -> None:
+    one = learner(tokenizer)
+    assert one.policy.adapter is not None
+    before = base_weights(one)
+    first = one.policy.adapter.publish()
+    weights = first.get_submodule("model.layers.0.mlp.up_proj").weight.clone()  # type: ignore[union-attr]
+    for _ in range(50):
+        assert one.policy.adapter.publish() is first
+    assert torch.equal(first.get_submodule("model.layers.0.mlp.up_proj").weight, weights)  # type: ignore[arg-type]
+    assert all(torch.equal(a, b) for a, b in zip(before, base_weights(one), strict=True))
+    torch.testing.assert_close(logits(first), logits(one.model), atol=1e-5, rtol=0)
+    assert first.get_input_embeddings().weight is one.model.get_input_embeddings().weight  # what is the same is shared
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_engine_samples_what_the_learner_trains(tokenizer: Any, dtype: Any) -> None:
+    one = learner(tokenizer, dtype=dtype)
+    assert one.policy.adapter is not None
+    engine = Engine(one.policy.adapter.publish(), eos_token_ids=[1], slots=1, max_sequence_length=64)
+    out: list[SampledToken] = []
+    engine.submit(GenerationRequest([5, 6, 7], max_tokens=32, seed=3), out.append)
+    while engine.step():
+        pass
+    ids = torch.tensor([5, 6, 7, *(token.token_id for token in out)])
+    with torch.no_grad():
+        trained = torch.log_softmax(one.model(ids[None]).logits[0].float(), -1)[2:-1].gather(1, ids[3:, None])[:, 0]
+    error = float((trained - torch.tensor([token.logprob for token in out])).expm1().abs().max())
+    assert error <= one.mismatch_tolerance
+
+
+def test_the_reference_is_the_model_without_the_adapter(tokenizer: Any) -> None:
+    one = learner(tokenizer, reference=True)
+    assert one.reference is None  # no copy is kept
+    with_copy = learner(tokenizer, reference=True)
+    with_copy.reference = tiny_model()
+    loss = Loss(kl_coefficient=0.04)
+    without, beside = one.step(batch(), loss), with_copy.step(batch(), loss)
+    assert without["reference_kl"] > 1e-4
+    assert without["reference_kl"] == pytest.approx(beside["reference_kl"], rel=1e-5)
+    assert without["grad_norm"] == pytest.approx(beside["grad_norm"], rel=1e-5)
+
+
+def test_a_checkpoint_is_an_adapter_that_peft_loads_and_training_goes_on_from(tokenizer: Any, tmp_path: Path) -> None:
+    # With a tokenizer beside it, peft cuts the model to that one's size.
+    Policy(tiny_model(vocab_size=len(tokenizer)), tokenizer).save(tmp_path / "base")
+    policy = open_policy(tmp_path / "base", seed=1, device="cpu", lora=LoRA(rank=RANK))
+    straight = TorchLearner(policy, AdamW(learning_rate=1e-2))
+    straight.step(batch(), Loss())
+    straight.save(tmp_path / "saved")
+    alone = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    beside = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "saved")
+    torch.testing.assert_close(logits(alone), logits(straight.model))
+    torch.testing.assert_close(logits(beside.eval()), logits(straight.model))
+    torch.testing.assert_close(logits(load_policy(tmp_path / "saved").model), logits(straight.model))
+    assert not list((tmp_path / "saved").glob("model*.safetensors"))
+    resumed = TorchLearner(
+        open_policy(tmp_path / "base", seed=2, device="cpu", lora=LoRA(rank=RANK)), AdamW(learning_rate=1e-2)
+    )
+    resumed.load(tmp_path / "saved")
+    for one in (straight, resumed):
+        one.step(batch(), Loss())
+    assert all(torch.equal(a, b) for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True))
+
+
+def test_a_checkpoint_of_another_adapter_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    learner(tokenizer).save(tmp_path / "small")
+    for other in ({"rank": 8}, {"targets": ("q_proj",)}):
+        policy = open_policy(Policy(tiny_model(), tokenizer), seed=1, lora=LoRA(**{"rank": RANK, **other}))
+        with pytest.raises(ConfigError, match="cannot be resumed"):
+            TorchLearner(policy).load(tmp_path / "small")
+    with pytest.raises(ConfigError, match="checkpoint"):
+        TorchLearner(Policy(tiny_model(), tokenizer)).load(tmp_path / "small")
+
+
+def test_targets_that_are_not_there_are_named(tokenizer: Any) -> None:
+    with pytest.raises(ConfigError, match="nowhere_proj"):
+        open_policy(Policy(tiny_model(), tokenizer), seed=1, lora=LoRA(targets=("nowhere_proj",)))
+    with pytest.raises(ConfigError, match="rank is 0"):
+        LoRA(rank=0)
