@@ -54,6 +54,11 @@ frameworks: .venv-frameworks/.setup .venv-crewai/.setup
 	scripts/framework_env.sh $* $(VENV)
 	@touch $@
 
+# TRL, which tests/learner/test_trl.py and benchmarks/rl.py compare with.
+.venv-trl/.setup: constraints-trl.txt scripts/trl_env.sh | setup
+	scripts/trl_env.sh $(VENV)
+	@touch $@
+
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
@@ -76,4 +81,4 @@ benchmarks: setup
 	    echo "== $$script"; $(BIN)/python $$script; done
 
 clean:
-	rm -rf $(VENV) .venv-frameworks .venv-crewai site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-trl site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
