@@ -29,6 +29,8 @@ from agentlightning.algorithm.directory import RunDirectory
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.algorithm.function import with_adapter
 from agentlightning.algorithm.manifest import make_manifest
+from agentlightning.algorithm.trackers import make_tracker
+from agentlightning.algorithm.tracking import Tracker
 from agentlightning.data.datasets import load_dataset
 from agentlightning.data.references import is_reference
 from agentlightning.errors import ConfigError, UnavailableError
@@ -96,6 +98,7 @@ class Trainer:
             names, and the first of them as `llm`.
         hooks: code that runs around every rollout.
         tracer: `auto` collects what OpenTelemetry's SDK traces in the agent where it is installed; `light` does not.
+        trackers: `"tensorboard"`, `"wandb"`, `"mlflow"`, `{"name": "wandb", "project": "x"}` or a `Tracker` of your own.
         adapter: what a function decorated by `agl.algo` gets as `adapter`, as in Agent Lightning 0.3.
         max_sequence_length: prompt and answer together, in tokens; default the model's own, at most 4096.
         device: where the model is loaded to: `cuda` where there is one, else `cpu`, unless it says `mps` or another.
@@ -123,6 +126,7 @@ class Trainer:
         hooks: Sequence[Hook] = (),
         tracer: TracerKind = "auto",
         adapter: Any = None,
+        trackers: Sequence[str | Mapping[str, Any] | Tracker] = (),
         progress: Progress | None = None,
         max_sequence_length: int | None = None,
         device: str | None = None,
@@ -156,6 +160,7 @@ class Trainer:
         self.hooks = tuple(hooks)
         choose_tracer(tracer)  # refused here rather than after the model was loaded
         self.tracer: TracerKind = tracer
+        self.trackers = tuple(map(make_tracker, trackers))
         self.progress = progress or NoProgress()
         self.max_sequence_length = max_sequence_length
         self.device = device
@@ -256,6 +261,7 @@ class Trainer:
             except BaseException:
                 directory.forget()
                 raise
+            stack.push_async_callback(context.tracking.close)
             if self.time_limit is not None:
                 context.deadline = asyncio.get_running_loop().time() + self.time_limit
             stack.enter_context(_stopping_at_interrupt(context.stop))
@@ -321,6 +327,7 @@ class Trainer:
             },
             calls_held=calls_held,
             progress=self.progress,
+            trackers=self.trackers,
             resume=directory.resumed,
             owns_runner=self.server is None,
         )

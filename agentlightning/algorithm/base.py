@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from agentlightning.algorithm.trackers import JSONLines
+from agentlightning.algorithm.tracking import Tracker, Tracking
 from agentlightning.errors import AgentLightningError
 from agentlightning.learner.base import Learner
 from agentlightning.store.base import LightningStore
@@ -26,12 +28,13 @@ STOPPED_BY_USER = "stopped by the user"
 class Progress(Protocol):
     """What a running job tells a display. Calls are cheap and come from the event loop's thread."""
 
-    def phase(self, name: str, total: int | None = None) -> None:
-        """A new phase begins, of `total` units where that is known."""
+    def phase(self, name: str, total: int | None = None, *, beside: bool = False) -> None:
+        """A new phase begins, of `total` units where that is known: after the present one, or beside it and those that
+        follow, until its units are finished."""
         ...
 
-    def advance(self, done: int) -> None:
-        """`done` units of the present phase are finished."""
+    def advance(self, done: int, beside: str | None = None) -> None:
+        """`done` units of the present phase are finished, or of the one of this name beside it."""
         ...
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -46,14 +49,24 @@ class Progress(Protocol):
 class NoProgress:
     """Shows nothing."""
 
-    def phase(self, name: str, total: int | None = None) -> None: ...
-    def advance(self, done: int) -> None: ...
+    def phase(self, name: str, total: int | None = None, *, beside: bool = False) -> None: ...
+    def advance(self, done: int, beside: str | None = None) -> None: ...
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def note(self, message: str) -> None: ...
 
 
 class Serving(Protocol):
     """The engine that serves the policy, as the loop sees it."""
+
+    @property
+    def generated_tokens(self) -> int:
+        """How many it has sampled since it was started."""
+        ...
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long it has had nothing to do, or was not allowed to do it, since it was started."""
+        ...
 
     def exclusive(self) -> AbstractAsyncContextManager[Any]:
         """Inside, the engine reads no weights and uses no cores; calls wait and are not refused."""
@@ -84,7 +97,8 @@ class RunContext:
     Rollouts are enqueued with `resources_id`; None is the latest of their project. `policies` are the
     models trained here, by the name that agents call them by. Inside `calls_held()` agents' calls of them
     wait before their engines, and the clocks of their attempts stand still. `stop` is set when the job should end;
-    `deadline` is a loop time (seconds of `asyncio.get_running_loop().time()`) or None."""
+    `deadline` is a loop time (seconds of `asyncio.get_running_loop().time()`) or None. What is measured is told to
+    `tracking`, which hands it to the `trackers`."""
 
     run: Run
     store: LightningStore
@@ -96,11 +110,16 @@ class RunContext:
     policies: Mapping[str, TrainedPolicy] = field(default_factory=dict[str, TrainedPolicy])
     calls_held: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
     progress: Progress = field(default_factory=NoProgress)
+    trackers: Sequence[Tracker] = ()
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     deadline: float | None = None
     resume: bool = False
     owns_runner: bool = True
     run_time: float = field(default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        trackers = (JSONLines(), *self.trackers)
+        self.tracking = Tracking(self.store, self.run, self.directory, trackers, self.progress.note)
 
     async def unless_stopped(self, work: Awaitable[T]) -> T:
         """The result of `work`; Stopped, with the work cancelled, if the job must end first."""

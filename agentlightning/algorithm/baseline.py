@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.evaluation import Evaluation, evaluate
 from agentlightning.errors import ConfigError
-from agentlightning.types import Metrics, Mode, RolloutConfig
+from agentlightning.types import Mode, RolloutConfig
 
 
 @dataclass
@@ -28,4 +27,4 @@ class Baseline:
         )
         self.evaluations = [evaluation]
         values = {"val_reward": evaluation.reward, "val_unrewarded": float(evaluation.unrewarded)}
-        await context.store.add_metrics(Metrics(run_id=context.run.run_id, step=0, time=time.time(), values=values))
+        await context.tracking.record(0, values)

@@ -63,8 +63,10 @@ async def evaluate(
     mode: Mode,
     config: RolloutConfig,
     reward: RewardSpec = PLAIN,
+    beside: bool = False,
 ) -> Evaluation:
-    """Run the agent once on every task in `mode` and wait for all. Repeating it after a crash reuses what finished."""
+    """Run the agent once on every task in `mode` and wait for all, `beside` something else or not. Repeating it after a
+    crash reuses what finished."""
     prefix = evaluation_id(context.run.run_id, mode, step, version)
     requests = [
         EnqueueRolloutRequest(
@@ -78,7 +80,7 @@ async def evaluate(
         )
         for index, task in enumerate(tasks)
     ]
-    context.progress.phase("evaluate", len(requests))
+    context.progress.phase("evaluate", len(requests), beside=beside)
     await context.store.enqueue_many_rollouts(requests)
     finished: dict[str, Rollout] = {}
     names = [request.rollout_id or "" for request in requests]
@@ -87,7 +89,7 @@ async def evaluate(
         # A short wait only paces the display; finished rollouts wake it, and none is asked for twice.
         for rollout in await context.unless_stopped(context.store.wait_for_rollouts(waiting, timeout=1.0)):
             finished[rollout.rollout_id] = rollout
-        context.progress.advance(len(finished))
+        context.progress.advance(len(finished), "evaluate" if beside else None)
     evaluated: list[EvaluatedTask] = []
     for name in names:
         spans = await context.store.query_spans(name, "latest")

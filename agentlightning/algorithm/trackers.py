@@ -101,7 +101,7 @@ class WandB:
         _require(self.name, "wandb")
 
     def start(self, run: TrackedRun) -> str | None:
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]
 
         wandb.setup(settings=wandb.Settings(silent=True))  # without a key it must not stop and ask for one
         self._run = wandb.init(
@@ -140,8 +140,8 @@ class MLflow:
         _require(self.name, "mlflow")
 
     def start(self, run: TrackedRun) -> str:
-        from mlflow import MlflowClient
-        from mlflow.entities import Param
+        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+        from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
 
         self._client = MlflowClient(tracking_uri=self.uri)
         found = self._client.get_experiment_by_name(self.experiment)
@@ -160,7 +160,7 @@ class MLflow:
         return f"run {self._id} of experiment {self.experiment!r} at {self._client.tracking_uri}"
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        from mlflow.entities import Metric
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
         now = int(time.time() * 1000)
         self._client.log_batch(self._id, [Metric(_allowed(name), value, now, step) for name, value in values.items()])
@@ -178,10 +178,8 @@ def make_tracker(spec: str | Mapping[str, Any] | Tracker) -> Tracker:
 
     ConfigError for an unknown name or option, or where the package is not installed."""
     if not isinstance(spec, str | Mapping):
-        if not isinstance(spec, Tracker):
-            raise ConfigError(f"{spec!r} is no tracker: it needs a name, and start, log and close")
-        return spec
-    options: dict[str, Any] = {"name": spec} if isinstance(spec, str) else dict(cast("Mapping[str, Any]", spec))
+        return _checked(spec)
+    options: dict[str, Any] = {"name": spec} if isinstance(spec, str) else dict(spec)
     name = options.pop("name", None)
     if not isinstance(name, str) or (name not in TRACKERS and not is_reference(name)):
         raise ConfigError(f"trackers: no tracker {name!r}; {nearest(str(name), TRACKERS)} or file.py:Class")
@@ -189,7 +187,13 @@ def make_tracker(spec: str | Mapping[str, Any] | Tracker) -> Tracker:
     known = inspect.signature(maker).parameters
     if (unknown := next((option for option in options if option not in known), None)) is not None:
         raise ConfigError(f"trackers: {name} has no option {unknown!r}; {nearest(unknown, known)}")
-    return make_tracker(maker(**options))
+    return _checked(maker(**options))
+
+
+def _checked(tracker: object) -> Tracker:
+    if not isinstance(tracker, Tracker):
+        raise ConfigError(f"{tracker!r} is no tracker: it needs a name, and the methods start, log and close")
+    return tracker
 
 
 def _require(tracker: str, package: str) -> None:

@@ -65,6 +65,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str | None = None
     threads: int | None = None
     deterministic: bool = False
+    trackers: list[str | dict[str, Any]] = msgspec.field(default_factory=list[str | dict[str, Any]])
 
 
 def load_agent(agent: str | CommandConfig, isolation: Isolation) -> LitAgent[Any] | Callable[..., Any] | str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -66,6 +67,8 @@ class EngineService:
         self._turn = asyncio.Lock()
         self._hold: asyncio.Event | None = None
         self._closed = False
+        self._idle = 0.0
+        self._idle_since: float | None = None
 
     def start(self) -> None:
         self._thread.start()
@@ -87,6 +90,13 @@ class EngineService:
     def version(self) -> int:
         """The policy version that is sampled from now."""
         return self._engine.version
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long the thread has waited so far: for requests, or because somebody held the engine."""
+        with self._changed:
+            since = self._idle_since
+            return self._idle + (0.0 if since is None else time.monotonic() - since)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[SampledToken]:
         """Yield the tokens of a request as they are sampled. Closing the iterator cancels the generation.
@@ -238,8 +248,14 @@ class EngineService:
                 elif self._hold is not announced:
                     announced = self._hold
                     self._to_loop(announced.set)
-                self._changed.wait()
+                self._wait()
         return False
+
+    def _wait(self) -> None:
+        self._idle_since = time.monotonic()
+        self._changed.wait()
+        self._idle += time.monotonic() - self._idle_since
+        self._idle_since = None
 
     def _deliver(self) -> None:
         if self._touched:

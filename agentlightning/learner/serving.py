@@ -36,6 +36,16 @@ class ServedPolicy:
     backend: TokenBackend
     model: PreTrainedModel
 
+    @property
+    def generated_tokens(self) -> int:
+        """See `Serving.generated_tokens`."""
+        return self.service.engine.statistics.generated_tokens
+
+    @property
+    def idle_seconds(self) -> float:
+        """See `Serving.idle_seconds`."""
+        return self.service.idle_seconds
+
     def exclusive(self) -> AbstractAsyncContextManager[Engine]:
         """See `Serving.exclusive`."""
         return self.service.exclusive()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 
@@ -42,7 +44,9 @@ class Totals:
         self.clipped = 0
         self.entropy = 0.0
         self.k3 = 0.0
-        self.max_ratio_error = 0.0
+        self.ratio = 0.0
+        self.ratio_min = math.inf
+        self.ratio_max = 0.0
 
     def add(self, loss: float, log_ratio: Tensor, clipped: Tensor, entropy: Tensor) -> None:
         ratio = log_ratio.exp()
@@ -51,7 +55,9 @@ class Totals:
         self.clipped += int(clipped.sum())
         self.entropy += float(entropy.sum())
         self.k3 += float((ratio - 1 - log_ratio).sum())
-        self.max_ratio_error = max(self.max_ratio_error, float((ratio - 1).abs().max()))
+        self.ratio += float(ratio.sum())
+        low, high = ratio.aminmax()
+        self.ratio_min, self.ratio_max = min(self.ratio_min, float(low)), max(self.ratio_max, float(high))
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -60,6 +66,9 @@ class Totals:
             "entropy": self.entropy / self.tokens,
             "clip_fraction": self.clipped / self.tokens,
             "behaviour_kl": self.k3 / self.tokens,
-            "max_ratio_error": self.max_ratio_error,
+            "ratio_mean": self.ratio / self.tokens,
+            "ratio_min": self.ratio_min,
+            "ratio_max": self.ratio_max,
+            "max_ratio_error": max(self.ratio_max - 1, 1 - self.ratio_min),
             "reference_kl": self.reference_kl,
         } | self.mismatch.metrics()

@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+import numpy as np
 
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.continuity import continuity
 from agentlightning.data.credit.table import RewardedGroup
 from agentlightning.data.limits import cut_sequences
-from agentlightning.data.sequences import TrainingSequence, build_sequences
+from agentlightning.data.sequences import CreditedTransition, TrainingSequence, build_sequences
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.store.base import LightningStore
 
@@ -97,17 +98,19 @@ def make_batch(algorithm: Reinforcement, groups: Sequence[Sequence[TracedRollout
     enough = [group for group in rewarded if len(group.rewards) >= min(2, algorithm.group_size)]
     sequences: list[TrainingSequence] = []
     flat = 0
-    for credited in algorithm.advantages(enough):
-        if not any(item.advantages.any() for transitions in credited for item in transitions):
+    credited = algorithm.advantages(enough)
+    for group in credited:
+        if not any(item.advantages.any() for transitions in group for item in transitions):
             flat += 1
             continue
-        for transitions in credited:
+        for transitions in group:
             sequences += build_sequences(transitions, algorithm.level)
     sequences, cuts = cut_sequences(sequences, algorithm.limits)
     metrics = {
         "groups_too_few_rewarded": float(len(groups) - len(enough)),
         "groups_without_variance": float(flat),
         "sequences": float(len(sequences)),
+        **_advantage_metrics(credited),
     }
     versions = [version for one in sequences if (version := one.oldest_version) is not None]
     if versions:
@@ -126,6 +129,8 @@ def rollout_metrics(algorithm: Reinforcement, groups: Sequence[Sequence[TracedRo
         "unrewarded": float(sum(traced.reward is None for traced in rollouts)),
         "calls": float(len(calls)),
         "sampled_tokens": float(sum(len(call.response_ids) for call in calls)),
+        **_lengths("prompt_tokens", [len(call.prompt_ids) for call in calls]),
+        **_lengths("response_tokens", [len(call.response_ids) for call in calls]),
         "calls_excluded": float(sum(traced.excluded.total() for traced in rollouts)),
         "clock_skew_seconds": max((traced.clock_skew or 0.0 for traced in rollouts), key=abs, default=0.0),
         **_by_name(rollouts),
@@ -152,6 +157,25 @@ def rewarded_group(group: Sequence[TracedRollout], unrewarded: str | float) -> R
         if traced.reward is not None or unrewarded != "exclude"
     ]
     return RewardedGroup([transitions for transitions, _ in pairs], [reward for _, reward in pairs])
+
+
+def _lengths(name: str, lengths: Sequence[int]) -> dict[str, float]:
+    return {f"{name}_mean": sum(lengths) / max(1, len(lengths)), f"{name}_max": float(max(lengths, default=0))}
+
+
+def _advantage_metrics(groups: Sequence[Sequence[Sequence[CreditedTransition]]]) -> dict[str, float]:
+    """Over all sampled tokens that were credited, those of groups that teach nothing too."""
+    found = [item.advantages for group in groups for transitions in group for item in transitions]
+    values = np.concatenate(found).astype(np.float64) if found else np.zeros(0)
+    if not len(values):
+        return {}
+    return {
+        "advantage_mean": float(values.mean()),
+        "advantage_std": float(values.std()),
+        "advantage_min": float(values.min()),
+        "advantage_max": float(values.max()),
+        "advantage_zero": float((values == 0).mean()),
+    }
 
 
 def _by_name(rollouts: Sequence[TracedRollout]) -> dict[str, float]:

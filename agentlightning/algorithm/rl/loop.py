@@ -26,13 +26,14 @@ from agentlightning.algorithm.evaluation import Evaluation, evaluate, evaluation
 from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batches, rollout_metrics
 from agentlightning.algorithm.rl.experience import Experience
 from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups, Ticket, withdraw_rollouts
-from agentlightning.algorithm.rl.policies import Policies, over_steps
+from agentlightning.algorithm.rl.policies import Policies, Usage, over_steps
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
+from agentlightning.algorithm.rl.stability import EXPLOSION, exploding_steps
 from agentlightning.data.rewards import RewardSpec
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import TracedRollout
 from agentlightning.errors import AgentLightningError, ConfigError, TrainingError
-from agentlightning.types import Metrics, Rollout
+from agentlightning.types import Rollout
 
 
 class Loop:
@@ -57,7 +58,6 @@ class Loop:
         self.state = LoopState()
         self.learning = False  # between the first optimiser step of a batch and the publication
         self.evaluating: asyncio.Task[None] | None = None
-        self.history: dict[int, dict[str, float]] = {}
 
     async def run(self) -> str:
         """Steps until one of the reasons to end holds; returns the reason in words."""
@@ -108,7 +108,7 @@ class Loop:
     # --- one step ---
 
     async def _step(self) -> None:
-        started = time.perf_counter()
+        started, engines = time.perf_counter(), self.policies.usage()
         step = self.state.step + 1
         self.context.progress.phase("rollouts", self.algorithm.tasks_per_step * self.algorithm.group_size)
         groups, dropped = await self.context.unless_stopped(self.groups.take())
@@ -133,18 +133,45 @@ class Loop:
         self.state.step = step
         await self.groups.trained(version)
         learned = time.perf_counter()
-        metrics |= {
-            "rollout_seconds": sampled - started,
-            "learn_seconds": learned - sampled,
-            "learner_idle": (sampled - started) / (learned - started),
-            "tokens_per_second": metrics["sampled_tokens"]
-            / (learned - started if self._overlaps else sampled - started),
-            "policy_version": float(self.state.policy_version),
-        }
+        metrics |= self._speed(metrics, sampled - started, learned - sampled, self.policies.usage() - engines)
+        metrics["policy_version"] = float(self.state.policy_version)
         if step % self.algorithm.checkpoint_every == 0:
             self._save()
-        await self._record(step, metrics)
+        await self.context.tracking.record(step, metrics)
         self.context.progress.step(step, metrics)
+        self._check_explosion(step)
+
+    def _speed(self, metrics: Mapping[str, float], waited: float, learned: float, engines: Usage) -> dict[str, float]:
+        """Of a step that waited so many seconds for rollouts and learned for so many, engine and learner by
+        themselves."""
+        took = waited + learned if self._overlaps else waited
+        computed = sum(value for name, value in metrics.items() if name.rpartition("/")[2] == "tokens_computed")
+        return {
+            "rollout_seconds": waited,
+            "learn_seconds": learned,
+            "learner_idle": waited / (waited + learned),
+            "engine_idle": min(1.0, engines.idle_seconds / (waited + learned)),
+            "rollouts_per_second": metrics["rollouts"] / took,
+            "tokens_per_second": metrics["sampled_tokens"] / took,
+            "engine_tokens_per_second": engines.generated_tokens / max(1e-9, waited + learned - engines.idle_seconds),
+            "learner_tokens_per_second": computed / learned,
+        }
+
+    def _check_explosion(self, step: int) -> None:
+        """TrainingError once gradients have been far larger than usual for as many steps as the algorithm allows."""
+        history = self.context.tracking.history
+        for name in self.policies.named({policy: {"grad_norm": 0.0} for policy in self.policies.names}):
+            norms = [history[one][name] for one in sorted(history) if name in history[one]]
+            row = exploding_steps(norms) if name in history[step] else 0
+            allowed = self.algorithm.stop_on_explosion
+            told = f"step {step}: {name} is {norms[-1]:.3g}, over {EXPLOSION:.0f} times what was usual" if row else ""
+            if allowed and row >= allowed:
+                raise TrainingError(f"{told}, for {row} steps in a row. {self._how_to_replay(step)}")
+            if row == 1:
+                self.context.progress.note(told)
+
+    def _how_to_replay(self, step: int) -> str:
+        return f"The batch is kept; `agl data replay {self.context.directory} --step {step}` trains it again"
 
     @property
     def _overlaps(self) -> bool:
@@ -200,13 +227,16 @@ class Loop:
         progress = self.context.progress
         history: dict[str, list[dict[str, float]]] = {name: [] for name, batch in batches.items() if batch}
         progress.phase("learn", sum(min(self.algorithm.minibatches, len(batch)) for batch in batches.values()))
-        self.learning = True
         async with self._alone():
-            async for name, metrics in self.policies.learn(
-                batches, self.algorithm, seed=self.context.seed, step=step, version=self.state.policy_version
-            ):
-                history[name].append(metrics)
-                progress.advance(sum(map(len, history.values())))
+            try:
+                async for name, metrics in self.policies.learn(
+                    batches, self.algorithm, seed=self.context.seed, step=step, version=self.state.policy_version
+                ):
+                    self.learning = True
+                    history[name].append(metrics)
+                    progress.advance(sum(map(len, history.values())))
+            except TrainingError as error:
+                raise TrainingError(f"step {step}: {error}. {self._how_to_replay(step)}") from error
             # Before the engines go on: no token of the new weights is to be called one of the old.
             self.state.policy_version = await self.context.store.next_policy_version(self.run_id)
             await self.policies.publish(self.state.policy_version)
@@ -238,7 +268,8 @@ class Loop:
 
     def _reached_target(self) -> bool:
         target, step = self.algorithm.target_reward, self.state.step
-        recent = [self.history.get(one, {}).get("reward") for one in range(step - 2, step + 1)]
+        history = self.context.tracking.history
+        recent = [history.get(one, {}).get("reward") for one in range(step - 2, step + 1)]
         rewards = [reward for reward in recent if reward is not None]
         return target is not None and len(rewards) == 3 and sum(rewards) / 3 >= target
 
@@ -286,6 +317,7 @@ class Loop:
             mode="val",
             config=self.algorithm.rollout,
             reward=RewardSpec(base=self.algorithm.reward.base),
+            beside=self.evaluating is not None and not self.evaluating.done(),
         )
 
     def _last_evaluated(self) -> int | None:
@@ -294,7 +326,7 @@ class Loop:
     async def _keep(self, evaluation: Evaluation) -> None:
         self.algorithm.evaluations.append(evaluation)
         values = {"val_reward": evaluation.reward, "val_unrewarded": float(evaluation.unrewarded)}
-        await self._record(evaluation.step, values)
+        await self.context.tracking.record(evaluation.step, values)
         best = self.state.best_reward
         if best is None or evaluation.reward > best:
             if evaluation.step == self.state.step:
@@ -302,11 +334,6 @@ class Loop:
                 self.checkpoints.save_best(self.policies, self.state)
             elif self.checkpoints.promote_candidate(evaluation.step, evaluation.reward):
                 self.state.best_reward = evaluation.reward
-
-    async def _record(self, step: int, values: dict[str, float]) -> None:
-        self.history[step] = self.history.get(step, {}) | values
-        values = self.history[step]
-        await self.context.store.add_metrics(Metrics(run_id=self.run_id, step=step, time=time.time(), values=values))
 
     def _record_batch(self, step: int, groups: Sequence[CompleteGroup], replayed: Sequence[CompleteGroup]) -> None:
         """Note what the step trains on, before it does."""
@@ -340,8 +367,7 @@ class Loop:
             self.state = restored
             self.groups.restore(restored.groups)
             self.experience.add([await self._read_again(ticket) for ticket in restored.experience])
-            measured = await self.context.store.query_metrics(self.run_id)
-            self.history = {m.step: m.values for m in measured if m.step <= restored.step}
+            await self.context.tracking.go_on_after(restored.step)
             await self.policies.publish(restored.policy_version)
             self.context.progress.note(f"resumed after step {restored.step} (policy version {restored.policy_version})")
         if not self.context.owns_runner:

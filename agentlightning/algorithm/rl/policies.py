@@ -7,11 +7,12 @@ where there are several.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from agentlightning.algorithm.base import Serving
 from agentlightning.algorithm.rl.batch import minibatches
@@ -20,6 +21,24 @@ from agentlightning.data.sequences import TrainingSequence
 from agentlightning.learner.base import Learner
 
 Batch: TypeAlias = Sequence[TrainingSequence]
+
+
+EXTREMES: Final[dict[str, Callable[[list[float]], float]]] = {
+    "ratio_min": min,
+    "ratio_max": max,
+    "max_ratio_error": max,
+}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What engines have done: tokens sampled by all, and seconds in which one of them, on average, did nothing."""
+
+    generated_tokens: int
+    idle_seconds: float
+
+    def __sub__(self, before: Usage) -> Usage:
+        return Usage(self.generated_tokens - before.generated_tokens, self.idle_seconds - before.idle_seconds)
 
 
 class Policies:
@@ -57,6 +76,11 @@ class Policies:
         """Sample with the present weights and call them `version`."""
         for serving in self._servings:
             await serving.update_weights(version)
+
+    def usage(self) -> Usage:
+        """Of all engines, since they were started."""
+        idle = sum(serving.idle_seconds for serving in self._servings) / max(1, len(self._servings))
+        return Usage(sum(serving.generated_tokens for serving in self._servings), idle)
 
     def save(self, directory: Path) -> None:
         """Into the directory itself, or, where there are several, into one each that bears the policy's name."""
@@ -96,9 +120,14 @@ def optimiser_steps(
 
 
 def over_steps(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the optimiser steps of a batch; of tokens the sum."""
+    """Each metric over the optimiser steps of a batch: of tokens the sum, of extremes the extreme, else the mean."""
     totals: dict[str, float] = {}
     for name in {name: None for one in history for name in one}:
         values = [one[name] for one in history if name in one]
-        totals[name] = sum(values) / (1 if name.startswith("tokens") else len(values))
+        if name.startswith("tokens"):
+            totals[name] = sum(values)
+        elif name in EXTREMES:
+            totals[name] = EXTREMES[name](values)
+        else:
+            totals[name] = sum(values) / len(values)
     return totals | {"tree_savings": totals["tokens_saved"] / (totals["tokens_saved"] + totals["tokens_computed"])}

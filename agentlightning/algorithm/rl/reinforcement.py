@@ -51,7 +51,9 @@ class Reinforcement(abc.ABC):
     `difficulty` (low, high) leaves a task out of the next epoch whose mean reward lay outside; `curriculum` is a
     function (or `file.py:function`) of (tasks, epoch) that gives the order of an epoch as indices.
     `replay_groups` recent groups, up to `replay_staleness` publications old, are trained again in every step.
-    Training stops after `steps`, or once the mean training reward of three steps reaches `target_reward`."""
+    Training stops after `steps`, or once the mean training reward of three steps reaches `target_reward`; and with an
+    error where a loss or gradient is not finite, or, if `stop_on_explosion` is not 0, after that many steps in a row
+    whose gradient is over 20 times as large as usual (`stability.py`). Without, the first of them is told."""
 
     steps: int = 100
     tasks_per_step: int = 16
@@ -88,6 +90,7 @@ class Reinforcement(abc.ABC):
     replay_groups: int = 0
     replay_staleness: int = 0
     target_reward: float | None = None
+    stop_on_explosion: int = 0
     evaluate_every: int = 0
     checkpoint_every: int = 10
     rollout: RolloutConfig = field(
@@ -143,7 +146,7 @@ class Reinforcement(abc.ABC):
 
     def _check_flow(self) -> None:
         """What is said of the order and the age of groups, refused where it cannot be."""
-        for name in ("max_staleness", "replay_groups", "replay_staleness"):
+        for name in ("max_staleness", "replay_groups", "replay_staleness", "stop_on_explosion"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         if self.difficulty is not None and not self.difficulty[0] <= self.difficulty[1]:
