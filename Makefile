@@ -1,7 +1,7 @@
 # Every target works from a fresh clone on a machine with Python >= 3.11, gcc and make; `ci` also installs PostgreSQL.
 #   make quickstart    train a small tool-using agent, start to end, in minutes
 #   make test          what must pass before a commit
-#   make frameworks    environments in which the agents of examples/frameworks are tested
+#   make frameworks    environments in which the agents of examples/frameworks, and trackers, are tested
 #   make ci            what must pass before a merge
 
 VENV ?= .venv
@@ -47,8 +47,9 @@ contracts: setup
 test: setup lint types contracts
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not slow and not soak"
 
-# The agents of examples/frameworks need environments of their own: without torch, and with versions that clash.
-frameworks: .venv-frameworks/.setup .venv-crewai/.setup
+# The agents of examples/frameworks need environments of their own: without torch, and with versions that clash. So do
+# W&B and MLflow, which bring much with them.
+frameworks: .venv-frameworks/.setup .venv-crewai/.setup .venv-tracking/.setup
 
 .venv-%/.setup: constraints-%.txt pyproject.toml scripts/framework_env.sh | setup
 	scripts/framework_env.sh $* $(VENV)
@@ -81,4 +82,4 @@ benchmarks: setup
 	    echo "== $$script"; $(BIN)/python $$script; done
 
 clean:
-	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-trl site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-tracking .venv-trl site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

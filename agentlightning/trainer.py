@@ -98,7 +98,7 @@ class Trainer:
             names, and the first of them as `llm`.
         hooks: code that runs around every rollout.
         tracer: `auto` collects what OpenTelemetry's SDK traces in the agent where it is installed; `light` does not.
-        trackers: `"tensorboard"`, `"wandb"`, `"mlflow"`, `{"name": "wandb", "project": "x"}` or a `Tracker` of your own.
+        trackers: `"tensorboard"`, `"wandb"`, `"mlflow"`, `{"name": "wandb", "project": "x"}`, a `Tracker` of your own.
         adapter: what a function decorated by `agl.algo` gets as `adapter`, as in Agent Lightning 0.3.
         max_sequence_length: prompt and answer together, in tokens; default the model's own, at most 4096.
         device: where the model is loaded to: `cuda` where there is one, else `cpu`, unless it says `mps` or another.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Creates .venv-$1, where agents of examples/frameworks run: the dependency group $1 and the agent side of this package,
-# which means no torch. $2 is the environment of `make setup`, whose Python it takes, and where uv goes if there is none.
+# Creates .venv-$1, where agents of examples/frameworks or trackers are tested: the dependency group $1 and the agent side
+# of this package, which means no torch. $2 is the environment of `make setup`, whose Python it takes, and where uv goes if there is none.
 set -euo pipefail
 
 name=$1
