@@ -15,6 +15,7 @@ from agentlightning.cli.inspecting import STORE_FILE
 from agentlightning.cli.prices import PRICE_HELP, read_prices
 from agentlightning.cli.store import open_store, run
 from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.store.codec import plain
 from agentlightning.store.redaction import text_without_secrets
 from agentlightning.types import And, Attempt, Condition, Order, Rollout, Span
 
@@ -183,7 +184,8 @@ def show(
             shown = attempts[(number or len(attempts)) - 1] if attempts else None
             spans = await store.query_spans(rollout_id, shown.attempt_id) if shown else []
         if as_json:
-            click.echo(msgspec.json.encode({"rollout": rollout, "attempts": attempts, "spans": spans}))
+            told = {"rollout": rollout, "attempts": attempts, "spans": spans}
+            click.echo(msgspec.json.encode(told, enc_hook=plain))
             return
         from rich.console import Console
 

@@ -24,7 +24,7 @@ from agentlightning.errors import AgentLightningError, InvalidError, NotFoundErr
 from agentlightning.server.access import Access
 from agentlightning.server.failures import ClientGoneError, TooLargeError, defect, failure, refusal
 from agentlightning.server.observing import note_caller, note_route
-from agentlightning.store import calls
+from agentlightning.store import calls, codec
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 
@@ -157,7 +157,8 @@ class StoreRest:
         in_msgpack = _MSGPACK in headers.get("accept", "")
         try:
             result = await self._perform(endpoint, fields, headers, scope, receive)
-            body = msgspec.msgpack.encode(result) if in_msgpack else msgspec.json.encode(result)
+            encode = msgspec.msgpack.encode if in_msgpack else msgspec.json.encode
+            body = encode(result, enc_hook=codec.plain)
         except AgentLightningError as error:
             response = failure(error)
         except Exception:  # noqa: BLE001 - told in the log, not to the caller

@@ -12,8 +12,8 @@ import re
 import secrets
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 
@@ -34,6 +34,7 @@ _LARGEST_SEQUENCE_ID: Final = 2**53
 _INT32: Final = "i"
 _FLOAT32: Final = "f"
 _SIZE: Final = 4  # bytes of either
+_ORDER: Final = "<" if sys.byteorder == "little" else ">"
 
 
 class Tokens(NamedTuple):
@@ -216,38 +217,69 @@ def token_columns(tokens: TokenCapture) -> Tokens:
     )
 
 
-class _Column(tuple[Any, ...]):
-    """The numbers of a column: a tuple like any other, which NumPy takes from the bytes that it was read from."""
+class Column(Sequence[Any]):
+    """The numbers of a column as they were read: equal to the tuple of them, and pickled as it.
 
-    __array_interface__: dict[str, Any]
+    There is no object for each number before it is asked for, and NumPy makes a read-only array of all without a copy:
+    that is most of what reading a long prompt costs. For msgspec's encoders, see `plain`."""
+
+    __slots__ = ("__array_interface__", "_numbers")
+
+    def __init__(self, kind: str, data: bytes) -> None:
+        if sys.byteorder == "big":
+            numbers = array(kind, data)
+            numbers.byteswap()
+            data = numbers.tobytes()
+        self._numbers = memoryview(data).cast(kind)  # type: ignore[call-overload]  # "i" or "f"
+        shape = (len(self._numbers),)
+        self.__array_interface__ = {"version": 3, "shape": shape, "typestr": f"{_ORDER}{kind}{_SIZE}", "data": data}
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self._numbers[index]) if isinstance(index, slice) else self._numbers[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._numbers.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, (tuple, Column)) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def __reduce__(self) -> Any:
+        return tuple, (tuple(self),)
 
 
-def _unpack(kind: str, data: bytes) -> tuple[Any, ...]:
-    numbers = array(kind, data)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    column = _Column(numbers.tolist())
-    shape = (len(column),)
-    column.__array_interface__ = {"version": 3, "shape": shape, "typestr": f"<{kind}{_SIZE}", "data": data}
-    return column
+def plain(value: object) -> Any:
+    """The `enc_hook` of encoders of what a store returns: spans hold `Column`s."""
+    if isinstance(value, Column):
+        return tuple(value)
+    raise TypeError(f"a {type(value).__name__} cannot be encoded")
 
 
 def tokens_from_columns(columns: Tokens) -> TokenCapture:
-    """The capture that `token_columns` wrote. NumPy makes (read-only) arrays of its numbers without copying them."""
+    """The capture that `token_columns` wrote; a `Column` takes the place of each tuple of numbers."""
     choices: list[SampledChoice] = []
     token, logprob = 0, 0  # bytes
     for choice in _choices.decode(columns.choices):
         end, logprob_end = token + _SIZE * choice.tokens, logprob + _SIZE * choice.logprobs
         choices.append(
             SampledChoice(
-                token_ids=_unpack(_INT32, columns.token_ids[token:end]),
-                logprobs=_unpack(_FLOAT32, columns.logprobs[logprob:logprob_end]),
+                token_ids=cast("tuple[int, ...]", Column(_INT32, columns.token_ids[token:end])),
+                logprobs=cast("tuple[float, ...]", Column(_FLOAT32, columns.logprobs[logprob:logprob_end])),
                 finish_reason=choice.finish_reason,
                 versions=choice.versions,
             )
         )
         token, logprob = end, logprob_end
-    return TokenCapture(prompt_token_ids=_unpack(_INT32, columns.prompt_token_ids), choices=tuple(choices))
+    prompt = cast("tuple[int, ...]", Column(_INT32, columns.prompt_token_ids))
+    return TokenCapture(prompt_token_ids=prompt, choices=tuple(choices))
 
 
 def _pack(kind: str, values: Iterable[float]) -> bytes:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Final, Protocol, cast
 import msgspec
 
 from agentlightning.errors import ConfigError, ConflictError, InvalidError, NotFoundError
-from agentlightning.store import calls, lifecycle
+from agentlightning.store import calls, codec, lifecycle
 from agentlightning.store.base import LightningStore
 from agentlightning.types import Attempt, Filter, Noun, Rollout, Span
 
@@ -180,7 +180,7 @@ class _JsonWriter:
     def __init__(self, file: BinaryIO, compressed: bool) -> None:
         self._file = gzip.GzipFile(fileobj=file, mode="wb", compresslevel=6) if compressed else file
         self._compressed = compressed
-        self._encoder = msgspec.json.Encoder()
+        self._encoder = msgspec.json.Encoder(enc_hook=codec.plain)
 
     def write(self, records: Sequence[Record]) -> None:
         for record in records:
@@ -249,7 +249,7 @@ def _row(record: Record) -> dict[str, Any]:
     return {
         **row,
         "attempts": msgspec.msgpack.encode(record.attempts),
-        "spans": msgspec.msgpack.encode(record.spans),
+        "spans": msgspec.msgpack.encode(record.spans, enc_hook=codec.plain),
     }
 
 

@@ -25,7 +25,7 @@ from agentlightning.errors import (
     NotFoundError,
     UnavailableError,
 )
-from agentlightning.store import calls
+from agentlightning.store import calls, codec
 from agentlightning.store.calls import AdminCall, Call
 from agentlightning.types import Noun
 
@@ -45,7 +45,7 @@ _ERRORS: Final[Mapping[int, type[AgentLightningError]]] = {
 
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.\-]+")  # as nearly all ids are, for which `quote` is slow
 
-_encoder: Final = msgspec.msgpack.Encoder()
+_encoder: Final = msgspec.msgpack.Encoder(enc_hook=codec.plain)
 _error_replies: Final = msgspec.json.Decoder(calls.ErrorReply)
 
 

@@ -6,6 +6,7 @@ import math
 import pickle
 import struct
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -50,7 +51,19 @@ def test_numpy_takes_tokens_from_the_column_without_a_copy():
     assert prompt.tolist() == [1, 2, 3]
     assert np.shares_memory(prompt, np.frombuffer(columns.prompt_token_ids, np.int32))
     assert np.asarray(read.choices[0].logprobs, np.float32).tolist() == [-0.5, -0.25]
-    assert pickle.loads(pickle.dumps(read)) == read
+
+
+def test_a_column_is_as_good_as_the_tuple_of_its_numbers():
+    choice = SampledChoice(token_ids=(4, 5), logprobs=(-0.5, -0.25), finish_reason="stop")
+    written = TokenCapture(prompt_token_ids=(1, 2, 3), choices=(choice,))
+    read = codec.tokens_from_columns(codec.token_columns(written))
+    assert read == written == read == pickle.loads(pickle.dumps(read))
+    assert (hash(read), repr(read)) == (hash(written), repr(written))
+    assert (*read.prompt_token_ids, read.prompt_token_ids[-1], read.prompt_token_ids[:2]) == (1, 2, 3, 3, (1, 2))
+    assert read.prompt_token_ids != [1, 2, 3]
+    for encode in (msgspec.json.encode, msgspec.msgpack.encode):
+        assert encode(read, enc_hook=codec.plain) == encode(written)
+    assert codec.token_columns(read) == codec.token_columns(written)
 
 
 def test_tokens_are_written_as_little_endian_int32_and_float32():
