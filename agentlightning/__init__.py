@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from agentlightning.algorithm import GRPO as GRPO
     from agentlightning.algorithm import GSPO as GSPO
     from agentlightning.algorithm import RLOO as RLOO
+    from agentlightning.algorithm import SFT as SFT
     from agentlightning.algorithm import Baseline as Baseline
     from agentlightning.algorithm import DrGRPO as DrGRPO
     from agentlightning.algorithm import REINFORCEPlusPlus as REINFORCEPlusPlus
@@ -92,6 +93,7 @@ _HOMES = {
         "REINFORCEPlusPlus",
         "REINFORCEPlusPlusBaseline",
         "RLOO",
+        "SFT",
         "algo",
     ),
     "agentlightning.data.rewards": ("RewardSpec",),

@@ -11,6 +11,7 @@ from agentlightning.algorithm.gspo import GSPO
 from agentlightning.algorithm.reinforce_plus_plus import REINFORCEPlusPlus, REINFORCEPlusPlusBaseline
 from agentlightning.algorithm.rl import Reinforcement
 from agentlightning.algorithm.rloo import RLOO
+from agentlightning.algorithm.sft import SFT
 
 __all__ = [
     "CISPO",
@@ -18,6 +19,7 @@ __all__ = [
     "GRPO",
     "GSPO",
     "RLOO",
+    "SFT",
     "Algorithm",
     "Baseline",
     "DrGRPO",

@@ -33,6 +33,7 @@ ALGORITHMS = {
         "cispo": "CISPO",
         "reinforce++": "REINFORCEPlusPlus",
         "reinforce++_baseline": "REINFORCEPlusPlusBaseline",
+        "sft": "SFT",
         "baseline": "Baseline",
     }.items()
 }

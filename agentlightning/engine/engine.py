@@ -75,9 +75,9 @@ class Engine:
     """Samples from `model`, at most `slots` sequences at a time, each of at most `max_sequence_length` tokens.
 
     `dtype` is that of the model unless given. With `deterministic` what a request samples depends on it, its seed and
-    the weights alone, to the last bit: sequences are computed one by one, from their first token on, as sums in floating
-    point differ with the shape of what is computed together. The key-value cache is allocated once and takes `cache_bytes`;
-    ConfigError where that is above `memory_limit_bytes` or the lengths do not suit the model."""
+    the weights alone, to the last bit: sequences are computed one by one, each from its first token on, as sums in
+    floating point differ with the shape of what is computed together. The key-value cache is allocated once and takes
+    `cache_bytes`; ConfigError where that is above `memory_limit_bytes` or the lengths do not suit the model."""
 
     def __init__(
         self,

@@ -139,11 +139,11 @@ def rollout_metrics(algorithm: Reinforcement, groups: Sequence[Sequence[TracedRo
 
 
 def minibatches(
-    sequences: Sequence[TrainingSequence], count: int, seed: int, step: int
+    sequences: Sequence[TrainingSequence], count: int, seed: int, step: int, epoch: int = 0
 ) -> list[list[TrainingSequence]]:
-    """The sequences of a step in `count` parts (fewer where there are fewer), shuffled by seed and step."""
+    """The sequences of a step in `count` parts (fewer where there are fewer), shuffled by seed, step and epoch."""
     order = list(sequences)
-    random.Random(f"{seed}/minibatches/{step}").shuffle(order)
+    random.Random(f"{seed}/minibatches/{step}{f'/{epoch}' if epoch else ''}").shuffle(order)
     count = min(count, len(order))
     bounds = [-(-len(order) * part // count) for part in range(count + 1)]
     return [order[start:end] for start, end in itertools.pairwise(bounds)]

@@ -226,7 +226,7 @@ class Loop:
         """The step's optimiser steps, then the publication of the new weights."""
         progress = self.context.progress
         history: dict[str, list[dict[str, float]]] = {name: [] for name, batch in batches.items() if batch}
-        progress.phase("learn", sum(min(self.algorithm.minibatches, len(batch)) for batch in batches.values()))
+        progress.phase("learn", self._optimiser_steps(batches))
         async with self._alone():
             try:
                 async for name, metrics in self.policies.learn(
@@ -245,6 +245,10 @@ class Loop:
         for name, metrics in measured.items():
             self._check_mismatch(name, metrics.get("inference_mismatch", 0.0), step)
         return self.policies.named(measured)
+
+    def _optimiser_steps(self, batches: Mapping[str, Sequence[TrainingSequence]]) -> int:
+        parts = sum(min(self.algorithm.minibatches, len(batch)) for batch in batches.values())
+        return parts * self.algorithm.epochs
 
     @asynccontextmanager
     async def _alone(self) -> AsyncGenerator[None]:

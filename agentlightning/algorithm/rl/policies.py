@@ -114,9 +114,10 @@ def optimiser_steps(
         return
     loss = algorithm.make_loss()
     prepared, told = learner.prepare(batch, loss, version)
-    for part in minibatches(prepared, algorithm.minibatches, seed, step):
-        yield learner.step(part, loss, version) | told
-        version, told = None, {}  # the weights have another by now
+    for epoch in range(algorithm.epochs):
+        for part in minibatches(prepared, algorithm.minibatches, seed, step, epoch):
+            yield learner.step(part, loss, version) | told
+            version, told = None, {}  # the weights have another by now
 
 
 def over_steps(history: Sequence[Mapping[str, float]]) -> dict[str, float]:

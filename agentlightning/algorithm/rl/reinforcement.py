@@ -36,7 +36,8 @@ WITHOUT_VARIANCE: Final = "without variance"
 class Reinforcement(abc.ABC):
     """Settings every reinforcement-learning algorithm shares, and its two answers: advantages and a loss.
 
-    A step samples `tasks_per_step` tasks, runs each `group_size` times, and makes `minibatches` optimiser steps.
+    A step samples `tasks_per_step` tasks, runs each `group_size` times, and makes `minibatches` optimiser steps,
+    `epochs` times over.
     `reference` keeps a copy of the starting weights; straying from it costs `kl_coefficient` (0.04 by default).
     `reward` says what R is made of, `loss` how an advantage becomes a loss (`learner/losses.py`); `old` is what its
     importance ratio is against, and `truncation` bounds the correction that `old="proximal"` makes besides (`Loss`).
@@ -59,6 +60,7 @@ class Reinforcement(abc.ABC):
     tasks_per_step: int = 16
     group_size: int = 8
     minibatches: int = 1
+    epochs: int = 1
     level: Level = "trajectory"
     reward: RewardSpec = PLAIN
     loss: LossKind = "ppo_clip"
@@ -99,7 +101,7 @@ class Reinforcement(abc.ABC):
     name: str = "rl"
 
     def __post_init__(self) -> None:
-        for name in ("steps", "tasks_per_step", "group_size", "minibatches", "checkpoint_every"):
+        for name in ("steps", "tasks_per_step", "group_size", "minibatches", "epochs", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.evaluate_every < 0:
@@ -116,10 +118,10 @@ class Reinforcement(abc.ABC):
             raise ConfigError("kl_coefficient pulls towards a reference policy; set reference=True to keep one")
         self.call_filter()
         self.limits = self._read_limits()
-        if self.loss == "policy_gradient" and self.minibatches > 1:
+        if self.loss == "policy_gradient" and self.minibatches * self.epochs > 1 and not self.imitates:
             raise ConfigError(
-                f"loss 'policy_gradient' is right for the weights that sampled, and {self.minibatches} minibatches "
-                "move them in between; give minibatches=1 or loss='importance_sampling'"
+                f"loss 'policy_gradient' is right for the weights that sampled, and {self.minibatches} minibatches in "
+                f"{self.epochs} epochs move them in between; give 1 of each, or loss='importance_sampling'"
             )
         self.make_loss()  # refuses settings out of range now, rather than after the first rollouts
         build_sequences((), self.level)  # and a level that there is not
@@ -167,6 +169,11 @@ class Reinforcement(abc.ABC):
             raise ConfigError(
                 f"curriculum is {self.curriculum!r}; give a function of (tasks, epoch), or file.py:function"
             )
+
+    @property
+    def imitates(self) -> bool:
+        """Whether what is trained is right to be trained whatever weights sampled it."""
+        return False
 
     @property
     def refills(self) -> bool:
