@@ -48,6 +48,7 @@ class JobState:
         self.phase_name = "starting"
         self.phase_total: int | None = None
         self.phase_done = 0
+        self.beside: dict[str, tuple[int, int]] = {}  # what goes on beside the phase: how much is done, of how much
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.rewards: list[float] = []
@@ -89,6 +90,7 @@ class JobState:
         formats = {
             "reward": "reward {:.3f}",
             "val_reward": "held-out {:.3f}",
+            "rollouts_per_second": "{:.1f} rollouts/s",
             "tokens_per_second": "{:,.0f} tokens/s",
             "loss": "loss {:+.4f}",
         }
@@ -133,14 +135,23 @@ class LiveProgress:
         elif self.state.step > self._step_told:
             self._tell_step()
 
-    def phase(self, name: str, total: int | None = None) -> None:
-        self.state.phase_name, self.state.phase_total, self.state.phase_done = name, total, 0
+    def phase(self, name: str, total: int | None = None, *, beside: bool = False) -> None:
+        if beside:
+            self.state.beside[name] = (0, total or 0)
+        else:
+            self.state.beside.pop(name, None)  # it was given up, and begins anew
+            self.state.phase_name, self.state.phase_total, self.state.phase_done = name, total, 0
         if self._live is None and name not in self._phases_told:
             self._phases_told.add(name)
             self._tell(f"{name} …")
 
-    def advance(self, done: int) -> None:
-        self.state.phase_done = done
+    def advance(self, done: int, beside: str | None = None) -> None:
+        if beside is None:
+            self.state.phase_done = done
+        elif beside in self.state.beside:
+            total = self.state.beside.pop(beside)[1]
+            if done < total:
+                self.state.beside[beside] = (done, total)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.state.finish_step(step, metrics)
@@ -163,15 +174,21 @@ class LiveProgress:
     def _panel(self) -> RenderableType:
         state = self.state
         phase = Table.grid(padding=(0, 1))
-        done = f"{state.phase_done:,}/{state.phase_total:,}" if state.phase_total else ""
-        bar = ProgressBar(total=state.phase_total or 1, completed=state.phase_done, width=30)
-        phase.add_row(Text(state.phase_name, style="bold"), bar if state.phase_total else "", done)
+        phase.add_row(*_bar(state.phase_name, state.phase_done, state.phase_total))
+        for name, (done, total) in state.beside.items():
+            phase.add_row(*_bar(name, done, total))
         headline, line = state.headline(), sparkline(state.rewards)
         lines: list[RenderableType] = [phase]
         if headline:
             lines.append(Text(f"{headline}  {line}  {' · '.join(state.figures())}"))
         lines.append(Text(" · ".join(state.times()), style="dim"))
         return Group(*lines)
+
+
+def _bar(name: str, done: int, total: int | None) -> tuple[RenderableType, RenderableType, str]:
+    if not total:
+        return Text(name, style="bold"), "", ""
+    return Text(name, style="bold"), ProgressBar(total=total, completed=done, width=30), f"{done:,}/{total:,}"
 
 
 def hide_library_progress() -> None:

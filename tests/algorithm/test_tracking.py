@@ -1,0 +1,287 @@
+"""What a run measures reaches everyone who asked for it, under names that are documented."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+import struct
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentlightning.algorithm.base import NoProgress
+from agentlightning.algorithm.checkpoints import Checkpoints
+from agentlightning.algorithm.rl.stability import exploding_steps
+from agentlightning.algorithm.trackers import JSONLines, make_tracker
+from agentlightning.algorithm.tracking import TrackedRun
+from agentlightning.cli.config import load_config
+from agentlightning.cli.main import run
+from agentlightning.errors import ConfigError, TrainingError
+from agentlightning.learner import losses
+from agentlightning.learner.torch import TorchLearner
+from agentlightning.types import Metrics
+from tests import agents
+from tests.frameworks.world import bin_of
+from tests.test_trainer import TASKS, algorithm, policy, trainer
+
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "tracking.md"
+
+
+class Kept:
+    """A tracker of one's own."""
+
+    name = "kept"
+
+    def __init__(self, shelf: list[Any] | None = None) -> None:
+        self.shelf = [] if shelf is None else shelf
+
+    def start(self, run: TrackedRun) -> str:
+        self.shelf.append(("start", run.run_id, [one.step for one in run.history]))
+        return "on a shelf"
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.shelf.append((step, dict(values)))
+
+    def close(self) -> None:
+        self.shelf.append("close")
+
+
+class Broken(Kept):
+    name = "broken"
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        raise OSError("no route to host")
+
+
+class Absent(Kept):
+    name = "absent"
+
+    def start(self, run: TrackedRun) -> str:
+        raise PermissionError("who are you?")
+
+
+class Notes(NoProgress):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def unknown_names(metrics: tuple[Metrics, ...]) -> set[str]:
+    """Names that the table in docs/tracking.md lacks."""
+    first_cells = re.findall(r"^\| (`.*?) \|", DOCUMENTED.read_text(), flags=re.MULTILINE)
+    documented = [name for cell in first_cells for name in re.findall(r"`(.+?)`", cell)]
+    known = re.compile("|".join(re.sub(r"<\w+>", ".+", re.escape(name)) for name in documented))
+    assert len(documented) > 50
+    return {name for one in metrics for name in one.values if not known.fullmatch(name)}
+
+
+def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard's event files hold: records of a length, its checksum, an event and its checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found: dict[str, list[tuple[int, float]]] = {}
+    for file in sorted(directory.glob("events.*")):
+        content, at = file.read_bytes(), 0
+        while at < len(content):
+            (length,) = struct.unpack_from("<Q", content, at)
+            event = Event.FromString(content[at + 12 : at + 12 + length])
+            at += 16 + length
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return found
+
+
+def test_every_measurement_reaches_every_tracker_and_a_run_goes_on_in_them(tmp_path: Path) -> None:
+    shelf: list[Any] = []
+    progress = Notes()
+    settings: dict[str, Any] = {"trackers": ["tensorboard", Broken(), Absent(), Kept(shelf)], "progress": progress}
+    first = trainer(tmp_path, **settings).fit(agents.vowels, TASKS, TASKS[:2])
+    stored = {one.step: one.values for one in first.metrics}
+    assert lines(tmp_path) == [{"step": step, **values} for step, values in stored.items()]
+    seen = scalars(tmp_path / "run" / "tensorboard")
+    assert [step for step, _ in seen["reward"]] == [1, 2]
+    assert seen["loss"] == [(step, pytest.approx(stored[step]["loss"])) for step in (1, 2)]
+    assert shelf[0] == ("start", first.run_id, []) and shelf[-1] == "close"
+    assert [step for step, _ in shelf[1:-1]] == [0, 1, 2, 2]  # the last is the closing evaluation
+    told = [note for note in progress.notes if note.startswith(("broken", "absent"))]
+    assert sorted(told) == [
+        "absent: PermissionError: who are you? (told once; training goes on)",
+        "broken: OSError: no route to host (told once; training goes on)",
+        "broken: on a shelf",
+    ]
+    assert unknown_names(first.metrics) == set()
+
+    again = trainer(tmp_path, algorithm=algorithm(steps=3), trackers=[Kept(shelf)])
+    resumed = again.fit(agents.vowels, TASKS, TASKS[:2], resume=True)
+    assert ("start", first.run_id, [0, 1, 2]) in shelf
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3]
+    assert lines(tmp_path) == [{"step": one.step, **one.values} for one in resumed.metrics]
+
+
+def test_an_overlapping_run_measures_what_is_documented(tmp_path: Path) -> None:
+    overlapping = algorithm(
+        steps=4, max_staleness=2, evaluate_every=1, loss="importance_sampling", replay_groups=1, replay_staleness=2
+    )
+    result = trainer(tmp_path, algorithm=overlapping).fit(agents.vowels, TASKS, TASKS[:2])
+    assert unknown_names(result.metrics) == set()
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4]
+    for one in result.metrics[1:]:
+        assert 0 <= one.values["engine_idle"] <= 1 and 0 <= one.values["learner_idle"] <= 1
+    assert any(one.values["engine_tokens_per_second"] > 0 for one in result.metrics[1:])
+
+
+def test_statistics_of_a_step_are_those_of_its_rollouts(tmp_path: Path) -> None:
+    values = trainer(tmp_path, algorithm=algorithm(steps=1)).fit(agents.vowels, TASKS).metrics[-1].values
+    assert values["prompt_tokens_mean"] < values["prompt_tokens_max"]
+    assert values["response_tokens_max"] <= 6
+    assert values["sampled_tokens"] == pytest.approx(values["response_tokens_mean"] * values["calls"])
+    assert values["advantage_min"] < values["advantage_mean"] < values["advantage_max"]
+    assert values["ratio_min"] == pytest.approx(1, abs=1e-4) and values["ratio_max"] == pytest.approx(1, abs=1e-4)
+    learning = values["learn_seconds"] / (values["learn_seconds"] + values["rollout_seconds"])
+    assert values["engine_idle"] > learning / 2  # it is held meanwhile, but for the bookkeeping around
+
+
+def test_a_late_measurement_and_a_resumed_run_keep_one_line_a_step(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    ran = TrackedRun("run-1", "grpo", {}, tmp_path / "run")
+    tracker = JSONLines()
+    tracker.start(ran)
+    for step in (1, 2, 3):
+        tracker.log(step, {"loss": float(step)})
+    tracker.log(1, {"val_reward": math.nan})
+    assert lines(tmp_path) == [
+        {"step": 1, "loss": 1, "val_reward": None},
+        {"step": 2, "loss": 2},
+        {"step": 3, "loss": 3},
+    ]
+    history = [Metrics(run_id="run-1", step=1, time=0.0, values={"loss": 1.0})]
+    tracker.start(TrackedRun("run-1", "grpo", {}, tmp_path / "run", history))
+    tracker.log(2, {"loss": 20.0})
+    assert lines(tmp_path) == [{"step": 1, "loss": 1}, {"step": 2, "loss": 20}]
+
+
+def test_a_tracker_is_named_in_a_run_file_and_a_wrong_name_or_option_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "agent: a.py:a\nmodel: m\ntrain_dataset: t\ntrackers: [tensorboard, {name: tensorboard, directory: d}]"
+    )
+    made = [make_tracker(spec) for spec in load_config(file).trackers]
+    assert [getattr(one, "directory", "") for one in made] == [None, "d"]
+    assert make_tracker({"name": f"{__file__}:Kept", "shelf": [1]}).name == "kept"
+    with pytest.raises(ConfigError, match="no tracker 'tensorbord'; did you mean 'tensorboard'"):
+        make_tracker("tensorbord")
+    with pytest.raises(ConfigError, match="tensorboard has no option 'dir'; did you mean 'directory'"):
+        make_tracker({"name": "tensorboard", "dir": "d"})
+    with pytest.raises(ConfigError, match="is no tracker: it needs"):
+        make_tracker(f"{__file__}:Notes")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed here")
+def test_a_package_that_is_missing_is_named_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        trainer(tmp_path, trackers=["wandb"])
+
+
+@pytest.fixture
+def spoil(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Multiplies the loss by a factor from an optimiser step on."""
+    policy_loss, step, taken = losses.policy_loss, TorchLearner.step, 0
+
+    def install(factor: float, first: int) -> None:
+        def counted(*arguments: Any) -> Any:
+            nonlocal taken
+            taken += 1
+            return step(*arguments)
+
+        def spoiled(*arguments: Any) -> Any:
+            loss, clipped = policy_loss(*arguments)
+            return loss * (factor if taken >= first else 1.0), clipped
+
+        monkeypatch.setattr(TorchLearner, "step", counted)
+        monkeypatch.setattr(losses, "policy_loss", spoiled)
+
+    return install
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_its_batch_kept(
+    tmp_path: Path, spoil: Any, monkeypatch: Any
+) -> None:
+    policy().save(tmp_path / "model")
+    spoil(math.nan, first=2)
+    told = f"step 2: the step was not taken: loss nan.*`agl data replay {tmp_path / 'run'} --step 2` trains it again"
+    with pytest.raises(TrainingError, match=told):
+        trainer(tmp_path, model=tmp_path / "model", algorithm=algorithm(steps=3)).fit(agents.vowels, TASKS)
+    assert [line["step"] for line in lines(tmp_path)] == [1]
+    latest = Checkpoints(tmp_path / "run" / "checkpoints").latest()
+    assert latest is not None and latest.name == "step-000001"
+    assert run(["data", "replay", str(tmp_path / "run"), "--step", "2"]) != 0
+    monkeypatch.undo()
+    assert run(["data", "replay", str(tmp_path / "run"), "--step", "2"]) == 0
+
+
+def test_gradients_explode_where_they_leave_what_was_usual_behind() -> None:
+    calm = [1.0, 2.0, 1.5, 0.5, 1.0]
+    assert exploding_steps([]) == exploding_steps([*calm, 3.0]) == 0
+    assert exploding_steps([1.0, 30.0]) == 0  # nothing is usual yet
+    assert exploding_steps([*calm, 30.0, 40.0]) == 2
+    assert exploding_steps([*calm, 30.0, 40.0, 1.0]) == 0
+
+
+def test_an_exploding_gradient_is_told_and_ends_the_run_where_that_was_asked_for(tmp_path: Path, spoil: Any) -> None:
+    spoil(1e5, first=6)
+    progress = Notes()
+    asked = algorithm(steps=9, stop_on_explosion=2)
+    with pytest.raises(TrainingError, match=r"step 7: grad_norm is .* for 2 steps in a row\. The batch is kept"):
+        trainer(tmp_path, algorithm=asked, progress=progress).fit(agents.vowels, TASKS)
+    assert sum("times what was usual" in note for note in progress.notes) == 1
+
+
+@pytest.mark.slow
+def test_tensorboard_wandb_and_mlflow_show_what_was_measured(tmp_path: Path) -> None:
+    offline = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [bin_of("tracking") / "python", Path(__file__).with_name("offline_trackers.py")],
+        cwd=tmp_path,
+        env=os.environ | offline | {"PYTHONPATH": str(root), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout.splitlines()[-1])
+    near = pytest.approx
+    assert shown["tensorboard"] == {
+        "val_reward": [[0, near(0.1)], [2, near(0.5)]],
+        "loss": [[1, near(1)], [2, near(2)], [3, near(3)]],  # the step that was lost is not shown
+        "excluded/odd_reason_": [[2, near(1)]],
+    }
+    assert shown["mlflow"] == {
+        "status": "FINISHED",
+        "params": {"seed": "3", "algorithm.name": "grpo"},
+        "val_reward": [[0, 0.1], [2, 0.5]],
+        "loss": [[1, 1], [2, 9], [2, 2], [3, 3]],
+        "excluded/odd_reason_": [[2, 1]],
+    }
+    assert shown["wandb"] == [
+        {"step": 0, "val_reward": 0.1},
+        {"step": 1, "loss": 1},
+        {"step": 2, "loss": 9},
+        {"step": 2, "loss": 2, "excluded/odd(reason)": 1},
+        {"step": 3, "loss": 3},
+        {"step": 2, "val_reward": 0.5},
+    ]
+    assert not [note for note in shown["notes"] if "told once" in note]
