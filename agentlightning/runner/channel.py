@@ -6,6 +6,7 @@ done in them.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import multiprocessing.spawn
 import os
@@ -14,8 +15,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Awaitable, Callable
-from typing import Any, Final, Generic, TypeVar, cast
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -23,8 +23,6 @@ from agentlightning.errors import ConfigError
 from agentlightning.runner.agent import LitAgent
 from agentlightning.tracing.choice import TracerKind
 from agentlightning.types import AttemptedRollout, Attributes, NamedResources, Span
-
-M = TypeVar("M")
 
 _LENGTH: Final = struct.Struct("!I")
 _MAIN: Final = "__main__"
@@ -75,30 +73,21 @@ class Ended(msgspec.Struct, tag=True):
     left: str | None = None
 
 
-class Frames(Generic[M]):
-    """Messages of the kinds `M` from bytes, and any message to bytes."""
-
-    def __init__(self, kinds: Any) -> None:
-        self._decode = cast("Callable[[bytes], M]", msgspec.msgpack.Decoder(kinds).decode)
-
-    def read(self, exactly: Callable[[int], bytes]) -> M | None:
-        """The next message; None at the end of the stream."""
-        try:
-            return self._decode(exactly(_LENGTH.unpack(exactly(_LENGTH.size))[0]))
-        except EOFError:
-            return None
-
-    async def read_async(self, exactly: Callable[[int], Awaitable[bytes]]) -> M | None:
-        """`read` in an event loop."""
-        try:
-            return self._decode(await exactly(_LENGTH.unpack(await exactly(_LENGTH.size))[0]))
-        except (EOFError, ConnectionError):
-            return None
+_ORDERS: Final = msgspec.msgpack.Decoder(Boot | Start | Cancel)
+_REPORTS: Final = msgspec.msgpack.Decoder(Recorded | NotLoaded | Ended)
 
 
 def framed(message: msgspec.Struct) -> bytes:
+    """A message behind its length."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
+
+
+async def read_report(reader: asyncio.StreamReader) -> Recorded | NotLoaded | Ended:
+    """The next message of the agent's process. EOFError and ConnectionError at the end of the connection,
+    `msgspec.MsgspecError` for what is no message."""
+    (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return _REPORTS.decode(await reader.readexactly(size))
 
 
 class Connection:
@@ -109,26 +98,20 @@ class Connection:
         self._socket = socket.socket(fileno=descriptor)
         self._lock = threading.Lock()
         self._process = os.getpid()
-        self._orders: Frames[Boot | Start | Cancel] = Frames(Boot | Start | Cancel)
         self._file = self._socket.makefile("rb")
 
     def receive(self) -> Boot | Start | Cancel | None:
         """Wait for the runner's next message; None when it has closed its end or is gone."""
         try:
-            return self._orders.read(self._exactly)
-        except OSError:
+            (size,) = _LENGTH.unpack(self._file.read(_LENGTH.size))
+            return _ORDERS.decode(self._file.read(size))
+        except (OSError, struct.error, msgspec.MsgspecError):  # the last two of what was cut off
             return None
 
     def send(self, message: msgspec.Struct) -> None:
         if os.getpid() == self._process:
             with self._lock:
                 self._socket.sendall(framed(message))
-
-    def _exactly(self, size: int) -> bytes:
-        data = self._file.read(size)
-        if len(data) < size:
-            raise EOFError
-        return data
 
 
 # --- agents ------------------------------------------------------------------------------------------------------

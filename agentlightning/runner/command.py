@@ -24,11 +24,11 @@ import msgspec
 from agentlightning.errors import AgentLightningError, ConfigError, InvalidError, nearest
 from agentlightning.runner.agent import LitAgent, RolloutRawResult, is_async, pick_resource
 from agentlightning.runner.environment import agent_environment, current_server, inherited_environment
-from agentlightning.runner.executable import execute
+from agentlightning.runner.executable import Output, execute
 from agentlightning.runner.execution import in_own_thread
 from agentlightning.tracing.attributes import to_json
 from agentlightning.tracing.context import current_binding
-from agentlightning.tracing.logs import KEPT_BYTES, Excerpt, record_log
+from agentlightning.tracing.logs import KEPT_BYTES, record_log
 from agentlightning.tracing.rewards import FORMS, parse_reward
 from agentlightning.types import LLM, AttemptedRollout, NamedResources
 
@@ -127,19 +127,20 @@ class Program:
     async def run(self, task: Any, stdin: str, variables: Mapping[str, str], what: str) -> CommandOutput:
         """Run it on a task; what it wrote is logged however it ends. CommandFailedError if it fails."""
         arguments = [_FIELD.sub(lambda found: _field(task, found[1]), word) for word in self._words]
-        stdout, stderr = Excerpt(self.kept_bytes), Excerpt(self.kept_bytes)
+        outputs = Output("stdout", self.kept_bytes), Output("stderr", self.kept_bytes)
         try:
             exit_code = await execute(
                 arguments,
+                outputs,
                 stdin=f"{stdin}\n".encode(),
                 environment={**inherited_environment(), **variables, **self.env},
                 directory=self.cwd,
-                stdout=stdout,
-                stderr=stderr,
             )
         finally:
-            output = CommandOutput(stdout.text(), stderr.text())
-            _log(output)
+            output = CommandOutput(*(one.taken() for one in outputs))
+            if binding := current_binding():
+                record_log(binding.tracer, "stdout", output.stdout)
+                record_log(binding.tracer, "stderr", output.stderr)
         if exit_code:
             raise CommandFailedError(_failure(what, exit_code, output.stderr))
         return output
@@ -255,15 +256,6 @@ def _written(file: Path) -> bytes:
 
 def _last_line(output: CommandOutput) -> str:
     return output.stdout.rstrip().rpartition("\n")[2]
-
-
-def _log(output: CommandOutput) -> None:
-    binding = current_binding()
-    if binding is not None:
-        if output.stdout:
-            record_log(binding.tracer, "stdout", output.stdout)
-        if output.stderr:
-            record_log(binding.tracer, "stderr", output.stderr)
 
 
 def _failure(what: str, exit_code: int, stderr: str) -> str:

@@ -12,46 +12,104 @@ import os
 import signal
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from agentlightning.errors import ConfigError
-from agentlightning.tracing.logs import Excerpt
+from agentlightning.tracing.logs import KEPT_BYTES, Excerpt, LogStream
 
 GRACE_SECONDS: Final = 3.0  # between SIGTERM and SIGKILL; less than a runner waits for a cancelled agent
-_DRAIN_SECONDS: Final = 1.0  # for what is still in the pipes of a program that has ended
+_PIPE_BYTES: Final = 65536
 
 
-class _Collector(asyncio.SubprocessProtocol):
-    """Takes a program's output as it comes, and knows when the program has exited and when its pipes are closed."""
+class Output:
+    """One of a program's streams: taken whenever there is some, so that a flood blocks nobody, and kept in part."""
 
-    def __init__(self, stdout: Excerpt, stderr: Excerpt) -> None:
-        loop = asyncio.get_running_loop()
-        self._streams = {1: stdout, 2: stderr}
-        self._open = set(self._streams)
-        self.exited: asyncio.Future[None] = loop.create_future()
-        self.drained: asyncio.Future[None] = loop.create_future()
+    def __init__(self, name: LogStream, kept_bytes: int = KEPT_BYTES) -> None:
+        self.name: LogStream = name
+        self._kept_bytes = kept_bytes
+        self._excerpt = Excerpt(kept_bytes)
+        self._read_end, self.write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        self._open = True
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._read_end, self._take)
 
-    def pipe_data_received(self, fd: int, data: bytes) -> None:
-        self._streams[fd].write(data)
+    def taken(self) -> str:
+        """What was written since the last time, with all that is in the pipe at this moment."""
+        self._take()
+        excerpt, self._excerpt = self._excerpt, Excerpt(self._kept_bytes)
+        return excerpt.text()
 
-    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        self._open.discard(fd)
-        if not self._open and not self.drained.done():
-            self.drained.set_result(None)
+    def close(self) -> None:
+        """Take what is in the pipe at this moment, and nothing after it."""
+        self._take()
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._read_end)
+            os.close(self._read_end)
 
-    def process_exited(self) -> None:
-        self.exited.set_result(None)
+    def _take(self) -> None:
+        if self._open:
+            with contextlib.suppress(BlockingIOError):
+                data = os.read(self._read_end, _PIPE_BYTES)
+                self._excerpt.write(data)
+                if not data:  # nobody has the other end any more
+                    self._loop.remove_reader(self._read_end)
+
+
+@dataclass
+class Executable:
+    """A program that runs. `exited` has its exit code, negative for the signal that ended it."""
+
+    process: asyncio.subprocess.Process
+    outputs: Sequence[Output]
+    exited: asyncio.Future[int]
+
+    @classmethod
+    async def start(cls, arguments: Sequence[str], outputs: Sequence[Output], **options: Any) -> Executable:
+        """Start it with stdout and stderr for `outputs`, which are closed where it cannot start, and further `options`
+        of `asyncio.create_subprocess_exec`. Raises what that raises."""
+        stdout, stderr = (output.write_end for output in outputs)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *arguments, stdout=stdout, stderr=stderr, start_new_session=True, **options
+            )
+        except BaseException:  # cancelled, too
+            for output in outputs:
+                output.close()
+            raise
+        finally:
+            os.close(stdout)
+            os.close(stderr)
+        return cls(process, outputs, asyncio.ensure_future(process.wait()))
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal, and all of its process group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left; macOS says so of zombies
+            os.killpg(self.process.pid, number)
+
+    async def end(self, grace_seconds: float) -> None:
+        """End it and all of its group: SIGTERM if it runs, and after `grace_seconds` SIGKILL for whatever is left."""
+        try:
+            if not self.exited.done():
+                self.signal(signal.SIGTERM)
+                await asyncio.wait({self.exited}, timeout=grace_seconds)
+        finally:
+            self.signal(signal.SIGKILL)
+            for output in self.outputs:
+                output.close()
+        await asyncio.wait({self.exited})
 
 
 async def execute(
     arguments: Sequence[str],
+    outputs: Sequence[Output],
     *,
     stdin: bytes,
     environment: Mapping[str, str],
     directory: Path | None,
-    stdout: Excerpt,
-    stderr: Excerpt,
 ) -> int:
     """Run a program and return its exit code, negative for the signal that ended it. ConfigError if it cannot start.
 
@@ -62,32 +120,10 @@ async def execute(
         given.write(stdin)
         given.seek(0)
         try:
-            transport, collector = await asyncio.get_running_loop().subprocess_exec(
-                lambda: _Collector(stdout, stderr),
-                *arguments,
-                stdin=given,
-                env=environment,
-                cwd=directory,
-                start_new_session=True,
-            )
+            program = await Executable.start(arguments, outputs, stdin=given, env=environment, cwd=directory)
         except (OSError, ValueError) as error:  # no such program, too long an argument, a NUL in one
             raise ConfigError(f"the program {arguments[0]!r} cannot be started: {error}") from None
-    group = transport.get_pid()
-    with contextlib.closing(transport):
-        try:
-            await asyncio.wait({collector.exited})
-        except asyncio.CancelledError:
-            _signal_group(group, signal.SIGTERM)
-            await asyncio.wait({collector.exited}, timeout=GRACE_SECONDS)
-            raise
-        finally:
-            _signal_group(group, signal.SIGKILL)
-            await asyncio.wait({collector.exited, collector.drained}, timeout=_DRAIN_SECONDS)
-        exit_code = transport.get_returncode()
-    assert exit_code is not None  # it has exited
-    return exit_code
-
-
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left; macOS says so of zombies
-        os.killpg(group, number)
+    try:
+        return await asyncio.shield(program.exited)
+    finally:
+        await program.end(GRACE_SECONDS)

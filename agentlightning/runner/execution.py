@@ -26,6 +26,7 @@ from agentlightning.tracing.rewards import read_reward
 from agentlightning.types import AttemptedRollout, AttemptStatus, NamedResources, Span
 
 if TYPE_CHECKING:
+    from agentlightning.runner.processes import AgentProcess
     from agentlightning.runner.runner import Runner
 
 logger = logging.getLogger(__name__)
@@ -44,24 +45,21 @@ class Outcome:
     error: BaseException | None = None
 
 
+@dataclass
 class Execution:
-    """One attempt of one agent, from on_rollout_start to on_rollout_end.
+    """One attempt of one agent, from on_rollout_start to on_rollout_end; the agent in `process`, if there is one, and
+    all around it here.
 
     `stop` may be called at any time from the event loop: the agent is cancelled and `run` answers with that status."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        agent: LitAgent[Any],
-        hooks: tuple[Hook, ...],
-        rollout: AttemptedRollout,
-        tracer: AttemptTracer,
-    ) -> None:
-        self._runner = runner
-        self._agent = agent
-        self._hooks = hooks
-        self._rollout = rollout
-        self._tracer = tracer
+    runner: Runner
+    agent: LitAgent[Any]
+    hooks: tuple[Hook, ...]
+    rollout: AttemptedRollout
+    tracer: AttemptTracer
+    process: AgentProcess | None = None
+
+    def __post_init__(self) -> None:
         self._stopped: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
 
     def stop(self, status: AttemptStatus, reason: str) -> None:
@@ -71,11 +69,11 @@ class Execution:
 
     async def run(self, resources: NamedResources) -> Outcome:
         """Run to the end, or until stopped. Raises nothing of the agent's, except KeyboardInterrupt."""
-        with bind(self._tracer):
+        with bind(self.tracer):
             outcome = await self._supervised(resources)
             if outcome.error is not None:
                 emit_exception(outcome.error)
-            ended = await guarded(self._call_hooks("on_rollout_end", spans=self._tracer.get_last_trace()))
+            ended = await guarded(self._call_hooks("on_rollout_end", spans=self.tracer.get_last_trace()))
             if ended.error is not None:
                 emit_exception(ended.error)
                 if outcome.status == "succeeded":
@@ -102,7 +100,7 @@ class Execution:
         if not task.done():
             logger.warning(
                 "the agent of attempt %s goes on %g s after it was cancelled and is left behind; %s",
-                self._tracer.attempt_id,
+                self.tracer.attempt_id,
                 GRACE_SECONDS,
                 ISOLATE,
             )
@@ -111,7 +109,7 @@ class Execution:
     def _notice_late_answer(self, task: asyncio.Task[Answer]) -> None:
         if not task.cancelled() and task.exception() is None and task.result().error is None:
             logger.warning(
-                "the agent of attempt %s answered after it was stopped; the answer is ignored", self._tracer.attempt_id
+                "the agent of attempt %s answered after it was stopped; the answer is ignored", self.tracer.attempt_id
             )
 
     def _concluded(self, answer: Answer) -> Outcome:
@@ -119,7 +117,7 @@ class Execution:
         if answer.error is not None:
             return _failed(answer.error)
         try:
-            record_result(self._tracer, answer.value)
+            record_result(self.tracer, answer.value)
         except InvalidError as error:
             return _failed(error)
         return Outcome("succeeded")
@@ -127,11 +125,11 @@ class Execution:
     async def _traced(self, resources: NamedResources) -> Any:
         """What the agent returned, with the hooks around it."""
         await self._call_hooks("on_rollout_start")
-        await self._call_hooks("on_trace_start", tracer=self._tracer)
+        await self._call_hooks("on_trace_start", tracer=self.tracer)
         answer = await guarded(self._call_agent(resources))
         if self._stopped.done():  # it did not let itself be cancelled
             return answer.value
-        hooks = await guarded(self._call_hooks("on_trace_end", tracer=self._tracer))
+        hooks = await guarded(self._call_hooks("on_trace_end", tracer=self.tracer))
         if answer.error is not None:
             if hooks.error is not None:
                 emit_exception(hooks.error)
@@ -141,17 +139,19 @@ class Execution:
         return answer.value
 
     async def _call_agent(self, resources: NamedResources) -> Any:
+        if self.process is not None:
+            return await self.process.run(self.rollout, resources, self.tracer)
         try:
-            return await call_agent(self._agent, self._rollout, resources)
+            return await call_agent(self.agent, self.rollout, resources)
         except asyncio.CancelledError:
-            if not is_async(self._agent.entry_point(self._rollout.mode)):
-                logger.warning("the agent of attempt %s runs on in its thread; %s", self._tracer.attempt_id, ISOLATE)
+            if not is_async(self.agent.entry_point(self.rollout.mode)):
+                logger.warning("the agent of attempt %s runs on in its thread; %s", self.tracer.attempt_id, ISOLATE)
             raise
 
     async def _call_hooks(self, name: str, **arguments: Any) -> None:
-        for hook in self._hooks:
+        for hook in self.hooks:
             method = cast("Callable[..., Awaitable[None]]", getattr(hook, name))
-            await method(agent=self._agent, runner=self._runner, rollout=self._rollout, **arguments)
+            await method(agent=self.agent, runner=self.runner, rollout=self.rollout, **arguments)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ from agentlightning.runner.clients import ClientPool, current_pool
 from agentlightning.runner.environment import current_server
 from agentlightning.runner.execution import Execution, Outcome
 from agentlightning.runner.hooks import Hook
-from agentlightning.runner.processes import AgentNotLoadedError, AgentProcess, Isolation, ProcessExecution, boot_of
+from agentlightning.runner.processes import AgentNotLoadedError, AgentProcess, Isolation, boot_of
 from agentlightning.runner.resources import ResourceCache
 from agentlightning.store.base import LightningStore
 from agentlightning.store.lifecycle import TERMINAL
@@ -201,7 +201,7 @@ class Runner:
         """A process for the agent, to the end of the block; None where it runs in this one."""
         if self._boot is None:
             return nullcontext()
-        return AgentProcess(self._boot, self._process_names, self._worker_key, self._most_attempts)
+        return aclosing(AgentProcess(self._boot, self._process_names, self._worker_key, self._most_attempts))
 
     async def _worker_key(self, worker_id: str) -> str:
         return await self._patiently(lambda: self.store.issue_worker_key(worker_id))
@@ -219,11 +219,7 @@ class Runner:
     def _board(self, rollout: AttemptedRollout, process: AgentProcess | None = None) -> Flight:
         """Count a leased rollout as in flight, from before its task first runs."""
         tracer = self._make_tracer(rollout.rollout_id, rollout.attempt.attempt_id)
-        if process is None:
-            execution = Execution(self, self.agent, self._hooks, rollout, tracer)
-        else:
-            execution = ProcessExecution(self, self.agent, self._hooks, rollout, tracer, process)
-        flight = Flight(rollout, tracer, execution)
+        flight = Flight(rollout, tracer, Execution(self, self.agent, self._hooks, rollout, tracer, process))
         self._flights[rollout.attempt.attempt_id] = flight
         self._adjust_heartbeat(rollout)
         return flight

@@ -28,7 +28,6 @@ from agentlightning.tracing.choice import choose_tracer
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import exception_attributes
 from agentlightning.tracing.logs import AttemptLogs
-from agentlightning.types import Span
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _POOLS: Final = (("concurrent", "futures", "thread.py"), ("anyio", "_backends", "_asyncio.py"))
@@ -110,7 +109,7 @@ class _Worker:
         assert self._agent is not None
         ids = start.rollout.rollout_id, start.rollout.attempt.attempt_id
         tracer = self._make_tracer(*ids)
-        tracer.forward(self._send)
+        tracer.forward(lambda span: self._connection.send(Recorded(span)))
         before = set(threading.enumerate())
         with bind(tracer), self._logs.open(tracer):
             self._running = asyncio.create_task(guarded(call_agent(self._agent, start.rollout, start.resources)))
@@ -119,8 +118,11 @@ class _Worker:
             answer = Answer(error=asyncio.CancelledError()) if cancelled else self._running.result()
         result = AttemptTracer(*ids)  # recorded by the runner, behind its hooks
         if answer.error is None:
-            with bind(result):
-                answer = await guarded(_recorded(result, answer.value))
+            try:
+                with bind(result):
+                    record_result(result, answer.value)
+            except Exception as error:  # noqa: BLE001 - of a stranger's object
+                answer = Answer(error=error)
         tracer.close()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # the agent may have closed it, or put anything in its place
@@ -128,13 +130,6 @@ class _Worker:
         self._running = None
         failure = None if answer.error is None else exception_attributes(answer.error)
         return Ended(result.drain(), failure, _left_running(before))
-
-    def _send(self, span: Span) -> None:
-        self._connection.send(Recorded(span))
-
-
-async def _recorded(tracer: AttemptTracer, value: Any) -> None:
-    record_result(tracer, value)
 
 
 def _left_running(before: set[threading.Thread]) -> str | None:

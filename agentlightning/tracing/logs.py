@@ -53,10 +53,12 @@ class Excerpt:
 
 
 def record_log(tracer: AttemptTracer, stream: LogStream, text: str) -> None:
-    """Record what the attempt wrote to `stream` as one span. Half surrogates, which UTF-8 cannot hold, become `?`."""
-    now = time.time()
-    written = text.encode(errors="replace").decode()
-    tracer.record(LOG, {LOG_STREAM: stream, LOG_TEXT: written}, start_time=now, end_time=now)
+    """Record what the attempt wrote to `stream`, if it is anything, as one span. Half surrogates, which UTF-8 cannot
+    hold, become `?`."""
+    if text:
+        now = time.time()
+        written = text.encode(errors="replace").decode()
+        tracer.record(LOG, {LOG_STREAM: stream, LOG_TEXT: written}, start_time=now, end_time=now)
 
 
 class AttemptLogs(logging.Handler):
@@ -86,8 +88,7 @@ class AttemptLogs(logging.Handler):
             yield
         finally:
             del self._excerpts[tracer]
-            if text := excerpt.text():
-                record_log(tracer, "log", text)
+            record_log(tracer, "log", excerpt.text())
 
     def emit(self, record: logging.LogRecord) -> None:
         last_resort = logging.lastResort
