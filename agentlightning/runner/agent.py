@@ -27,14 +27,10 @@ ResourceT = TypeVar("ResourceT", LLM, PromptTemplate)
 RolloutRawResult: TypeAlias = float | Mapping[str, Any] | list[Span] | None
 EntryPoint: TypeAlias = Callable[[Any, NamedResources, AttemptedRollout], Any]
 
-INJECTED = ("llm", "prompt_template", "resources", "rollout")
-_METHODS = (
-    "rollout_async",
-    "rollout",
-    "training_rollout_async",
-    "training_rollout",
-    "validation_rollout_async",
-    "validation_rollout",
+_PICKED: dict[str, type[Any]] = {"llm": LLM, "prompt_template": PromptTemplate}
+INJECTED = (*_PICKED, "resources", "rollout")
+_METHODS = tuple(
+    f"{name}{way}" for name in ("rollout", "training_rollout", "validation_rollout") for way in ("_async", "")
 )
 
 
@@ -87,16 +83,19 @@ class LitAgent(Generic[TaskT]):
 
     def check(self) -> None:
         """ConfigError for an agent that defines no rollout method at all."""
-        if not any(getattr(type(self), name) is not getattr(LitAgent, name) for name in _METHODS):
+        if not any(map(self._defines, _METHODS)):
             raise _undefined(self, " or ".join(_METHODS))
 
     def entry_point(self, mode: Mode) -> EntryPoint:
         """The method that runs a rollout of `mode`. ConfigError when the subclass defines none."""
         special = "training_rollout" if mode == "train" else "validation_rollout"
         for name in (f"{special}_async", special, "rollout_async", "rollout"):
-            if getattr(type(self), name) is not getattr(LitAgent, name):
+            if self._defines(name):
                 return cast(EntryPoint, getattr(self, name))
         raise _undefined(self, f"rollout, rollout_async, {special} or {special}_async")
+
+    def _defines(self, name: str) -> bool:
+        return getattr(type(self), name) is not getattr(LitAgent, name)
 
 
 class FunctionAgent(LitAgent[Any], Generic[P, R]):
@@ -112,15 +111,11 @@ class FunctionAgent(LitAgent[Any], Generic[P, R]):
 
     def rollout(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> Any:
         """Call the function with what its parameters name; for an async function this is its awaitable."""
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = {"resources": resources, "rollout": rollout}
         for name in self._injected:
-            if name == "llm":
-                values[name] = pick_resource(resources, name, LLM)
-            elif name == "prompt_template":
-                values[name] = pick_resource(resources, name, PromptTemplate)
-            else:
-                values[name] = resources if name == "resources" else rollout
-        return cast("Callable[..., Any]", self.function)(task, **values)
+            if name in _PICKED:
+                values[name] = pick_resource(resources, name, _PICKED[name])
+        return cast("Callable[..., Any]", self.function)(task, **{name: values[name] for name in self._injected})
 
     async def rollout_async(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> Any:
         return await cast("Awaitable[Any]", self.rollout(task, resources, rollout))
@@ -176,7 +171,7 @@ def llm_rollout(function: Callable[..., Any] | None = None, *, strip_proxy: bool
     """`rollout` for a function that must take `llm`, with or without parentheses.
 
     `llm` is bound to the attempt; with `strip_proxy=False`, as with it, `llm.get_base_url(…)` gives the bound URL."""
-    return functools.partial(_requiring, "llm") if function is None else _requiring("llm", function)
+    return _requiring("llm", function)
 
 
 @overload
@@ -185,8 +180,7 @@ def prompt_rollout(function: Callable[P, R]) -> FunctionAgent[P, R]: ...
 def prompt_rollout() -> Callable[[Callable[P, R]], FunctionAgent[P, R]]: ...
 def prompt_rollout(function: Callable[..., Any] | None = None) -> Any:
     """`rollout` for a function that must take `prompt_template`, with or without parentheses."""
-    needs = "prompt_template"
-    return functools.partial(_requiring, needs) if function is None else _requiring(needs, function)
+    return _requiring("prompt_template", function)
 
 
 def as_agent(agent: LitAgent[Any] | Callable[..., Any] | str) -> LitAgent[Any]:
@@ -225,7 +219,9 @@ def pick_resource(resources: NamedResources, name: str, kind: type[ResourceT]) -
     )
 
 
-def _requiring(name: str, function: Callable[P, R]) -> FunctionAgent[P, R]:
+def _requiring(name: str, function: Callable[..., Any] | None) -> Any:
+    if function is None:
+        return functools.partial(_requiring, name)
     if name not in _signature(function).parameters:
         raise ConfigError(
             f"{_described(function)} has no parameter {name!r}, which this decorator is for; "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 
 import msgspec
 
@@ -33,7 +32,7 @@ class ResourceCache:
     def __init__(self, store: LightningStore, endpoint_override: str | None = None) -> None:
         self._store = store
         self._endpoint_override = endpoint_override
-        self._versions: OrderedDict[str, NamedResources] = OrderedDict()
+        self._versions: dict[str, NamedResources] = {}
         self._lookup = asyncio.Lock()  # a burst of leases asks the store once, not once each
 
     async def bound_to(self, rollout: AttemptedRollout) -> NamedResources:
@@ -53,16 +52,14 @@ class ResourceCache:
 
     async def _version(self, resources_id: str) -> NamedResources:
         async with self._lookup:
-            if resources_id in self._versions:
-                self._versions.move_to_end(resources_id)
-                return self._versions[resources_id]
-            update = await self._store.get_resources_by_id(resources_id)
-            if update is None:
-                raise NotFoundError(f"the rollout names the resources {resources_id!r}, which the store does not have")
-            self._versions[resources_id] = update.resources
-            if len(self._versions) > VERSIONS_KEPT:
-                self._versions.popitem(last=False)
-            return update.resources
+            if resources_id not in self._versions:
+                update = await self._store.get_resources_by_id(resources_id)
+                if update is None:
+                    raise NotFoundError(f"the rollout names the resources {resources_id!r}, which the store lacks")
+                if len(self._versions) == VERSIONS_KEPT:
+                    del self._versions[next(iter(self._versions))]
+                self._versions[resources_id] = update.resources
+            return self._versions[resources_id]
 
     def _bind(self, llm: LLM, rollout: AttemptedRollout) -> LLM:
         if llm.api_key is not None:

@@ -42,7 +42,18 @@ from agentlightning.store.lifecycle import TERMINAL
 from agentlightning.tracing.choice import TracerKind, choose_tracer
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.tracing.logs import AttemptLogs
-from agentlightning.types import And, AttemptedRollout, Condition, Mode, NamedResources, Rollout, RolloutConfig, Span
+from agentlightning.types import (
+    And,
+    Attempt,
+    AttemptedRollout,
+    AttemptStatus,
+    Condition,
+    Mode,
+    NamedResources,
+    Rollout,
+    RolloutConfig,
+    Span,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +66,7 @@ GIVE_BACK_SECONDS = 5.0  # how long a cancelled runner tries to hand its attempt
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 5.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Flight:
     """One attempt in this runner: what is executed and what the store has not got yet."""
 
@@ -66,6 +77,10 @@ class Flight:
     unsent: list[Span] = field(default_factory=list[Span])
     sending: asyncio.Lock = field(default_factory=asyncio.Lock)
     ended_by_store: bool = False
+
+    @property
+    def ids(self) -> tuple[str, str]:
+        return self.rollout.rollout_id, self.rollout.attempt.attempt_id
 
     @property
     def lease_token(self) -> int | None:
@@ -123,7 +138,7 @@ class Runner:
         self._settle_seconds = settle_seconds
         self._resources = ResourceCache(store, endpoint_override)
         self._logs = AttemptLogs()
-        self._flights: dict[str, Flight] = {}
+        self._flights: set[Flight] = set()
         self._finished = 0
         self._unlucky: Counter[str] = Counter()
         self._stopping = asyncio.Event()
@@ -220,7 +235,7 @@ class Runner:
         """Count a leased rollout as in flight, from before its task first runs."""
         tracer = self._make_tracer(rollout.rollout_id, rollout.attempt.attempt_id)
         flight = Flight(rollout, tracer, Execution(self, self.agent, self._hooks, rollout, tracer, process))
-        self._flights[rollout.attempt.attempt_id] = flight
+        self._flights.add(flight)
         self._adjust_heartbeat(rollout)
         return flight
 
@@ -235,7 +250,7 @@ class Runner:
             await self._give_back(flight, str(error))
             raise
         finally:
-            del self._flights[flight.rollout.attempt.attempt_id]
+            self._flights.remove(flight)
             self._finished += 1
             self._landed.set()
         return outcome
@@ -252,16 +267,15 @@ class Runner:
             if isinstance(outcome.error, AgentNotLoadedError):
                 raise outcome.error
             if self._settle_seconds and outcome.status in ("succeeded", "failed"):
-                await self._settle(flight.rollout)
+                await self._settle(*flight.ids)
             return outcome
         finally:
             clock.cancel()
             flight.tracer.close()  # before the last spans are sent, so that none is lost behind them unsaid
 
-    async def _settle(self, rollout: AttemptedRollout) -> None:
+    async def _settle(self, rollout_id: str, attempt_id: str) -> None:
         """Wait until no span of an attempt has reached the store for a while."""
-        ids = rollout.rollout_id, rollout.attempt.attempt_id
-        where = And([Condition("rollout_id", "eq", ids[0]), Condition("attempt_id", "eq", ids[1])])
+        where = And([Condition("rollout_id", "eq", rollout_id), Condition("attempt_id", "eq", attempt_id)])
         seen = None
         for _ in range(SETTLE_PERIODS):
             stored = await self._patiently(lambda: self.store.page_spans(where, limit=1, with_total=True))
@@ -269,7 +283,7 @@ class Runner:
                 return
             seen = stored.total
             await asyncio.sleep(self._settle_seconds)
-        logger.warning("attempt %s ends though its spans still arrive; they are kept when they come", ids[1])
+        logger.warning("attempt %s ends though its spans still arrive; they are kept when they come", attempt_id)
 
     async def _time_out(self, flight: Flight) -> None:
         """Stop the agent at its timeout, which is later by as long as the gateway held its calls; the store is asked
@@ -287,13 +301,16 @@ class Runner:
     async def _held_seconds(self, flight: Flight) -> float:
         """For how long the calls of an attempt were held; 0 where the store cannot say."""
         try:
-            latest = await self.store.get_latest_attempt(flight.rollout.rollout_id)
+            latest = await self._latest(flight)
         except AgentLightningError as error:
-            logger.warning("attempt %s ends at its timeout: %s", flight.rollout.attempt.attempt_id, error)
+            logger.warning("attempt %s ends at its timeout: %s", flight.ids[1], error)
             return 0.0
-        if latest is None or latest.attempt_id != flight.rollout.attempt.attempt_id:
-            return 0.0
-        return latest.held_seconds
+        return 0.0 if latest is None else latest.held_seconds
+
+    async def _latest(self, flight: Flight) -> Attempt | None:
+        """The attempt as the store has it; None where its rollout has a later one."""
+        latest = await self.store.get_latest_attempt(flight.ids[0])
+        return latest if latest is not None and latest.attempt_id == flight.ids[1] else None
 
     async def _finish(self, flight: Flight, outcome: Outcome) -> Outcome:
         """Send what is left, then end the attempt: nothing of it can come after its end."""
@@ -302,21 +319,18 @@ class Runner:
         except (InvalidError, ConflictError, NotFoundError) as error:
             if outcome.status == "succeeded":
                 outcome = Outcome("failed", f"its spans were refused: {error}", error)
-        rollout_id, attempt_id = flight.rollout.rollout_id, flight.rollout.attempt.attempt_id
         if outcome.status != "succeeded":
             self._notice(flight, outcome)
-        if flight.ended_by_store:
-            return outcome
-        metadata = {"reason": outcome.reason} if outcome.reason else None
-        try:
-            await self._patiently(
-                lambda: self.store.update_attempt(
-                    rollout_id, attempt_id, status=outcome.status, metadata=metadata, lease=flight.lease_token
-                )
-            )
-        except (ConflictError, NotFoundError) as error:
-            logger.warning("attempt %s ended as %s too late, ignored: %s", attempt_id, outcome.status, error)
+        if not flight.ended_by_store:
+            try:
+                await self._patiently(lambda: self._end(flight, outcome.status, outcome.reason))
+            except (ConflictError, NotFoundError) as error:
+                logger.warning("attempt %s ended as %s too late, ignored: %s", flight.ids[1], outcome.status, error)
         return outcome
+
+    async def _end(self, flight: Flight, status: AttemptStatus, reason: str | None) -> None:
+        metadata = {"reason": reason} if reason else None
+        await self.store.update_attempt(*flight.ids, status=status, metadata=metadata, lease=flight.lease_token)
 
     def _notice(self, flight: Flight, outcome: Outcome) -> None:
         """One line in the log for the 1st, 2nd, 4th, 8th … attempt that ends in the same way: an agent with a defect
@@ -327,8 +341,7 @@ class Runner:
         if times & (times - 1) == 0:
             logger.warning(
                 "attempt %s of rollout %s %s: %s%s",
-                flight.rollout.attempt.attempt_id,
-                flight.rollout.rollout_id,
+                *reversed(flight.ids),
                 "timed out" if outcome.status == "timeout" else outcome.status,
                 (outcome.reason or "").partition("\n")[0][:500],
                 f" ({times} ended like this)" if times > 1 else "",
@@ -349,19 +362,12 @@ class Runner:
 
     async def _give_back(self, flight: Flight, reason: str) -> None:
         """This runner cannot go on with it: let the store decide about a retry now, not when the lease runs out."""
-        rollout_id, attempt_id = flight.rollout.rollout_id, flight.rollout.attempt.attempt_id
         try:
             async with asyncio.timeout(GIVE_BACK_SECONDS):
                 await self._send(flight)
-                await self.store.update_attempt(
-                    rollout_id,
-                    attempt_id,
-                    status="unresponsive",
-                    metadata={"reason": reason},
-                    lease=flight.lease_token,
-                )
+                await self._end(flight, "unresponsive", reason)
         except (TimeoutError, AgentLightningError) as error:
-            logger.warning("attempt %s could not be handed back, its lease will run out: %s", attempt_id, error)
+            logger.warning("attempt %s could not be handed back, its lease will run out: %s", flight.ids[1], error)
 
     # --- the timer ---
 
@@ -381,19 +387,18 @@ class Runner:
                 async with asyncio.timeout(self._heartbeat_seconds):
                     await self._shorter_lease.wait()
             except TimeoutError:
-                await asyncio.gather(self._report(), *(self._beat(flight) for flight in self._flights.values()))
+                await asyncio.gather(self._report(), *(self._beat(flight) for flight in self._flights))
 
     async def _beat(self, flight: Flight) -> None:
-        rollout_id, attempt_id = flight.rollout.rollout_id, flight.rollout.attempt.attempt_id
         try:
             await self._send(flight)
             if flight.lease_token is None:
                 return
-            beat = await self.store.heartbeat(rollout_id, attempt_id, flight.lease_token)
+            beat = await self.store.heartbeat(*flight.ids, flight.lease_token)
             # An unresponsive attempt runs on as long as its next call or span can revive it.
             lost = beat.status == "unresponsive" and not await self._is_revivable(flight)
         except UnavailableError as error:
-            logger.warning("no heartbeat for attempt %s, tried again soon: %s", attempt_id, error)
+            logger.warning("no heartbeat for attempt %s, tried again soon: %s", flight.ids[1], error)
         except InvalidError as error:
             flight.execution.stop("failed", f"its spans were refused: {error}")
         except (ConflictError, NotFoundError) as error:
@@ -406,14 +411,9 @@ class Runner:
 
     async def _is_revivable(self, flight: Flight) -> bool:
         """Whether an unresponsive attempt is still its rollout's last word."""
-        rollout = await self.store.get_rollout_by_id(flight.rollout.rollout_id)
-        latest = await self.store.get_latest_attempt(flight.rollout.rollout_id)
-        return (
-            rollout is not None
-            and rollout.status not in TERMINAL
-            and latest is not None
-            and latest.attempt_id == flight.rollout.attempt.attempt_id
-        )
+        rollout = await self.store.get_rollout_by_id(flight.ids[0])
+        is_open = rollout is not None and rollout.status not in TERMINAL
+        return is_open and await self._latest(flight) is not None
 
     async def _report(self) -> None:
         stats = {"running": len(self._flights), "finished": self._finished, "concurrency": self._concurrency}
