@@ -7,6 +7,7 @@ what goes wrong in it is told once and stops no training. This module knows no t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -150,4 +151,5 @@ class _Outbox:
         return True
 
     def _tell(self, message: str) -> None:
-        self._loop.call_soon_threadsafe(self._note, f"{self._tracker.name}: {message}")
+        with contextlib.suppress(RuntimeError):  # the run has ended without it
+            self._loop.call_soon_threadsafe(self._note, f"{self._tracker.name}: {message}")

@@ -188,6 +188,7 @@ class LiveProgress:
 def _bar(name: str, done: int, total: int | None) -> tuple[RenderableType, RenderableType, str]:
     if not total:
         return Text(name, style="bold"), "", ""
+    done = min(done, total)  # where rollouts overlap with steps, more may be there than the next step takes
     return Text(name, style="bold"), ProgressBar(total=total, completed=done, width=30), f"{done:,}/{total:,}"
 
 
