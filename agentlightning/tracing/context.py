@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -48,13 +48,14 @@ class AttemptTracer:
         name: str,
         attributes: Attributes,
         *,
-        start_time: float,
-        end_time: float,
+        start_time: float | None = None,
+        end_time: float | None = None,
         status: SpanStatus | None = None,
         span_id: str | None = None,
         parent_id: str | None = None,
     ) -> Span:
-        """Make a span of this attempt (times in seconds since the epoch) and keep it until it is drained."""
+        """Make a span of this attempt (times in seconds since the epoch, or now) and keep it until it is drained."""
+        now = time.time()
         span = Span(
             rollout_id=self.rollout_id,
             attempt_id=self.attempt_id,
@@ -63,8 +64,8 @@ class AttemptTracer:
             span_id=span_id or new_span_id(),
             parent_id=parent_id,
             name=name,
-            start_time=start_time,
-            end_time=end_time,
+            start_time=now if start_time is None else start_time,
+            end_time=now if end_time is None else end_time,
             status=status or SpanStatus(),
             attributes=attributes,
             resource=self._resource,
@@ -171,17 +172,6 @@ def recording(rollout_id: str = "recording", attempt_id: str = "recording-1") ->
     """Run agent code without a runner and look at its spans: `tracer.get_last_trace()`."""
     with bind(AttemptTracer(rollout_id, attempt_id)) as tracer:
         yield tracer
-
-
-@dataclass
-class Stopwatch:
-    """Start time since the epoch, and an end time that cannot precede it when the wall clock is set back."""
-
-    start_time: float = field(default_factory=time.time)
-    _started: float = field(default_factory=time.perf_counter)
-
-    def end_time(self) -> float:
-        return self.start_time + (time.perf_counter() - self._started)
 
 
 def new_span_id() -> str:

@@ -16,21 +16,10 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from agentlightning import semconv
 from agentlightning.errors import InvalidError
-from agentlightning.semconv import (
-    ANNOTATION,
-    EXCEPTION,
-    EXCEPTION_MESSAGE,
-    EXCEPTION_STACKTRACE,
-    EXCEPTION_TYPE,
-    MESSAGE,
-    MESSAGE_BODY,
-    OBJECT,
-    OBJECT_JSON,
-    OBJECT_TYPE,
-)
 from agentlightning.tracing.attributes import checked_text, flatten, to_json
-from agentlightning.tracing.context import AttemptTracer, Stopwatch, require_binding
+from agentlightning.tracing.context import AttemptTracer, Binding, require_binding
 from agentlightning.tracing.rewards import reward_attributes
 from agentlightning.types import UNATTRIBUTED, Attributes, Span, SpanStatus
 
@@ -53,38 +42,39 @@ def emit_reward(
     The last reward with `final=True` is the rollout's, unless the agent returns one. `final=False` marks an
     intermediate reward, which belongs to the LLM call before it and never displaces the rollout's. With
     `propagate=False` this and the other emitters record nothing: the span is the caller's, who may return it."""
-    described = {**flatten(attributes or {}), **reward_attributes(reward, primary_key, final)}
-    return _emit("emit_reward", ANNOTATION, described, propagate=propagate)
+    own = reward_attributes(reward, primary_key, final)
+    return _emit("emit_reward", semconv.ANNOTATION, own, attributes, propagate)
 
 
 def emit_message(message: str, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> Span:
     """Record a line of text, such as a log message that should be seen beside the calls."""
-    described = {**flatten(attributes or {}), MESSAGE_BODY: _text(message)}
-    return _emit("emit_message", MESSAGE, described, propagate=propagate)
+    if not isinstance(message, str):  # pyright: ignore[reportUnnecessaryIsInstance] - given by users
+        raise InvalidError(f"emit_message takes text, not a {type(message).__name__}; use emit_object for data")
+    own: Attributes = {semconv.MESSAGE_BODY: checked_text("the message", message)}
+    return _emit("emit_message", semconv.MESSAGE, own, attributes, propagate)
 
 
 def emit_object(object: Any, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> Span:
     """Record anything that has a JSON form; bytes become base64."""
-    described = {
-        **flatten(attributes or {}),
-        OBJECT_TYPE: _type_name(object),
-        OBJECT_JSON: to_json("the object", object),
+    own: Attributes = {
+        semconv.OBJECT_TYPE: _type_name(object),
+        semconv.OBJECT_JSON: to_json("the object", object),
     }
-    return _emit("emit_object", OBJECT, described, propagate=propagate)
+    return _emit("emit_object", semconv.OBJECT, own, attributes, propagate)
 
 
 def emit_annotation(annotation: Mapping[str, Any], propagate: bool = True) -> Span:
     """Record facts about the rollout; nested mappings become dotted attribute names."""
-    return _emit("emit_annotation", ANNOTATION, flatten(annotation), propagate=propagate)
+    return _emit("emit_annotation", semconv.ANNOTATION, {}, annotation, propagate)
 
 
 def emit_exception(
     exception: BaseException, attributes: Mapping[str, Any] | None = None, propagate: bool = True
 ) -> Span:
     """Record an exception with its traceback; the span's status is ERROR."""
-    described = {**flatten(attributes or {}), **exception_attributes(exception)}
-    status = SpanStatus(status_code="ERROR", description=str(described[EXCEPTION_MESSAGE]))
-    return _emit("emit_exception", EXCEPTION, described, status, propagate=propagate)
+    own = exception_attributes(exception)
+    status = SpanStatus(status_code="ERROR", description=str(own[semconv.EXCEPTION_MESSAGE]))
+    return _emit("emit_exception", semconv.EXCEPTION, own, attributes, propagate, status)
 
 
 def reward(function: FunctionT) -> FunctionT:
@@ -110,25 +100,25 @@ def reward(function: FunctionT) -> FunctionT:
 
 def get_message_value(span: Span) -> str | None:
     """What `emit_message` recorded in this span; None for any other span."""
-    body = span.attributes.get(MESSAGE_BODY)
+    body = span.attributes.get(semconv.MESSAGE_BODY)
     return body if isinstance(body, str) else None
 
 
 def get_object_value(span: Span) -> Any:
     """What `emit_object` recorded in this span; None for any other span."""
-    body = span.attributes.get(OBJECT_JSON)
+    body = span.attributes.get(semconv.OBJECT_JSON)
     if not isinstance(body, str):
         return None
     value = msgspec.json.decode(body)
-    return base64.b64decode(value) if span.attributes.get(OBJECT_TYPE) == "bytes" else value
+    return base64.b64decode(value) if span.attributes.get(semconv.OBJECT_TYPE) == "bytes" else value
 
 
 def exception_attributes(exception: BaseException) -> Attributes:
     """Type, message and traceback under OpenTelemetry's names."""
     return {
-        EXCEPTION_TYPE: _type_name(exception),
-        EXCEPTION_MESSAGE: shown(exception),
-        EXCEPTION_STACKTRACE: shown(exception, _stacktrace)[-MAX_STACKTRACE:],
+        semconv.EXCEPTION_TYPE: _type_name(exception),
+        semconv.EXCEPTION_MESSAGE: shown(exception),
+        semconv.EXCEPTION_STACKTRACE: shown(exception, _stacktrace)[-MAX_STACKTRACE:],
     }
 
 
@@ -147,21 +137,18 @@ def _stacktrace(exception: BaseException) -> str:
     return "".join(traceback.format_exception(exception))
 
 
-def _emit(caller: str, name: str, attributes: Attributes, status: SpanStatus | None = None, *, propagate: bool) -> Span:
-    now = Stopwatch().start_time
-    if propagate:
-        binding = require_binding(caller)
-        tracer, parent_id = binding.tracer, binding.parent_id
-    else:
-        tracer, parent_id = AttemptTracer(UNATTRIBUTED, UNATTRIBUTED), None
-    return tracer.record(name, attributes, start_time=now, end_time=now, status=status, parent_id=parent_id)
+def _emit(
+    caller: str,
+    name: str,
+    own: Attributes,
+    given: Mapping[str, Any] | None,
+    propagate: bool,
+    status: SpanStatus | None = None,
+) -> Span:
+    attributes = {**flatten(given or {}), **own}
+    binding = require_binding(caller) if propagate else Binding(AttemptTracer(UNATTRIBUTED, UNATTRIBUTED))
+    return binding.tracer.record(name, attributes, status=status, parent_id=binding.parent_id)
 
 
 def _type_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-
-
-def _text(message: Any) -> str:
-    if not isinstance(message, str):
-        raise InvalidError(f"emit_message takes text, not a {type(message).__name__}; use emit_object for data")
-    return checked_text("the message", message)

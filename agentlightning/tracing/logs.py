@@ -6,7 +6,6 @@ This module knows texts and the attempt that the running code belongs to. It doe
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Final, Literal, TypeAlias
@@ -56,9 +55,7 @@ def record_log(tracer: AttemptTracer, stream: LogStream, text: str) -> None:
     """Record what the attempt wrote to `stream`, if it is anything, as one span. Half surrogates, which UTF-8 cannot
     hold, become `?`."""
     if text:
-        now = time.time()
-        written = text.encode(errors="replace").decode()
-        tracer.record(LOG, {LOG_STREAM: stream, LOG_TEXT: written}, start_time=now, end_time=now)
+        tracer.record(LOG, {LOG_STREAM: stream, LOG_TEXT: text.encode(errors="replace").decode()})
 
 
 class AttemptLogs(logging.Handler):

@@ -10,15 +10,15 @@ import functools
 import inspect
 import json
 import math
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar, cast, overload
 
 from agentlightning.errors import ConfigError
 from agentlightning.semconv import OPERATION, OPERATION_INPUT, OPERATION_NAME, OPERATION_OUTPUT
 from agentlightning.tracing.attributes import flatten
-from agentlightning.tracing.context import Binding, Stopwatch, bind, current_binding, new_span_id
+from agentlightning.tracing.context import Binding, bind, current_binding, new_span_id
 from agentlightning.tracing.emit import exception_attributes, shown
 from agentlightning.types import Attributes, AttributeValue, Span, SpanStatus
 
@@ -38,7 +38,7 @@ class Operation:
         self._binding: Binding | None = None
         self._stack = ExitStack()
         self._span_id = new_span_id()
-        self._clock = Stopwatch()
+        self._start_time = self._started = 0.0
 
     def set_input(self, /, *args: Any, **kwargs: Any) -> None:
         """Record what went in: `("Oslo", limit=3)` → `….input.args.0`, `….input.limit` (see `spread`)."""
@@ -63,12 +63,10 @@ class Operation:
         self._binding = current_binding() if self._propagate else None
         if self._binding is not None:
             self._stack.enter_context(bind(self._binding.tracer, self._span_id))
-        self._clock = Stopwatch()
+        self._start_time, self._started = time.time(), time.perf_counter()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._stack.close()
         if self._binding is None:
             return
@@ -79,8 +77,9 @@ class Operation:
         self._span = self._binding.tracer.record(
             OPERATION,
             self._attributes,
-            start_time=self._clock.start_time,
-            end_time=self._clock.end_time(),
+            start_time=self._start_time,
+            # By a clock that nobody sets back.
+            end_time=self._start_time + time.perf_counter() - self._started,
             status=status,
             span_id=self._span_id,
             parent_id=self._binding.parent_id,
@@ -89,9 +88,7 @@ class Operation:
     async def __aenter__(self) -> Self:
         return self.__enter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.__exit__(kind, error, trace)
 
     def __call__(self, function: FunctionT) -> FunctionT:
