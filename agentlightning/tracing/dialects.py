@@ -38,9 +38,9 @@ _KIND_NAMES: Final = (
 )
 _TOOL_NAMES: Final = ("gen_ai.tool.name", "tool.name", "tool_call.function.name")
 _AGENT_NAMES: Final = (semconv.GEN_AI_AGENT_NAME, "agent.name", "graph.node.id", "traceloop.entity.name")
-_MODEL_NAMES: Final = (semconv.GEN_AI_RESPONSE_MODEL, semconv.GEN_AI_REQUEST_MODEL, "llm.model_name")
+MODEL_NAMES: Final = (semconv.GEN_AI_RESPONSE_MODEL, semconv.GEN_AI_REQUEST_MODEL, "llm.model_name")
 _NAMES: Final[dict[Kind, tuple[str, ...]]] = {
-    "call": _MODEL_NAMES,
+    "call": MODEL_NAMES,
     "tool": (*_TOOL_NAMES, "traceloop.entity.name"),
     "agent": _AGENT_NAMES,
     "other": (),
@@ -102,10 +102,7 @@ def said(span: Span, *names: str) -> str | None:
     """The first of these attributes there is: text as it stands, anything else (OpenAI Agents' numbers) as JSON.
 
     An operation's input and output may be spread over attributes below their names, as by Agent Lightning 0.3."""
-    value = None
-    for name in names:
-        if (value := span.attributes.get(name)) is not None:
-            break
+    value = next((found for name in names if (found := span.attributes.get(name)) is not None), None)
     if value is None and span.name == semconv.OPERATION:
         value = next((listed(found) for name in names if (found := nested(span.attributes, name))), None)
     return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)

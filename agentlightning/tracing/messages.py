@@ -19,9 +19,9 @@ import msgspec
 
 from agentlightning import semconv
 from agentlightning.tracing.attributes import nested
+from agentlightning.tracing.dialects import MODEL_NAMES, items, json_of, mapping
 from agentlightning.types import Attributes
 
-_MODELS: Final = (semconv.GEN_AI_RESPONSE_MODEL, semconv.GEN_AI_REQUEST_MODEL, "llm.model_name")
 _INPUT_TOKENS: Final = (semconv.GEN_AI_INPUT_TOKENS, "gen_ai.usage.prompt_tokens", "llm.token_count.prompt")
 _OUTPUT_TOKENS: Final = (semconv.GEN_AI_OUTPUT_TOKENS, "gen_ai.usage.completion_tokens", "llm.token_count.completion")
 
@@ -38,7 +38,7 @@ def output_messages(attributes: Attributes) -> list[dict[str, Any]]:
 
 def model_name(attributes: Attributes) -> str | None:
     """The model that answered, else the one that was asked for."""
-    return next((name for key in _MODELS if isinstance(name := attributes.get(key), str) and name), None)
+    return next((name for key in MODEL_NAMES if isinstance(name := attributes.get(key), str) and name), None)
 
 
 def token_counts(attributes: Attributes) -> tuple[int, int] | None:
@@ -51,7 +51,7 @@ def finish_reasons(attributes: Attributes) -> list[str]:
     """Why each choice ended."""
     value = attributes.get(semconv.GEN_AI_FINISH_REASONS, ())
     if isinstance(value, str):  # some write the list as JSON
-        return [str(reason) for reason in _list_of(value)] or [value]
+        return [str(reason) for reason in items(json_of(value))] or [value]
     return [str(reason) for reason in value] if isinstance(value, Sequence) else []
 
 
@@ -71,26 +71,17 @@ def _first_integer(attributes: Attributes, names: Sequence[str]) -> int | None:
 def _messages(attributes: Attributes, as_json: str, openinference: str, traceloop: str) -> list[dict[str, Any]]:
     said = attributes.get(as_json)
     if isinstance(said, str):
-        return [chat for message in _list_of(said) if isinstance(message, dict) for chat in _of_parts(message)]
-    entries = [entry.get("message") for entry in _entries(nested(attributes, openinference))]
-    if entries:
-        return [_of_openinference(message) for message in entries if isinstance(message, dict)]
-    return [_of_traceloop(entry) for entry in _entries(nested(attributes, traceloop))]
-
-
-def _list_of(text: str) -> list[Any]:
-    try:
-        value: Any = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return []
-    return value if isinstance(value, list) else [{"role": "user", "content": value}] if isinstance(value, str) else []
+        value = json_of(said)
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else items(value)
+        return [chat for message in messages if isinstance(message, dict) for chat in _of_parts(message)]
+    entries = [mapping(entry.get("message")) for entry in _entries(nested(attributes, openinference))]
+    return [_of_entries(entry) for entry in entries or _entries(nested(attributes, traceloop)) if entry]
 
 
 def _entries(node: Any) -> list[dict[str, Any]]:
     """The values of `{"0": …, "1": …}` in the order of their numbers."""
-    if not isinstance(node, dict):
-        return []
-    return [node[index] for index in sorted(filter(str.isdecimal, node), key=int) if isinstance(node[index], dict)]
+    group = mapping(node)
+    return [group[index] for index in sorted(filter(str.isdecimal, group), key=int) if isinstance(group[index], dict)]
 
 
 def _of_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -119,28 +110,20 @@ def _of_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
     return [chat | ({"tool_calls": calls} if calls else {}), *results]
 
 
-def _of_openinference(message: dict[str, Any]) -> dict[str, Any]:
-    parts = [entry.get("message_content") for entry in _entries(message.get("contents"))]
-    texts = [str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part]
+def _of_entries(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of OpenInference, or of Traceloop, which says the same in fewer groups."""
+    parts = [mapping(entry.get("message_content")) for entry in _entries(message.get("contents"))]
+    texts = [str(part["text"]) for part in parts if "text" in part]
+    chat: dict[str, Any] = {
+        "role": message.get("role", "assistant"),
+        "content": message.get("content", "\n".join(texts) if texts else None),
+    }
+    chat |= {name: message[name] for name in ("name", "tool_call_id") if name in message}
     calls: list[dict[str, Any]] = []
     for entry in _entries(message.get("tool_calls")):
-        call = entry.get("tool_call")
-        if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
-            calls.append(_tool_call(call.get("id"), function.get("name"), function.get("arguments")))
-    return _chat(message, message.get("content", "\n".join(texts) if texts else None), calls)
-
-
-def _of_traceloop(message: dict[str, Any]) -> dict[str, Any]:
-    calls = [
-        _tool_call(call.get("id"), call.get("name"), call.get("arguments"))
-        for call in _entries(message.get("tool_calls"))
-    ]
-    return _chat(message, message.get("content"), calls)
-
-
-def _chat(message: dict[str, Any], content: Any, calls: list[dict[str, Any]]) -> dict[str, Any]:
-    chat: dict[str, Any] = {"role": message.get("role", "assistant"), "content": content}
-    chat |= {name: message[name] for name in ("name", "tool_call_id") if name in message}
+        call = mapping(entry.get("tool_call")) or entry
+        function = mapping(call.get("function")) or call
+        calls.append(_tool_call(call.get("id"), function.get("name"), function.get("arguments")))
     return chat | ({"tool_calls": calls} if calls else {})
 
 

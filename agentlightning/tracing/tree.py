@@ -42,12 +42,9 @@ class Totals:
 
     def words(self) -> str:
         """`2 calls  1,203 → 211 tokens  0.0041 (no price for m)`."""
-        parts = [f"{self.calls} call{'s' * (self.calls != 1)}", _tokens((self.tokens_read, self.tokens_written))]
-        if self.cost is not None:
-            parts.append(
-                f"cost {self.cost:.4f}" + (f" (no price for {', '.join(self.unpriced)})" * bool(self.unpriced))
-            )
-        return "  ".join(parts)
+        words = f"{self.calls} call{'s' * (self.calls != 1)}  {_tokens((self.tokens_read, self.tokens_written))}"
+        words += "" if self.cost is None else f"  cost {self.cost:.4f}"
+        return words + (f" (no price for {', '.join(self.unpriced)})" if self.unpriced else "")
 
 
 def totals(steps: Iterable[Step], prices: Prices | None = None) -> Totals:
@@ -57,14 +54,10 @@ def totals(steps: Iterable[Step], prices: Prices | None = None) -> Totals:
     read, written = (sum(count[index] for _, count in counts) for index in (0, 1))
     if not prices:
         return Totals(len(calls), read, written)
-    cost, unpriced = 0.0, list[str]()
-    for model, (tokens_read, tokens_written) in counts:
-        price = _price(model, prices)
-        if price is None:
-            unpriced.append(model)
-        else:
-            cost += (tokens_read * price[0] + tokens_written * price[1]) / 1e6
-    return Totals(len(calls), read, written, cost, tuple(sorted(set(unpriced))))
+    priced = {model: _price(model, prices) for model, _ in counts}
+    costs = [count[0] * price[0] + count[1] * price[1] for model, count in counts if (price := priced[model])]
+    unpriced = sorted(model for model, price in priced.items() if price is None)
+    return Totals(len(calls), read, written, sum(costs) / 1e6, tuple(unpriced))
 
 
 def rollout_tree(rollout: Rollout, spans: Sequence[Span], *, prices: Prices | None = None, limit: int = LINES) -> Tree:
@@ -145,23 +138,16 @@ def _line(step: Step) -> Text:
         return Text(f"! {str(kind).rpartition('.')[2]}: {one_line(str(said))}", "red")
     if step.kind == "call":
         return _call(step)
-    style = {"agent": "bold", "tool": "cyan"}.get(step.kind, "dim")
-    line = Text.assemble((step.name, style), f"  {_seconds(step.duration)}" * (step.duration > 0))
+    line = Text() if step.kind == "other" else Text(f"{step.kind} ", "dim")
+    line = Text.assemble(line, (step.name, {"agent": "bold", "tool": "cyan"}.get(step.kind, "dim")))
+    line.append(f"  {_seconds(step.duration)}" * (step.duration > 0))
     if step.kind == "tool":
-        line = Text.assemble(("tool ", "dim"), line, "  ", ("failed", "red") if step.failed else ("ok", "green"))
-        line = _passed(line, step)
-    elif step.kind == "agent":
-        line = Text.assemble(("agent ", "dim"), line)
-    elif _is_ours(span):
+        line.append("  ").append("failed" if step.failed else "ok", "red" if step.failed else "green")
+    elif step.kind == "other" and _is_ours(span):
         line.append(f"  {one_line(_said(span))}")
-        line = _passed(line, step) if span.name == semconv.OPERATION else line
+    if step.kind == "tool" or span.name == semconv.OPERATION:
+        line.append(f"  {one_line(step.arguments or '')}").append(f" → {one_line(step.result)}" if step.result else "")
     return _with_failure(line, step)
-
-
-def _passed(line: Text, step: Step) -> Text:
-    """With what went in and came out."""
-    line.append(f"  {one_line(step.arguments or '')}")
-    return line.append(f" → {one_line(step.result)}" if step.result else "")
 
 
 def _call(step: Step) -> Text:
@@ -175,13 +161,10 @@ def _call(step: Step) -> Text:
         line.append(f"  “{text}”" if text else "")
         for call in items(message.get("tool_calls")):
             function = mapping(mapping(call).get("function"))
-            line.append("  → ").append(str(function.get("name")), "cyan").append(f"({one_line(_arguments(function))})")
+            arguments = function.get("arguments")
+            line.append("  → ").append(str(function.get("name")), "cyan")
+            line.append(f"({one_line('' if arguments is None else str(arguments))})")
     return _with_failure(line, step)
-
-
-def _arguments(function: Mapping[str, object]) -> str:
-    arguments = function.get("arguments")
-    return "" if arguments is None else str(arguments)
 
 
 def _reporting(step: Step) -> Span:
@@ -202,11 +185,9 @@ def _said(span: Span) -> str:
 
 def _with_failure(line: Text, step: Step) -> Text:
     if step.failed:
-        exceptions = [event.attributes for event in step.span.events if event.name == "exception"]
-        reason = step.span.status.description or next(
-            (str(said.get(semconv.EXCEPTION_MESSAGE, "")) for said in exceptions), ""
-        )
-        line.append(f"  ! {one_line(reason)}", "red")
+        raised = (event.attributes for event in step.span.events if event.name == "exception")
+        said = str(next(raised, {}).get(semconv.EXCEPTION_MESSAGE, ""))
+        line.append(f"  ! {one_line(step.span.status.description or said)}", "red")
     return line
 
 
@@ -218,9 +199,8 @@ def _logged(spans: Sequence[Span]) -> Counter[str]:
     lines: Counter[str] = Counter()
     for span in spans:
         if span.name == semconv.LOG:
-            lines[str(span.attributes.get(semconv.LOG_STREAM))] += len(
-                str(span.attributes.get(semconv.LOG_TEXT, "")).splitlines()
-            )
+            text = str(span.attributes.get(semconv.LOG_TEXT, ""))
+            lines[str(span.attributes.get(semconv.LOG_STREAM))] += len(text.splitlines())
     return lines
 
 
