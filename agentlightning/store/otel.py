@@ -24,16 +24,19 @@ _LIMIT: Final = 2**63
 _STATUS: Final = ("UNSET", "OK", "ERROR")
 
 
-def span_of(rollout_id: str, attempt_id: str, sequence_id: int | None, span: Any) -> Span:
+def span_of(
+    rollout_id: str, attempt_id: str, sequence_id: int | None, span: Any, still_open_at: int | None = None
+) -> Span:
     """The span, of that attempt. Without a `sequence_id` it keeps one that its attributes give, or gets the attempt's
-    next when it is stored. InvalidError if it has not ended, or is no span."""
+    next when it is stored. A span that has not ended ends `still_open_at` (nanoseconds since the epoch); InvalidError
+    without that, or if it is no span."""
     try:
-        return _span_of(rollout_id, attempt_id, sequence_id, span)
+        return _span_of(rollout_id, attempt_id, sequence_id, span, span.end_time or still_open_at)
     except (AttributeError, TypeError) as error:
         raise InvalidError(f"a {type(span).__name__} is not a finished span of OpenTelemetry's SDK: {error}") from None
 
 
-def _span_of(rollout_id: str, attempt_id: str, sequence_id: int | None, span: Any) -> Span:
+def _span_of(rollout_id: str, attempt_id: str, sequence_id: int | None, span: Any, end_time: Any) -> Span:
     context = span.get_span_context()
     scope = span.instrumentation_scope
     attributes = _attributes(span.attributes)
@@ -54,7 +57,7 @@ def _span_of(rollout_id: str, attempt_id: str, sequence_id: int | None, span: An
         parent_id=None if span.parent is None else f"{span.parent.span_id:016x}",
         name=_text(span.name),
         start_time=span.start_time / _NANOSECONDS,
-        end_time=span.end_time / _NANOSECONDS,
+        end_time=end_time / _NANOSECONDS,
         status=SpanStatus(
             status_code=status if status in _STATUS else "UNSET",
             description=_text(span.status.description or "") or None,
@@ -81,12 +84,12 @@ def _span_of(rollout_id: str, attempt_id: str, sequence_id: int | None, span: An
 
 
 def _attributes(given: Mapping[str, Any] | None) -> Attributes:
-    values = ((_text(name), _plain(value)) for name, value in (given or {}).items())
-    return {name: _flat(value) for name, value in values if value is not None}
+    return {_text(name): attribute_value(value) for name, value in (given or {}).items() if value is not None}
 
 
-def _flat(value: Any) -> AttributeValue:
-    """What an attribute can hold."""
+def attribute_value(value: Any) -> AttributeValue:
+    """What an attribute can hold of any value but None."""
+    value = _plain(value)
     nested = isinstance(value, list) and any(item is None or isinstance(item, list | dict) for item in value)
     return msgspec.json.encode(value).decode() if nested or isinstance(value, dict) else value
 

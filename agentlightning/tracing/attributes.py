@@ -77,35 +77,29 @@ def to_json(what: str, value: Any) -> str:
 
 
 def _put(flat: Attributes, name: str, value: Any) -> None:
-    if value is None:
-        return
-    if isinstance(value, str):
-        flat[name] = checked_text(f"attribute {name!r}", value)
-    elif isinstance(value, (bool, int)):
-        flat[name] = value
-    elif isinstance(value, float):
-        flat[name] = finite(f"attribute {name!r}", value)
-    elif isinstance(value, Mapping):
+    if isinstance(value, Mapping):
         for key, item in cast(Mapping[Any, Any], value).items():
             _put(flat, checked_text("the name of an attribute", f"{name}.{key}"), item)
-    elif isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
-        _put_sequence(flat, name, cast(Sequence[Any], value))
-    else:
-        raise InvalidError(
-            f"attribute {name!r} is a {type(value).__name__}; attributes are str, bool, int, float, and lists or "
-            "mappings of these. Use emit_object for anything that has a JSON form"
-        )
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
+        values = cast(Sequence[Any], value)
+        kinds = {type(item) for item in values}
+        if len(kinds) <= 1 and kinds <= {str, bool, int, float}:
+            flat[name] = cast(AttributeValue, [_scalar(name, item) for item in values])
+        else:
+            for index, item in enumerate(values):
+                _put(flat, f"{name}.{index}", item)
+    elif value is not None:
+        flat[name] = _scalar(name, value)
 
 
-def _put_sequence(flat: Attributes, name: str, values: Sequence[Any]) -> None:
-    kinds = {type(value) for value in values}
-    if len(kinds) <= 1 and kinds <= {str, bool, int, float}:
-        for value in values:
-            if isinstance(value, float):
-                finite(f"attribute {name!r}", value)
-            elif isinstance(value, str):
-                checked_text(f"attribute {name!r}", value)
-        flat[name] = cast(AttributeValue, list(values))
-    else:
-        for index, value in enumerate(values):
-            _put(flat, f"{name}.{index}", value)
+def _scalar(name: str, value: Any) -> str | bool | int | float:
+    if isinstance(value, str):
+        return checked_text(f"attribute {name!r}", value)
+    if isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float):
+        return finite(f"attribute {name!r}", value)
+    raise InvalidError(
+        f"attribute {name!r} is a {type(value).__name__}; attributes are str, bool, int, float, and lists or "
+        "mappings of these. Use emit_object for anything that has a JSON form"
+    )

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Framework:
-    """Distributions that must be installed (the last is the one that instruments), and what switches it on."""
+    """Distributions that must be installed, and what switches its instrumentation on."""
 
     distributions: tuple[str, ...]
     switch_on: Callable[[], None]
@@ -96,20 +96,20 @@ def _installed(distribution: str) -> bool:
     return True
 
 
-def _openinference(module: str, name: str, **options: Any) -> Callable[[], None]:
+def _openinference(distribution: str, package: str, name: str, **options: Any) -> _Framework:
+    """A framework that OpenInference's `package` instruments, whose instrumentor is called `name`."""
+
     def switch_on() -> None:
-        instrumentor = getattr(importlib.import_module(f"openinference.instrumentation.{module}"), name)()
+        if package == "openai-agents":
+            # It may have been switched off to keep it quiet.
+            importlib.import_module("agents").set_tracing_disabled(False)
+            quiet_openai_agents()
+        module = importlib.import_module(f"openinference.instrumentation.{package.replace('-', '_')}")
+        instrumentor = getattr(module, name)()
         if not instrumentor.is_instrumented_by_opentelemetry:
             instrumentor.instrument(raise_exception_on_conflict=True, **options)
 
-    return switch_on
-
-
-def _openai_agents() -> None:
-    importlib.import_module("agents").set_tracing_disabled(False)  # it may have been switched off to keep it quiet
-    quiet_openai_agents()
-    # By default it would take out every other processor, the user's own too.
-    _openinference("openai_agents", "OpenAIAgentsInstrumentor", exclusive_processor=False)()
+    return _Framework((distribution, f"openinference-instrumentation-{package}"), switch_on)
 
 
 def _agent_framework() -> None:
@@ -117,20 +117,15 @@ def _agent_framework() -> None:
     importlib.import_module("agent_framework.observability").enable_instrumentation(enable_sensitive_data=True)
 
 
-_PACKAGE: Final = "openinference-instrumentation-"
 _FRAMEWORKS: Final = {
-    "langchain": _Framework(
-        ("langchain-core", f"{_PACKAGE}langchain"), _openinference("langchain", "LangChainInstrumentor")
+    "langchain": _openinference("langchain-core", "langchain", "LangChainInstrumentor"),
+    # By default it would take out every other processor, the user's own too.
+    "openai-agents": _openinference(
+        "openai-agents", "openai-agents", "OpenAIAgentsInstrumentor", exclusive_processor=False
     ),
-    "openai-agents": _Framework(("openai-agents", f"{_PACKAGE}openai-agents"), _openai_agents),
-    "autogen": _Framework(
-        ("autogen-agentchat", f"{_PACKAGE}autogen-agentchat"),
-        _openinference("autogen_agentchat", "AutogenAgentChatInstrumentor"),
-    ),
-    "crewai": _Framework(("crewai", f"{_PACKAGE}crewai"), _openinference("crewai", "CrewAIInstrumentor")),
+    "autogen": _openinference("autogen-agentchat", "autogen-agentchat", "AutogenAgentChatInstrumentor"),
+    "crewai": _openinference("crewai", "crewai", "CrewAIInstrumentor"),
     "agent-framework": _Framework(("agent-framework-core", "opentelemetry-sdk"), _agent_framework),
-    "openai": _Framework(("openai", f"{_PACKAGE}openai"), _openinference("openai", "OpenAIInstrumentor")),
-    "anthropic": _Framework(
-        ("anthropic", f"{_PACKAGE}anthropic"), _openinference("anthropic", "AnthropicInstrumentor")
-    ),
+    "openai": _openinference("openai", "openai", "OpenAIInstrumentor"),
+    "anthropic": _openinference("anthropic", "anthropic", "AnthropicInstrumentor"),
 }

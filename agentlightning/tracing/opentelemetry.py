@@ -71,12 +71,12 @@ class OpenTelemetryTracer(AttemptTracer):
         for span_id in list(self._open):
             span = self._open.pop(span_id, None)
             if span is not None:  # it has ended this very moment
-                self._collect(_as_it_is(span), {UNFINISHED: True})
+                self._collect(span, {UNFINISHED: True})
         super().close()
 
     def _collect(self, span: ReadableSpan, about: dict[str, bool] | None = None) -> None:
         try:
-            ours = span_of(self.rollout_id, self.attempt_id, None, span)
+            ours = span_of(self.rollout_id, self.attempt_id, None, span, still_open_at=time.time_ns())
         except Exception as error:  # noqa: BLE001 - recording must not make the agent fail that ends its span
             logger.warning("span %r of attempt %s cannot be recorded: %s", span.name, self.attempt_id, error)
             return
@@ -168,24 +168,6 @@ def _keeps_all(sampler: Sampler) -> bool:
     trace_id = f"{_HIGHEST_TRACE_ID:032x}"
     parent = trace.set_span_in_context(trace.NonRecordingSpan(_context_of(trace_id, trace_id[:16])))
     return sampler.should_sample(parent, _HIGHEST_TRACE_ID, "agentlightning").decision.is_recording()
-
-
-def _as_it_is(span: SdkSpan) -> ReadableSpan:
-    """What an open span would be if it ended now."""
-    return ReadableSpan(
-        name=span.name,
-        context=span.get_span_context(),
-        parent=span.parent,
-        resource=span.resource,
-        attributes=span.attributes,
-        events=span.events,
-        links=span.links,
-        kind=span.kind,
-        status=span.status,
-        start_time=span.start_time,
-        end_time=time.time_ns(),
-        instrumentation_scope=span.instrumentation_scope,
-    )
 
 
 _processor: Final = _Attributing()  # one for the process, as the provider is

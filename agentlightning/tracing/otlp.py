@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
 import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -27,6 +26,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2 as otlp
 
 from agentlightning.errors import InvalidError
 from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID, SPAN_SEQUENCE_ID
+from agentlightning.store.otel import attribute_value
 from agentlightning.types import (
     UNATTRIBUTED,
     Attributes,
@@ -51,6 +51,7 @@ _IDS_IN_JSON: Final = ("traceId", "spanId", "parentSpanId", "trace_id", "span_id
 _HEX: Final = re.compile(r"([0-9A-Fa-f]{2})*")
 _KINDS: Final = ("", "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")  # by number
 _STATUS: Final[tuple[StatusCode, ...]] = ("UNSET", "OK", "ERROR")  # by number
+_SCALARS: Final = ("string_value", "bool_value", "int_value", "double_value", "bytes_value")
 _NANOSECONDS: Final = 1_000_000_000
 _LARGEST_TIME: Final = 2**64 - 1
 _LARGEST_SEQUENCE_ID: Final = 2**53
@@ -183,38 +184,20 @@ def _seconds(nanoseconds: int) -> float:
 def _attributes(pairs: Iterable[KeyValue]) -> Attributes:
     attributes: Attributes = {}
     for pair in pairs:
-        value = _attribute_value(pair.value)
+        value = _python(pair.value)
         if value is not None:
-            attributes[pair.key] = value
+            attributes[pair.key] = value if isinstance(value, str) else attribute_value(value)
     return attributes
 
 
-def _attribute_value(value: AnyValue) -> AttributeValue | None:
-    plain = _plain(value)
-    if isinstance(plain, dict):
-        return _json_text(plain)
-    if isinstance(plain, list) and any(item is None or isinstance(item, (dict, list)) for item in plain):
-        return _json_text(plain)
-    return plain
-
-
-def _plain(value: AnyValue) -> Any:
-    """What JSON can hold of a value; None for an empty one."""
+def _python(value: AnyValue) -> Any:
+    """A value as Python's own; None for an empty one."""
     kind = value.WhichOneof("value")
-    if kind == "double_value":
-        number = value.double_value
-        if math.isfinite(number):
-            return number
-        return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
-    if kind == "bytes_value":
-        return base64.b64encode(value.bytes_value).decode()
     if kind == "array_value":
-        return [_plain(item) for item in value.array_value.values]
+        return [_python(item) for item in value.array_value.values]
     if kind == "kvlist_value":
-        return {pair.key: _plain(pair.value) for pair in value.kvlist_value.values}
-    if kind == "string_value" or kind == "bool_value" or kind == "int_value":
-        return getattr(value, kind)
-    return None
+        return {pair.key: _python(pair.value) for pair in value.kvlist_value.values}
+    return getattr(value, kind) if kind in _SCALARS else None
 
 
 def _json_text(value: Any) -> str:
