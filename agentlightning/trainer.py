@@ -28,17 +28,16 @@ from agentlightning.algorithm.checkpoints import Checkpoints
 from agentlightning.algorithm.directory import RunDirectory
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.algorithm.function import with_adapter
-from agentlightning.algorithm.manifest import make_manifest
+from agentlightning.algorithm.manifest import check_data, make_manifest
 from agentlightning.algorithm.trackers import make_tracker
 from agentlightning.algorithm.tracking import Tracker
 from agentlightning.data.datasets import load_dataset
-from agentlightning.data.references import is_reference
 from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
-from agentlightning.learner.base import AdamW
+from agentlightning.learner.base import AdamW, DType, LoRA
 from agentlightning.runner.agent import LitAgent, as_agent
 from agentlightning.runner.hooks import Hook
 from agentlightning.runner.processes import Isolation, boot_of, usual_concurrency
@@ -84,7 +83,9 @@ class Trainer:
             endpoint given in `initial_resources`.
         model_name: what agents call a single one by; trainers that share a server each need one of their own.
         algorithm: `GRPO(…)` by default; `Baseline()` only evaluates.
-        optimizer: learning rate and the like.
+        optimizer: learning rate, schedule, micro-batches and the like.
+        lora: train an adapter of this size instead of the weights.
+        dtype: of the weights: float32, or bfloat16, of which the optimiser keeps float32 copies.
         n_runners: how many rollouts run at once in this process; default 64, or with `isolation` one per core; 0 leaves
             them to `agl runner` processes.
         isolation: `"process"` runs them in `n_runners` processes, each of which imports the agent (see `Runner`).
@@ -113,6 +114,8 @@ class Trainer:
         model_name: str = "policy",
         algorithm: Algorithm | None = None,
         optimizer: AdamW | None = None,
+        lora: LoRA | None = None,
+        dtype: DType | None = None,
         n_runners: int | None = None,
         isolation: Isolation = "none",
         run_dir: str | Path | None = None,
@@ -135,18 +138,13 @@ class Trainer:
     ) -> None:
         if n_runners is None:
             n_runners = usual_concurrency(isolation)
-        if n_runners < 0:
-            raise ConfigError(f"n_runners is {n_runners}; give 0 (runners elsewhere) or more")
-        if n_runners == 0 and server is None:
-            raise ConfigError("n_runners=0 leaves rollouts to `agl runner` processes, which need a server to meet at")
-        if time_limit is not None and not time_limit > 0:
-            raise ConfigError(f"time_limit is {time_limit}; give seconds above 0, or None")
-        if server is not None and store is not None:
-            raise ConfigError("server and store exclude each other: with a server, the store is the server's")
+        _check_settings(n_runners, time_limit, server, store)
         self.models = dict(model) if isinstance(model, Mapping) else {} if model is None else {model_name: model}
         self.model_name = model_name
         self.algorithm = algorithm if adapter is None else with_adapter(algorithm, adapter)
         self.optimizer = optimizer or AdamW()
+        self.lora = lora
+        self.dtype: DType | None = dtype
         self.n_runners = n_runners
         self.isolation: Isolation = isolation
         self.run_dir = run_dir
@@ -286,8 +284,8 @@ class Trainer:
     ) -> RunContext:
         """Start everything the job needs; `stack` stops it again, last started first."""
         store = await self._open_store(stack, directory.path)
-        served = {name: await self._open_policy(stack, model, algorithm) for name, model in self.models.items()}
-        entries = self._model_entries(algorithm, {name: one.backend for name, one in served.items()})
+        opened = {name: self._open_policy(stack, model, algorithm) for name, model in self.models.items()}
+        entries = self._model_entries(algorithm, {name: served.backend for name, (served, _) in opened.items()})
         calls_held: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
         if self.server is None:
             gateway = Gateway(ModelTable(entries), store) if entries else None
@@ -312,7 +310,7 @@ class Trainer:
             config=self._config(algorithm), seed=self.seed, train_tasks=train_tasks, val_tasks=val_tasks
         )
         if directory.resumed:
-            await _check_data(store, directory.mark.run_id, manifest)
+            await check_data(store, directory.mark.run_id, manifest)
         return RunContext(
             run=await store.start_run(algorithm.name, manifest, run_id=directory.mark.run_id),
             store=store,
@@ -322,9 +320,7 @@ class Trainer:
             seed=self.seed,
             # Others add theirs to a shared store; in the run's own, the latest has the address of this very process.
             resources_id=None if self.server is None else stored.resources_id,
-            policies={
-                name: TrainedPolicy(self._make_learner(algorithm, one.policy), one) for name, one in served.items()
-            },
+            policies={name: TrainedPolicy(learner, served) for name, (served, learner) in opened.items()},
             calls_held=calls_held,
             progress=self.progress,
             trackers=self.trackers,
@@ -342,34 +338,29 @@ class Trainer:
         stack.push_async_callback(store.close)
         return store
 
-    async def _open_policy(
+    def _open_policy(
         self, stack: AsyncExitStack, model: str | Path | Policy, algorithm: Algorithm
-    ) -> ServedPolicy:
-        from agentlightning.learner.policy import Policy, open_policy
-        from agentlightning.learner.serving import serve_policy
+    ) -> tuple[ServedPolicy, TorchLearner]:
+        from agentlightning.learner.opening import Opening
 
-        if isinstance(model, Policy):
-            policy = model
-        else:
-            if is_reference(str(model)):
-                self.progress.phase("make the model")
-            policy = open_policy(model, seed=self.seed, device=self.device)
-        served = serve_policy(
-            policy,
+        trains = algorithm if isinstance(algorithm, Reinforcement) else None
+        opening = Opening(
+            optimizer=self.optimizer,
+            steps=trains.steps * trains.minibatches * trains.epochs if trains else 0,
+            reference=trains is not None and trains.reference,
             concurrency=max(1, self.n_runners or 64),
-            max_sequence_length=self.max_sequence_length,
-            threads=self.threads,
             seed=self.seed,
             own_weights=_overlaps(algorithm),
             deterministic=self.deterministic,
+            lora=self.lora,
+            dtype=self.dtype,
+            max_sequence_length=self.max_sequence_length,
+            device=self.device,
+            threads=self.threads,
         )
+        served, learner = opening.open(model, self.progress.phase)
         stack.callback(served.service.close)
-        return served
-
-    def _make_learner(self, algorithm: Algorithm, policy: Policy) -> TorchLearner:
-        from agentlightning.learner.torch import TorchLearner
-
-        return TorchLearner(policy, self.optimizer, reference=getattr(algorithm, "reference", False))
+        return served, learner
 
     def _model_entries(self, algorithm: Algorithm, backends: Mapping[str, Backend]) -> list[ModelEntry]:
         """The models behind the gateway: the policies being trained, or the endpoint the caller gave."""
@@ -443,6 +434,8 @@ class Trainer:
             },
             "algorithm": {**settings, "name": algorithm.name},
             "optimizer": dataclasses.asdict(self.optimizer),
+            "lora": None if self.lora is None else dataclasses.asdict(self.lora),
+            "dtype": self.dtype,
             "n_runners": self.n_runners,
             "max_sequence_length": self.max_sequence_length,
             "device": self.device,
@@ -452,19 +445,20 @@ class Trainer:
         }
 
 
+def _check_settings(n_runners: int, time_limit: float | None, server: str | None, store: object) -> None:
+    if n_runners < 0:
+        raise ConfigError(f"n_runners is {n_runners}; give 0 (runners elsewhere) or more")
+    if n_runners == 0 and server is None:
+        raise ConfigError("n_runners=0 leaves rollouts to `agl runner` processes, which need a server to meet at")
+    if time_limit is not None and not time_limit > 0:
+        raise ConfigError(f"time_limit is {time_limit}; give seconds above 0, or None")
+    if server is not None and store is not None:
+        raise ConfigError("server and store exclude each other: with a server, the store is the server's")
+
+
 def _overlaps(algorithm: Algorithm) -> bool:
     """Whether rollouts go on while the weights change."""
     return isinstance(algorithm, Reinforcement) and algorithm.max_staleness > 0
-
-
-async def _check_data(store: LightningStore, run_id: str, manifest: Mapping[str, Any]) -> None:
-    """ConfigError where a run is resumed with other tasks than it began with."""
-    for run in await store.query_runs():
-        for name, began_with in run.manifest.get("data", {}).items():
-            if run.run_id == run_id and began_with != manifest["data"][name]:
-                raise ConfigError(
-                    f"the {name} dataset is not the one this run began with; resume with that one, or start a new run"
-                )
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The manifest of a run: everything needed to repeat it, gathered when it starts."""
+"""The manifest of a run: everything needed to repeat it, gathered when it starts, and compared when it goes on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,20 @@ from typing import Any
 
 import msgspec
 
-PACKAGES = ("agent-lightning-next", "torch", "transformers", "tokenizers", "numpy", "openai", "aiohttp", "msgspec")
+from agentlightning.errors import ConfigError
+from agentlightning.store.base import LightningStore
+
+PACKAGES = (
+    "agent-lightning-next",
+    "torch",
+    "transformers",
+    "peft",
+    "tokenizers",
+    "numpy",
+    "openai",
+    "aiohttp",
+    "msgspec",
+)
 
 
 def make_manifest(
@@ -59,3 +72,13 @@ def _commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() or None
+
+
+async def check_data(store: LightningStore, run_id: str, manifest: Mapping[str, Any]) -> None:
+    """ConfigError where a run is resumed with other tasks than it began with."""
+    for run in await store.query_runs():
+        for name, began_with in run.manifest.get("data", {}).items():
+            if run.run_id == run_id and began_with != manifest["data"][name]:
+                raise ConfigError(
+                    f"the {name} dataset is not the one this run began with; resume with that one, or start a new run"
+                )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import yaml
@@ -41,8 +41,8 @@ class CommandConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What `agl train` needs to know, with the defaults and meanings of `Trainer`. `algorithm` holds a `name` and that
-    algorithm's own fields (a run file may give the bare name), `optimizer` those of AdamW. Paths in a run file are
-    relative to it, paths in flags to the current directory."""
+    algorithm's own fields (a run file may give the bare name), `optimizer` those of AdamW, `lora` those of LoRA. Paths
+    in a run file are relative to it, paths in flags to the current directory."""
 
     agent: str | CommandConfig
     model: str | dict[str, str]
@@ -51,6 +51,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     val_dataset: Any = None
     algorithm: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "grpo"})
     optimizer: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    lora: dict[str, Any] | None = None
+    dtype: Literal["float32", "bfloat16"] | None = None
     n_runners: int | None = None
     isolation: Isolation = "none"
     seed: int = 0

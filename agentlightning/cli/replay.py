@@ -140,7 +140,8 @@ def _policies(
         raise ConfigError(f"the run trained {', '.join(models)}; --model is for a run that trained one model")
     own = directory / START
     # A checkpoint holds all that is needed, but for the reference, which is what the run started from.
-    saved = plan.start if model is None and not algorithm.reference else None
+    # An adapter's holds the adapter alone.
+    saved = plan.start if model is None and not algorithm.reference and not config.get("lora") else None
     learners: dict[str, TorchLearner] = {}
     for name, given in models.items():
         place = None if saved is None else str(saved if len(models) == 1 else saved / name)
@@ -152,7 +153,7 @@ def _policies(
 def _learner(model: str, config: Mapping[str, Any], algorithm: Reinforcement, seed: int) -> TorchLearner:
     """A learner that holds the weights the run started from, with the run's threads."""
     from agentlightning.data.references import is_reference
-    from agentlightning.learner.base import AdamW
+    from agentlightning.learner.base import AdamW, LoRA
     from agentlightning.learner.policy import load_policy, open_policy
     from agentlightning.learner.serving import choose_threads
     from agentlightning.learner.torch import TorchLearner
@@ -160,20 +161,22 @@ def _learner(model: str, config: Mapping[str, Any], algorithm: Reinforcement, se
     if model == "Policy":
         raise ConfigError("the run was given its model as an object; say with --model what it started from")
     device = config.get("device")
-    if is_reference(model):
-        policy = open_policy(model, seed=seed, device=device)
+    told = config.get("lora")
+    lora = None if told is None else build(LoRA, told, typing.get_type_hints(LoRA), "lora")
+    if is_reference(model) or lora is not None:
+        policy = open_policy(model, seed=seed, device=device, dtype=config.get("dtype"), lora=lora)
     else:
-        policy = load_policy(model, device=device, dtype=_dtype(Path(model)))
+        policy = load_policy(model, device=device, dtype=_dtype(Path(model), config.get("dtype") or "float32"))
     choose_threads(policy.model, config.get("threads"))
     optimizer = build(AdamW, config["optimizer"], typing.get_type_hints(AdamW), "optimizer")
     return TorchLearner(policy, optimizer, reference=algorithm.reference)
 
 
-def _dtype(model: Path) -> str:
+def _dtype(model: Path, usual: str) -> str:
     """What a run saved is loaded as it was; any other model as the trainer does."""
     config = model / "config.json"
     if not (model.parent.name == "checkpoints" and config.is_file()):
-        return "float32"
+        return usual
     return str(msgspec.json.decode(config.read_bytes()).get("dtype", "float32"))
 
 

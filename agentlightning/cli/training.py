@@ -74,6 +74,7 @@ def mirrored_flags(command: F) -> F:
         click.option("--port", type=int, help="Port of this process's own server; 0 for any free one."),
         click.option("--max-sequence-length", type=int, metavar="TOKENS", help="Prompt and answer together."),
         click.option("--device", metavar="NAME", help="cpu, cuda or mps; default cuda where there is one, else cpu."),
+        click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of the weights; default float32."),
         click.option("--threads", type=int, help="Torch threads."),
     ]
     for flag in reversed(flags):
@@ -97,16 +98,25 @@ def train(run_file: Path | None, assignments: tuple[str, ...], as_json: bool, st
     config = load_config(run_file, assignments, flags)
     algorithm = make_algorithm(config.algorithm)
     from agentlightning.cli.display import LiveProgress, hide_library_progress
-    from agentlightning.learner.base import AdamW
+    from agentlightning.learner.base import AdamW, LoRA
     from agentlightning.trainer import Trainer
 
     hide_library_progress()
     optimizer = build(AdamW, config.optimizer, typing.get_type_hints(AdamW), "optimizer")
-    elsewhere = ("agent", "train_dataset", "val_dataset", "algorithm", "optimizer", "resume")  # not the Trainer's own
+    lora = None if config.lora is None else build(LoRA, config.lora, typing.get_type_hints(LoRA), "lora")
+    elsewhere = (
+        "agent",
+        "train_dataset",
+        "val_dataset",
+        "algorithm",
+        "optimizer",
+        "lora",
+        "resume",
+    )  # not the Trainer's own
     passed = {key: value for key, value in msgspec.structs.asdict(config).items() if key not in elsewhere}
     console = Console(stderr=as_json)
     with LiveProgress(console, steps=getattr(algorithm, "steps", None), time_limit=config.time_limit) as progress:
-        trainer = Trainer(algorithm=algorithm, optimizer=optimizer, progress=progress, **passed)
+        trainer = Trainer(algorithm=algorithm, optimizer=optimizer, lora=lora, progress=progress, **passed)
         agent = load_agent(config.agent, config.isolation)
         result = trainer.fit(agent, config.train_dataset, config.val_dataset, resume=config.resume)
     _show_fit(console, result)

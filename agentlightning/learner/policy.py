@@ -122,8 +122,8 @@ def _load_model(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     base = PeftConfig.from_pretrained(str(source)).base_model_name_or_path
     if not base:
         raise ConfigError(
-            f"{source} holds an adapter, and does not say of which model: it was made by a function. Have that function "
-            "save its policy, and load the adapter on it with peft"
+            f"{source} holds an adapter and does not say of which model, which was made by a function: load the "
+            "adapter with peft, on the model that the function makes"
         )
     # `peft`'s own loader would cut the model to the tokenizer's size.
     wrapped: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, **arguments), str(source))

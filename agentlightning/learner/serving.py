@@ -84,21 +84,17 @@ def serve_policy(
     else:
         model = copy.deepcopy(policy.model) if own_weights else policy.model
     model.eval()  # no dropout in what is sampled
-    own = int(getattr(model.config.get_text_config(), "max_position_embeddings", 4096))
-    length = max_sequence_length or min(own, 4096)
-    if length > own:
-        raise ConfigError(f"max_sequence_length is {length}, but the model was made for at most {own} tokens")
+    slots, length = engine_size(model, concurrency, max_sequence_length)
     choose_threads(model, threads)
     # The engine's thread and the event loop take turns at the interpreter; its default turn, 5 ms, is long for both.
     sys.setswitchinterval(0.0005)
-    slots = min(concurrency, CACHE_LIMIT_BYTES // cache_bytes(model, 1, length, model.dtype))
     if slots < concurrency:
         logger.warning("the key-value cache has room for %d calls at once, not %d", slots, concurrency)
     engine = Engine(
         model,
         eos_token_ids=_end_ids(policy),
         max_sequence_length=length,
-        slots=max(1, slots),
+        slots=slots,
         memory_limit_bytes=CACHE_LIMIT_BYTES,
         deterministic=deterministic,
         seed=seed,
@@ -107,6 +103,15 @@ def serve_policy(
     service.start()
     chat = ChatTemplate.from_pretrained(policy.tokenizer)
     return ServedPolicy(policy, service, TokenBackend(chat, service, name="embedded"), model)
+
+
+def engine_size(model: PreTrainedModel, concurrency: int, max_sequence_length: int | None) -> tuple[int, int]:
+    """Slots and sequence length of the engine that `serve_policy` starts; ConfigError for more than the model's."""
+    own = int(getattr(model.config.get_text_config(), "max_position_embeddings", 4096))
+    length = max_sequence_length or min(own, 4096)
+    if length > own:
+        raise ConfigError(f"max_sequence_length is {length}, but the model was made for at most {own} tokens")
+    return max(1, min(concurrency, CACHE_LIMIT_BYTES // cache_bytes(model, 1, length, model.dtype))), length
 
 
 def choose_threads(model: PreTrainedModel, threads: int | None) -> None:

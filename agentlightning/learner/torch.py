@@ -11,7 +11,6 @@ import logging
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import cast
 
@@ -71,7 +70,7 @@ class TorchLearner:
     def mismatch_tolerance(self) -> float:
         return MISMATCH_TOLERANCE.get(self.model.dtype, MISMATCH_TOLERANCE[torch.float32])
 
-    @cached_property
+    @property
     def token_bytes(self) -> TokenBytes | None:
         tokenizer = getattr(self.policy.tokenizer, "backend_tokenizer", None)
         return TokenBytes(tokenizer) if isinstance(tokenizer, Tokenizer) else None

@@ -1,0 +1,156 @@
+"""How much memory training a model takes, told before it is loaded.
+
+Knows shapes, types and what an optimiser, an engine and a gradient keep of them. An estimate: kernels, allocators and
+the batches there turn out to be are not known (docs/learner.md says how far off it was where it was measured).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import PreTrainedModel
+
+from agentlightning.engine.forward import cache_bytes
+from agentlightning.engine.weights import LARGEST_JOINED, shape_of
+from agentlightning.errors import ConfigError
+from agentlightning.learner.base import AdamW, LoRA
+from agentlightning.learner.distributions import LOGITS_AT_ONCE
+
+FLOAT32: Final = 4
+LOGITS_HELD: Final = 4  # tensors as large as the logits of a chunk that its gradient needs at once
+GIB: Final = 2**30
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes, by what they are for: the engine's copy of weights, its key-value cache, what a micro-batch keeps for its
+    gradient, and the logits of a chunk are last."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    engine: int
+    cache: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return sum(dataclasses.astuple(self))
+
+    def __str__(self) -> str:
+        parts = [f"{name} {size / GIB:.2f}" for name, size in dataclasses.asdict(self).items() if size]
+        return f"{self.total / GIB:.2f} GiB ({', '.join(parts)})"
+
+    def check(self, available: int, *, loaded: bool = False) -> None:
+        """ConfigError with what to change where more is needed than is available; the weights may be there already."""
+        if self.total - (self.weights if loaded else 0) <= available:
+            return
+        changes = {
+            "activations": "a smaller optimizer.micro_batch_tokens, or optimizer.gradient_checkpointing: true",
+            "optimizer": "lora: {} (an adapter is trained, the weights are not)",
+            "weights": "dtype: bfloat16, or a smaller model",
+            "cache": "a smaller max_sequence_length, or fewer n_runners",
+            "reference": "no reference (kl_coefficient 0)",
+        }
+        largest = sorted(changes, key=lambda name: getattr(self, name), reverse=True)
+        advice = "; ".join(changes[name] for name in largest if getattr(self, name) > 0.1 * self.total)
+        raise ConfigError(f"training needs about {self}, and {available / GIB:.2f} GiB are there. What helps: {advice}")
+
+
+def estimate_memory(
+    model: PreTrainedModel,
+    config: AdamW,
+    *,
+    lora: LoRA | None = None,
+    reference: bool = False,
+    own_weights: bool = False,
+    slots: int = 0,
+    max_sequence_length: int = 4096,
+) -> MemoryEstimate:
+    """Of training `model`, which may be an `empty_model`, and sampling from it in an engine of so many slots (0: none).
+
+    A micro-batch is taken to be full: `micro_batch_tokens`, or one sequence of the greatest length."""
+    weights = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+    rounded = any(parameter.dtype != torch.float32 for parameter in model.parameters())
+    targets = _targets(model, lora) if lora is not None else []
+    if lora is None:
+        trained, masters = sum(parameter.numel() for parameter in model.parameters()), rounded
+    else:
+        trained, masters = sum(lora.rank * (one.in_features + one.out_features) for one in targets), False
+        weights += trained * FLOAT32
+    engine = 0
+    if slots and lora is not None:
+        engine = sum(one.weight.numel() * one.weight.itemsize for one in targets)
+    elif slots and own_weights:
+        engine = weights
+    if slots and sum(parameter.numel() for parameter in model.parameters()) <= LARGEST_JOINED:
+        embedding: Any = model.get_input_embeddings()
+        engine += weights - embedding.weight.numel() * embedding.weight.itemsize  # joined projections, at most
+    tokens = max(config.micro_batch_tokens, max_sequence_length)
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    return MemoryEstimate(
+        weights=weights,
+        gradients=trained * FLOAT32,
+        optimizer=trained * FLOAT32 * (3 if masters else 2),
+        reference=weights if reference and lora is None else 0,
+        engine=engine,
+        cache=cache_bytes(model, slots, max_sequence_length, model.dtype),
+        activations=tokens * _activations_per_token(model, config.gradient_checkpointing),
+        logits=LOGITS_HELD * FLOAT32 * min(tokens * vocabulary, LOGITS_AT_ONCE),
+    )
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that a process can have there now, None where nobody tells."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu":
+        return None
+    found = [_available_of_machine(), *_left_of_container()]
+    return min((one for one in found if one is not None), default=None)
+
+
+def _activations_per_token(model: PreTrainedModel, checkpointing: bool) -> int:
+    """Bytes that a decoder's layers keep of a token: inputs of norms, projections, attention and the gate."""
+    shape, config = shape_of(model), model.config.get_text_config()
+    intermediate: int = getattr(config, "intermediate_size", None) or 4 * shape.hidden
+    attention = (4 * shape.heads + 5 * shape.kv_heads) * shape.head_dim
+    layer = (7 * shape.hidden + attention + 4 * intermediate) * model.dtype.itemsize
+    if checkpointing:
+        return layer + shape.layers * shape.hidden * model.dtype.itemsize
+    return shape.layers * layer
+
+
+def _targets(model: PreTrainedModel, lora: LoRA) -> list[Any]:
+    head = model.get_output_embeddings()
+    linear = {name: one for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and one is not head}
+    if lora.targets == "all-linear":
+        return list(linear.values())
+    names = (lora.targets,) if isinstance(lora.targets, str) else lora.targets
+    return [one for name, one in linear.items() if name.rpartition(".")[2] in names]
+
+
+def _available_of_machine() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux: all there is, were nothing else running
+        names = os.sysconf_names
+        known = "SC_PHYS_PAGES" in names and "SC_PAGE_SIZE" in names
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
+
+
+def _left_of_container() -> list[int]:
+    """What the limit of a container (cgroup, version 2) leaves."""
+    try:
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+    except OSError:
+        return []
+    return [] if limit == "max" else [int(limit) - int(used)]

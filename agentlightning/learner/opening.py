@@ -1,0 +1,97 @@
+"""From what a user calls a model to one that is served and trained: opened, measured against the memory, wired.
+
+Knows policies, engine and learner. It does not know algorithms, stores or gateways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from agentlightning.data.references import is_reference
+from agentlightning.learner.base import AdamW, DType, LoRA
+from agentlightning.learner.memory import GIB, available_memory, estimate_memory
+from agentlightning.learner.policy import Policy, choose_device, empty_model, open_policy
+from agentlightning.learner.serving import ServedPolicy, engine_size, serve_policy
+from agentlightning.learner.torch import TorchLearner
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How models are opened; the fields are those of `Trainer`, `serve_policy` and `TorchLearner`. `steps` are the
+    optimiser steps that there will be; with 0 nothing is trained, and no memory set aside for it."""
+
+    optimizer: AdamW
+    steps: int
+    reference: bool
+    concurrency: int
+    seed: int
+    own_weights: bool = False
+    deterministic: bool = False
+    lora: LoRA | None = None
+    dtype: DType | None = None
+    max_sequence_length: int | None = None
+    device: str | None = None
+    threads: int | None = None
+
+    def open(self, source: str | Path | Policy, phase: Callable[[str], None]) -> tuple[ServedPolicy, TorchLearner]:
+        """Begin to serve the model, ready to be trained; `phase` is told what is going on.
+
+        ConfigError where it cannot be had, or would not fit into the memory there is."""
+        made = isinstance(source, Policy) or is_reference(str(source))
+        if made:
+            phase("make the model")
+            source = open_policy(source, seed=self.seed, dtype=self.dtype)
+        told = self._check_memory(source) if self.steps else ""
+        phase(f"{'serve' if made else 'load'} the model{told}")
+        policy = open_policy(source, seed=self.seed, device=self.device, dtype=self.dtype, lora=self.lora)
+        served = serve_policy(
+            policy,
+            concurrency=self.concurrency,
+            max_sequence_length=self.max_sequence_length,
+            threads=self.threads,
+            seed=self.seed,
+            own_weights=self.own_weights,
+            deterministic=self.deterministic,
+        )
+        try:
+            return served, TorchLearner(policy, self._optimizer(), reference=self.reference)
+        except BaseException:
+            served.service.close()
+            raise
+
+    def _optimizer(self) -> AdamW:
+        """Its schedule ends with the training, unless it says when."""
+        if not self.steps:
+            return AdamW()
+        if self.optimizer.schedule == "constant" or self.optimizer.total_steps is not None:
+            return self.optimizer
+        return replace(self.optimizer, total_steps=self.steps)
+
+    def _check_memory(self, source: str | Path | Policy) -> str:
+        model, device = self._shapes(source)
+        slots, length = engine_size(model, self.concurrency, self.max_sequence_length)
+        estimate = estimate_memory(
+            model,
+            self.optimizer,
+            lora=self.lora,
+            reference=self.reference,
+            own_weights=self.own_weights,
+            slots=slots,
+            max_sequence_length=length,
+        )
+        available = available_memory(device)
+        if available is None:
+            return f" (training takes up to {estimate.total / GIB:.1f} GiB)"
+        estimate.check(available, loaded=isinstance(source, Policy))
+        return f" (training takes up to {estimate.total / GIB:.1f} GiB, {available / GIB:.1f} are there)"
+
+    def _shapes(self, source: str | Path | Policy) -> tuple[PreTrainedModel, torch.device]:
+        """The model without an adapter, or one that only has its shapes, and where it will be."""
+        if isinstance(source, Policy):
+            return source.adapter.merged if source.adapter is not None else source.model, source.model.device
+        return empty_model(source, dtype=self.dtype or "float32"), torch.device(self.device or choose_device())

@@ -1,0 +1,118 @@
+"""What training will take is told before a model is loaded, and refused with what to change."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentlightning.errors import ConfigError
+from agentlightning.learner.base import AdamW, LoRA
+from agentlightning.learner.memory import available_memory, estimate_memory
+from agentlightning.learner.opening import Opening
+from agentlightning.learner.policy import Policy, empty_model, open_policy
+from tests.learner.test_torch import tokenizer
+from tests.models import tiny_model
+
+__all__ = ["tokenizer"]
+
+
+def test_a_model_without_numbers_gives_the_same_estimate(tokenizer: Any, tmp_path: Path) -> None:
+    model = tiny_model(vocab_size=len(tokenizer))
+    Policy(model, tokenizer).save(tmp_path)
+    empty = empty_model(tmp_path)
+    assert {parameter.device.type for parameter in empty.parameters()} == {"meta"}
+    assert estimate_memory(empty, AdamW(), slots=4) == estimate_memory(model, AdamW(), slots=4)
+
+
+def test_what_is_counted(tokenizer: Any) -> None:
+    model, config = tiny_model(), AdamW(micro_batch_tokens=512)
+    parameters = model.num_parameters()
+    full = estimate_memory(model, config, reference=True, slots=2, own_weights=True, max_sequence_length=64)
+    assert full.weights == full.gradients == full.optimizer // 2 == full.reference == 4 * parameters
+    assert full.engine >= full.weights and full.cache > 0
+    adapted = open_policy(Policy(tiny_model(), tokenizer), seed=0, lora=LoRA(rank=4)).model
+    trained = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
+    lora = estimate_memory(model, config, lora=LoRA(rank=4), reference=True)
+    assert (lora.gradients, lora.optimizer, lora.reference) == (4 * trained, 8 * trained, 0)
+    half = open_policy(Policy(tiny_model(), tokenizer), seed=0, dtype="bfloat16").model
+    rounded = estimate_memory(half, config)
+    assert (rounded.weights, rounded.optimizer) == (2 * parameters, 12 * parameters)
+    again = AdamW(micro_batch_tokens=512, gradient_checkpointing=True)
+    assert estimate_memory(model, again, max_sequence_length=64).activations < full.activations
+
+
+def test_what_does_not_fit_is_refused_before_it_is_loaded(tokenizer: Any, tmp_path: Path) -> None:
+    Policy(tiny_model(vocab_size=len(tokenizer)), tokenizer).save(tmp_path)
+    phases: list[str] = []
+    greedy = Opening(
+        AdamW(micro_batch_tokens=10**9), steps=1, reference=False, concurrency=1, seed=0, device="cpu", threads=1
+    )
+    with pytest.raises(
+        ConfigError, match=r"training needs about .* GiB are there.*smaller optimizer.micro_batch_tokens"
+    ):
+        greedy.open(tmp_path, phases.append)
+    assert not phases
+    modest = Opening(AdamW(), steps=3, reference=False, concurrency=1, seed=0, device="cpu", threads=1)
+    served, _ = modest.open(tmp_path, phases.append)
+    served.service.close()
+    assert re.fullmatch(r"load the model \(training takes up to .* GiB, .* are there\)", phases[0])
+
+
+def test_a_schedule_ends_with_the_training(tokenizer: Any) -> None:
+    policy = Policy(tiny_model(vocab_size=len(tokenizer)), tokenizer)
+    falling = AdamW(learning_rate=1.0, schedule="linear")
+    opening = Opening(falling, steps=10, reference=False, concurrency=1, seed=0, threads=1)
+    served, learner = opening.open(policy, lambda phase: None)
+    served.service.close()
+    assert learner.config.rate(6) == pytest.approx(0.5)
+
+
+def test_the_memory_of_this_machine_is_known() -> None:
+    available = available_memory(torch.device("cpu"))
+    assert available is not None and 2**20 < available < 2**50
+
+
+MEASURE = """
+import numpy as np, torch
+from agentlightning.data.sequences import TrainingSequence
+from agentlightning.learner.base import AdamW, Loss
+from agentlightning.learner.memory import estimate_memory
+from agentlightning.learner.policy import Policy
+from agentlightning.learner.torch import TorchLearner
+from tests.models import tiny_model
+torch.set_num_threads(1)
+status = lambda name: next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
+row = lambda n: TrainingSequence("r", np.ones(n, np.int32), np.arange(1, n, dtype=np.int32), *(
+    np.zeros(n - 1, kind) for kind in (np.int32, np.float32, np.float32, np.int32)))
+def train(rows, **shape):
+    model, config = tiny_model(**shape), AdamW(micro_batch_tokens=rows * 128)
+    learner = TorchLearner(Policy(model, None), config)
+    for _ in range(2):
+        learner.step([row(128)] * rows, Loss())
+    return estimate_memory(model, config, max_sequence_length=128).total
+train(1)
+open("/proc/self/clear_refs", "w").write("5")
+before = status("VmRSS")
+estimate = train(8, vocab_size=4096, hidden_size=256, intermediate_size=768, num_hidden_layers=4)
+print(estimate / (status("VmHWM") - before))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+def test_the_estimate_is_near_what_training_takes() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", MEASURE],
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=True,
+    )
+    assert 0.9 < float(told.stdout) < 2
