@@ -114,9 +114,6 @@ class Connection:
                 self._socket.sendall(framed(message))
 
 
-# --- agents ------------------------------------------------------------------------------------------------------
-
-
 def packed(agent: LitAgent[Any], tracer: TracerKind) -> Boot:
     """An agent for another process: its name where it is defined at the top of a module, else its pickled state.
     ConfigError where it is neither."""
@@ -144,7 +141,16 @@ def unpacked(boot: Boot) -> LitAgent[Any]:
     """The agent, its module imported here. Raises what importing it raises."""
     _loading.append(boot.module)
     try:
-        agent = _imported(boot)
+        if boot.main:
+            multiprocessing.spawn.prepare(boot.main)
+        elif boot.file is not None and boot.module not in sys.modules:
+            found = importlib.util.find_spec(boot.module)
+            if found is None or found.origin != boot.file:  # a file that was loaded under a name of its own
+                spec = importlib.util.spec_from_file_location(boot.module, boot.file)
+                assert spec is not None and spec.loader is not None
+                sys.modules[boot.module] = module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+        agent = cast("LitAgent[Any]", pickle.loads(boot.agent))
     finally:
         _loading.clear()
     agent.check()
@@ -154,17 +160,3 @@ def unpacked(boot: Boot) -> LitAgent[Any]:
 def is_being_loaded() -> bool:
     """Whether this is an agent's process that imports it right now: no place to start a run."""
     return bool(_loading)
-
-
-def _imported(boot: Boot) -> LitAgent[Any]:
-    if boot.main:
-        multiprocessing.spawn.prepare(boot.main)
-    elif boot.file is not None and boot.module not in sys.modules:
-        found = importlib.util.find_spec(boot.module)
-        if found is None or found.origin != boot.file:  # a file that was loaded under a name of its own
-            spec = importlib.util.spec_from_file_location(boot.module, boot.file)
-            assert spec is not None
-            assert spec.loader is not None
-            sys.modules[boot.module] = module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-    return cast("LitAgent[Any]", pickle.loads(boot.agent))

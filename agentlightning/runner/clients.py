@@ -38,9 +38,8 @@ class ClientPool:
         return self._base.with_options(base_url=llm.endpoint, api_key=_key(llm))
 
     async def close(self) -> None:
-        base, self._base = self._base, None
-        if base is not None:
-            await base.close()
+        if self._base is not None:
+            await self._base.close()
 
 
 current_pool: ContextVar[ClientPool | None] = ContextVar("agentlightning_client_pool", default=None)
@@ -55,12 +54,10 @@ def openai_client(llm: LLM) -> AsyncOpenAI:
     `.with_options(max_retries=…)` changes that for agents that are not trained."""
     pool = current_pool.get()
     try:
-        running = asyncio.get_running_loop()
-    except RuntimeError:
-        running = None
-    if pool is None or pool.loop is not running:  # a sync agent with an event loop of its own in its thread
-        return make_client(llm)
-    return pool.client(llm)
+        shares = pool is not None and pool.loop is asyncio.get_running_loop()
+    except RuntimeError:  # a sync agent, in its thread; it may have a loop of its own as well
+        shares = False
+    return pool.client(llm) if pool is not None and shares else make_client(llm)
 
 
 def make_client(llm: LLM) -> AsyncOpenAI:
@@ -71,27 +68,18 @@ def make_client(llm: LLM) -> AsyncOpenAI:
         raise ConfigError(
             "openai_client needs the OpenAI SDK, which is not installed: pip install 'openai>=2.8,<4'"
         ) from None
-    timeout = openai.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
-    return openai.AsyncOpenAI(
-        base_url=llm.endpoint,
-        api_key=_key(llm),
-        max_retries=0,
-        timeout=timeout,
-        http_client=_http_client(openai, timeout),
-    )
-
-
-def _http_client(openai: Any, timeout: Any) -> Any:
-    """openai's own client over aiohttp where it brings one (3.x: half the CPU of a call), else its default."""
     base = openai.DefaultAsyncHttpxClient.__bases__[0]  # of httpx2, or of httpx before openai 3
-    http = importlib.import_module(base.__module__.partition(".")[0])
-    limits = http.Limits(
+    limits = importlib.import_module(base.__module__.partition(".")[0]).Limits(
         max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS, keepalive_expiry=KEEP_ALIVE_SECONDS
     )
-    try:
-        return openai.DefaultAioHttpClient(limits=limits, timeout=timeout)
+    timeout = openai.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
+    try:  # openai's own client over aiohttp where it brings one (3.x): half the CPU of a call
+        http: Any = openai.DefaultAioHttpClient(limits=limits, timeout=timeout)
     except RuntimeError:  # how openai says that its aiohttp transport is not installed
-        return openai.DefaultAsyncHttpxClient(limits=limits, timeout=timeout)
+        http = openai.DefaultAsyncHttpxClient(limits=limits, timeout=timeout)
+    return openai.AsyncOpenAI(
+        base_url=llm.endpoint, api_key=_key(llm), max_retries=0, timeout=timeout, http_client=http
+    )
 
 
 def _key(llm: LLM) -> str:

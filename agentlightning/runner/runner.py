@@ -146,8 +146,6 @@ class Runner:
         self._heartbeat_seconds = HEARTBEAT_SECONDS
         self._shorter_lease = asyncio.Event()
 
-    # --- the face ---
-
     async def run(self) -> None:
         """Lease and run until `stop` is called. Cancelling it cancels the agents and hands their attempts back."""
         try:
@@ -187,8 +185,6 @@ class Runner:
             raise NotFoundError(f"rollout {rollout.rollout_id} is gone from the store")
         return ended
 
-    # --- leasing ---
-
     async def _lease(self, worker_id: str, most: int) -> list[AttemptedRollout]:
         """The next rollouts to run, at least one; none only when the runner is to stop."""
         stopping = asyncio.create_task(self._stopping.wait())
@@ -210,8 +206,6 @@ class Runner:
         free = min(most, self._concurrency - len(self._flights))
         return await self.store.dequeue_many_rollouts(free, worker_id, POLL_SECONDS, project=self._project)
 
-    # --- processes ---
-
     def _process(self) -> AbstractAsyncContextManager[AgentProcess | None]:
         """A process for the agent, to the end of the block; None where it runs in this one."""
         if self._boot is None:
@@ -228,8 +222,6 @@ class Runner:
             while leased := await self._lease(process.worker_id, 1):
                 await self._attempt(self._board(leased[0], process))
                 await process.renew()
-
-    # --- one attempt ---
 
     def _board(self, rollout: AttemptedRollout, process: AgentProcess | None = None) -> Flight:
         """Count a leased rollout as in flight, from before its task first runs."""
@@ -369,8 +361,6 @@ class Runner:
         except (TimeoutError, AgentLightningError) as error:
             logger.warning("attempt %s could not be handed back, its lease will run out: %s", flight.ids[1], error)
 
-    # --- the timer ---
-
     def _adjust_heartbeat(self, rollout: AttemptedRollout) -> None:
         """A third of the shortest lease seen. Both ends of a lease are the store's clock, so ours may differ."""
         if rollout.lease is None:
@@ -421,8 +411,6 @@ class Runner:
             await self.store.update_worker(self.worker_id, stats)
         except UnavailableError as error:
             logger.warning("worker %s could not report to the store, tried again soon: %s", self.worker_id, error)
-
-    # --- around it all ---
 
     @asynccontextmanager
     async def _session(self) -> AsyncGenerator[None]:

@@ -22,7 +22,6 @@ def choose_tracer(kind: TracerKind = "auto") -> Callable[[str, str], AttemptTrac
         raise ConfigError(f"tracer is {kind!r}; {nearest(kind, get_args(TracerKind))}")
     if kind == "light":
         return AttemptTracer
-    missing = None
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         missing = "OTEL_SDK_DISABLED switches it off; unset that variable"
     else:

@@ -177,9 +177,6 @@ def _numbered(name: str, values: tuple[Any, ...]) -> dict[str, Any]:
     return {f"{name}.{index}": value for index, value in enumerate(values)}
 
 
-# --- values of strangers as attributes ----------------------------------------------------------------------------
-
-
 def spread(name: str, value: Any) -> Attributes:
     """Any value as attributes, laid out as Agent Lightning 0.3 does: `{"a": {"b": 1}, "c": ["x", 2], "d": [1, 2]}` →
     `….a.b = 1`, `….c.0 = "x"`, `….c.1 = 2`, `….d = [1, 2]`.

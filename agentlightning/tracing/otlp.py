@@ -61,9 +61,6 @@ class UnsupportedMediaError(InvalidError):
     """The body is in an encoding that is not read here (HTTP 415)."""
 
 
-# --- in ----------------------------------------------------------------------------------------------------------
-
-
 def decode_traces(body: bytes, content_type: str) -> list[Span]:
     """The spans of an export request, in its order; `content_type` is that of the HTTP header.
 
@@ -202,9 +199,6 @@ def _python(value: AnyValue) -> Any:
 
 def _json_text(value: Any) -> str:
     return msgspec.json.encode(value).decode()
-
-
-# --- out ---------------------------------------------------------------------------------------------------------
 
 
 def encode_traces(spans: Sequence[Span]) -> bytes:

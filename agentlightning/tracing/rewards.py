@@ -77,9 +77,8 @@ def reward_attributes(
     """Attributes of a reward span. With several dimensions the primary one comes first.
 
     `({"correct": 1.0, "short": 0.2}, "correct")` → `reward.0 = (correct, 1.0)`, `reward.1 = (short, 0.2)`."""
-    named = _named(reward, primary_key)
     attributes: Attributes = {}
-    for index, (name, value) in enumerate(named):
+    for index, (name, value) in enumerate(_named(reward, primary_key)):
         attributes[reward_name(index)] = name
         attributes[reward_value(index)] = value
     if not final:
@@ -129,7 +128,9 @@ def find_final_reward(spans: Iterable[Span]) -> float | None:
 def checked_reward(value: Any, what: str = "the reward") -> float:
     """`value` as a float: a finite real number, a bool (1 or 0), or a scalar of NumPy or torch. InvalidError for
     anything else."""
-    number = _plain_scalar(value)
+    number = value
+    if not isinstance(value, numbers.Real) and hasattr(value, "item") and getattr(value, "shape", None) == ():
+        number = value.item()
     if not isinstance(number, numbers.Real):
         raise InvalidError(
             f"{what} is {value!r:.200} of type {type(value).__name__}; expected a finite number, such as float(...)"
@@ -138,13 +139,6 @@ def checked_reward(value: Any, what: str = "the reward") -> float:
         return finite(what, float(number))
     except OverflowError:
         raise InvalidError(f"{what} is an integer of {len(str(number))} digits, too large for a float") from None
-
-
-def _plain_scalar(value: Any) -> Any:
-    """The Python number in a NumPy or torch scalar; anything else as it is."""
-    if isinstance(value, numbers.Real) or not hasattr(value, "item") or getattr(value, "shape", None) != ():
-        return value
-    return value.item()
 
 
 def _named(
@@ -157,9 +151,8 @@ def _named(
     dimensions = {str(name): checked_reward(value, f"{what} {name!r}") for name, value in reward.items()}
     if not dimensions:
         raise InvalidError(f"{what} is an empty mapping; expected at least one named value")
-    key = primary_key
-    if key is None:
-        key = next(iter(dimensions)) if len(dimensions) == 1 else "reward"
+    alone = next(iter(dimensions)) if len(dimensions) == 1 else "reward"
+    key = alone if primary_key is None else primary_key
     if key not in dimensions:
         raise InvalidError(
             f"the primary_key of {what} is {primary_key!r}; expected the name of the one to optimise, one of "

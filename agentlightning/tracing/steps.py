@@ -148,8 +148,6 @@ class _Attempt:
             call=request.call if request else self._call_before(span, around),
         )
 
-    # --- what belongs together ---
-
     def _head(self, span: Span) -> str:
         """The id of the span that stands for this one: the outermost report of one agent, tool call or model call."""
         kind, head = self.kinds[span.span_id], span
@@ -257,8 +255,6 @@ class _Attempt:
                 break
         own = [call for call in calls if agent and self.agent_of_call[call.span_id] == agent]
         return {call.span_id for call in own or calls}
-
-    # --- who it belongs to ---
 
     def _agent_of_call(self, call: Span) -> str | None:
         """Of the nearest span that names an agent: above the call, or above what else reports it; else of the agents

@@ -64,7 +64,8 @@ def rollout_tree(rollout: Rollout, spans: Sequence[Span], *, prices: Prices | No
     """The tree of one attempt's spans below a line about its rollout. Beyond `limit` steps the rest is counted."""
     steps = [step for step in read_steps(spans) if step.span.name not in _NOT_STEPS]
     reward = find_final_reward(spans)
-    head = Text.assemble((rollout.rollout_id, "bold"), "  ", (rollout.status, _status_style(rollout.status)))
+    style = {"succeeded": "green", "failed": "red"}.get(rollout.status, "yellow")
+    head = Text.assemble((rollout.rollout_id, "bold"), "  ", (rollout.status, style))
     head.append(f"  reward {'none' if reward is None else f'{reward:g}'}  {totals(steps, prices).words()}")
     if rollout.end_time is not None:
         head.append(f"  {_seconds(rollout.end_time - rollout.start_time)}")
@@ -72,7 +73,10 @@ def rollout_tree(rollout: Rollout, spans: Sequence[Span], *, prices: Prices | No
     if rollout.input is not None:
         tree.add(Text.assemble(("input  ", "dim"), one_line(text_of({"content": rollout.input}))))
     _grow(tree, steps, spans, limit)
-    for stream, lines in _logged(spans).items():
+    logged: Counter[str] = Counter()
+    for log in (span.attributes for span in spans if span.name == semconv.LOG):
+        logged[str(log.get(semconv.LOG_STREAM))] += len(str(log.get(semconv.LOG_TEXT, "")).splitlines())
+    for stream, lines in logged.items():
         tree.add(Text(f"{stream}: {lines} line{'s' * (lines != 1)}", "dim"))
     return tree
 
@@ -81,9 +85,6 @@ def one_line(text: str, limit: int = _TEXT) -> str:
     """Text without line ends and control characters, which would act on a terminal, cut at `limit` characters."""
     flat = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * limit]).split())
     return flat if len(flat) <= limit else f"{flat[: limit - 1]}…"
-
-
-# --- branches ----------------------------------------------------------------------------------------------------
 
 
 def _grow(tree: Tree, steps: Sequence[Step], spans: Sequence[Span], limit: int) -> None:
@@ -126,13 +127,12 @@ def _enclosing_agent(step: Step, earlier: Sequence[Step]) -> Step | None:
     return next((one for one in during if one.span.end_time >= step.span.start_time), None)
 
 
-# --- lines -------------------------------------------------------------------------------------------------------
-
-
 def _line(step: Step) -> Text:
     span = step.span
     if get_reward_value(span) is not None:
-        return _reward(span)
+        named = ", ".join(f"{reward.name} {reward.value:g}" for reward in get_rewards_from_span(span))
+        line = Text.assemble(("reward ", "dim"), (named, "yellow"))
+        return line if is_final_reward(span) else line.append("  intermediate", "dim")
     if span.name == semconv.EXCEPTION:
         kind, said = (span.attributes.get(key, "") for key in (semconv.EXCEPTION_TYPE, semconv.EXCEPTION_MESSAGE))
         return Text(f"! {str(kind).rpartition('.')[2]}: {one_line(str(said))}", "red")
@@ -172,12 +172,6 @@ def _reporting(step: Step) -> Span:
     return step.call or step.span
 
 
-def _reward(span: Span) -> Text:
-    named = [f"{reward.name} {reward.value:g}" for reward in get_rewards_from_span(span)]
-    line = Text.assemble(("reward ", "dim"), (", ".join(named), "yellow"))
-    return line if is_final_reward(span) else line.append("  intermediate", "dim")
-
-
 def _said(span: Span) -> str:
     shown = {name: value for name, value in span.attributes.items() if not name.startswith(_PASSED)}
     return ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in shown.items())
@@ -195,15 +189,6 @@ def _is_ours(span: Span) -> bool:
     return span.name.startswith("agentlightning.")
 
 
-def _logged(spans: Sequence[Span]) -> Counter[str]:
-    lines: Counter[str] = Counter()
-    for span in spans:
-        if span.name == semconv.LOG:
-            text = str(span.attributes.get(semconv.LOG_TEXT, ""))
-            lines[str(span.attributes.get(semconv.LOG_STREAM))] += len(text.splitlines())
-    return lines
-
-
 def _price(model: str, prices: Prices) -> tuple[float, float] | None:
     names = [name for name in prices if model.startswith(name)]
     return prices[max(names, key=len)] if names else None
@@ -215,7 +200,3 @@ def _tokens(counts: tuple[int, int]) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
-
-
-def _status_style(status: str) -> str:
-    return {"succeeded": "green", "failed": "red"}.get(status, "yellow")
