@@ -15,7 +15,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, cast, get_args
 
@@ -86,14 +86,20 @@ def command(
     return CommandAgent(Program(line, dict(env or {}), None if cwd is None else Path(cwd), kept_bytes), reward, grader)
 
 
+@dataclass
 class Program:
     """A command line with places for the task, and where and with what variables it runs."""
 
-    def __init__(self, line: str, env: dict[str, str], cwd: Path | None, kept_bytes: int) -> None:
+    line: str
+    env: dict[str, str]
+    cwd: Path | None
+    kept_bytes: int
+
+    def __post_init__(self) -> None:
         try:
-            self._words = shlex.split(line)
+            self._words = shlex.split(self.line)
         except ValueError as error:
-            raise ConfigError(f"the command {line!r} cannot be split into words: {error}") from None
+            raise ConfigError(f"the command {self.line!r} cannot be split into words: {error}") from None
         if not self._words:
             raise ConfigError("the command is empty; give a program and its arguments")
         if shell := _SHELL.intersection(self._words):
@@ -105,9 +111,6 @@ class Program:
             raise ConfigError(
                 "the task in a shell's script would be run as code; write: sh -c 'agent.py \"$1\"' sh {task}"
             )
-        self.env = env
-        self.cwd = cwd
-        self.kept_bytes = kept_bytes
 
     def check(self) -> None:
         """ConfigError where there is no such program to run."""
@@ -118,10 +121,8 @@ class Program:
             return
         place = str((self.cwd or Path()) / name) if os.sep in name else name
         if shutil.which(place, path=self.env.get("PATH")) is None:
-            exists = os.path.isfile(place)
-            what = (
-                "is not executable (chmod +x)" if exists else "is not there" if place != name else "is not on the PATH"
-            )
+            what = "is not there" if place != name else "is not on the PATH"
+            what = "is not executable (chmod +x)" if os.path.isfile(place) else what
             raise ConfigError(f"the command's program {place!r} {what}")
 
     async def run(self, task: Any, stdin: str, variables: Mapping[str, str], what: str) -> CommandOutput:
@@ -153,9 +154,7 @@ class CommandAgent(LitAgent[Any]):
         self._program = program
         self._source = reward
         self._warned = False
-        self._grader = (
-            Program(grader, program.env, program.cwd, program.kept_bytes) if isinstance(grader, str) else grader
-        )
+        self._grader = replace(program, line=grader) if isinstance(grader, str) else grader
 
     def check(self) -> None:
         """ConfigError where a program is not there."""

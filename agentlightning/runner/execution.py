@@ -45,7 +45,7 @@ class Outcome:
     error: BaseException | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Execution:
     """One attempt of one agent, from on_rollout_start to on_rollout_end; the agent in `process`, if there is one, and
     all around it here.

@@ -77,24 +77,23 @@ def boot_of(agent: LitAgent[Any], isolation: Isolation, tracer: TracerKind, most
     return channel.packed(agent, tracer)
 
 
+@dataclass
 class AgentProcess:
     """A place for one attempt after the other, until `aclose`; the process there starts with the first.
 
     `names` gives the worker ids and `key_of` the key of one. What a process may have left behind, in a session of its
     own, still has its key: the next gets another id. At most `most` attempts run in one process."""
 
-    def __init__(
-        self, boot: channel.Boot, names: Iterator[str], key_of: Callable[[str], Awaitable[str]], most: int | None
-    ) -> None:
-        self._boot = boot
-        self._names = names
-        self._key_of = key_of
-        self._most = most
-        self.worker_id = next(names)
-        self._warned = False
-        self._worn = False
-        self._key: str | None = None
-        self._live: _Live | None = None
+    boot: channel.Boot
+    names: Iterator[str]
+    key_of: Callable[[str], Awaitable[str]]
+    most: int | None
+    _warned: bool = False
+    _worn: bool = False
+    _live: _Live | None = None
+
+    def __post_init__(self) -> None:
+        self._rename()
 
     async def run(self, rollout: AttemptedRollout, resources: NamedResources, tracer: AttemptTracer) -> list[Span]:
         """Run the agent and return its result as spans. AgentRaisedError if it raised, AgentProcessError if its process
@@ -113,7 +112,7 @@ class AgentProcess:
         if ended.left is not None and not self._warned:
             self._warned = True
             logger.warning("an attempt left %s running; processes of which this is true serve no other", ended.left)
-        self._worn = ended.left is not None or live.attempts == self._most
+        self._worn = ended.left is not None or live.attempts == self.most
         if ended.failure is not None:
             raise _raised(ended.failure)
         return ended.result
@@ -132,7 +131,8 @@ class AgentProcess:
             await live.close()
 
     def _rename(self) -> None:
-        self.worker_id, self._key = next(self._names), None
+        self.worker_id = next(self.names)
+        self._key: str | None = None
 
     async def _process_with(self, environment: Mapping[str, str]) -> _Live:
         """The process that is there, unless it died since, or clients made in it would call elsewhere."""
@@ -140,7 +140,7 @@ class AgentProcess:
         if self._live is not None and (self._live.program.exited.done() or self._live.fixed != fixed):
             await self.aclose()
         if self._live is None:
-            self._live = await _Live.start(self._boot, fixed)
+            self._live = await _Live.start(self.boot, fixed)
         return self._live
 
     async def _environment(self, rollout: AttemptedRollout, resources: NamedResources) -> dict[str, str]:
@@ -152,7 +152,7 @@ class AgentProcess:
         server = current_server.get()
         if llm is not None and llm.api_key == rollout.api_key:
             if self._key is None:
-                self._key = await self._key_of(self.worker_id)
+                self._key = await self.key_of(self.worker_id)
             root, _, _ = llm.endpoint.partition("/rollout/")
             server = server or root
             llm = msgspec.structs.replace(llm, endpoint=f"{root}/v1", api_key=self._key)

@@ -40,7 +40,6 @@ from agentlightning.runner.resources import ResourceCache
 from agentlightning.store.base import LightningStore
 from agentlightning.store.lifecycle import TERMINAL
 from agentlightning.tracing.choice import TracerKind, choose_tracer
-from agentlightning.tracing.context import AttemptTracer
 from agentlightning.tracing.logs import AttemptLogs
 from agentlightning.types import (
     And,
@@ -67,12 +66,9 @@ FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 5.0
 
 
 @dataclass(eq=False)
-class Flight:
-    """One attempt in this runner: what is executed and what the store has not got yet."""
+class Flight(Execution):
+    """One attempt in this runner: what is executed, and what the store has not got yet."""
 
-    rollout: AttemptedRollout
-    tracer: AttemptTracer
-    execution: Execution
     started: float = field(default_factory=time.monotonic)
     unsent: list[Span] = field(default_factory=list[Span])
     sending: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -226,15 +222,14 @@ class Runner:
     def _board(self, rollout: AttemptedRollout, process: AgentProcess | None = None) -> Flight:
         """Count a leased rollout as in flight, from before its task first runs."""
         tracer = self._make_tracer(rollout.rollout_id, rollout.attempt.attempt_id)
-        flight = Flight(rollout, tracer, Execution(self, self.agent, self._hooks, rollout, tracer, process))
+        flight = Flight(self, self.agent, self._hooks, rollout, tracer, process)
         self._flights.add(flight)
         self._adjust_heartbeat(rollout)
         return flight
 
     async def _attempt(self, flight: Flight) -> Outcome:
         try:
-            outcome = await self._execute(flight)
-            outcome = await self._finish(flight, outcome)
+            return await self._finish(flight, await self._execute(flight))
         except asyncio.CancelledError:
             await self._give_back(flight, "its runner was stopped")
             raise
@@ -245,7 +240,6 @@ class Runner:
             self._flights.remove(flight)
             self._finished += 1
             self._landed.set()
-        return outcome
 
     async def _execute(self, flight: Flight) -> Outcome:
         try:
@@ -255,7 +249,7 @@ class Runner:
         clock = asyncio.create_task(self._time_out(flight))
         try:
             with self._logs.open(flight.tracer):
-                outcome = await flight.execution.run(resources)
+                outcome = await flight.run(resources)
             if isinstance(outcome.error, AgentNotLoadedError):
                 raise outcome.error
             if self._settle_seconds and outcome.status in ("succeeded", "failed"):
@@ -288,7 +282,7 @@ class Runner:
             await asyncio.sleep(left)
             held = await self._held_seconds(flight)
         aside = f", the {held:g} s that its calls were held left out" if held else ""
-        flight.execution.stop("timeout", f"the agent did not finish within {timeout:g} s{aside}")
+        flight.stop("timeout", f"the agent did not finish within {timeout:g} s{aside}")
 
     async def _held_seconds(self, flight: Flight) -> float:
         """For how long the calls of an attempt were held; 0 where the store cannot say."""
@@ -390,14 +384,14 @@ class Runner:
         except UnavailableError as error:
             logger.warning("no heartbeat for attempt %s, tried again soon: %s", flight.ids[1], error)
         except InvalidError as error:
-            flight.execution.stop("failed", f"its spans were refused: {error}")
+            flight.stop("failed", f"its spans were refused: {error}")
         except (ConflictError, NotFoundError) as error:
             flight.ended_by_store = True
-            flight.execution.stop("cancelled", f"it is no longer this runner's: {error}")
+            flight.stop("cancelled", f"it is no longer this runner's: {error}")
         else:
             if lost or beat.status not in ("preparing", "running", "unresponsive"):
                 flight.ended_by_store = True
-                flight.execution.stop(beat.status, "the store had ended it")
+                flight.stop(beat.status, "the store had ended it")
 
     async def _is_revivable(self, flight: Flight) -> bool:
         """Whether an unresponsive attempt is still its rollout's last word."""
