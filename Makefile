@@ -73,12 +73,14 @@ ci: packages setup frameworks lint types contracts docs smoke
 soak: setup
 	$(BIN)/pytest -m soak --timeout=7200
 
+# A run that was finished before is read, not run again.
 experiments: setup
+	$(BIN)/python benchmarks/algorithms_seeds.py --seeds 1-3 --out $(RUNS)/experiments/algorithms
 	$(BIN)/python benchmarks/quickstart_seeds.py --seeds 1-10 --out $(RUNS)/experiments
 
 benchmarks: setup
 	set -e; for script in benchmarks/*.py; do \
-	    case $$script in *quickstart_seeds.py|*/_*) continue ;; esac; \
+	    case $$script in *_seeds.py|*/_*) continue ;; esac; \
 	    echo "== $$script"; $(BIN)/python $$script; done
 
 clean:

@@ -105,7 +105,8 @@ class Trainer:
         device: where the model is loaded to: `cuda` where there is one, else `cpu`, unless it says `mps` or another.
         threads: torch threads; default 1 for models below 10M parameters, where more only slow it down.
         deterministic: the same seed gives the same weights, to the last bit, through kill and resume, if the agent does
-            the same with the same answers. Slower: sequences are sampled one by one."""
+            the same with the same answers. Slower: sequences are sampled one by one.
+        run_file: what `agl train --from` is to repeat the run by: agent, model and datasets by name."""
 
     def __init__(
         self,
@@ -135,12 +136,12 @@ class Trainer:
         device: str | None = None,
         threads: int | None = None,
         deterministic: bool = False,
+        run_file: Mapping[str, Any] | None = None,
     ) -> None:
         if n_runners is None:
             n_runners = usual_concurrency(isolation)
         _check_settings(n_runners, time_limit, server, store)
         self.models = dict(model) if isinstance(model, Mapping) else {} if model is None else {model_name: model}
-        self.model_name = model_name
         self.algorithm = algorithm if adapter is None else with_adapter(algorithm, adapter)
         self.optimizer = optimizer or AdamW()
         self.lora = lora
@@ -164,6 +165,7 @@ class Trainer:
         self.device = device
         self.threads = threads
         self.deterministic = deterministic
+        self.run_file = run_file
 
     # --- the verbs ---
 
@@ -442,6 +444,7 @@ class Trainer:
             "threads": self.threads,
             "deterministic": self.deterministic,
             "time_limit": self.time_limit,
+            "run_file": self.run_file,
         }
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from agentlightning.algorithm.grpo import GRPO
-from agentlightning.learner.base import LossKind
 
 
 @dataclass(kw_only=True)
@@ -13,7 +13,7 @@ class CISPO(GRPO):
     """GRPO's advantage; the loss of a token is −min(ratio, 1 + `clip_high`)·A·log p, without gradient through the
     ratio. There is no lower bound, as in the paper (`clip_low` 1)."""
 
-    loss: LossKind = "cispo"
+    loss: Any = "cispo"
     clip_low: float | None = 1.0
     clip_high: float | None = 0.2
     name: str = "cispo"

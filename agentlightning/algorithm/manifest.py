@@ -35,11 +35,40 @@ def make_manifest(
     """Resolved config, code commit, package versions, hashes of the data, seed, hardware; JSON-ready."""
     return {
         "config": _plain(config),
+        **_surroundings(),
         "seed": seed,
         "command": sys.argv,
+        "data": {"train": fingerprint(train_tasks), "val": fingerprint(val_tasks)},
+    }
+
+
+def differences(manifest: Mapping[str, Any]) -> list[str]:
+    """What a run of this manifest would meet otherwise here and now: code, packages, machine. One line each."""
+    told: list[str] = []
+    for what, now in _surroundings().items():
+        before = manifest.get(what)
+        if isinstance(before, dict) and isinstance(now, dict):
+            names = [*dict.fromkeys([*before, *now])]
+            told += [
+                f"{what}: {name} was {before.get(name)}, is {now.get(name)}"
+                for name in names
+                if before.get(name) != now.get(name)
+            ]
+        elif before != now:
+            told.append(f"{what}: was {before}, is {now}")
+    return told
+
+
+def fingerprint(tasks: Sequence[Any]) -> dict[str, Any]:
+    """How many tasks, and a hash of them all."""
+    encoded = msgspec.json.encode(list(tasks), enc_hook=str, order="sorted")
+    return {"tasks": len(tasks), "sha256": hashlib.sha256(encoded).hexdigest()}
+
+
+def _surroundings() -> dict[str, Any]:
+    return {
         "commit": _commit(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
-        "data": {"train": _fingerprint(train_tasks), "val": _fingerprint(val_tasks)},
         "hardware": {
             "machine": platform.machine(),
             "cores": os.cpu_count(),
@@ -53,11 +82,6 @@ def _plain(value: Any) -> Any:
     return msgspec.to_builtins(value, enc_hook=str, str_keys=True)
 
 
-def _fingerprint(tasks: Sequence[Any]) -> dict[str, Any]:
-    encoded = msgspec.json.encode(list(tasks), enc_hook=str, order="sorted")
-    return {"tasks": len(tasks), "sha256": hashlib.sha256(encoded).hexdigest()}
-
-
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
@@ -66,9 +90,11 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the working directory, where it is a git checkout and git is installed."""
+    """The commit of the working directory, where it is a git checkout and git is installed; with `-dirty` where files
+    were changed since."""
+    describe = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
     try:
-        answer = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, timeout=5)
+        answer = subprocess.run(describe, capture_output=True, text=True, check=False, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() or None

@@ -6,6 +6,7 @@ Every refusal names the file, the key with its path, and the nearest right one.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from agentlightning.errors import ConfigError, nearest
 from agentlightning.runner.agent import LitAgent
 from agentlightning.runner.command import CommandAgent, RewardSource, command
 from agentlightning.runner.processes import Isolation
+from agentlightning.store.redaction import is_credential
 
 
 class CommandConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,13 +102,14 @@ _Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
 
 
 def load_config(
-    path: Path | None, assignments: Iterable[str] = (), flags: Mapping[str, Any] | None = None
+    source: Path | Mapping[str, Any] | None, assignments: Iterable[str] = (), flags: Mapping[str, Any] | None = None
 ) -> TrainConfig:
-    """The run file at `path`, changed by `key=value` assignments (dotted keys), then by `flags` that are not None.
+    """The run file at a path, or as the manifest of a run keeps it (`kept`), changed by `key=value` assignments (dotted
+    keys), then by `flags` that are not None.
 
     Raises ConfigError for a missing or malformed file, an unknown or repeated key, a missing one, or a wrong type.
     """
-    values = {} if path is None else _read_run_file(path)
+    values = _read_run_file(source) if isinstance(source, Path) else copy.deepcopy(dict(source or {}))
     for assignment in assignments:
         _assign(values, assignment)
     if isinstance(values.get("algorithm"), str):
@@ -116,7 +119,7 @@ def load_config(
             values[key] = {**(values.get(key) or {}), "name": value}
         elif value is not None:
             values[key] = value
-    where = str(path) if path is not None else "the command line"
+    where = str(source) if isinstance(source, Path) else "the command line" if source is None else "the manifest"
     for key in values:
         if key not in FIELDS:
             raise ConfigError(f"{where}: unknown key {key!r}; {nearest(str(key), FIELDS)}")
@@ -152,6 +155,30 @@ def _read_run_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no keys; a run file has at least agent, model and train_dataset")
+    return _seen_from(path, cast("dict[str, Any]", values))
+
+
+def kept(config: TrainConfig) -> dict[str, Any]:
+    """What the manifest of a run keeps to repeat it: the run file with paths that hold anywhere, without what is its
+    own (its directory) and without what is secret by its name."""
+    here = Path.cwd() / "run.yaml"
+    values: dict[str, Any] = _without_secrets(msgspec.to_builtins(config))
+    values = _seen_from(here, {key: value for key, value in values.items() if key not in ("run_dir", "resume")})
+    for name, value in values["algorithm"].items():  # references there are seen from the current directory
+        if isinstance(value, str) and is_reference(value):
+            values["algorithm"][name] = _beside(here, value)
+    return values
+
+
+def _without_secrets(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    named = cast("dict[str, Any]", value)
+    return {name: _without_secrets(one) for name, one in named.items() if not is_credential(name)}
+
+
+def _seen_from(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a run file at `path`, with paths seen from the current directory."""
     for key in _PATHS:
         if key in values:
             values[key] = _beside(path, values[key], must_exist=key == "model")

@@ -12,7 +12,7 @@ import click
 import msgspec
 from rich.console import Console
 
-from agentlightning.cli.config import TrainConfig, build, load_agent, load_config
+from agentlightning.cli.config import TrainConfig, build, kept, load_agent, load_config
 from agentlightning.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -45,6 +45,23 @@ DIRECTORY = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 
+class Seeds(click.ParamType):
+    """`3` is 1, 2 and 3; `1,5,9` are these."""
+
+    name = "seeds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        parts = str(value).split(",")
+        if not all(part.strip().isdecimal() for part in parts):
+            self.fail(f"{value!r} is no number of seeds and no list of them; write 3, or 1,5,9", param, ctx)
+        seeds = tuple(map(int, parts))
+        if len(seeds) == 1:
+            seeds = tuple(range(1, seeds[0] + 1))
+        if len(seeds) < 2 or len(set(seeds)) < len(seeds):
+            self.fail(f"{value!r} names fewer than two seeds, or one twice; for a single run give --seed", param, ctx)
+        return seeds
+
+
 def isolation_option(default: str | None) -> Callable[[F], F]:
     return click.option(
         "--isolation", type=click.Choice(["none", "process"]), default=default,
@@ -66,7 +83,7 @@ def mirrored_flags(command: F) -> F:
         isolation_option(None),
         click.option("--seed", type=int, help="The source of all randomness."),
         click.option("--time-limit", type=float, metavar="SECONDS", help="Stop training then; measure and save."),
-        click.option("--run-dir", metavar="DIR", help="Directory of this run; default a new one below runs/."),
+        click.option("--run-dir", "--out", metavar="DIR", help="Directory of this run; default a new one below runs/."),
         click.option("--resume", is_flag=True, default=None, help="Continue the run in --run-dir, or the newest."),
         click.option("--store", metavar="PATH", help="SQLite file; default in the run's directory."),
         click.option("--server", metavar="URL", help="Work with this `agl server`."),
@@ -84,18 +101,60 @@ def mirrored_flags(command: F) -> F:
 
 @click.command()
 @click.argument("run_file", type=FILE, required=False, metavar="[RUN.yaml]")
+@click.option("--from", "repeat", metavar="RUN_DIR|RUN_ID", help="Repeat this run: its settings instead of RUN.yaml's.")
+@click.option("--seeds", type=Seeds(), metavar="N|A,B,…", help="A run with each of N seeds, or of these; then a table.")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key: algorithm.group_size=4")
 @click.option("--json", "as_json", is_flag=True, help="End stdout with one JSON object; everything else to stderr.")
 @mirrored_flags
-def train(run_file: Path | None, assignments: tuple[str, ...], as_json: bool, steps: int | None, **flags: Any) -> int:
+def train(
+    run_file: Path | None,
+    repeat: str | None,
+    seeds: tuple[int, ...] | None,
+    assignments: tuple[str, ...],
+    as_json: bool,
+    steps: int | None,
+    **flags: Any,
+) -> int:
     """Train an agent as RUN.yaml, or flags, or both say; a flag wins over --set, and --set over the file.
 
-    Without RUN.yaml and --agent it is the run.yaml of this folder."""
-    if run_file is None and flags["agent"] is None and RUN_FILE.is_file():
-        run_file = RUN_FILE
+    Without RUN.yaml, --from and --agent it is the run.yaml of this folder."""
     if steps is not None:
         assignments = (*assignments, f"algorithm.steps={steps}")
-    config = load_config(run_file, assignments, flags)
+    console = Console(stderr=as_json)
+    if repeat is not None:
+        if run_file is not None:
+            raise click.UsageError("give RUN.yaml or --from, not both: either says what to train")
+        config = _repeated(repeat, console, assignments, flags)
+    else:
+        if run_file is None and flags["agent"] is None and RUN_FILE.is_file():
+            run_file = RUN_FILE
+        config = load_config(run_file, assignments, flags)
+    if seeds is not None:
+        if flags["seed"] is not None:
+            raise click.UsageError("give --seed or --seeds, not both")
+        from agentlightning.cli.seeds import train_seeds
+
+        return train_seeds(config, seeds, console, as_json=as_json)
+    result = fit(config, console)
+    show_fit(console, result)
+    if as_json:
+        print(msgspec.json.encode(fit_summary(result, config)).decode())
+    return exit_code(result.stopped_because)
+
+
+def _repeated(name: str, console: Console, assignments: tuple[str, ...], flags: Mapping[str, Any]) -> TrainConfig:
+    from agentlightning.algorithm.manifest import differences
+    from agentlightning.cli.repeating import find_run, repeated
+
+    run = find_run(name, flags["store"], flags["server"], flags["api_key"])
+    config = repeated(run, assignments, flags)
+    for line in differences(run.manifest):
+        console.print(f"not as when {run.run_id} ran: {line}", markup=False, highlight=False, soft_wrap=True)
+    return config
+
+
+def fit(config: TrainConfig, console: Console) -> FitResult:
+    """Train once, as `config` says, with the progress shown on `console`."""
     algorithm = make_algorithm(config.algorithm)
     from agentlightning.cli.display import LiveProgress, hide_library_progress
     from agentlightning.learner.base import AdamW, LoRA
@@ -104,25 +163,14 @@ def train(run_file: Path | None, assignments: tuple[str, ...], as_json: bool, st
     hide_library_progress()
     optimizer = build(AdamW, config.optimizer, typing.get_type_hints(AdamW), "optimizer")
     lora = None if config.lora is None else build(LoRA, config.lora, typing.get_type_hints(LoRA), "lora")
-    elsewhere = (
-        "agent",
-        "train_dataset",
-        "val_dataset",
-        "algorithm",
-        "optimizer",
-        "lora",
-        "resume",
-    )  # not the Trainer's own
+    elsewhere = {"agent", "train_dataset", "val_dataset", "algorithm", "optimizer", "lora", "resume"}
     passed = {key: value for key, value in msgspec.structs.asdict(config).items() if key not in elsewhere}
-    console = Console(stderr=as_json)
     with LiveProgress(console, steps=getattr(algorithm, "steps", None), time_limit=config.time_limit) as progress:
-        trainer = Trainer(algorithm=algorithm, optimizer=optimizer, lora=lora, progress=progress, **passed)
+        trainer = Trainer(
+            algorithm=algorithm, optimizer=optimizer, lora=lora, progress=progress, run_file=kept(config), **passed
+        )
         agent = load_agent(config.agent, config.isolation)
-        result = trainer.fit(agent, config.train_dataset, config.val_dataset, resume=config.resume)
-    _show_fit(console, result)
-    if as_json:
-        print(msgspec.json.encode(_fit_summary(result, config)).decode())
-    return _exit_code(result.stopped_because)
+        return trainer.fit(agent, config.train_dataset, config.val_dataset, resume=config.resume)
 
 
 def make_algorithm(spec: Mapping[str, Any]) -> Any:
@@ -143,7 +191,8 @@ def make_algorithm(spec: Mapping[str, Any]) -> Any:
     return build(maker, fields, known, "algorithm")
 
 
-def _show_fit(console: Console, result: FitResult) -> None:
+def show_fit(console: Console, result: FitResult) -> None:
+    """What a run reached, and where it is."""
     lines = [f"Stopped: {result.stopped_because}, after {result.seconds:.0f} s."]
     rewards = [f"{evaluation.reward:.3f}" for evaluation in result.evaluations]
     if len(rewards) > 1:
@@ -157,7 +206,8 @@ def _show_fit(console: Console, result: FitResult) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _fit_summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
+def fit_summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
+    """The object that `--json` prints."""
     rewards = [evaluation.reward for evaluation in result.evaluations]
     return {
         "run_id": result.run_id,
@@ -242,10 +292,10 @@ def quickstart(
     show_report(console, report)
     if as_json:
         print(msgspec.json.encode(report.summary()).decode())
-    return _exit_code(report.stopped_because)
+    return exit_code(report.stopped_because)
 
 
-def _exit_code(stopped_because: str) -> int:
+def exit_code(stopped_because: str) -> int:
     """What was saved is whole either way; a script must still be able to tell that the job was cut short."""
     from agentlightning.algorithm.base import STOPPED_BY_USER
 

@@ -6,19 +6,22 @@ A learner knows weights, optimiser and loss. It does not know groups, rewards, r
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, get_args
 
 from agentlightning.data.sequences import Aggregation, TrainingSequence
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from agentlightning.data.token_bytes import TokenBytes
 
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 LossKind: TypeAlias = Literal["ppo_clip", "policy_gradient", "importance_sampling", "gspo", "cispo"]
+LossFunction: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]"
 Old: TypeAlias = Literal["behaviour", "proximal"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 DType: TypeAlias = Literal["float32", "bfloat16"]
@@ -26,7 +29,7 @@ DType: TypeAlias = Literal["float32", "bfloat16"]
 TRUNCATION: Final = 2.0  # of `Loss.truncation`, unless given; that of "truncated importance sampling"
 
 # How far below and above 1 the importance ratio counts; GSPO's, of a whole transition, is as its authors have it.
-CLIP_RANGES: Final[dict[LossKind, tuple[float, float]]] = {
+CLIP_RANGES: Final[dict[LossKind | LossFunction, tuple[float, float]]] = {
     "ppo_clip": (0.2, 0.2),
     "gspo": (3e-4, 4e-4),
     "cispo": (0.2, 0.2),
@@ -37,8 +40,10 @@ CLIP_RANGES: Final[dict[LossKind, tuple[float, float]]] = {
 class Loss:
     """The loss of one batch: that of its sampled tokens, aggregated, plus KL to a reference and entropy.
 
-    `kind` names a function of `learner/losses.py`. `clip_low` and `clip_high` are for those that clip the importance
-    ratio, by default `CLIP_RANGES`; `dual_clip` bounds the loss of tokens with negative advantage (arXiv:1912.09729).
+    `kind` names a function of `learner/losses.py`, or is one: of (logprobs, old_logprobs, advantages, transitions),
+    each [N], of which the last numbers the transition of each token, to the loss of each token, float[N].
+    `clip_low` and `clip_high` are for those that clip the importance ratio, by default `CLIP_RANGES`; `dual_clip`
+    bounds the loss of tokens with negative advantage (arXiv:1912.09729).
     `temperature` is that of the sampling: the learner's log-probabilities are of the same distribution.
     `kl_coefficient` needs a learner that keeps a reference policy; 0 switches the term off.
 
@@ -47,7 +52,7 @@ class Loss:
     corrected for by a weight per token, min(exp(proximal − behaviour), `truncation`) (decoupled PPO, arXiv:2110.00641;
     AReaL, arXiv:2505.24298). Never both: the same difference would count twice."""
 
-    kind: LossKind = "ppo_clip"
+    kind: LossKind | LossFunction = "ppo_clip"
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None
@@ -69,17 +74,19 @@ class Loss:
         )
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(LossKind):
-            raise ConfigError(f"loss {self.kind!r} is unknown; known: {', '.join(get_args(LossKind))}")
+        if not callable(self.kind) and self.kind not in get_args(LossKind):
+            raise ConfigError(
+                f"loss {self.kind!r} is unknown; {nearest(str(self.kind), get_args(LossKind))}, or file.py:function"
+            )
         if self.kind not in CLIP_RANGES and (self.clip_low, self.clip_high) != (None, None):
             raise ConfigError(
-                f"clip_low and clip_high are set, but {self.kind} clips no ratio; ppo_clip, gspo, cispo do"
+                f"clip_low and clip_high are set, but {self.name} clips no ratio by them; ppo_clip, gspo, cispo do"
             )
         low, high = self.clip_range
         if not 0 < low <= 1 or not high > 0:
             raise ConfigError(f"clip range ({low}, {high}): low must lie in (0, 1], high above 0")
         if self.dual_clip is not None and self.kind != "ppo_clip":
-            raise ConfigError(f"dual_clip is set, but the loss is {self.kind}: it bounds ppo_clip alone")
+            raise ConfigError(f"dual_clip is set, but the loss is {self.name}: it bounds ppo_clip alone")
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ConfigError(f"dual_clip is {self.dual_clip}; it must be above 1, or None")
         if not self.temperature > 0:
@@ -95,6 +102,15 @@ class Loss:
             )
         if self.truncation is not None and not self.truncation > 0:
             raise ConfigError(f"truncation is {self.truncation}; it must be positive, or None for {TRUNCATION}")
+        if callable(self.kind):
+            from agentlightning.learner.losses import try_loss
+
+            try_loss(self)
+
+    @property
+    def name(self) -> str:
+        """What messages call the kind."""
+        return getattr(self.kind, "__name__", str(self.kind))
 
 
 @dataclass(frozen=True)

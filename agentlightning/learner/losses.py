@@ -19,6 +19,10 @@ def policy_loss(
 
     `transitions` int64[N] numbers the transition of each token, from 0; all tokens of one must be there."""
     low, high = loss.clip_range
+    if callable(loss.kind):
+        return loss.kind(logprobs, old_logprobs, advantages, transitions), torch.zeros_like(
+            advantages, dtype=torch.bool
+        )
     if loss.kind == "policy_gradient":
         return policy_gradient(logprobs, advantages), torch.zeros_like(advantages, dtype=torch.bool)
     if loss.kind == "importance_sampling":
@@ -34,6 +38,33 @@ def policy_loss(
         ratio = torch.exp((logprobs - old_logprobs).detach())
         value = ppo_clip(logprobs, old_logprobs, advantages, low, high, loss.dual_clip)
     return value, ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
+
+
+def try_loss(loss: Loss) -> None:
+    """ConfigError unless the function in `loss` gives, for a batch of five tokens in two transitions, a finite loss of
+    each that depends on its log-probability."""
+    logprobs = torch.tensor([-0.5, -1.0, -2.0, -0.1, -0.7], requires_grad=True)
+    old = torch.tensor([-0.6, -1.0, -1.5, -0.2, -0.7])
+    advantages, transitions = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0]), torch.tensor([0, 0, 0, 1, 1])
+    try:
+        value, _ = policy_loss(logprobs, old, advantages, transitions, loss)
+        twice, _ = policy_loss(logprobs, old, 2 * advantages, transitions, loss)
+        given = tuple(value.shape), bool(value.isfinite().all()), value.requires_grad
+    except Exception as error:
+        raise ConfigError(
+            f"loss {loss.name} fails on five tokens: {type(error).__name__}: {error}. It is given logprobs, "
+            "old_logprobs, advantages and transitions, and gives the loss of each token"
+        ) from error
+    if given != ((5,), True, True):
+        raise ConfigError(
+            f"loss {loss.name} must give, for five tokens, a finite loss of each with a gradient through logprobs; it "
+            f"gave {value!r:.200}"
+        )
+    if loss.old == "proximal" and not torch.allclose(twice, 2 * value):
+        raise ConfigError(
+            f"old='proximal' corrects for what sampled by scaling the advantages, and loss {loss.name} is not "
+            "proportional to them; give old='behaviour'"
+        )
 
 
 def policy_gradient(logprobs: Tensor, advantages: Tensor) -> Tensor:

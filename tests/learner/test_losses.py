@@ -136,9 +136,46 @@ def test_settings_out_of_range_are_refused_by_name() -> None:
 
 
 def test_settings_that_a_loss_would_ignore_are_refused() -> None:
-    with pytest.raises(ConfigError, match="known: ppo_clip"):
+    with pytest.raises(ConfigError, match=r"Known: .*ppo_clip"):
         Loss("ppo")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="importance_sampling clips no ratio"):
         Loss("importance_sampling", clip_high=0.3)
     with pytest.raises(ConfigError, match="dual_clip is set, but the loss is cispo"):
         Loss("cispo", dual_clip=3.0)
+
+
+def clipped_below_three(
+    logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, transitions: torch.Tensor
+) -> torch.Tensor:
+    """What a user might write: here a loss that is known."""
+    ratio = torch.exp(logprobs - old)
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+    return torch.where(advantages < 0, loss.clamp(max=-3 * advantages), loss)
+
+
+def test_a_function_of_the_users_own_is_a_loss() -> None:
+    for old in ("behaviour", "proximal"):
+        loss = Loss(clipped_below_three, old=old)
+        check("verl.ppo_clip[.2,.28]dual3.token-mean", loss)
+        assert loss.name == "clipped_below_three"
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (lambda logprobs, old: logprobs, "fails on five tokens: TypeError"),
+        (lambda logprobs, old, advantages, transitions: (logprobs * advantages).mean(), "a finite loss of each"),
+        (lambda logprobs, old, advantages, transitions: logprobs.detach() * advantages, "a gradient through logprobs"),
+        (lambda logprobs, old, advantages, transitions: logprobs / (advantages - 1), "a finite loss of each"),
+    ],
+)
+def test_a_function_that_is_no_loss_is_refused_before_anything_is_sampled(function: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Loss(function)
+
+
+def test_settings_that_a_function_cannot_follow_are_refused() -> None:
+    with pytest.raises(ConfigError, match="clipped_below_three clips no ratio by them"):
+        Loss(clipped_below_three, clip_low=0.1)
+    with pytest.raises(ConfigError, match="not proportional"):
+        Loss(lambda logprobs, old, advantages, transitions: (logprobs - advantages) ** 2, old="proximal")

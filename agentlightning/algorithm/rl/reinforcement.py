@@ -18,11 +18,11 @@ from agentlightning.algorithm.evaluation import Evaluation
 from agentlightning.data.call_filter import CallFilter
 from agentlightning.data.credit.table import RewardedGroup
 from agentlightning.data.limits import TrajectoryLimits, read_trace_aggregator
-from agentlightning.data.references import load_reference
+from agentlightning.data.references import is_reference, load_reference
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.sequences import Aggregation, CreditedTransition, Level, build_sequences
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import KLEstimator, Loss, LossKind, Old
+from agentlightning.learner.base import KLEstimator, Loss, Old
 from agentlightning.types import RolloutConfig
 
 # Losses that weigh each token by how much likelier the weights have made it, whatever weights sampled it.
@@ -39,8 +39,9 @@ class Reinforcement(abc.ABC):
     A step samples `tasks_per_step` tasks, runs each `group_size` times, and makes `minibatches` optimiser steps,
     `epochs` times over.
     `reference` keeps a copy of the starting weights; straying from it costs `kl_coefficient` (0.04 by default).
-    `reward` says what R is made of, `loss` how an advantage becomes a loss (`learner/losses.py`); `old` is what its
-    importance ratio is against, and `truncation` bounds the correction that `old="proximal"` makes besides (`Loss`).
+    `reward` says what R is made of, `loss` how an advantage becomes a loss: a name of `learner/losses.py`, or a
+    function (or `file.py:function`) as `Loss` describes it; `old` is what its importance ratio is against, and
+    `truncation` bounds the correction that `old="proximal"` makes besides (`Loss`).
     `unrewarded` says what a rollout without a reward counts for: left out of its group, or a stated reward.
     `agents` are the names of the agents to train, as in `"writer|rewriter"`; without it all are. Which of their calls
     train is said by `keep`, `train_truncated`, `max_prompt_length` and `max_response_length` (`CallFilter`).
@@ -63,7 +64,7 @@ class Reinforcement(abc.ABC):
     epochs: int = 1
     level: Level = "trajectory"
     reward: RewardSpec = PLAIN
-    loss: LossKind = "ppo_clip"
+    loss: Any = "ppo_clip"  # str or function: what reads run files knows no such union
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None
@@ -123,6 +124,9 @@ class Reinforcement(abc.ABC):
                 f"loss 'policy_gradient' is right for the weights that sampled, and {self.minibatches} minibatches in "
                 f"{self.epochs} epochs move them in between; give 1 of each, or loss='importance_sampling'"
             )
+        self.loss_function: Any = self.loss
+        if isinstance(self.loss, str) and is_reference(self.loss):
+            self.loss_function = load_reference(self.loss)
         self.make_loss()  # refuses settings out of range now, rather than after the first rollouts
         build_sequences((), self.level)  # and a level that there is not
 
@@ -192,7 +196,7 @@ class Reinforcement(abc.ABC):
     def make_loss(self) -> Loss:
         """The loss of every batch."""
         return Loss(
-            kind=self.loss,
+            kind=self.loss_function,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
             dual_clip=self.dual_clip,

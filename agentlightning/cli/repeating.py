@@ -1,0 +1,89 @@
+"""`agl train --from RUN`: the manifest of a run → the configuration that repeats it, and what would be different.
+
+It finds the run and compares; that a run of this configuration is trained is the business of `training`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agentlightning.algorithm.directory import MARK, read_mark
+from agentlightning.algorithm.manifest import fingerprint
+from agentlightning.cli.config import TrainConfig, load_config
+from agentlightning.cli.inspecting import STORE_FILE
+from agentlightning.cli.store import open_store
+from agentlightning.data.datasets import load_dataset
+from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.types import Run
+
+_RUNS = Path("runs")
+
+
+def find_run(name: str, address: str | None, server: str | None, key: str | None) -> Run:
+    """The run of a directory, or with an id: in the store or at the server that is named, else below `runs/`.
+
+    NotFoundError where there is none; ConfigError for a directory without a run."""
+    directory = Path(name)
+    if not directory.is_dir() and address is None and server is None:
+        marks = (mark.parent for mark in _RUNS.glob(f"**/{MARK}"))
+        found = next((place for place in marks if read_mark(place).run_id == name), None)
+        if found is None:
+            raise NotFoundError(
+                f"there is no run directory {name}, and no run of that id below {_RUNS}/; name its directory, or the "
+                "store that has it with --store or --server"
+            )
+        directory = found
+    run_id = name
+    if directory.is_dir():
+        run_id, own = read_mark(directory).run_id, directory / STORE_FILE
+        if own.is_file():
+            address, server = str(own), None
+        elif address is None and server is None:
+            raise ConfigError(f"the run in {directory} is stored elsewhere; say where with --store or --server")
+    return asyncio.run(_read_run(run_id, None if server else address, server, key))
+
+
+async def _read_run(run_id: str, address: str | None, server: str | None, key: str | None) -> Run:
+    async with open_store(address, server, key) as store:
+        found = next((run for run in await store.query_runs() if run.run_id == run_id), None)
+    if found is None:
+        raise NotFoundError(f"{address or server} has no run {run_id}; `agl runs {address or '--server …'}` lists them")
+    return found
+
+
+def repeated(run: Run, assignments: Iterable[str], flags: Mapping[str, Any]) -> TrainConfig:
+    """The configuration of `run` with everything as it was then, defaults too, but for what is said otherwise.
+
+    ConfigError for a run that was started from Python, and for datasets that hold other tasks now."""
+    resolved: dict[str, Any] = run.manifest["config"]
+    kept = resolved.get("run_file")
+    if kept is None:
+        raise ConfigError(
+            f"run {run.run_id} cannot be repeated from its manifest: it was started from Python, and the manifest has "
+            f"no names for its agent, its model and its datasets. Start it as it was started then: "
+            f"{' '.join(run.manifest.get('command', ())) or 'the command is not known'}"
+        )
+    config = load_config(kept, assignments, flags)
+    if config.algorithm.get("name") == kept["algorithm"].get("name"):
+        config = msgspec.structs.replace(config, algorithm={**resolved["algorithm"], **config.algorithm})
+    config = msgspec.structs.replace(config, optimizer={**resolved["optimizer"], **config.optimizer})
+    if config.lora is not None:
+        config = msgspec.structs.replace(config, lora={**(resolved["lora"] or {}), **config.lora})
+    for name, source in (("train", config.train_dataset), ("val", config.val_dataset)):
+        if source is not None and source == kept.get(f"{name}_dataset"):
+            _check_same_tasks(run, name, source)
+    return config
+
+
+def _check_same_tasks(run: Run, name: str, source: Any) -> None:
+    then, now = run.manifest["data"][name], fingerprint(load_dataset(source))
+    if then != now:
+        raise ConfigError(
+            f"{source} holds other tasks than when run {run.run_id} was started ({then['tasks']} then, {now['tasks']} "
+            f"now): bring them back, or name a copy with --{name}-dataset to train on other tasks knowingly"
+        )

@@ -1,0 +1,88 @@
+"""The code of the page on writing an algorithm does what the page says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import agentlightning as agl
+from agentlightning.cli.training import make_algorithm
+from agentlightning.data.credit.table import RewardedGroup
+from agentlightning.data.references import load_reference
+from agentlightning.data.transitions import Transition
+from agentlightning.errors import ConfigError
+from agentlightning.learner.base import Loss
+from agentlightning.learner.losses import policy_loss
+from tests import agents
+from tests.test_trainer import TASKS, trainer
+
+DOCS = Path(__file__).parents[2] / "docs"
+SETTINGS = {"steps": 1, "tasks_per_step": 3, "group_size": 4, "max_tokens": 6, "temperature": 2.0}
+
+
+def files_of(page: str) -> dict[str, str]:
+    return dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", (DOCS / page).read_text(), re.DOTALL))
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """A folder with the files of the page."""
+    for name, code in files_of("write-an-algorithm.md").items():
+        (tmp_path / name).write_text(code)
+    return tmp_path
+
+
+def call(name: str, tokens: int) -> Transition:
+    ids = np.ones(tokens, np.int32)
+    return Transition(name, "attempt", name, 0, 0, "policy", ids, ids, np.zeros(tokens, np.float32), ids, "stop")
+
+
+def test_an_algorithm_is_a_file_of_under_60_lines_that_trains_from_a_run_file(written: Path) -> None:
+    assert max(len(code.splitlines()) for code in files_of("write-an-algorithm.md").values()) < 60
+    named = {"name": f"{written}/fading.py:Fading", "loss": f"{written}/spo.py:spo", "fade": 0.5}
+    result = trainer(written, algorithm=make_algorithm(named | SETTINGS)).fit(agents.vowels, TASKS)
+    assert result.metrics[-1].values["policy_version"] == 1
+    assert result.metrics[-1].values["grad_norm"] > 0
+
+
+def test_its_credit_is_what_its_docstring_says(written: Path) -> None:
+    fading: Any = make_algorithm({"name": f"{written}/fading.py:Fading", "fade": 0.5})
+    group = RewardedGroup([[call("a", 1), call("a", 2), call("a", 1)], [call("b", 3)]], [1.0, 0.0])
+    (first, second), *_ = fading.advantages([group])
+    assert [item.advantages.tolist() for item in first] == [[0.125], [0.25, 0.25], [0.5]]
+    assert [item.advantages.tolist() for item in second] == [[-0.5, -0.5, -0.5]]
+    with pytest.raises(ConfigError, match=r"fade is 2\.0"):
+        make_algorithm({"name": f"{written}/fading.py:Fading", "fade": 2.0})
+
+
+def test_its_loss_is_simple_policy_optimisation(written: Path) -> None:
+    spo = load_reference(f"{written}/spo.py:spo")
+    loss = agl.GRPO(loss=spo, old="proximal").make_loss()
+    ratio, advantages = torch.tensor([1.0, 1.4, 0.5]), torch.tensor([1.0, 2.0, -1.0])
+    value, clipped = policy_loss(ratio.log(), torch.zeros(3), advantages, torch.zeros(3, dtype=torch.int64), loss)
+    torch.testing.assert_close(value, torch.tensor([-1.0, -2.8 + 0.8, 0.5 + 0.625]))
+    assert not clipped.any()
+
+
+def test_what_the_page_says_is_refused_is_refused(written: Path) -> None:
+    spo = load_reference(f"{written}/spo.py:spo")
+    with pytest.raises(ConfigError, match="spo clips no ratio"):
+        agl.GRPO(loss=spo, clip_high=0.3)
+    with pytest.raises(ConfigError, match="older weights sampled"):
+        agl.GRPO(loss=spo, replay_groups=2, replay_staleness=2)
+    with pytest.raises(ConfigError, match=r"'ppo_clop' is unknown.*or file\.py:function"):
+        Loss("ppo_clop")  # type: ignore[arg-type]
+    for name in ("GSPO", "CISPO"):
+        assert getattr(agl, name)(loss=spo, clip_low=None, clip_high=None).make_loss().kind is spo
+
+
+def test_the_curriculum_of_the_page_orders_by_length() -> None:
+    (code,) = re.findall(r"```python\n(def easy_first.*?)```", (DOCS / "algorithms.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["easy_first"]([{"question": "longer"}, {"question": "long"}], 0) == [1, 0]
