@@ -81,7 +81,9 @@ class _Attempt:
         self.told_ids = {
             one.span_id: _tool_call_id(one, times_asked) for one in self.spans if self.kinds[one.span_id] == "tool"
         }
-        self.first_told = {told: span_id for span_id, told in reversed(self.told_ids.items()) if told}
+        self.first_told = {
+            told: span_id for span_id, told in reversed(self.told_ids.items()) if told and told not in self.reused
+        }
         self.agents = [span for span in self.spans if self.kinds[span.span_id] == "agent" and self.named[span.span_id]]
         self.reports: dict[str, list[Span]] = {call.span_id: [] for call in self.calls}
         self.linked: set[str] = set()
@@ -150,12 +152,10 @@ class _Attempt:
 
     def _head(self, span: Span) -> str:
         """The id of the span that stands for this one: the outermost report of one agent, tool call or model call."""
-        kind, head = self.kinds[span.span_id], span
+        kind = self.kinds[span.span_id]
         if dialects.is_gateway_call(span) or kind == "other":
             return span.span_id
-        told = self.told_ids.get(span.span_id)
-        if told is not None and told not in self.reused:
-            head = self.by_id[self.first_told[told]]
+        head = self.by_id[self.first_told.get(self.told_ids.get(span.span_id) or "", span.span_id)]
         for outer in self._ancestors(head):
             if self.kinds[outer.span_id] != kind:
                 break

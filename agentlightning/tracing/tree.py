@@ -88,43 +88,38 @@ def one_line(text: str, limit: int = _TEXT) -> str:
 
 
 def _grow(tree: Tree, steps: Sequence[Step], spans: Sequence[Span], limit: int) -> None:
-    parents = _parents(steps, spans)
-    inner = {span.parent_id for span in spans}
-    shown: dict[int, Tree] = {}
+    """Each step on the branch of the nearest earlier one that its span is in, else of the agent it ran under."""
+    above = {span.span_id: span.parent_id for span in spans}
+    inner = set(above.values())
+    shown: dict[str, Tree] = {}
+    agents: list[Step] = []
     lines = 0
-    for index, (step, parent) in enumerate(zip(steps, parents, strict=True)):
-        branch = tree if parent is None else shown[id(parent)]
-        if step.kind == "other" and step.span.span_id in inner and not step.failed and not _is_ours(step.span):
-            shown[id(step)] = branch  # a wrapper: what it holds says more
+    for index, step in enumerate(steps):
+        span = step.span
+        place = _nearest(span, above, shown)
+        if step.kind == "agent":
+            agents.append(step)
+        elif place is None:
+            around = (one.span for one in reversed(agents) if one.name == step.agent)
+            place = next((one.span_id for one in around if one.end_time >= span.start_time), None)
+        branch = tree if place is None else shown[place]
+        if step.kind == "other" and span.span_id in inner and not step.failed and not _is_ours(span):
+            shown[span.span_id] = branch  # a wrapper: what it holds says more
             continue
         if lines == limit:
             tree.add(Text(f"… and {len(steps) - index} more", "bold"))
             return
         lines += 1
-        shown[id(step)] = branch.add(_line(step))
+        shown[span.span_id] = branch.add(_line(step))
 
 
-def _parents(steps: Sequence[Step], spans: Sequence[Span]) -> list[Step | None]:
-    """Of each step the nearest step that its span descends from, else the agent it ran under; never a later one."""
-    above = {span.span_id: span.parent_id for span in spans}
-    places = {step.span.span_id: index for index, step in enumerate(steps)}
-    found: list[Step | None] = []
-    for index, step in enumerate(steps):
-        seen: set[str | None] = {step.span.span_id}
-        at = step.span.parent_id
-        while at is not None and at not in seen and places.get(at, index) >= index:
-            seen.add(at)
-            at = above.get(at)
-        place = None if at in seen else places.get(at or "")
-        found.append(steps[place] if place is not None else _enclosing_agent(step, steps[:index]))
-    return found
-
-
-def _enclosing_agent(step: Step, earlier: Sequence[Step]) -> Step | None:
-    if step.agent is None or step.kind == "agent":
-        return None
-    during = (one for one in reversed(earlier) if one.kind == "agent" and one.name == step.agent)
-    return next((one for one in during if one.span.end_time >= step.span.start_time), None)
+def _nearest(span: Span, above: Mapping[str, str | None], shown: Mapping[str, Tree]) -> str | None:
+    """The nearest span above this one that is shown."""
+    passed, at = {span.span_id}, span.parent_id
+    while at is not None and at not in shown and at not in passed:
+        passed.add(at)
+        at = above.get(at)
+    return at if at in shown else None
 
 
 def _line(step: Step) -> Text:
