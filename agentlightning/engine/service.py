@@ -151,12 +151,15 @@ class EngineService:
                 self._owner = None
                 self._set_hold(None)
 
-    async def update_weights(self, version: int) -> None:
-        """Sample with the model's present weights and call them `version`; inside or outside of `exclusive`."""
+    async def update_weights(self, version: int, write: Callable[[], object] = lambda: None) -> None:
+        """Sample with the model's present weights, those that `write` leaves, and call them `version`; inside or
+        outside of `exclusive`."""
         if self._owner is not None and self._owner is asyncio.current_task():
+            write()
             self._engine.update_weights(version)
             return
         async with self.exclusive() as engine:
+            write()
             engine.update_weights(version)
 
     # --- on the loop ---

@@ -51,17 +51,17 @@ class ServedPolicy:
         return self.service.exclusive()
 
     async def update_weights(self, version: int) -> None:
-        """See `Serving.update_weights`. A copy is brought up to date between two steps of the engine: calls that are
-        being answered go on with the new weights."""
-        if self.model is self.policy.model:
-            await self.service.update_weights(version)
-            return
-        async with self.service.exclusive() as engine:
-            if self.policy.adapter is not None:
-                self.policy.adapter.publish()
-            else:
-                _copy_weights(self.policy.model, self.model)
-            engine.update_weights(version)
+        """See `Serving.update_weights`. Weights of its own are brought up to date between two steps of the engine:
+        calls that are being answered go on with the new ones."""
+        await self.service.update_weights(version, self._write)
+
+    def _write(self) -> None:
+        if self.policy.adapter is not None:
+            self.policy.adapter.publish()
+        elif self.model is not self.policy.model:
+            with torch.no_grad():
+                for own, trained in zip(self.model.parameters(), self.policy.model.parameters(), strict=True):
+                    own.copy_(trained)
 
 
 def serve_policy(
@@ -118,12 +118,6 @@ def choose_threads(model: PreTrainedModel, threads: int | None) -> None:
     """Torch threads for serving and training `model`: as many as are given, else one where more would slow it down."""
     if threads is not None or model.num_parameters() < SMALL_MODEL:
         torch.set_num_threads(threads or 1)
-
-
-def _copy_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
-    with torch.no_grad():
-        for own, trained in zip(target.parameters(), source.parameters(), strict=True):
-            own.copy_(trained)
 
 
 def _end_ids(policy: Policy) -> list[int]:
