@@ -94,10 +94,7 @@ class AttemptTracer:
 
     def drain(self) -> list[Span]:
         """Take the spans recorded since the last drain."""
-        taken: list[Span] = []
-        while self._pending:
-            taken.append(self._pending.popleft())
-        return taken
+        return [self._pending.popleft() for _ in range(len(self._pending))]
 
     def entered(self, parent_id: str | None) -> AbstractContextManager[None]:
         """Around code whose spans are to be children of `parent_id`, or of none."""

@@ -183,7 +183,7 @@ def _attributes(pairs: Iterable[KeyValue]) -> Attributes:
     for pair in pairs:
         value = _python(pair.value)
         if value is not None:
-            attributes[pair.key] = value if isinstance(value, str) else attribute_value(value)
+            attributes[pair.key] = value if isinstance(value, str | int) else attribute_value(value)
     return attributes
 
 

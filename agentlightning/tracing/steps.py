@@ -58,7 +58,8 @@ def read_steps(spans: Sequence[Span]) -> list[Step]:
 
 def tool_requests(call: Span) -> list[ToolRequest]:
     """The tool calls in the answer of a gateway's call, in order: of its first choice, where there are several."""
-    asked = [dialects.mapping(item) for item in dialects.items(_answer(call).get("tool_calls"))]
+    answer = _first_message(call, semconv.GEN_AI_OUTPUT_MESSAGES)
+    asked = [dialects.mapping(item) for item in dialects.items(answer.get("tool_calls"))]
     return [
         ToolRequest(call, str(item.get("id") or ""), str(dialects.mapping(item.get("function")).get("name") or ""))
         for item in asked
@@ -226,7 +227,6 @@ class _Attempt:
             claimed.add(found[0])
             return self.requests[found[0]]
         found = found or [index for index, one in enumerate(self.requests) if one.name == name]
-        found = [index for index in found if self.began[self.requests[index].call.span_id] <= tool.start_time]
         near = self._nearest(tool, agent, [self.requests[index].call for index in found])
         found = [index for index in found if self.requests[index].call.span_id in near]
         free = [index for index in found if index not in claimed] or found
@@ -239,16 +239,17 @@ class _Attempt:
 
     def _call_before(self, tool: Span, agent: str | None) -> Span | None:
         """The last of the nearest calls before a tool, unless it is another agent's."""
-        earlier = [call for call in self.calls if self.began[call.span_id] <= tool.start_time]
-        near = self._nearest(tool, agent, earlier)
-        earlier = [call for call in earlier if call.span_id in near]
+        near = self._nearest(tool, agent, self.calls)
+        earlier = [call for call in self.calls if call.span_id in near]
         ended = [call for call in earlier if self.ended[call.span_id] <= tool.start_time] or earlier
         call = ended[-1] if ended else None
         asked_by = self.agent_of_call[call.span_id] if call else None
         return call if agent is None or asked_by in (None, agent) else None
 
     def _nearest(self, tool: Span, agent: str | None, calls: Sequence[Span]) -> set[str]:
-        """The ids of those that share the innermost span with the tool and, of these, are of its agent, if any are."""
+        """The ids of those before the tool that share the innermost span with it and, of these, are of its agent, if
+        any are."""
+        calls = [call for call in calls if self.began[call.span_id] <= tool.start_time]
         for outer in self._ancestors(tool):
             if within := [call for call in calls if outer.span_id in self.around_call[call.span_id]]:
                 calls = within
@@ -317,9 +318,9 @@ def _asked_ids(span: Span) -> list[str]:
     ]
 
 
-def _answer(call: Span) -> dict[str, Any]:
-    """The message of a gateway call's first choice."""
-    messages = dialects.items(dialects.json_of(dialects.text_of(call, semconv.GEN_AI_OUTPUT_MESSAGES)))
+def _first_message(call: Span, name: str) -> dict[str, Any]:
+    """Of a gateway call: the first message that it was sent, or that of its first choice."""
+    messages = dialects.items(dialects.json_of(dialects.text_of(call, name)))
     return dialects.mapping(messages[0]) if messages else {}
 
 
@@ -339,7 +340,6 @@ def _overlap(span: Span, call: Span) -> float:
 
 def _same_texts(span: Span, call: Span) -> int:
     """How many of the call's answer and its first message, which tells agents apart, the span holds."""
-    given = dialects.items(dialects.json_of(dialects.text_of(call, semconv.GEN_AI_INPUT_MESSAGES)))
-    first = dialects.mapping(given[0]) if given else {}
-    texts = [text for text in (_answer(call).get("content"), first.get("content")) if isinstance(text, str) and text]
+    names = semconv.GEN_AI_OUTPUT_MESSAGES, semconv.GEN_AI_INPUT_MESSAGES
+    texts = [text for name in names if isinstance(text := _first_message(call, name).get("content"), str) and text]
     return sum(any(text in str(value) for value in span.attributes.values()) for text in texts)
