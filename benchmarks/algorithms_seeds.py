@@ -2,10 +2,11 @@
 
     python benchmarks/algorithms_seeds.py --algorithms grpo,ppo,reinforce++ --seeds 1-3 --out runs/experiments
 
-Prints a Markdown table, and writes it with `benchmarks/results/algorithms_seeds.json` and the curves,
-`docs/images/algorithms.png`. Every run is a process of its own that starts from the same warm-started policy as
+Prints a Markdown table (also `table.md` in --out), and writes `benchmarks/results/algorithms_seeds.json` and the
+curves, `docs/images/algorithms.png`. Every run is a process of its own that starts from the same warm-started policy as
 `agl quickstart` with that seed, and has `--minutes` for everything, the warm start included. A run that was finished
-before is read, not run again. A run passes when the held-out reward goes from under 0.35 to 0.6 or more.
+before with the same settings is read, not run again. A run passes when the held-out reward goes from under 0.35 to 0.6
+or more.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,24 +37,18 @@ COMMON: dict[str, Any] = {"steps": 60, "max_tokens": 40, "minibatches": 2, "targ
 GROUPS: dict[str, Any] = {"tasks_per_step": 18, "group_size": 8}
 SINGLE: dict[str, Any] = {"tasks_per_step": 144, "group_size": 1}
 
-
-@dataclass(frozen=True)
-class Settings:
-    algorithm: Mapping[str, Any]
-    learning_rate: float = 1.5e-4
-    optimizer: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-
-SETTINGS: dict[str, Settings] = {
-    "grpo": Settings({**GROUPS, "clip_high": 0.28}),
-    "ppo": Settings({**SINGLE}),
-    "reinforce++": Settings({**SINGLE, "clip_high": 0.28}),
-    "reinforce++_baseline": Settings({**GROUPS, "clip_high": 0.28}),
-    "rloo": Settings({**GROUPS, "clip_high": 0.28}),
-    "dr_grpo": Settings({**GROUPS, "clip_high": 0.28}),
-    "dapo": Settings({**GROUPS}),
-    "gspo": Settings({**GROUPS}),
-    "cispo": Settings({**GROUPS}),
+OPTIMIZER: dict[str, Any] = {"learning_rate": 1.5e-4, "micro_batch_tokens": 4096}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "grpo": {**GROUPS, "clip_high": 0.28},
+    "ppo": {**SINGLE, "clip_high": 0.28, "minibatches": 4, "critic": "separate", "critic_learning_rate": 5e-4},
+    "reinforce++": {**SINGLE, "clip_high": 0.28},
+    "reinforce++_baseline": {**GROUPS, "clip_high": 0.28},
+    "rloo": {**GROUPS, "clip_high": 0.28},
+    "dr_grpo": {**GROUPS, "clip_high": 0.28},
+    "dapo": {**GROUPS},
+    "gspo": {**GROUPS},
+    "cispo": {**GROUPS},
+    "sft": {**GROUPS},
 }
 
 
@@ -68,27 +62,22 @@ class Lines(NoProgress):
         print(f"  {message}", file=sys.stderr, flush=True)
 
 
-def train(name: str, seed: int, directory: Path, minutes: float, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """One run, in this process. `changes` are algorithm settings instead of those of SETTINGS."""
+def train(name: str, settings: dict[str, Any], seed: int, directory: Path, minutes: float) -> dict[str, Any]:
+    """One run, in this process."""
     from agentlightning.cli.training import make_algorithm
     from agentlightning.learner.base import AdamW
     from agentlightning.quickstart import load_flight_example, make_starting_policy
     from agentlightning.trainer import Trainer
 
     started = time.monotonic()
-    settings, example = SETTINGS[name], load_flight_example()
+    example = load_flight_example()
     recipe = example.recipe
     progress = Lines()
     policy = make_starting_policy(example, seed, progress)
-    options: dict[str, Any] = {
-        "learning_rate": settings.learning_rate,
-        "micro_batch_tokens": 4096,
-        **settings.optimizer,
-    }
     trainer = Trainer(
         model=policy,
-        algorithm=make_algorithm({"name": name, **COMMON, **settings.algorithm, **changes}),
-        optimizer=AdamW(**options),
+        algorithm=make_algorithm(settings),
+        optimizer=AdamW(**OPTIMIZER),
         n_runners=recipe.CONCURRENCY,
         max_sequence_length=recipe.MAX_SEQUENCE_LENGTH,
         run_dir=directory,
@@ -114,7 +103,7 @@ def train(name: str, seed: int, directory: Path, minutes: float, changes: Mappin
         "rollouts": int(rollouts),
         "steps": len(steps),
         "stopped_because": result.stopped_because,
-        "settings": {**COMMON, **settings.algorithm, **changes, **options},
+        "settings": settings,
         "curve": curve,
     }
 
@@ -122,13 +111,19 @@ def train(name: str, seed: int, directory: Path, minutes: float, changes: Mappin
 def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any] | None:
     """The report of one run in a process of its own, or of one that was finished before; None where it failed."""
     report = arguments.out / f"{name}-seed-{seed}.json"
-    if not report.is_file():
+    if not report.is_file() or json.loads(report.read_text())["settings"] != settings_of(name, arguments):
+        report.unlink(missing_ok=True)
         print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
         shutil.rmtree(report.with_suffix(""), ignore_errors=True)  # of a run that was cut short
         one = ["--one", name, "--seeds", str(seed), "--out", str(arguments.out), "--minutes", str(arguments.minutes)]
         changes = [part for change in arguments.set for part in ("--set", change)]
         subprocess.run([sys.executable, __file__, *one, *changes], check=False)
     return json.loads(report.read_text()) if report.is_file() else None
+
+
+def settings_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    changes = {key: json.loads(value) for key, _, value in (change.partition("=") for change in arguments.set)}
+    return {"name": name, **COMMON, **SETTINGS[name], **changes}
 
 
 def passes(report: Mapping[str, Any]) -> bool:
@@ -197,8 +192,7 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.one:
         seed, path = arguments.seeds[0], arguments.out / f"{arguments.one}-seed-{arguments.seeds[0]}"
-        changes = {key: json.loads(value) for key, _, value in (change.partition("=") for change in arguments.set)}
-        report = train(arguments.one, seed, path, arguments.minutes, changes)
+        report = train(arguments.one, settings_of(arguments.one, arguments), seed, path, arguments.minutes)
         path.with_suffix(".json").write_text(json.dumps(report))
         return 0
     names = arguments.algorithms.split(",")
@@ -211,12 +205,13 @@ def main() -> int:
     )
     print(f"{machine}\n")
     print(table(reports))
+    (arguments.out / "table.md").write_text(table(reports) + "\n")
     passed = sum(map(passes, reports))
     print(f"\n{passed} of {len(made)} runs pass: from under {LOW} to {HIGH} or more in {arguments.minutes:g} minutes")
     if reports:
         draw(reports, arguments.picture)
         summary = {"machine": machine, "passed": passed, "runs": len(made), "minutes": arguments.minutes}
-        summary |= {"table": table(reports), "reports": reports}
+        summary |= {"optimizer": OPTIMIZER, "table": table(reports), "reports": reports}
         arguments.results.write_text(json.dumps(summary, indent=1) + "\n")
     return 0 if passed == len(made) else 1
 

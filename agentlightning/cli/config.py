@@ -164,10 +164,16 @@ def kept(config: TrainConfig) -> dict[str, Any]:
     here = Path.cwd() / "run.yaml"
     values: dict[str, Any] = _without_secrets(msgspec.to_builtins(config))
     values = _seen_from(here, {key: value for key, value in values.items() if key not in ("run_dir", "resume")})
-    for name, value in values["algorithm"].items():  # references there are seen from the current directory
-        if isinstance(value, str) and is_reference(value):
-            values["algorithm"][name] = _beside(here, value)
-    return values
+    return values | {key: _references_from(here, values[key]) for key in ("algorithm", "trackers")}
+
+
+def _references_from(path: Path, value: Any) -> Any:
+    """The same value, however deep, with references to files seen from the folder of `path`."""
+    if isinstance(value, dict):
+        return {name: _references_from(path, one) for name, one in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_references_from(path, one) for one in cast("list[Any]", value)]
+    return _beside(path, value) if isinstance(value, str) and is_reference(value) else value
 
 
 def _without_secrets(value: Any) -> Any:

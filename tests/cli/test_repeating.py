@@ -139,9 +139,11 @@ def test_what_is_different_now_is_told_line_by_line() -> None:
 def test_the_manifest_keeps_no_secrets_and_nothing_of_the_one_run(elsewhere: Path) -> None:
     agent: Any = {"command": "./agent", "env": {"OPENAI_API_KEY": "sk-1", "PLACE": "Oslo"}}
     values = {"agent": agent, "model": "m", "train_dataset": "t.jsonl", "api_key": "k", "run_dir": "r", "resume": True}
+    values["trackers"] = ["tensorboard", {"name": "lines.py:Lines"}]
     found = kept(msgspec.convert(values, TrainConfig))
     assert found["agent"]["env"] == {"PLACE": "Oslo"}
     assert found["train_dataset"] == str(elsewhere / "t.jsonl")
+    assert found["trackers"] == ["tensorboard", {"name": f"{elsewhere}/lines.py:Lines"}]
     assert not {"api_key", "run_dir", "resume"} & set(found)
 
 
