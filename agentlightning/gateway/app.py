@@ -10,13 +10,13 @@ from starlette.routing import BaseRoute
 
 from agentlightning.errors import NotFoundError
 from agentlightning.gateway.attribution import Attributor
-from agentlightning.gateway.calls import CallOpener, Recorders
+from agentlightning.gateway.calls import CallOpener
 from agentlightning.gateway.conversations import Conversations
 from agentlightning.gateway.holding import LONGEST_HOLD, Gate, Holding
 from agentlightning.gateway.models import ModelEntry, ModelTable
-from agentlightning.gateway.recording import CommittingRecorder, QueueingRecorder
+from agentlightning.gateway.recording import Recorder
 from agentlightning.gateway.routes import gateway_routes
-from agentlightning.gateway.statistics import CallStatistics
+from agentlightning.gateway.running import CallStatistics
 from agentlightning.store.base import LightningStore
 
 _HOLD: Final = "hold"  # who holds where nobody else is named
@@ -42,11 +42,10 @@ class Gateway:
         longest_hold: float = LONGEST_HOLD,
     ) -> None:
         self.models = models
-        self._queue = None if store is None else QueueingRecorder(store)
-        recorders = None
-        if store is not None and self._queue is not None:
-            attributed = CommittingRecorder(store) if record == "commit" else self._queue
-            recorders = Recorders(attributed=attributed, unattributed=self._queue)
+        self._queue = recorders = None
+        if store is not None:
+            self._queue = Recorder(store, commit=False)
+            recorders = Recorder(store, commit=True) if record == "commit" else self._queue, self._queue
         self._holding = Holding(store, models.gates, longest_hold)
         attributor = Attributor(store, admin_key=admin_key)
         self._calls = CallOpener(models, attributor, recorders, self._holding, Conversations(store))

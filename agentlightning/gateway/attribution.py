@@ -83,6 +83,10 @@ class Caller:
         return []
 
 
+NOBODY: Final = Caller(UNATTRIBUTED, UNATTRIBUTED, AttemptTracer(UNATTRIBUTED, UNATTRIBUTED).trace_id, None)
+"""Makes the calls that name no attempt."""
+
+
 @dataclass
 class _Asked:
     """What became of the calls with one body: the indices of those answered, and how many failed."""
@@ -108,23 +112,22 @@ class Attributor:
         self._callers: OrderedDict[tuple[str, str], Caller] = OrderedDict()
         self._keys: OrderedDict[str, Credential] = OrderedDict()
         self._meeting = asyncio.Lock()
-        self._nobody = Caller(UNATTRIBUTED, UNATTRIBUTED, AttemptTracer(UNATTRIBUTED, UNATTRIBUTED).trace_id, None)
 
-    async def attribute(self, path_ids: tuple[str, str] | None, api_key: str | None) -> Caller | None:
-        """The caller, `UNATTRIBUTED` for a call that names no attempt; None without a store.
+    async def attribute(self, path_ids: tuple[str, str] | None, api_key: str | None) -> Caller:
+        """The caller, `UNATTRIBUTED` for a call that names no attempt, and without a store.
 
         CallRefused: 401 without a key where one is required, 403 for a key of another attempt, an attempt that has
         ended or a rollout that is terminal, 404 for ids the store does not know, 409 for the key of a worker that
         holds no attempt, or several."""
         credential = await self.check_key(api_key)
         if self._store is None:
-            return None
+            return NOBODY
         key_ids = credential.attempt if credential else None
         if path_ids and key_ids and path_ids != key_ids:
             _refuse(403, "wrong_attempt", "the API key belongs to another attempt than the URL names; use one of them")
         ids = path_ids or key_ids
         if ids is None:
-            return self._nobody
+            return NOBODY
         caller = await self._caller(self._store, *ids)
         if credential and credential.project not in (None, caller.project):
             _refuse(404, "rollout_not_found", f"there is no rollout {ids[0]!r} in the project of this key")

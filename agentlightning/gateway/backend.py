@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -41,35 +41,34 @@ class Sampling:
     n: int = 1
 
 
-LimitName: TypeAlias = Literal["max_tokens", "max_completion_tokens"]
-"""How a chat's limit is called: newer models of OpenAI's refuse the older name, and many other servers ignore the newer
-one."""
+LEFT_OPEN: Final = Sampling(temperature=None, top_p=None, top_k=None)
+"""Where neither run nor agent decides, the backend does: a server's defaults are its maker's recommendation."""
 
 
-@dataclass(frozen=True)
-class ModelCall:
+class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     """One answer to be made: to a chat's `messages`, or a continuation of `prompt` (text or token ids) as it stands.
 
     `session` names the attempt (prefix affinity, recorded ids), None if unknown. `request_id` is unique to the call;
     ids of tool calls are derived from it. `messages`, `tools` and `tool_choice` are as in the OpenAI chat-completions
-    protocol. `max_tokens_name` is the agent's word for the limit. `logprobs` asks for `Delta.logprob_entries`, with the
-    `top_logprobs` likeliest tokens in each. Without `stream` nobody sees the answer before its end, and a backend
-    yields it in as few pieces as it can. `extra` holds request fields for backends that pass them through; a backend
-    that cannot honour one raises BackendError(status=400)."""
+    protocol. `max_tokens_name` is the agent's word for the limit: newer models of OpenAI's refuse the older name, and
+    many other servers ignore the newer one. `logprobs` asks for `Delta.logprob_entries`, with the `top_logprobs`
+    likeliest tokens in each. Without `stream` nobody sees the answer before its end, and a backend yields it in as few
+    pieces as it can. `extra` holds request fields for backends that pass them through; a backend that cannot honour one
+    raises BackendError(status=400)."""
 
-    request_id: str
     model: str
     messages: list[dict[str, Any]]
+    request_id: str = ""
     prompt: str | tuple[int, ...] | None = None
-    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    tools: list[dict[str, Any]] = []
     tool_choice: Any = None
-    sampling: Sampling = field(default_factory=Sampling)
-    max_tokens_name: LimitName = "max_completion_tokens"
+    sampling: Sampling = Sampling()
+    max_tokens_name: Literal["max_tokens", "max_completion_tokens"] = "max_completion_tokens"
     session: str | None = None
     logprobs: bool = False
     top_logprobs: int = 0
     stream: bool = False
-    extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    extra: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)

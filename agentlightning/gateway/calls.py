@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import msgspec
 
 from agentlightning.errors import BackendError
 from agentlightning.gateway.attribution import Attributor, Caller, api_key_of
-from agentlightning.gateway.backend import SESSION_HEADER, ModelCall, RelayedAnswer, RelayedCall
+from agentlightning.gateway.backend import LEFT_OPEN, SESSION_HEADER, RelayedAnswer, RelayedCall
 from agentlightning.gateway.capture import CallRecord
 from agentlightning.gateway.conversations import Conversations
 from agentlightning.gateway.endpoints.base import Endpoint, Head
@@ -25,34 +25,23 @@ from agentlightning.gateway.holding import Holding
 from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
 from agentlightning.gateway.recording import Recorder
 from agentlightning.gateway.request import NOT_JSON, CallRequest
-from agentlightning.gateway.running import Recording, RunningCall
-from agentlightning.gateway.sampling import LEFT_OPEN, decided_by_run, effective_sampling
-from agentlightning.gateway.statistics import CallStatistics
+from agentlightning.gateway.running import CallStatistics, RunningCall
+from agentlightning.gateway.sampling import effective_sampling, run_sampling
 from agentlightning.semconv import FROZEN_HEADER
 
 # How the SDKs of OpenAI and Anthropic say that they repeat a request.
 RETRY_HEADER = "x-stainless-retry-count"
 
 
-@dataclass(frozen=True)
-class Recorders:
-    """Where spans go: those of attempts, and those of calls that no attempt made."""
-
-    attributed: Recorder
-    unattributed: Recorder
-
-    def of(self, caller: Caller) -> Recorder:
-        return self.unattributed if caller.mode is None else self.attributed
-
-
 class CallOpener:
-    """Turns requests into running calls. Without recorders nothing is captured."""
+    """Turns requests into running calls. Without `recorders`, one for the calls of attempts and one for those that no
+    attempt made, nothing is captured."""
 
     def __init__(
         self,
         models: ModelTable,
         attributor: Attributor,
-        recorders: Recorders | None,
+        recorders: tuple[Recorder, Recorder] | None,
         holding: Holding,
         conversations: Conversations,
     ) -> None:
@@ -68,8 +57,8 @@ class CallOpener:
         """CallRefused (401) for a caller who would need a key and has none that was issued here."""
         await self._attributor.check_key(api_key_of(headers))
 
-    async def caller(self, headers: Mapping[str, str], path_ids: tuple[str, str] | None) -> Caller | None:
-        """Who asks, None without a store. CallRefused as for a call."""
+    async def caller(self, headers: Mapping[str, str], path_ids: tuple[str, str] | None) -> Caller:
+        """Who asks. CallRefused as for a call."""
         return await self._attributor.attribute(path_ids, api_key_of(headers))
 
     async def open(
@@ -81,53 +70,42 @@ class CallOpener:
         caller, request, entry, fields = await self._read(endpoint, body, headers, path_ids)
         held_seconds = 0.0
         while (gate := self._models.gate(entry.name)).held:
-            held_seconds += await self._holding.wait(gate, caller.attempt if caller else None)
+            held_seconds += await self._holding.wait(gate, caller.attempt)
             # Meanwhile the attempt may have ended, and the model may be another.
             caller, request, entry, fields = await self._read(endpoint, body, headers, path_ids)
-        attempt = None if caller is None else caller.attempt
-        call_index = caller.take_call_index() if caller is not None and attempt else None
+        attempt = caller.attempt
+        call_index = caller.take_call_index() if attempt else None
         sampling, overridden = LEFT_OPEN, dict[str, Any]()
         if fields is None:  # what is passed on says itself how it is sampled
             sampling, overridden = effective_sampling(request, entry, caller, call_index)
         request_id = f"{attempt[1]}-{call_index}" if attempt else secrets.token_hex(12)
         response_id = endpoint.id_prefix + (f"{request_id}-{self._run}" if attempt else request_id)
-        head = Head(response_id, request.model if entry.name == ANY else entry.name, int(time.time()))
-        call = ModelCall(
+        head = Head(response_id, _model_of(request, entry), int(time.time()))
+        call = msgspec.structs.replace(
+            request,
             request_id=request_id,
             model=head.model,
-            messages=request.messages,
-            prompt=request.prompt,
-            tools=request.tools,
-            tool_choice=request.tool_choice,
             sampling=sampling,
-            max_tokens_name=request.max_tokens_name,
-            session=attempt[1] if attempt else headers.get(SESSION_HEADER),
-            logprobs=request.logprobs,
-            top_logprobs=request.top_logprobs,
-            stream=request.stream,
-            extra=request.extra if decided_by_run(entry, caller) else request.extra | request.shaping,
+            session=_session(caller, headers),
+            extra=request.extra if run_sampling(entry, caller) else request.extra | request.shaping,
         )
-        recording = None
-        if caller is not None and self._recorders is not None:
-            body_hash = hash(body)
-            record = CallRecord(
-                caller=caller,
-                call_index=call_index,
-                endpoint=endpoint.path,
-                operation=endpoint.operation,
-                request=request,
-                model=head.model,
-                entry=entry,
-                sampling=sampling,
-                overridden=overridden,
-                response_id=response_id,
-                traceparent=headers.get("traceparent"),
-                start_time=time.time(),
-                discards=caller.repeated(body_hash, retry=_is_retry(headers)) if attempt else [],
-                held_seconds=held_seconds,
-            )
-            recording = Recording(record, body_hash, self._recorders.of(caller), self.statistics)
-        running = RunningCall(request, head, call, entry, gate, recording, self.statistics)
+        body_hash = hash(body)
+        record = CallRecord(
+            caller=caller,
+            call_index=call_index,
+            endpoint=endpoint,
+            request=request,
+            head=head,
+            entry=entry,
+            sampling=sampling,
+            overridden=overridden,
+            traceparent=headers.get("traceparent"),
+            body_hash=body_hash,
+            discards=caller.repeated(body_hash, retry=headers.get(RETRY_HEADER, "0") != "0") if attempt else [],
+            held_seconds=held_seconds,
+        )
+        recorder = self._recorders[0 if attempt else 1] if self._recorders else None
+        running = RunningCall(record, call, gate, recorder, self.statistics)
         running.remember = partial(self.conversations.remember, caller, endpoint, request, head)
         if fields is not None:
             running.relayed = RelayedCall(endpoint.path, head.model, fields, _let_through(headers), call.session)
@@ -139,24 +117,17 @@ class CallOpener:
         """How many tokens the prompt of a call would have; nothing is numbered or captured. BackendError as in `open`,
         and where the backend cannot count."""
         caller, request, entry, fields = await self._read(endpoint, body, headers, path_ids)
-        model = request.model if entry.name == ANY else entry.name
+        model = _model_of(request, entry)
         if fields is not None:
             async with entry.backend.relay(RelayedCall(endpoint.path, model, fields, _let_through(headers))) as answer:
                 return await _count(answer)
-        call = ModelCall(
-            request_id=secrets.token_hex(12),
-            model=model,
-            messages=request.messages,
-            tools=request.tools,
-            tool_choice=request.tool_choice,
-            session=caller.attempt_id if caller and caller.attempt else headers.get(SESSION_HEADER),
-            extra=request.extra,
+        return await entry.backend.count_tokens(
+            msgspec.structs.replace(request, model=model, session=_session(caller, headers))
         )
-        return await entry.backend.count_tokens(call)
 
     async def _read(
         self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None
-    ) -> tuple[Caller | None, CallRequest, ModelEntry, dict[str, msgspec.Raw] | None]:
+    ) -> tuple[Caller, CallRequest, ModelEntry, dict[str, msgspec.Raw] | None]:
         """Who asks, what, and who answers it; and the request's fields, if that one does so in the agent's protocol."""
         caller = await self.caller(headers, path_ids)
         if any(endpoint.path in entry.backend.relays for entry in self._models):
@@ -193,5 +164,9 @@ def _let_through(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name in HEADERS}
 
 
-def _is_retry(headers: Mapping[str, str]) -> bool:
-    return headers.get(RETRY_HEADER, "0") != "0"
+def _model_of(request: CallRequest, entry: ModelEntry) -> str:
+    return request.model if entry.name == ANY else entry.name
+
+
+def _session(caller: Caller, headers: Mapping[str, str]) -> str | None:
+    return caller.attempt_id if caller.attempt else headers.get(SESSION_HEADER)

@@ -8,15 +8,17 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from agentlightning import semconv
-from agentlightning.gateway.answer import Answer, Choice
+from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import Caller
 from agentlightning.gateway.backend import Sampling
+from agentlightning.gateway.endpoints.base import Endpoint, Head
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.request import CallRequest
 from agentlightning.types import Attributes, SampledChoice, Span, SpanStatus, TokenCapture
@@ -34,25 +36,24 @@ NOT_FINITE = "logprob is not finite"
 
 @dataclass
 class CallRecord:
-    """What was decided about a call before it was made, and when it began. Times are seconds since the epoch.
+    """What was decided about a call before it was made, and when it began (seconds since the epoch).
 
-    `call_index` is None for calls that no attempt made; `discards` are the calls this one repeats. Before it began it
-    was held for `held_seconds`."""
+    `call_index` is None for calls that no attempt made; `discards` are the calls this one repeats, those whose body had
+    the same hash. Before it began it was held for `held_seconds`."""
 
     caller: Caller
     call_index: int | None
-    endpoint: str
-    operation: str
+    endpoint: Endpoint
     request: CallRequest
-    model: str
+    head: Head
     entry: ModelEntry
     sampling: Sampling
     overridden: dict[str, Any]
-    response_id: str
     traceparent: str | None
-    start_time: float
+    body_hash: int
     discards: list[int]
     held_seconds: float
+    start_time: float = field(default_factory=time.time)
 
 
 def call_span(
@@ -71,7 +72,8 @@ def call_span(
     if flag:
         attributes[semconv.CALL_FLAG] = flag
     status = SpanStatus(status_code="ERROR", description=str(error) or flag) if error else SpanStatus()
-    return _span(record, f"{record.operation} {record.model}", attributes, end_time, status, _tokens(answer))
+    name = f"{record.endpoint.operation} {record.head.model}"
+    return _span(record, name, attributes, end_time, status, _tokens(answer))
 
 
 def undelivered_span(record: CallRecord, *, time: float) -> Span:
@@ -115,7 +117,7 @@ def _span(
         attempt_id=record.caller.attempt_id,
         sequence_id=0,  # the store numbers it
         trace_id=trace_id,
-        span_id=hashlib.blake2b(f"{name}\x1f{record.response_id}".encode(), digest_size=8).hexdigest(),
+        span_id=hashlib.blake2b(f"{name}\x1f{record.head.response_id}".encode(), digest_size=8).hexdigest(),
         parent_id=parent_id,
         name=name,
         start_time=record.start_time,
@@ -129,15 +131,15 @@ def _span(
 def _attributes(record: CallRecord, answer: Answer) -> Attributes:
     request, sampling, counts = record.request, record.sampling, answer.token_counts()
     attributes: Attributes = {
-        semconv.GEN_AI_OPERATION: record.operation,
+        semconv.GEN_AI_OPERATION: record.endpoint.operation,
         semconv.GEN_AI_REQUEST_MODEL: request.model,
-        semconv.GEN_AI_RESPONSE_MODEL: record.model,
-        semconv.GEN_AI_RESPONSE_ID: record.response_id,
+        semconv.GEN_AI_RESPONSE_MODEL: record.head.model,
+        semconv.GEN_AI_RESPONSE_ID: record.head.response_id,
         semconv.GEN_AI_FINISH_REASONS: [choice.finish_reason or "abort" for choice in answer.choices],
         semconv.GEN_AI_INPUT_TOKENS: counts.prompt_tokens,
         semconv.GEN_AI_OUTPUT_TOKENS: counts.completion_tokens,
         semconv.GEN_AI_OUTPUT_MESSAGES: _json([choice.message() for choice in answer.choices]),
-        semconv.CALL_ENDPOINT: record.endpoint,
+        semconv.CALL_ENDPOINT: record.endpoint.path,
         semconv.CALL_STREAM: request.stream,
         semconv.CALL_REQUEST: request.request_json,
         semconv.CALL_SAMPLING: _json(sampling),
@@ -148,6 +150,7 @@ def _attributes(record: CallRecord, answer: Answer) -> Attributes:
         attributes[semconv.GEN_AI_INPUT_MESSAGES] = request.messages_json or _json(request.messages)
     elif isinstance(request.prompt, str):
         attributes[semconv.CALL_PROMPT] = request.prompt
+    sampled = [choice for choice in answer.choices if choice.versions]
     optional = {
         semconv.GEN_AI_TEMPERATURE: sampling.temperature,
         semconv.GEN_AI_TOP_P: sampling.top_p,
@@ -159,39 +162,27 @@ def _attributes(record: CallRecord, answer: Answer) -> Attributes:
         semconv.CALL_OVERRIDDEN: _json(record.overridden) if record.overridden else None,
         semconv.GEN_AI_TOOL_DEFINITIONS: request.tools_json or (_json(request.tools) if request.tools else None),
         semconv.RECORDED_SPLICE: answer.spliced_tokens or None,
-        **_versions(answer),
+        semconv.CALL_FIRST_VERSION: min((choice.versions[0][0] for choice in sampled), default=None),
+        semconv.CALL_LAST_VERSION: max(
+            (max(choice.versions[-1][0], choice.last_version or 0) for choice in sampled), default=None
+        ),
     }
     return attributes | {name: value for name, value in optional.items() if value is not None}
-
-
-def _versions(answer: Answer) -> dict[str, int | None]:
-    """The policy versions of the first and the last token, over all choices."""
-    sampled = [choice for choice in answer.choices if choice.versions]
-    if not sampled:
-        return {}
-    last = max(max(choice.versions[-1][0], choice.last_version or 0) for choice in sampled)
-    return {
-        semconv.CALL_FIRST_VERSION: min(choice.versions[0][0] for choice in sampled),
-        semconv.CALL_LAST_VERSION: last,
-    }
 
 
 def _tokens(answer: Answer) -> TokenCapture | None:
     if not answer.prompt_token_ids:
         return None
-    return TokenCapture(
-        prompt_token_ids=answer.prompt_token_ids,
-        choices=tuple(_sampled(choice) for choice in answer.choices),
-    )
-
-
-def _sampled(choice: Choice) -> SampledChoice:
-    return SampledChoice(
-        token_ids=tuple(choice.token_ids),
-        logprobs=tuple(choice.logprobs),
-        finish_reason=choice.finish_reason or "abort",
-        versions=tuple((version, count) for version, count in choice.versions),
-    )
+    choices = [
+        SampledChoice(
+            token_ids=tuple(choice.token_ids),
+            logprobs=tuple(choice.logprobs),
+            finish_reason=choice.finish_reason or "abort",
+            versions=tuple((version, count) for version, count in choice.versions),
+        )
+        for choice in answer.choices
+    ]
+    return TokenCapture(prompt_token_ids=answer.prompt_token_ids, choices=tuple(choices))
 
 
 def _trace(record: CallRecord) -> tuple[str, str | None]:

@@ -6,7 +6,7 @@ Knows chat messages, and the spans that calls were captured in. Knows no HTTP an
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -58,7 +58,7 @@ class Conversations:
         self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
         self._bytes = 0
 
-    async def join(self, caller: Caller | None, request: CallRequest) -> CallRequest:
+    async def join(self, caller: Caller, request: CallRequest) -> CallRequest:
         """The request with all that it continues in its messages.
 
         CallRefused (400) if the caller has no response of that id, or deleted it, or asked that it not be stored."""
@@ -69,11 +69,9 @@ class Conversations:
             message = f"Previous response with id '{request.continues}' not found."
             raise CallRefused(message, code="previous_response_not_found", param="previous_response_id")
         own = request.instructions
-        return replace(request, messages=[*request.messages[:own], *history, *request.messages[own:]])
+        return msgspec.structs.replace(request, messages=[*request.messages[:own], *history, *request.messages[own:]])
 
-    def remember(
-        self, caller: Caller | None, endpoint: Endpoint, request: CallRequest, head: Head, answer: Answer
-    ) -> None:
+    def remember(self, caller: Caller, endpoint: Endpoint, request: CallRequest, head: Head, answer: Answer) -> None:
         """Keep a response that was answered, if a later call may continue it."""
         if not request.continuable or answer.choices[0].finish_reason == "abort":
             return
@@ -83,29 +81,29 @@ class Conversations:
             _Kept(msgspec.json.encode(said), endpoint.whole(request, answer, head)),
         )
 
-    def body(self, caller: Caller | None, response_id: str) -> bytes:
+    def body(self, caller: Caller, response_id: str) -> bytes:
         """The response as it was answered. CallRefused (404) unless it is remembered."""
         return self._remembered(caller, response_id).body
 
-    def delete(self, caller: Caller | None, response_id: str) -> None:
+    def delete(self, caller: Caller, response_id: str) -> None:
         """From here on the response is not found. CallRefused (404) unless it is remembered."""
         self._remembered(caller, response_id)
         self._put((_scope(caller), response_id), _DELETED)
 
-    def _remembered(self, caller: Caller | None, response_id: str) -> _Kept:
+    def _remembered(self, caller: Caller, response_id: str) -> _Kept:
         kept = self._kept.get((_scope(caller), response_id), _DELETED)
         if kept is _DELETED:
             message = f"Response with id '{response_id}' not found: the gateway remembers recent responses only"
             raise CallRefused(message, status=404, code="response_not_found", param="response_id")
         return kept
 
-    async def _messages(self, caller: Caller | None, response_id: str) -> list[dict[str, Any]] | None:
+    async def _messages(self, caller: Caller, response_id: str) -> list[dict[str, Any]] | None:
         key = (_scope(caller), response_id)
         if key in self._kept:
             self._kept.move_to_end(key)
             kept = self._kept[key]
             return None if kept is _DELETED else _MESSAGES.decode(kept.messages)
-        if self._store is None or caller is None or caller.mode is None:
+        if self._store is None or caller.mode is None:
             return None
         wanted = (
             Condition("attempt_id", "eq", caller.attempt_id),
@@ -124,8 +122,8 @@ class Conversations:
             self._bytes -= _size(oldest)
 
 
-def _scope(caller: Caller | None) -> str:
-    return "" if caller is None or caller.mode is None else caller.attempt_id
+def _scope(caller: Caller) -> str:
+    return caller.attempt_id if caller.mode else ""
 
 
 def _size(kept: _Kept) -> int:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 from agentlightning.errors import UnavailableError
 from agentlightning.store.base import LightningStore
@@ -19,94 +20,38 @@ _log = logging.getLogger(__name__)
 _BATCH: Final = 200  # spans written at once
 _PAUSE: Final = 0.2  # seconds until a store that could not be reached is tried again
 
-
-class Recorder(Protocol):
-    async def record(self, span: Span) -> None: ...
-
-    async def close(self) -> None:
-        """Write what is still to be written."""
-        ...
+_Recorded: TypeAlias = tuple[Span, asyncio.Future[None] | None]
 
 
-class CommittingRecorder:
-    """When `record` returns the span is durable; where the store is slow, calls are. A store that cannot be reached is
-    tried again for `patience` seconds: a call that is not recorded makes its whole attempt untrainable.
+class Recorder:
+    """Writes spans; a write costs about as much as a call, and spans that come while one is under way share the next.
 
-    A write costs about as much as a call: calls that end while one is under way wait for it and share the next."""
+    With `commit` a span is durable when `record` returns; where the store is slow, calls are. A store that cannot be
+    reached is tried again for `patience` seconds: a call that is not recorded makes its whole attempt untrainable.
 
-    def __init__(self, store: LightningStore, patience: float = 5.0) -> None:
-        self._store = store
-        self._patience = patience
-        self._gathered: list[tuple[Span, asyncio.Future[None]]] = []
-        self._writing: asyncio.Task[None] | None = None
+    Without, `record` returns at once, and a store that cannot be reached is waited for. Spans that find `limit` others
+    waiting, or that the store refuses, are dropped and counted in `shed`."""
 
-    async def record(self, span: Span) -> None:
-        stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._gathered.append((span, stored))
-        if self._writing is None:
-            self._writing = asyncio.create_task(self._write_gathered(), name="gateway recording")
-        await stored
-
-    async def close(self) -> None:
-        """Nothing is ever left to be written: whoever records waits for it."""
-
-    async def _write_gathered(self) -> None:
-        try:
-            while self._gathered:
-                gathered, self._gathered = self._gathered[:_BATCH], self._gathered[_BATCH:]
-                await self._write_together(gathered)
-        finally:
-            self._writing = None
-
-    async def _write_together(self, gathered: list[tuple[Span, asyncio.Future[None]]]) -> None:
-        """Write them at once or, where one of them is refused, each by itself."""
-        try:
-            await self._write([span for span, _ in gathered])
-            error = None
-        except Exception as raised:  # noqa: BLE001 - each of those who wait gets it
-            error = raised
-            if len(gathered) > 1 and not isinstance(error, UnavailableError):
-                await asyncio.gather(*(self._write_together([one]) for one in gathered))
-                return
-        for _, stored in gathered:
-            if stored.done():
-                continue  # its caller was cancelled
-            if error is None:
-                stored.set_result(None)
-            else:
-                stored.set_exception(error)
-
-    async def _write(self, spans: list[Span]) -> None:
-        give_up = time.monotonic() + self._patience
-        while True:
-            try:
-                await self._store.add_many_spans(spans)  # their ids make a repeated write harmless
-                return
-            except UnavailableError:
-                if time.monotonic() >= give_up:
-                    raise
-                await asyncio.sleep(_PAUSE)
-
-
-class QueueingRecorder:
-    """`record` returns at once and spans are written behind it, also after a store that could not be reached is back.
-    Those that find `limit` others waiting, or that the store refuses, are dropped and counted in `shed`."""
-
-    def __init__(self, store: LightningStore, limit: int = 10_000) -> None:
+    def __init__(self, store: LightningStore, *, commit: bool, patience: float = 5.0, limit: int = 10_000) -> None:
         self.shed = 0
         self._store = store
+        self._commit = commit
+        self._patience = patience if commit else math.inf
         self._limit = limit
         self._closing = False
-        self._waiting: deque[Span] = deque()
+        self._waiting: deque[_Recorded] = deque()
         self._writing: asyncio.Task[None] | None = None
 
     async def record(self, span: Span) -> None:
-        if len(self._waiting) >= self._limit:
-            self._shed(1, "the queue is full")
+        if not self._commit and len(self._waiting) >= self._limit:
+            self._shed("the queue is full")
             return
-        self._waiting.append(span)
+        stored = asyncio.get_running_loop().create_future() if self._commit else None
+        self._waiting.append((span, stored))
         if self._writing is None:
-            self._writing = asyncio.create_task(self._write(), name="gateway recording")
+            self._writing = asyncio.create_task(self._write_waiting(), name="gateway recording")
+        if stored is not None:
+            await stored
 
     async def close(self) -> None:
         """Return when everything that waits has been written, or cannot be."""
@@ -114,33 +59,46 @@ class QueueingRecorder:
         if self._writing is not None:
             await self._writing
 
-    async def _write(self) -> None:
+    async def _write_waiting(self) -> None:
         try:
             while self._waiting:
-                await self._add([self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))])
+                await self._write([self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))])
         finally:
             self._writing = None
 
-    async def _add(self, spans: list[Span]) -> None:
+    async def _write(self, batch: list[_Recorded]) -> None:
         """Write them at once or, where one of them is refused, each by itself."""
+        error = None
         try:
-            while True:
-                try:
-                    await self._store.add_many_spans(spans)
-                    return
-                except UnavailableError as error:
-                    if self._closing:
-                        self._shed(len(spans), str(error))
-                        return
-                    await asyncio.sleep(_PAUSE)
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with one span, the others are written
-            if len(spans) == 1:
-                self._shed(1, f"{type(error).__name__}: {error}")
+            await self._add([span for span, _ in batch])
+        except Exception as raised:  # noqa: BLE001 - each of those who wait gets it
+            error = raised
+            if len(batch) > 1 and not isinstance(error, UnavailableError):
+                await asyncio.gather(*(self._write([one]) for one in batch))
                 return
-            for span in spans:
-                await self._add([span])
+        for _, stored in batch:
+            if stored is None:
+                if error is not None:
+                    self._shed(f"{type(error).__name__}: {error}")
+            elif stored.done():
+                pass  # its caller was cancelled
+            elif error is None:
+                stored.set_result(None)
+            else:
+                stored.set_exception(error)
 
-    def _shed(self, count: int, why: str) -> None:
-        if self.shed == 0 or (self.shed + count) // 1000 > self.shed // 1000:  # the first, and each thousand
-            _log.warning("%d calls were answered and not recorded so far: %s", self.shed + count, why)
-        self.shed += count
+    async def _add(self, spans: list[Span]) -> None:
+        give_up = time.monotonic() + self._patience
+        while True:
+            try:
+                await self._store.add_many_spans(spans)  # their ids make a repeated write harmless
+                return
+            except UnavailableError:
+                if self._closing or time.monotonic() >= give_up:
+                    raise
+                await asyncio.sleep(_PAUSE)
+
+    def _shed(self, why: str) -> None:
+        self.shed += 1
+        if self.shed % 1000 == 1:  # the first, and one of each thousand
+            _log.warning("%d calls were answered and not recorded so far: %s", self.shed, why)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from agentlightning.errors import BackendError
-from agentlightning.gateway.backend import LimitName
+from agentlightning.gateway.backend import LEFT_OPEN, ModelCall, Sampling
 
 # Fields other than temperature, top_p and top_k that shape the distribution tokens are sampled from.
 SHAPING_FIELDS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "logit_bias")
@@ -30,42 +30,24 @@ class CallRefused(BackendError):
         self.param = param
 
 
-@dataclass(frozen=True)
-class CallRequest:
-    """A request in the form of chat completions, whatever protocol it came in; None and empty mean not given.
+class CallRequest(ModelCall, frozen=True, kw_only=True):
+    """A request in the form of chat completions, whatever protocol it came in; what is None or empty was not given.
 
-    `prompt` continues a text or token ids instead of answering `messages`. `continues` names an earlier response whose
-    conversation comes before `messages`, though behind the first `instructions` of them, which belong to this call
-    alone; with `continuable` a later response may continue this one. `messages_json` and `tools_json` are the agent's
-    own bytes where it wrote them in this form. `shaping` holds penalties and the like (see `SHAPING_FIELDS`), `extra`
-    every field the gateway does not read. `original` is what the endpoint's own writer needs of the request,
+    `continues` names an earlier response whose conversation comes before `messages`, though behind the first
+    `instructions` of them, which belong to this call alone; with `continuable` a later response may continue this one.
+    `messages_json` and `tools_json` are the agent's own bytes where it wrote them in this form. `shaping` holds
+    penalties and the like (see `SHAPING_FIELDS`). `original` is what the endpoint's own writer needs of the request,
     `request_json` the body without its messages and tools, as the span keeps it."""
 
-    model: str
-    messages: list[dict[str, Any]]
-    prompt: str | tuple[int, ...] | None = None
+    sampling: Sampling = LEFT_OPEN
     continues: str | None = None
     continuable: bool = False
     instructions: int = 0
     messages_json: str | None = None
-    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     tools_json: str | None = None
-    tool_choice: Any = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    max_tokens: int | None = None
-    max_tokens_name: LimitName = "max_completion_tokens"
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
-    n: int = 1
-    stream: bool = False
     include_usage: bool = False
-    logprobs: bool = False
-    top_logprobs: int = 0
     return_token_ids: bool = False
-    shaping: dict[str, Any] = field(default_factory=dict[str, Any])
-    extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    shaping: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     original: Any = None
     request_json: str = "{}"
 

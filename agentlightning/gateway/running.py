@@ -7,113 +7,113 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from types import TracebackType
 
+from agentlightning import semconv
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import BackendEvent, ModelCall, RelayedAnswer, RelayedCall
 from agentlightning.gateway.capture import ABORTED, FAILED, CallRecord, call_span, undelivered_span
-from agentlightning.gateway.endpoints.base import Head
 from agentlightning.gateway.holding import Gate
-from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.recording import Recorder
-from agentlightning.gateway.request import CallRequest
-from agentlightning.gateway.statistics import CallStatistics
+from agentlightning.types import Span
 
 
 class ClientGone(Exception):
     """The agent no longer listens: its call is cancelled and recorded as aborted."""
 
 
-class Recording:
-    """Turns one call into its spans."""
+@dataclass
+class CallStatistics:
+    """What became of calls since the gateway began, by model and outcome (`answered`, `failed`, `aborted`), and why
+    some cannot be trained on. `retried` counts answers that a client asked for again, `undelivered` those whose client
+    had left, `held` recorded calls that waited while weights were updated, for `held_seconds` in all."""
 
-    def __init__(self, record: CallRecord, body_hash: int, recorder: Recorder, statistics: CallStatistics) -> None:
-        self.record = record
-        self._body_hash = body_hash
-        self._recorder = recorder
-        self._statistics = statistics
-        self._started = time.monotonic()
-        record.caller.running += 1
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    untrainable: Counter[str] = field(default_factory=Counter[str])
+    retried: int = 0
+    undelivered: int = 0
+    held: int = 0
+    held_seconds: float = 0.0
 
-    async def store(self, answer: Answer, error: BaseException | None) -> None:
-        record, first = self.record, answer.first_token_time
-        if record.call_index is not None:
-            record.caller.note_ended(self._body_hash, record.call_index, answered=error is None)
-        span = call_span(
-            record,
-            answer,
-            end_time=record.start_time + (time.monotonic() - self._started),
-            time_to_first_chunk=None if first is None else first - self._started,
-            error=error,
-        )
-        self._statistics.captured(span)
-        try:
-            await self._recorder.record(span)
-        finally:
-            record.caller.running -= 1
-
-    async def store_undelivered(self) -> None:
-        if self.record.call_index is not None:
-            self._statistics.undelivered += 1
-            await self._recorder.record(undelivered_span(self.record, time=time.time()))
+    def captured(self, record: CallRecord, span: Span) -> None:
+        flag = span.attributes.get(semconv.CALL_FLAG)
+        if flag:
+            self.untrainable[str(flag)] += 1
+        self.retried += bool(record.discards)
+        self.held += record.held_seconds > 0
+        self.held_seconds += record.held_seconds
 
 
 class RunningCall:
-    """One call under way. Leaving its `async with` block without `commit` records it as failed or aborted."""
+    """One call under way. Leaving its `async with` block without `commit` records it as failed or aborted.
+
+    Without a `recorder` nothing is captured. A `relayed` call is answered in the agent's own protocol, and if it is
+    `refused` in the backend's own words. `remember` is given the answer of a call that was committed."""
 
     def __init__(
-        self,
-        request: CallRequest,
-        head: Head,
-        call: ModelCall,
-        entry: ModelEntry,
-        gate: Gate,
-        recording: Recording | None,
-        statistics: CallStatistics,
+        self, record: CallRecord, call: ModelCall, gate: Gate, recorder: Recorder | None, statistics: CallStatistics
     ) -> None:
-        self.request = request
-        self.answer = Answer(request.n)
-        self.head = head
+        self.request = record.request
+        self.head = record.head
+        self.answer = Answer(call.sampling.n)
         self.relayed: RelayedCall | None = None
         self.refused: BackendError | None = None
         self.remember: Callable[[Answer], None] | None = None
+        self._record = record
         self._call = call
-        self._entry = entry
         self._gate = gate
-        self._recording = recording
-        self._ids = None if recording is None else recording.record.caller.attempt
+        self._recorder = recorder
         self._recorded = False
         self._statistics = statistics
+        self._started = time.monotonic()
 
     def events(self) -> AsyncGenerator[BackendEvent, None]:
         """The backend's events; closing the iterator cancels the generation."""
-        return self._entry.backend.answer(self._call)
+        return self._record.entry.backend.answer(self._call)
 
     def relay(self) -> AbstractAsyncContextManager[RelayedAnswer]:
         """The backend's own answer to a call that is passed through."""
         assert self.relayed is not None
-        return self._entry.backend.relay(self.relayed)
+        return self._record.entry.backend.relay(self.relayed)
 
     async def commit(self) -> None:
-        """Store the finished call, or one that was `refused` in the backend's own words. When this returns the call is
-        durable; only then may its end be sent."""
+        """Store the finished call. When this returns the call is durable; only then may its end be sent."""
         self._recorded = True
-        if self._recording is not None:
-            await self._recording.store(self.answer, self.refused)
-        self._statistics.count(self._entry.name, "failed" if self.refused else "answered")
+        await self._store(self.refused)
+        self._statistics.calls[self._record.entry.name, "failed" if self.refused else "answered"] += 1
         if self.remember is not None:
             self.remember(self.answer)
 
     async def undelivered(self) -> None:
         """The client left between the commit and the end of its answer: note that nobody received it."""
-        if self._recording is not None:
-            await self._recording.store_undelivered()
+        if self._recorder is not None and self._record.call_index is not None:
+            self._statistics.undelivered += 1
+            await self._recorder.record(undelivered_span(self._record, time=time.time()))
+
+    async def _store(self, error: BaseException | None) -> None:
+        record, first = self._record, self.answer.first_token_time
+        if self._recorder is None:
+            return
+        if record.call_index is not None:
+            record.caller.note_ended(record.body_hash, record.call_index, answered=error is None)
+        span = call_span(
+            record,
+            self.answer,
+            end_time=record.start_time + (time.monotonic() - self._started),
+            time_to_first_chunk=None if first is None else first - self._started,
+            error=error,
+        )
+        self._statistics.captured(record, span)
+        await self._recorder.record(span)
 
     async def __aenter__(self) -> RunningCall:
-        self._gate.enter(self._ids)
+        self._record.caller.running += 1
+        self._gate.enter(self._record.caller.attempt)
         return self
 
     async def __aexit__(
@@ -122,9 +122,9 @@ class RunningCall:
         try:
             if error is not None and not self._recorded:
                 aborted = isinstance(error, ClientGone | asyncio.CancelledError)
-                self._statistics.count(self._entry.name, "aborted" if aborted else "failed")
+                self._statistics.calls[self._record.entry.name, "aborted" if aborted else "failed"] += 1
                 self.answer.abort(ABORTED if aborted else FAILED)
-                if self._recording is not None:
-                    await self._recording.store(self.answer, error)
+                await self._store(error)
         finally:
-            self._gate.leave(self._ids)
+            self._gate.leave(self._record.caller.attempt)
+            self._record.caller.running -= 1

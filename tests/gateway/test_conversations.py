@@ -7,6 +7,7 @@ import json
 import pytest
 
 from agentlightning.gateway.answer import Answer
+from agentlightning.gateway.attribution import NOBODY
 from agentlightning.gateway.backend import Delta, Finished
 from agentlightning.gateway.conversations import Conversations
 from agentlightning.gateway.endpoints.base import Head
@@ -24,17 +25,17 @@ def remember(conversations: Conversations, request: CallRequest, response_id: st
     answer = Answer(1)
     answer.add(Delta(0, {"content": "yes"}))
     answer.add(Finished(0, "stop"))
-    conversations.remember(None, Responses(), request, Head(response_id, "m", 0), answer)
+    conversations.remember(NOBODY, Responses(), request, Head(response_id, "m", 0), answer)
 
 
 async def continued(conversations: Conversations, response_id: str) -> list[str]:
-    request = await conversations.join(None, asked("more", previous_response_id=response_id))
+    request = await conversations.join(NOBODY, asked("more", previous_response_id=response_id))
     return [message["content"] for message in request.messages]
 
 
 async def test_a_request_that_continues_nothing_stays_as_it_is() -> None:
     request = asked("hi", instructions="Be kind.")
-    assert await Conversations(None).join(None, request) is request
+    assert await Conversations(None).join(NOBODY, request) is request
 
 
 async def test_the_least_recently_used_is_forgotten() -> None:
@@ -57,15 +58,15 @@ async def test_no_more_bytes_are_kept_than_allowed() -> None:
         await continued(conversations, "resp_15")
     remember(conversations, asked("x" * 20_000), "resp_large")
     with pytest.raises(CallRefused, match="not found"):
-        conversations.body(None, "resp_large")
+        conversations.body(NOBODY, "resp_large")
 
 
 async def test_what_is_deleted_stays_deleted() -> None:
     conversations = Conversations(None)
     remember(conversations, asked("a"), "resp_a")
-    conversations.delete(None, "resp_a")
+    conversations.delete(NOBODY, "resp_a")
     with pytest.raises(CallRefused, match="not found"):
         await continued(conversations, "resp_a")
     with pytest.raises(CallRefused) as caught:
-        conversations.delete(None, "resp_a")
+        conversations.delete(NOBODY, "resp_a")
     assert caught.value.status == 404

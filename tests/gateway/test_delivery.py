@@ -17,7 +17,7 @@ import pytest
 from agentlightning import semconv
 from agentlightning.data.transitions import NOT_RECEIVED, TracedRollout, trace_rollout
 from agentlightning.errors import InvalidError, UnavailableError
-from agentlightning.gateway.recording import CommittingRecorder, QueueingRecorder
+from agentlightning.gateway.recording import Recorder
 from agentlightning.store.redaction import redaction
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import UNATTRIBUTED, AttemptedRollout, Span
@@ -242,7 +242,7 @@ async def test_a_full_queue_sheds_and_counts(tmp_path: Path) -> None:
         store.may_write.clear()
         store.reached.clear()
         copies = [msgspec.structs.replace(span, span_id=f"{number:016x}") for number in range(5)]
-        queue = QueueingRecorder(store, limit=2)
+        queue = Recorder(store, commit=False, limit=2)
         await queue.record(copies[0])
         await asyncio.wait_for(store.reached.wait(), 10)
         for copy in copies[1:]:
@@ -275,7 +275,7 @@ async def test_a_store_that_cannot_be_reached_is_tried_again(tmp_path: Path, awa
             await built.gateway.close()
             (span,) = await store.query_spans(UNATTRIBUTED)
             store.away = away
-            queue, committing = QueueingRecorder(store), CommittingRecorder(store, patience=1.0)
+            queue, committing = Recorder(store, commit=False), Recorder(store, commit=True, patience=1.0)
             await queue.record(msgspec.structs.replace(span, span_id="0" * 15 + "1"))
             await asyncio.sleep(0.1)  # its first try
             if away == 2:
@@ -314,7 +314,7 @@ async def test_calls_that_end_while_another_is_written_share_the_next_write(tmp_
         if poison:
             copies[7] = msgspec.structs.replace(copies[7], name="poison")
         store.writes = 0
-        recorder = CommittingRecorder(store)
+        recorder = Recorder(store, commit=True)
         await recorder.record(copies[0])
         assert store.writes == 1, "one alone waits for no others"
         first = asyncio.create_task(recorder.record(copies[1]))

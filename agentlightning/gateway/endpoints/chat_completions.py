@@ -11,7 +11,7 @@ import msgspec
 
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer, Choice
-from agentlightning.gateway.backend import Delta, Started
+from agentlightning.gateway.backend import Delta, Sampling, Started
 from agentlightning.gateway.endpoints.base import Head, OpenAIStream, openai_error, openai_usage
 from agentlightning.gateway.request import (
     MAX_CHOICES,
@@ -105,15 +105,19 @@ _FIELDS = Fields(
 )
 
 
-def sampling_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a `CallRequest` that completions and chat completions write alike."""
+def sampling_fields(values: dict[str, Any], max_tokens: int | None) -> dict[str, Any]:
+    """The fields of a `CallRequest` that OpenAI's endpoints write alike."""
+    sampling = Sampling(
+        temperature=values.get("temperature"),
+        top_p=values.get("top_p"),
+        top_k=max(0, values["top_k"]) if "top_k" in values else None,
+        max_tokens=max_tokens,
+        stop=stop_strings(values.get("stop")),
+        seed=values.get("seed"),
+        n=values.get("n", 1),
+    )
     return {
-        "temperature": values.get("temperature"),
-        "top_p": values.get("top_p"),
-        "top_k": max(0, values["top_k"]) if "top_k" in values else None,
-        "stop": stop_strings(values.get("stop")),
-        "seed": values.get("seed"),
-        "n": values.get("n", 1),
+        "sampling": sampling,
         "stream": values.get("stream", False),
         "include_usage": "stream_options" in values and bool(values["stream_options"].include_usage),
         "return_token_ids": values.get("return_token_ids", False),
@@ -145,13 +149,12 @@ class ChatCompletions:
             tools=tools,
             tools_json=bytes(raw["tools"]).decode() if tools else None,
             tool_choice=values.get("tool_choice"),
-            max_tokens=min(limits.values(), default=None),
             max_tokens_name="max_tokens" if [*limits] == ["max_tokens"] else "max_completion_tokens",
             logprobs=values.get("logprobs", False),
             top_logprobs=values.get("top_logprobs", 0),
             extra=extra,
             request_json=rest_json(raw, "messages", "tools"),
-            **sampling_fields(values),
+            **sampling_fields(values, min(limits.values(), default=None)),
         )
 
     def whole(self, request: CallRequest, answer: Answer, head: Head) -> bytes:
@@ -208,7 +211,7 @@ class ChunkWriter(OpenAIStream):
             self._event(
                 [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], **({} if index else ids)
             )
-            for index in range(self._request.n)
+            for index in range(self._request.sampling.n)
         )
 
     def delta(self, event: Delta) -> bytes:

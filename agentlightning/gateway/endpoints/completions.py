@@ -42,19 +42,18 @@ class Completions:
         require(values, "model", "prompt")
         if values.get("echo"):
             raise CallRefused("echo is not supported: the prompt is not repeated; leave it out", param="echo")
-        shared = sampling_fields(values)
-        if values.get("best_of", shared["n"]) != shared["n"]:
+        n = values.get("n", 1)
+        if values.get("best_of", n) != n:
             raise CallRefused("best_of is not supported: every choice is given; leave it out", param="best_of")
         return CallRequest(
             model=values["model"],
             messages=[],
             prompt=_prompt(values["prompt"]),
-            max_tokens=values.get("max_tokens", MAX_TOKENS),
             logprobs="logprobs" in values,
             top_logprobs=values.get("logprobs", 0),
             extra=extra,
             request_json=rest_json(raw, "prompt"),
-            **shared,
+            **sampling_fields(values, values.get("max_tokens", MAX_TOKENS)),
         )
 
     def whole(self, request: CallRequest, answer: Answer, head: Head) -> bytes:
@@ -63,7 +62,7 @@ class Completions:
             "object": "text_completion",
             "created": head.created,
             "model": head.model,
-            "choices": [_whole_choice(request, index, answer) for index in range(request.n)],
+            "choices": [_whole_choice(request, index, answer) for index in range(request.sampling.n)],
             "usage": openai_usage(answer.token_counts()),
             **answer.extra,
         }
@@ -126,7 +125,7 @@ class CompletionWriter(OpenAIStream):
         if not self._request.return_token_ids:
             return b""
         ids = {"prompt_token_ids": event.prompt_token_ids, "token_ids": ()}
-        return b"".join(self._event([_choice(index, "") | ids]) for index in range(self._request.n))
+        return b"".join(self._event([_choice(index, "") | ids]) for index in range(self._request.sampling.n))
 
     def delta(self, event: Delta) -> bytes:
         request, text = self._request, event.delta.get("content", "")

@@ -17,6 +17,7 @@ import msgspec
 
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
+from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.endpoints.base import Head
 from agentlightning.gateway.endpoints.chat_completions import SAMPLING_RANGES, SAMPLING_TYPES
 from agentlightning.gateway.endpoints.messages_answer import NO_THREADS, MessageWriter, anthropic_error, whole_message
@@ -231,12 +232,14 @@ def _read(body: bytes, *required: str) -> CallRequest:
         messages=_chat(values.get("system"), values["messages"]),
         tools=[_tool(index, tool) for index, tool in enumerate(values.get("tools", ()))],
         tool_choice=None if tool_choice is None else _choice(tool_choice),
-        temperature=values.get("temperature"),
-        top_p=values.get("top_p"),
-        top_k=values.get("top_k"),
-        max_tokens=values.get("max_tokens"),
-        stop=stop_strings(values.get("stop_sequences")),
-        seed=values.get("seed"),
+        sampling=Sampling(
+            temperature=values.get("temperature"),
+            top_p=values.get("top_p"),
+            top_k=values.get("top_k"),
+            max_tokens=values.get("max_tokens"),
+            stop=stop_strings(values.get("stop_sequences")),
+            seed=values.get("seed"),
+        ),
         stream=values.get("stream", False),
         shaping={name: values[name] for name in SHAPING_FIELDS if name in values},
         extra=extra,

@@ -141,13 +141,12 @@ class Responses:
             continuable=values.get("store", True),
             tools=_tools(values.get("tools", [])),
             tool_choice=_tool_choice(values.get("tool_choice")),
-            max_tokens=values.get("max_output_tokens"),
             logprobs=_logprobs(values),
             top_logprobs=values.get("top_logprobs", 0),
             extra=others | _chat_fields(values),
             original={name: raw[name] if name in given else default for name, default in _ECHOED.items()},
             request_json=rest_json(raw, "input", "tools"),
-            **sampling_fields(values),
+            **sampling_fields(values, values.get("max_output_tokens")),
         )
 
     def whole(self, request: CallRequest, answer: Answer, head: Head) -> bytes:
