@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
-from typing import Any, Final, NoReturn, cast
+from typing import Any, Final, cast
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -146,25 +146,20 @@ class ClientWatch:
 
 async def read_body(headers: dict[str, str], receive: Receive, limit: int) -> bytes:
     """The request's whole body. CallRefused (413) above `limit` bytes, ClientGone if it never comes whole."""
-    if int(headers.get("content-length") or 0) > limit:
-        _refuse_size(limit)
     parts: list[bytes] = []
-    size = 0
-    while True:
+    announced, size = int(headers.get("content-length") or 0), 0
+    more = announced <= limit
+    while more and size <= limit:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            _refuse_size(limit)
-        parts.append(part)
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _refuse_size(limit: int) -> NoReturn:
-    raise CallRefused(f"the request body is larger than {limit} bytes; send less", status=413, code="body_too_large")
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        more = message.get("more_body", False)
+    if max(announced, size) > limit:
+        message = f"the request body is larger than {limit} bytes; send less"
+        raise CallRefused(message, status=413, code="body_too_large")
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def headers_of(scope: Scope) -> dict[str, str]:

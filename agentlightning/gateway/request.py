@@ -6,7 +6,6 @@ Knows JSON bodies and nothing else: no backends, no rollouts, no HTTP server.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -16,7 +15,6 @@ from agentlightning.gateway.backend import LEFT_OPEN, ModelCall, Sampling
 
 # Fields other than temperature, top_p and top_k that shape the distribution tokens are sampled from.
 SHAPING_FIELDS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "logit_bias")
-MAX_CHOICES = 128
 
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -52,25 +50,18 @@ class CallRequest(ModelCall, frozen=True, kw_only=True):
     request_json: str = "{}"
 
 
-@dataclass(frozen=True)
 class Fields:
-    """The fields of one protocol that the gateway reads: their types, what may be said more of their shape, and their
-    ranges. All others are passed on unread."""
+    """The fields of one protocol that the gateway reads: their types, and what may be said more of their shapes. All
+    others are passed on unread."""
 
-    types: Mapping[str, Any]
-    shapes: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    def __init__(self, types: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
+        self._decoders = {name: msgspec.json.Decoder(type_) for name, type_ in types.items()}
+        self._shapes = {name: msgspec.json.Decoder(type_) for name, type_ in shapes.items()}
 
-    def __post_init__(self) -> None:
-        decoders = {name: msgspec.json.Decoder(type_) for name, type_ in self.types.items()}
-        shapes = {name: msgspec.json.Decoder(type_) for name, type_ in self.shapes.items()}
-        object.__setattr__(self, "_decoders", decoders)
-        object.__setattr__(self, "_shape_decoders", shapes)
-
-    def read(self, body: bytes) -> tuple[dict[str, Any], dict[str, Any], dict[str, msgspec.Raw]]:
+    def read(self, body: bytes, *required: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, msgspec.Raw]]:
         """(fields the gateway reads, all others, every field as it was written); nulls count as not given.
 
-        CallRefused (400) names the field that is of the wrong type or out of range."""
+        CallRefused (400) names the field that is missing, of the wrong type or out of range."""
         try:
             raw = _OBJECT.decode(body)
         except NOT_JSON as error:
@@ -79,29 +70,26 @@ class Fields:
         others: dict[str, Any] = {}
         for name, value in raw.items():
             if bytes(value) != b"null":
-                (values if name in self.types else others)[name] = self._decoded(name, value)
+                (values if name in self._decoders else others)[name] = self._decoded(name, value)
+        for name in required:
+            if name not in values:
+                raise CallRefused(f"the request has no {name!r}, which is required", param=name)
         return values, others, raw
 
     def _decoded(self, name: str, raw: msgspec.Raw) -> Any:
-        decoders, shapes = self._decoders, self._shape_decoders  # type: ignore[attr-defined]
         try:
-            if name in shapes:
-                shapes[name].decode(raw)
-            value = decoders[name].decode(raw) if name in decoders else msgspec.json.decode(raw)
+            if name in self._shapes:
+                self._shapes[name].decode(raw)
+            return self._decoders[name].decode(raw) if name in self._decoders else msgspec.json.decode(raw)
         except NOT_JSON as error:
             what, _, place = str(error).partition(" - at `$")
             field = name + place.removesuffix("`")
-            if "[...]" in field and name in shapes:
-                field = field.replace("[...]", _position(shapes[name], raw), 1)
+            if "[...]" in field and name in self._shapes:
+                field = field.replace("[...]", _position(self._shapes[name], raw), 1)
             raise CallRefused(f"{field} cannot be used: {what}", param=field) from None
-        if name in self.ranges:
-            low, high = self.ranges[name]
-            if not low <= value <= high:
-                raise CallRefused(f"{name} is {value}; it must lie between {low} and {high}", param=name)
-        return value
 
 
-def _position(decoder: Any, raw: msgspec.Raw) -> str:
+def _position(decoder: msgspec.json.Decoder[Any], raw: msgspec.Raw) -> str:
     """`[3]` for the fourth item if that is the first unusable one; `[...]` where it cannot be told."""
     for position, item in enumerate(msgspec.json.decode(raw, type=list[msgspec.Raw])):
         try:
@@ -111,11 +99,9 @@ def _position(decoder: Any, raw: msgspec.Raw) -> str:
     return "[...]"
 
 
-def require(values: Mapping[str, Any], *names: str) -> None:
-    """CallRefused (400) for the first field that is required and was not given."""
-    for name in names:
-        if name not in values:
-            raise CallRefused(f"the request has no {name!r}, which is required", param=name)
+def given(**fields: Any) -> dict[str, Any]:
+    """The fields that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def stop_strings(stop: Any) -> tuple[str, ...]:

@@ -1,18 +1,17 @@
-"""The seam between the gateway and a protocol: requests in, answers and errors out.
+"""The seam between the gateway and a protocol: requests in, answers and errors out; and what OpenAI's protocols share.
 
 Knows no backends, rollouts or HTTP server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import msgspec
 
 from agentlightning.errors import BackendError
-from agentlightning.gateway.answer import Answer
+from agentlightning.gateway.answer import Answer, Choice
 from agentlightning.gateway.backend import Delta, Started, Usage
 from agentlightning.gateway.request import CallRefused, CallRequest
 
@@ -44,28 +43,35 @@ class StreamWriter(Protocol):
         ...
 
 
-class Endpoint(Protocol):
+class Endpoint:
     """One protocol under `/v1/{path}`. `operation` is its `gen_ai.operation.name`; `id_prefix` begins the ids of its
-    answers."""
+    answers. One that is only ever passed through writes no answers."""
 
     path: str
-    operation: str
+    operation = "chat"
     id_prefix: str
 
     def read(self, body: bytes) -> CallRequest:
         """The request in `body`. CallRefused (400) names the field that is missing, of the wrong type, out of range or
         not supported."""
-        ...
+        raise NotImplementedError
 
     def whole(self, request: CallRequest, answer: Answer, head: Head) -> bytes:
         """The body of an answer that is not streamed."""
-        ...
+        raise NotImplementedError
 
-    def stream(self, request: CallRequest, head: Head) -> StreamWriter: ...
+    def stream(self, request: CallRequest, head: Head) -> StreamWriter:
+        raise NotImplementedError
 
     def error(self, error: BackendError) -> bytes:
         """The body of an answer with `error.status`."""
-        ...
+        return openai_error(error)
+
+
+def server_sent(data: Any, event: str | None = None) -> bytes:
+    """One server-sent event with JSON data."""
+    name = b"" if event is None else b"event: " + event.encode() + b"\n"
+    return name + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 # --- what OpenAI's endpoints share --------------------------------------------------------------------------------
@@ -89,8 +95,7 @@ def openai_error_fields(error: BackendError) -> dict[str, Any]:
     return {"message": str(error), "type": kind, "param": param, "code": error.code}
 
 
-def openai_usage(usage: Usage) -> dict[str, Any]:
-    """The `usage` of chat completions and completions."""
+def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -99,34 +104,63 @@ def openai_usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def server_sent(data: Any, event: str | None = None) -> bytes:
-    """One server-sent event with JSON data."""
-    name = b"" if event is None else b"event: " + event.encode() + b"\n"
-    return name + b"data: " + msgspec.json.encode(data) + b"\n\n"
+def _object(head: Head, kind: str) -> dict[str, Any]:
+    return {"id": head.response_id, "object": kind, "created": head.created, "model": head.model}
+
+
+def choice_body(index: int, said: dict[str, Any], ended: Choice | None = None) -> dict[str, Any]:
+    """One choice, or a part of it, with `said` in it, of chat completions or completions."""
+    reason = None if ended is None else ended.finish_reason
+    body: dict[str, Any] = {"index": index, **said, "logprobs": None, "finish_reason": reason}
+    if ended is not None and ended.stop_string is not None:
+        body["stop_reason"] = ended.stop_string
+    return body
+
+
+def whole_body(head: Head, kind: str, choices: list[dict[str, Any]], answer: Answer, **more: Any) -> bytes:
+    """The body of a whole answer, of chat completions or completions."""
+    usage = _usage(answer.token_counts())
+    return msgspec.json.encode({**_object(head, kind), "choices": choices, "usage": usage, **answer.extra, **more})
 
 
 class OpenAIStream:
-    """What the streams of chat completions and completions share: each event is `data: {…}` of one kind of `object`,
+    """What the streams of chat completions and completions share: each event is `data: {…}` of one `kind` of object,
     and the last is `[DONE]`."""
 
-    def __init__(self, request: CallRequest, head: Head, kind: str) -> None:
+    kind: str
+
+    def __init__(self, request: CallRequest, head: Head) -> None:
         self._request = request
-        self._head: dict[str, Any] = {
-            "id": head.response_id,
-            "object": kind,
-            "created": head.created,
-            "model": head.model,
-        }
+        self._head = _object(head, self.kind)
+
+    def said(self, delta: dict[str, Any]) -> dict[str, Any]:
+        """How a part of a choice says what is new."""
+        raise NotImplementedError
+
+    def logprobs(self, event: Delta) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def delta(self, event: Delta) -> bytes:
+        request = self._request
+        if not event.delta and not ((request.return_token_ids or request.logprobs) and event.token_ids):
+            return b""
+        choice = choice_body(event.index, self.said(event.delta))
+        if request.logprobs:
+            choice["logprobs"] = self.logprobs(event)
+        if request.return_token_ids:
+            choice["token_ids"] = event.token_ids
+            return self.event([choice], policy_version=event.version)
+        return self.event([choice])
+
+    def end(self, answer: Answer) -> bytes:
+        """The last event of each choice, usage if it was asked for, and the end of the stream."""
+        ends = [self.event([choice_body(index, self.said({}), ended)]) for index, ended in enumerate(answer.choices)]
+        if self._request.include_usage:
+            ends.append(self.event([], usage=_usage(answer.token_counts())))
+        return b"".join(ends) + b"data: [DONE]\n\n"
 
     def error(self, error: BackendError) -> bytes:
         return b"data: " + openai_error(error) + b"\n\n"
 
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+    def event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return server_sent({**self._head, "choices": choices, **more})
-
-    def _end(self, answer: Answer, choices: Iterable[dict[str, Any]]) -> bytes:
-        """The last event of each choice, usage if it was asked for, and the end of the stream."""
-        ends = [self._event([choice]) for choice in choices]
-        if self._request.include_usage:
-            ends.append(self._event([], usage=openai_usage(answer.token_counts())))
-        return b"".join(ends) + b"data: [DONE]\n\n"

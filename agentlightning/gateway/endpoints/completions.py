@@ -12,41 +12,37 @@ from typing import Any, Final, TypeAlias, cast
 
 import msgspec
 
-from agentlightning.errors import BackendError
-from agentlightning.gateway.answer import Answer, Choice
+from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, Started
-from agentlightning.gateway.endpoints.base import Head, OpenAIStream, openai_error, openai_usage
-from agentlightning.gateway.endpoints.chat_completions import SAMPLING_RANGES, SAMPLING_TYPES, sampling_fields
-from agentlightning.gateway.request import CallRefused, CallRequest, Fields, require, rest_json
+from agentlightning.gateway.endpoints.base import Endpoint, Head, OpenAIStream, choice_body, whole_body
+from agentlightning.gateway.endpoints.chat_completions import SAMPLING_TYPES, TopLogprobs, sampling_fields
+from agentlightning.gateway.request import CallRefused, CallRequest, Fields, rest_json
 
 MAX_TOKENS: Final = 16
 """How many tokens are sampled where the request does not say, as in OpenAI's protocol."""
 
 _Prompt: TypeAlias = str | list[int | str | list[int]]
 _FIELDS = Fields(
-    types={**SAMPLING_TYPES, "prompt": _Prompt, "logprobs": int, "echo": bool, "best_of": int},
-    ranges={**SAMPLING_RANGES, "logprobs": (0, 20)},
+    types={**SAMPLING_TYPES, "prompt": _Prompt, "logprobs": TopLogprobs, "echo": bool, "best_of": int}, shapes={}
 )
 
 
-class Completions:
-    """`POST /v1/completions`, of one prompt; see `Endpoint`. With `return_token_ids` each choice holds
-    `prompt_token_ids`, `token_ids` and `policy_versions` (run-length, as in `SampledChoice.versions`)."""
+class Completions(Endpoint):
+    """`POST /v1/completions`, of one prompt. With `return_token_ids` each choice holds `prompt_token_ids`, `token_ids`
+    and `policy_versions` (run-length, as in `SampledChoice.versions`)."""
 
     path = "completions"
     operation = "text_completion"
     id_prefix = "cmpl-"
 
     def read(self, body: bytes) -> CallRequest:
-        values, extra, raw = _FIELDS.read(body)
-        require(values, "model", "prompt")
+        values, extra, raw = _FIELDS.read(body, "model", "prompt")
         if values.get("echo"):
             raise CallRefused("echo is not supported: the prompt is not repeated; leave it out", param="echo")
         n = values.get("n", 1)
         if values.get("best_of", n) != n:
             raise CallRefused("best_of is not supported: every choice is given; leave it out", param="best_of")
         return CallRequest(
-            model=values["model"],
             messages=[],
             prompt=_prompt(values["prompt"]),
             logprobs="logprobs" in values,
@@ -57,22 +53,19 @@ class Completions:
         )
 
     def whole(self, request: CallRequest, answer: Answer, head: Head) -> bytes:
-        body: dict[str, Any] = {
-            "id": head.response_id,
-            "object": "text_completion",
-            "created": head.created,
-            "model": head.model,
-            "choices": [_whole_choice(request, index, answer) for index in range(request.sampling.n)],
-            "usage": openai_usage(answer.token_counts()),
-            **answer.extra,
-        }
-        return msgspec.json.encode(body)
+        choices: list[dict[str, Any]] = []
+        for index, choice in enumerate(answer.choices):
+            written = choice_body(index, {"text": choice.string("content")}, choice)
+            if request.logprobs:
+                written["logprobs"] = _Logprobs(request.top_logprobs).columns(choice.logprob_entries)
+            if request.return_token_ids:
+                written["prompt_token_ids"] = answer.prompt_token_ids
+                written |= {"token_ids": choice.token_ids, "policy_versions": choice.versions}
+            choices.append(written)
+        return whole_body(head, "text_completion", choices, answer)
 
     def stream(self, request: CallRequest, head: Head) -> CompletionWriter:
         return CompletionWriter(request, head)
-
-    def error(self, error: BackendError) -> bytes:
-        return openai_error(error)
 
 
 def _prompt(given: _Prompt) -> str | tuple[int, ...]:
@@ -93,30 +86,13 @@ def _prompt(given: _Prompt) -> str | tuple[int, ...]:
     return tuple(cast(list[int], given))
 
 
-def _whole_choice(request: CallRequest, index: int, answer: Answer) -> dict[str, Any]:
-    choice = answer.choices[index]
-    body = _choice(index, choice.string("content"), choice)
-    if request.logprobs:
-        body["logprobs"] = _Logprobs(request.top_logprobs).columns(choice.logprob_entries)
-    if request.return_token_ids:
-        body["prompt_token_ids"] = answer.prompt_token_ids
-        body |= {"token_ids": choice.token_ids, "policy_versions": choice.versions}
-    return body
-
-
-def _choice(index: int, text: str, ended: Choice | None = None) -> dict[str, Any]:
-    reason = None if ended is None else ended.finish_reason
-    choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
-    if ended is not None and ended.stop_string is not None:
-        choice["stop_reason"] = ended.stop_string
-    return choice
-
-
 class CompletionWriter(OpenAIStream):
     """Writes one streamed answer, each event `data: {text_completion}`."""
 
+    kind = "text_completion"
+
     def __init__(self, request: CallRequest, head: Head) -> None:
-        super().__init__(request, head, "text_completion")
+        super().__init__(request, head)
         self._logprobs: defaultdict[int, _Logprobs] = defaultdict(lambda: _Logprobs(request.top_logprobs))
 
     def started(self, event: Started) -> bytes:
@@ -125,21 +101,14 @@ class CompletionWriter(OpenAIStream):
         if not self._request.return_token_ids:
             return b""
         ids = {"prompt_token_ids": event.prompt_token_ids, "token_ids": ()}
-        return b"".join(self._event([_choice(index, "") | ids]) for index in range(self._request.sampling.n))
+        numbers = range(self._request.sampling.n)
+        return b"".join(self.event([choice_body(index, self.said({})) | ids]) for index in numbers)
 
-    def delta(self, event: Delta) -> bytes:
-        request, text = self._request, event.delta.get("content", "")
-        if not text and not ((request.return_token_ids or request.logprobs) and event.token_ids):
-            return b""
-        choice = _choice(event.index, text)
-        if request.logprobs:
-            choice["logprobs"] = self._logprobs[event.index].columns(event.logprob_entries)
-        if request.return_token_ids:
-            return self._event([choice | {"token_ids": event.token_ids}], policy_version=event.version)
-        return self._event([choice])
+    def said(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"text": delta.get("content", "")}
 
-    def end(self, answer: Answer) -> bytes:
-        return self._end(answer, [_choice(index, "", choice) for index, choice in enumerate(answer.choices)])
+    def logprobs(self, event: Delta) -> dict[str, Any]:
+        return self._logprobs[event.index].columns(event.logprob_entries)
 
 
 # --- logprobs -----------------------------------------------------------------------------------------------------

@@ -11,22 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Sampling
-from agentlightning.gateway.endpoints.base import Head
-from agentlightning.gateway.endpoints.chat_completions import SAMPLING_RANGES, SAMPLING_TYPES
+from agentlightning.gateway.endpoints.base import Endpoint, Head
+from agentlightning.gateway.endpoints.chat_completions import SAMPLING_TYPES
 from agentlightning.gateway.endpoints.messages_answer import NO_THREADS, MessageWriter, anthropic_error, whole_message
 from agentlightning.gateway.request import (
     SHAPING_FIELDS,
     CallRefused,
     CallRequest,
     Fields,
-    require,
+    given,
     rest_json,
     stop_strings,
 )
@@ -141,17 +142,18 @@ _REFUSED: Final = {
     "stop": "it is called stop_sequences here",
     "max_completion_tokens": "it is called max_tokens here",
 }
+_Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 _FIELDS = Fields(
     types={
         "model": str,
-        "max_tokens": int,
+        "max_tokens": SAMPLING_TYPES["max_tokens"],
         "messages": list[_Message],
         "system": str | list[_Text],
         "tools": list[_Tool],
         "tool_choice": _ToolChoice,
-        "temperature": float,
-        "top_p": float,
-        "top_k": int,
+        "temperature": _Share,
+        "top_p": _Share,
+        "top_k": Annotated[int, Meta(ge=0, le=2**31)],
         "stop_sequences": list[str],
         "stream": bool,
         "thinking": dict[str, Any],
@@ -162,24 +164,16 @@ _FIELDS = Fields(
         **{name: SAMPLING_TYPES[name] for name in ("seed", *SHAPING_FIELDS)},
     },
     shapes={"thinking": _ThinkingConfig},
-    ranges={
-        "max_tokens": (1, 2**31),
-        "temperature": (0.0, 1.0),
-        "top_p": (0.0, 1.0),
-        "top_k": (0, 2**31),
-        "seed": SAMPLING_RANGES["seed"],
-    },
 )
 
 
 # --- the endpoints ------------------------------------------------------------------------------------------------
 
 
-class Messages:
-    """`POST /v1/messages`; see `Endpoint`."""
+class Messages(Endpoint):
+    """`POST /v1/messages`."""
 
     path = "messages"
-    operation = "chat"
     id_prefix = "msg_"
 
     def read(self, body: bytes) -> CallRequest:
@@ -203,13 +197,9 @@ class CountTokens(Messages):
     def read(self, body: bytes) -> CallRequest:
         return _read(body, "model", "messages")
 
-    def counted(self, tokens: int) -> bytes:
-        return msgspec.json.encode({"input_tokens": tokens})
-
 
 def _read(body: bytes, *required: str) -> CallRequest:
-    values, extra, raw = _FIELDS.read(body)
-    require(values, *required)
+    values, extra, raw = _FIELDS.read(body, *required)
     if "thread" in extra:
         raise CallRefused(f"thread is not supported: {_ONLY_THERE}", code=NO_THREADS, param="thread")
     for name in extra:
@@ -264,13 +254,8 @@ def _tool(index: int, tool: _Tool) -> dict[str, Any]:
         raise _unsupported(f"{place}.{'defer_loading' if tool.defer_loading else 'input_examples'}", _ONLY_THERE)
     if not tool.name or tool.input_schema is None:
         raise CallRefused(f"{place} needs a name and an input_schema", param=place)
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.input_schema,
-        "strict": tool.strict,
-    }
-    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+    function = given(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
+    return {"type": "function", "function": function}
 
 
 def _choice(choice: _ToolChoice) -> str | dict[str, Any]:

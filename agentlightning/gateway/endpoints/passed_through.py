@@ -10,10 +10,9 @@ from typing import Any, Final
 
 import msgspec
 
-from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, Usage
-from agentlightning.gateway.endpoints.base import Head, StreamWriter, openai_error
+from agentlightning.gateway.endpoints.base import Endpoint
 from agentlightning.gateway.request import NOT_JSON, CallRefused, CallRequest, rest_json
 from agentlightning.types import FinishReason
 
@@ -24,7 +23,7 @@ _KEPT_BYTES: Final = 8 * 1024 * 1024  # of one answer, for its span
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-class Embeddings:
+class Embeddings(Endpoint):
     """`POST /v1/embeddings`: only backends that embed answer it, in their own words."""
 
     path = "embeddings"
@@ -37,15 +36,6 @@ class Embeddings:
             code="unsupported_endpoint",
             param="model",
         )
-
-    def whole(self, request: CallRequest, answer: Answer, head: Head) -> bytes:
-        raise AssertionError("embeddings are only ever passed through")
-
-    def stream(self, request: CallRequest, head: Head) -> StreamWriter:
-        raise AssertionError("embeddings are only ever passed through")
-
-    def error(self, error: BackendError) -> bytes:
-        return openai_error(error)
 
 
 def read_fields(body: bytes) -> dict[str, msgspec.Raw]:

@@ -1,21 +1,23 @@
 """OpenAI's responses: requests of that protocol in the form of chat completions.
 
+    user "U"                                            →  user "U"
+    reasoning R, assistant "A", function_call 1 and 2   →  assistant "A", reasoning_content R, tool_calls [1, 2]
+    function_call_output 1                              →  tool (1)
+
 Knows the wire format of requests; `responses_answer` writes the answers. No backends, no rollouts, no HTTP server.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.endpoints.base import Head, openai_error
-from agentlightning.gateway.endpoints.chat_completions import SAMPLING_RANGES, SAMPLING_TYPES, sampling_fields
+from agentlightning.gateway.endpoints.base import Endpoint, Head
+from agentlightning.gateway.endpoints.chat_completions import SAMPLING_TYPES, TopLogprobs, sampling_fields
 from agentlightning.gateway.endpoints.responses_answer import ResponseWriter, whole_response
-from agentlightning.gateway.endpoints.responses_items import chat_messages
-from agentlightning.gateway.request import CallRefused, CallRequest, Fields, require, rest_json
+from agentlightning.gateway.request import CallRefused, CallRequest, Fields, given, rest_json
 
 
 class _Tool(msgspec.Struct):
@@ -83,12 +85,11 @@ _FIELDS = Fields(
         "max_tool_calls": int,  # of tools that OpenAI runs itself, of which there are none here
         "text": _TextConfig,
         "reasoning": _ReasoningConfig,
-        "max_output_tokens": int,
+        "max_output_tokens": SAMPLING_TYPES["max_tokens"],
         "include": list[str],
-        "top_logprobs": int,
+        "top_logprobs": TopLogprobs,
     },
     shapes={"tools": list[_Tool]},
-    ranges={**SAMPLING_RANGES, "max_output_tokens": (1, 2**31), "top_logprobs": (0, 20)},
 )
 # What a response repeats of its request, and what it says where that was not given.
 _ECHOED: Final[dict[str, Any]] = {
@@ -115,26 +116,22 @@ _ECHOED: Final[dict[str, Any]] = {
 }
 
 
-class Responses:
-    """`POST /v1/responses`; see `Endpoint`. `CallRequest.original` is what the response repeats of the request."""
+class Responses(Endpoint):
+    """`POST /v1/responses`. `CallRequest.original` is what the response repeats of the request."""
 
     path = "responses"
-    operation = "chat"
     id_prefix = "resp_"
 
     def read(self, body: bytes) -> CallRequest:
-        values, others, raw = _FIELDS.read(body)
-        require(values, "model")
+        values, others, raw = _FIELDS.read(body, "model")
         for name, (harmless, why) in _REFUSED.items():
             if values.get(name, harmless) != harmless:
                 raise CallRefused(f"{name} is not supported: {why}", code="unsupported_parameter", param=name)
-        given = values | others
-        said = chat_messages(values.get("input", []))
+        said = _chat_messages(values.get("input", []))
         if not said and "previous_response_id" not in values:
             raise CallRefused("input is empty; a response answers something", param="input")
         instructions = [{"role": "system", "content": values["instructions"]}] if "instructions" in values else []
         return CallRequest(
-            model=values["model"],
             messages=[*instructions, *said],
             instructions=len(instructions),
             continues=values.get("previous_response_id"),
@@ -144,7 +141,7 @@ class Responses:
             logprobs=_logprobs(values),
             top_logprobs=values.get("top_logprobs", 0),
             extra=others | _chat_fields(values),
-            original={name: raw[name] if name in given else default for name, default in _ECHOED.items()},
+            original=_ECHOED | {name: raw[name] for name in _ECHOED if name in values or name in others},
             request_json=rest_json(raw, "input", "tools"),
             **sampling_fields(values, values.get("max_output_tokens")),
         )
@@ -154,9 +151,6 @@ class Responses:
 
     def stream(self, request: CallRequest, head: Head) -> ResponseWriter:
         return ResponseWriter(request, head)
-
-    def error(self, error: BackendError) -> bytes:
-        return openai_error(error)
 
 
 def _tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -171,10 +165,8 @@ def _tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for name, value in tool.items():
             if value and name not in ("type", *_FUNCTION_FIELDS):
                 raise CallRefused(f"{where}.{name} is not supported; leave it out", param=where)
-    return [
-        {"type": "function", "function": {name: tool[name] for name in _FUNCTION_FIELDS if tool.get(name) is not None}}
-        for tool in tools
-    ]
+    functions = [given(**{name: tool.get(name) for name in _FUNCTION_FIELDS}) for tool in tools]
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def _tool_choice(choice: Any) -> Any:
@@ -204,24 +196,149 @@ def _chat_fields(values: dict[str, Any]) -> dict[str, Any]:
     """What chat completions know by another name, or in another place."""
     text: _TextConfig = values.get("text", _TextConfig())
     reasoning: _ReasoningConfig = values.get("reasoning", _ReasoningConfig())
-    fields = {
-        "parallel_tool_calls": values.get("parallel_tool_calls"),
-        "response_format": _response_format(text.format),
-        "verbosity": text.verbosity,
-        "reasoning_effort": reasoning.effort,
-    }
-    return {name: value for name, value in fields.items() if value is not None}
+    return given(
+        parallel_tool_calls=values.get("parallel_tool_calls"),
+        response_format=_response_format(text.format),
+        verbosity=text.verbosity,
+        reasoning_effort=reasoning.effort,
+    )
 
 
-def _response_format(given: _Format | None) -> dict[str, Any] | None:
-    if given is None or given.type == "text":
+def _response_format(format: _Format | None) -> dict[str, Any] | None:
+    if format is None or format.type == "text":
         return None
-    if given.type == "json_object":
+    if format.type == "json_object":
         return {"type": "json_object"}
-    if given.name is None or given.schema is None:
+    if format.name is None or format.schema is None:
         raise CallRefused("text.format of type json_schema needs name and schema", param="text.format")
-    described = {"name": given.name, "schema": given.schema, "description": given.description, "strict": given.strict}
-    return {
-        "type": "json_schema",
-        "json_schema": {name: value for name, value in described.items() if value is not None},
-    }
+    described = given(name=format.name, schema=format.schema, description=format.description, strict=format.strict)
+    return {"type": "json_schema", "json_schema": described}
+
+
+# --- input items → messages ---------------------------------------------------------------------------------------
+
+
+class _Part(msgspec.Struct):
+    type: Literal["input_text", "output_text", "text", "refusal", "input_image", "reasoning_text", "summary_text"]
+    text: str = ""
+    refusal: str = ""
+    image_url: str | None = None
+    detail: str | None = None
+
+
+class _Message(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[_Part]
+
+
+class _Reasoning(msgspec.Struct):
+    content: list[_Part] | None = None
+    summary: list[_Part] | None = None
+    encrypted_content: str | None = None
+
+
+class _FunctionCall(msgspec.Struct):
+    call_id: str
+    name: str
+    arguments: str
+
+
+class _FunctionCallOutput(msgspec.Struct):
+    call_id: str
+    output: str | list[_Part]
+
+
+_Item: TypeAlias = _Message | _Reasoning | _FunctionCall | _FunctionCallOutput
+_ITEMS: Final[dict[str, type[_Item]]] = {
+    "message": _Message,
+    "reasoning": _Reasoning,
+    "function_call": _FunctionCall,
+    "function_call_output": _FunctionCallOutput,
+}
+
+
+def _chat_messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages that `input` stands for; what the assistant said and called in one turn is one message.
+
+    CallRefused (400) names the item that is malformed or of a kind that has no chat form."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[dict[str, Any]] = []
+    for position, raw in enumerate(items):
+        where = f"input[{position}]"
+        match _item(where, raw):
+            case _Message("assistant", content):
+                _say(messages, content if isinstance(content, str) else _text(content))
+            case _Message(role, content):
+                messages.append({"role": role, "content": _content(where, content)})
+            case _Reasoning() as item:
+                _think(where, messages, item)
+            case _FunctionCall(call_id, name, arguments):
+                call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+                _turn(messages).setdefault("tool_calls", []).append(call)
+            case _FunctionCallOutput(call_id, output):
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": _content(where, output)})
+    return messages
+
+
+def _item(where: str, raw: dict[str, Any]) -> _Item:
+    kind = raw.get("type") or "message"
+    if not isinstance(kind, str) or kind not in _ITEMS:
+        raise CallRefused(f"{where} is of type {kind!r}; only {', '.join(_ITEMS)} can be read here", param=where)
+    try:
+        return msgspec.convert(raw, _ITEMS[kind])
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at `$")
+        where += place.removesuffix("`")
+        raise CallRefused(f"{where} cannot be used: {what}", param=where) from None
+
+
+def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's turn that is under way, or a new one."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _say(messages: list[dict[str, Any]], text: str) -> None:
+    """Text after text is a turn of its own; after a call whose result has not come it belongs to that turn."""
+    turn = _turn(messages)
+    if turn["content"] is not None and "tool_calls" not in turn:
+        messages.append({"role": "assistant", "content": text})
+    else:
+        turn["content"] = (turn["content"] or "") + text
+
+
+def _think(where: str, messages: list[dict[str, Any]], item: _Reasoning) -> None:
+    thought = _text(item.content or item.summary or [])
+    if not thought and item.encrypted_content:
+        message = f"{where} is encrypted by another server and cannot be read here; leave it out, or send its text"
+        raise CallRefused(message, param=where)
+    if not thought:
+        return
+    turn: dict[str, Any] = _turn(messages)
+    if turn["content"] is not None or "tool_calls" in turn:
+        turn = {"role": "assistant", "content": None}
+        messages.append(turn)
+    turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
+
+
+def _text(parts: list[_Part]) -> str:
+    return "".join(part.text or part.refusal for part in parts)
+
+
+def _content(where: str, content: str | list[_Part]) -> str | list[dict[str, Any]]:
+    """A message's content: a single text as it is, several parts as parts."""
+    if isinstance(content, str):
+        return content
+    if len(content) == 1 and content[0].type != "input_image":
+        return _text(content)
+    return [_chat_part(where, part) for part in content]
+
+
+def _chat_part(where: str, part: _Part) -> dict[str, Any]:
+    if part.type != "input_image":
+        return {"type": "text", "text": part.text or part.refusal}
+    if part.image_url is None:
+        raise CallRefused(f"{where} has an image without image_url; files are not kept here", param=where)
+    return {"type": "image_url", "image_url": given(url=part.image_url, detail=part.detail)}

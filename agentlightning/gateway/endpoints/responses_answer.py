@@ -5,7 +5,7 @@ Knows the wire format of answers; `responses` reads the requests. No backends, n
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -13,60 +13,61 @@ from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, Started, Usage
 from agentlightning.gateway.endpoints.base import Head, openai_error_fields, server_sent
-from agentlightning.gateway.endpoints.responses_items import (
-    Status,
-    TextKind,
-    call_item,
-    item_id,
-    output_items,
-    text_item,
-    text_part,
-)
 from agentlightning.gateway.request import CallRequest
 
 _INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _ABORTED: Final = {"code": "server_error", "message": "the backend aborted the answer"}
 
 
-def whole_response(request: CallRequest, answer: Answer, head: Head) -> bytes:
-    items = output_items(head.response_id, answer.choices[0], _last_status(answer))
-    return msgspec.json.encode(_finished(request, answer, head, items))
+_Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
+_TextKind: TypeAlias = Literal["reasoning_text", "output_text", "refusal"]
 
 
-def _finished(request: CallRequest, answer: Answer, head: Head, items: list[dict[str, Any]]) -> dict[str, Any]:
-    """The response object of an answer that has come to its end."""
-    reason = answer.choices[0].finish_reason
-    fields: dict[str, Any] = {"usage": _usage(answer.token_counts())}
-    if "service_tier" in answer.extra:
-        fields["service_tier"] = answer.extra["service_tier"]
-    if reason in _INCOMPLETE:
-        details = {"reason": _INCOMPLETE[reason]}
-        return _response(request, head, "incomplete", items, incomplete_details=details, **fields)
-    if reason == "abort":
-        return _response(request, head, "failed", items, error=_ABORTED, **fields)
-    return _response(request, head, "completed", items, **fields)
+def _item_id(response_id: str, kind: str, position: int) -> str:
+    """The id of the item at this position of a response's output."""
+    prefix = {"reasoning_text": "rs", "function_call": "fc"}.get(kind, "msg")
+    return f"{prefix}_{response_id.removeprefix('resp_')}_{position}"
 
 
-def _last_status(answer: Answer) -> Status:
-    return "incomplete" if answer.choices[0].finish_reason in (*_INCOMPLETE, "abort") else "completed"
+def _text_part(kind: _TextKind, text: str, logprobs: list[Any]) -> dict[str, Any]:
+    match kind:
+        case "output_text":
+            return {"type": kind, "text": text, "annotations": [], "logprobs": logprobs}
+        case "reasoning_text":
+            return {"type": kind, "text": text}
+        case "refusal":
+            return {"type": kind, "refusal": text}
 
 
-def _response(
-    request: CallRequest, head: Head, status: str, items: list[dict[str, Any]], **more: Any
-) -> dict[str, Any]:
+def _text_item(id: str, kind: _TextKind) -> dict[str, Any]:
+    """A reasoning item, or a message, that has just begun."""
+    if kind == "reasoning_text":
+        return {"id": id, "type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
+    return {"id": id, "type": "message", "role": "assistant", "content": [], "status": "in_progress"}
+
+
+def _call_item(id: str, call_id: str, name: str) -> dict[str, Any]:
+    """A tool call that has just begun."""
     return {
-        "id": head.response_id,
-        "object": "response",
-        "created_at": head.created,
-        "status": status,
-        "error": None,
-        "incomplete_details": None,
-        "model": head.model,
-        "output": items,
-        "usage": None,
-        **request.original,
-        **more,
+        "id": id,
+        "type": "function_call",
+        "call_id": call_id,
+        "name": name,
+        "arguments": "",
+        "status": "in_progress",
     }
+
+
+def whole_response(request: CallRequest, answer: Answer, head: Head) -> bytes:
+    """The response as a stream of it says at its end."""
+    choice, writer = answer.choices[0], ResponseWriter(request, head, silent=True)
+    writer.delta(Delta(0, choice.message(), logprob_entries=tuple(choice.logprob_entries)))
+    writer.end(answer)
+    return msgspec.json.encode(writer.finished(answer))
+
+
+def _last_status(answer: Answer) -> _Status:
+    return "incomplete" if answer.choices[0].finish_reason in (*_INCOMPLETE, "abort") else "completed"
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -82,31 +83,32 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 class ResponseWriter:
-    """Writes one streamed answer. At any time one item at most is open, the last; it is closed when another begins.
+    """Writes one streamed answer, or, if it is `silent`, gathers its items only. At any time one item at most is open,
+    the last; it is closed when another begins.
 
     `_kind` is what is open: a kind of text, the index of a tool call, or nothing."""
 
-    def __init__(self, request: CallRequest, head: Head) -> None:
+    def __init__(self, request: CallRequest, head: Head, *, silent: bool = False) -> None:
         self._request = request
+        self._silent = silent
         self._head = head
         self._events = 0
         self._items: list[dict[str, Any]] = []
-        self._kind: TextKind | int | None = None
+        self._kind: _TextKind | int | None = None
         self._written: list[str] = []  # of the open item
         self._logprobs: list[Any] = []  # of all tokens since the last message was closed
         self._logprobs_sent = 0
         self._calls = 0
 
     def started(self, event: Started) -> bytes:
-        response = _response(self._request, self._head, "in_progress", [])
-        return self._event("response.created", response=response) + self._event(
-            "response.in_progress", response=response
-        )
+        response = self._response("in_progress", [])
+        kinds = ("response.created", "response.in_progress")
+        return b"".join([self._event(kind, response=response) for kind in kinds])
 
     def delta(self, event: Delta) -> bytes:
         self._logprobs.extend(event.logprob_entries)
         said = event.delta
-        texts: dict[TextKind, str | None] = {
+        texts: dict[_TextKind, str | None] = {
             "reasoning_text": said.get("reasoning_content") or said.get("reasoning"),
             "output_text": said.get("content"),
             "refusal": said.get("refusal"),
@@ -119,20 +121,46 @@ class ResponseWriter:
         """The end of the last item and of the response."""
         sent = self._begin_text("output_text") if not self._items else b""
         sent += self._close(_last_status(answer))
-        response = _finished(self._request, answer, self._head, self._items)
+        response = self.finished(answer)
         return sent + self._event(f"response.{response['status']}", response=response)
+
+    def finished(self, answer: Answer) -> dict[str, Any]:
+        """The response object of an answer that has come to its end."""
+        reason = answer.choices[0].finish_reason
+        fields: dict[str, Any] = {"usage": _usage(answer.token_counts())}
+        if "service_tier" in answer.extra:
+            fields["service_tier"] = answer.extra["service_tier"]
+        status = "completed"
+        if reason in _INCOMPLETE:
+            status, fields["incomplete_details"] = "incomplete", {"reason": _INCOMPLETE[reason]}
+        elif reason == "abort":
+            status, fields["error"] = "failed", _ABORTED
+        return self._response(status, self._items, **fields)
 
     def error(self, error: BackendError) -> bytes:
         """Both events that say it: SDKs raise at the `error` in the first, others wait for the second."""
         told = openai_error_fields(error)
         flat = {name: told[name] for name in ("code", "message", "param")}
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        response = _response(
-            self._request, self._head, "failed", self._items, error={"code": code, "message": str(error)}
-        )
+        response = self._response("failed", self._items, error={"code": code, "message": str(error)})
         return self._event("error", **flat, error=told) + self._event("response.failed", response=response)
 
-    def _text(self, kind: TextKind, text: str) -> bytes:
+    def _response(self, status: str, items: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {
+            "id": self._head.response_id,
+            "object": "response",
+            "created_at": self._head.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._head.model,
+            "output": items,
+            "usage": None,
+            **self._request.original,
+            **more,
+        }
+
+    def _text(self, kind: _TextKind, text: str) -> bytes:
         sent = b"" if self._kind == kind else self._close("completed") + self._begin_text(kind)
         self._written.append(text)
         logprobs = {}
@@ -141,10 +169,9 @@ class ResponseWriter:
             self._logprobs_sent = len(self._logprobs)
         return sent + self._part_event(f"response.{kind}.delta", delta=text, **logprobs)
 
-    def _begin_text(self, kind: TextKind) -> bytes:
-        item = text_item(self._next_id(kind), kind, [], "in_progress")
-        sent = self._begin(kind, item)
-        return sent + self._part_event("response.content_part.added", part=text_part(kind, "", []))
+    def _begin_text(self, kind: _TextKind) -> bytes:
+        sent = self._begin(kind, _text_item(self._next_id(kind), kind))
+        return sent + self._part_event("response.content_part.added", part=_text_part(kind, "", []))
 
     def _tool_call(self, part: dict[str, Any]) -> bytes:
         """A part of a tool call: the first of an index brings id and name, later ones more of the arguments."""
@@ -155,10 +182,8 @@ class ResponseWriter:
                 raise BackendError(f"the backend went on with tool call {index}, which it had ended")
             self._calls = index + 1
             sent = self._close("completed")
-            id = self._next_id("function_call")
-            sent += self._begin(
-                index, call_item(id, part.get("id") or "", function.get("name") or "", "", "in_progress")
-            )
+            item = _call_item(self._next_id("function_call"), part.get("id") or "", function.get("name") or "")
+            sent += self._begin(index, item)
         arguments = function.get("arguments")
         if not arguments:
             return sent
@@ -166,14 +191,14 @@ class ResponseWriter:
         return sent + self._item_event("response.function_call_arguments.delta", delta=arguments)
 
     def _next_id(self, kind: str) -> str:
-        return item_id(self._head.response_id, kind, len(self._items))
+        return _item_id(self._head.response_id, kind, len(self._items))
 
-    def _begin(self, kind: TextKind | int, item: dict[str, Any]) -> bytes:
+    def _begin(self, kind: _TextKind | int, item: dict[str, Any]) -> bytes:
         self._kind, self._written = kind, []
         self._items.append(item)
         return self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
 
-    def _close(self, status: Status) -> bytes:
+    def _close(self, status: _Status) -> bytes:
         """The events that end the open item, if there is one."""
         kind, text = self._kind, "".join(self._written)
         if kind is None:
@@ -184,7 +209,7 @@ class ResponseWriter:
             item["arguments"] = text
             sent = self._item_event("response.function_call_arguments.done", name=item["name"], arguments=text)
         else:
-            part = text_part(kind, text, self._logprobs)
+            part = _text_part(kind, text, self._logprobs)
             item["content"] = [part]
             told = {name: part[name] for name in ("text", "refusal", "logprobs") if name in part}
             sent = self._part_event(f"response.{kind}.done", **told)
@@ -201,6 +226,8 @@ class ResponseWriter:
         return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
+        if self._silent:
+            return b""
         data = {"type": kind, "sequence_number": self._events, **fields}
         self._events += 1
         return server_sent(data, kind)
