@@ -61,7 +61,7 @@ async def open_backend(url: str, kind: Kind | None, key: str | None) -> HttpBack
 
 async def backend_of_environment(environment: Mapping[str, str]) -> Backend:
     """Whom a program with these variables would call: OpenAI's API, Anthropic's, or both. ConfigError without any."""
-    from agentlightning.gateway.backends.by_protocol import ByProtocol
+    from agentlightning.gateway.backends.kinds import ByProtocol
 
     openai_url = environment.get("OPENAI_BASE_URL") or environment.get("OPENAI_API_BASE")
     anthropic_url = environment.get("ANTHROPIC_BASE_URL")

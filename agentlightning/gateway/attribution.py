@@ -43,7 +43,7 @@ class Caller:
     sample: str = ""
     running: int = 0
     _next_index: int = field(default=0, repr=False)
-    _asked: OrderedDict[int, _Asked] = field(default_factory=OrderedDict[int, "_Asked"], repr=False)
+    _ended: OrderedDict[int, list[int | None]] = field(default_factory=OrderedDict[int, "list[int | None]"], repr=False)
 
     @property
     def attempt(self) -> tuple[str, str] | None:
@@ -56,43 +56,31 @@ class Caller:
         self._next_index += 1
         return index
 
-    def note_ended(self, body: int, call_index: int, *, answered: bool) -> None:
-        """Remember what became of a call whose body has this hash."""
-        asked = self._asked.setdefault(body, _Asked())
-        if answered:
-            asked.answered.append(call_index)
-        else:
-            asked.failed += 1
-        self._asked.move_to_end(body)
-        if len(self._asked) > _BODIES_REMEMBERED:
-            self._asked.popitem(last=False)
+    def note_ended(self, body: int, answered: int | None) -> None:
+        """Remember what became of a call whose body has this hash: it was `answered` as this index, or failed."""
+        self._ended.setdefault(body, []).append(answered)
+        self._ended.move_to_end(body)
+        if len(self._ended) > _BODIES_REMEMBERED:
+            self._ended.popitem(last=False)
 
     def repeated(self, body: int, *, retry: bool) -> list[int]:
         """The calls that a request repeats because its client did not hear their answer. Where one with this body
         failed, it is that one which is tried again, and no answer was lost. Of several that were answered it cannot be
         told which one was lost: all are named."""
-        asked = self._asked.get(body)
-        if asked is None:
-            return []
-        if not retry:
-            asked.failed = 0  # what failed before was given up
-        elif asked.failed:
-            asked.failed -= 1
+        ended = self._ended.get(body, [])
+        answered = [index for index in ended if index is not None]
+        if retry and len(answered) == len(ended):
+            self._ended.pop(body, None)
+            return answered
+        if retry:
+            ended.remove(None)
         else:
-            return self._asked.pop(body).answered
+            ended[:] = answered  # what failed before was given up
         return []
 
 
 NOBODY: Final = Caller(UNATTRIBUTED, UNATTRIBUTED, AttemptTracer(UNATTRIBUTED, UNATTRIBUTED).trace_id, None)
 """Makes the calls that name no attempt."""
-
-
-@dataclass
-class _Asked:
-    """What became of the calls with one body: the indices of those answered, and how many failed."""
-
-    answered: list[int] = field(default_factory=list[int])
-    failed: int = 0
 
 
 class Attributor:
@@ -167,9 +155,12 @@ class Attributor:
     async def _caller(self, store: LightningStore, rollout_id: str, attempt_id: str) -> Caller:
         attempt = await store.get_latest_attempt(rollout_id)
         caller = self._callers.get((rollout_id, attempt_id))
-        if attempt is None or (attempt.attempt_id != attempt_id and caller is None):
-            await self._check_known(store, rollout_id, attempt_id)
         if attempt is None or attempt.attempt_id != attempt_id:
+            known = caller or any(one.attempt_id == attempt_id for one in await store.query_attempts(rollout_id))
+            if attempt is None or not known:
+                _refuse(
+                    404, "attempt_not_found", f"rollout {rollout_id!r} has no attempt {attempt_id!r}; check the URL"
+                )
             _refuse(403, "attempt_superseded", f"attempt {attempt_id} was replaced by a newer one; stop this agent")
         if attempt.status in _ENDED:
             _refuse(403, "attempt_ended", f"attempt {attempt_id} has ended ({attempt.status}); stop this agent")
@@ -182,11 +173,6 @@ class Attributor:
             caller = await self._meet(store, rollout, attempt)
         self._callers.move_to_end((rollout_id, attempt_id))
         return caller
-
-    @staticmethod
-    async def _check_known(store: LightningStore, rollout_id: str, attempt_id: str) -> None:
-        if all(attempt.attempt_id != attempt_id for attempt in await store.query_attempts(rollout_id)):
-            _refuse(404, "attempt_not_found", f"rollout {rollout_id!r} has no attempt {attempt_id!r}; check the URL")
 
     async def _meet(self, store: LightningStore, rollout: Rollout, attempt: Attempt) -> Caller:
         """Remember an attempt. Its numbering goes on behind calls stored earlier, as before a restart."""

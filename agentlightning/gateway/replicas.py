@@ -171,8 +171,6 @@ class Replicas:
             await asyncio.gather(self._checking, return_exceptions=True)
         await asyncio.gather(*(replica.backend.close() for replica in self.replicas))
 
-    # --- seats --------------------------------------------------------------------------------------------------------
-
     async def seat(self, session: str | None, tried: set[Replica]) -> Replica:
         """A replica not yet `tried`, where the call counts as running from now on, until `leave`."""
         if self._checking is None:
@@ -234,8 +232,6 @@ class Replicas:
                 return
             replica.running += 1
             waiting.seat.set_result(replica)
-
-    # --- health -------------------------------------------------------------------------------------------------------
 
     async def _check(self) -> None:
         for number in itertools.count(1):

@@ -76,9 +76,6 @@ class _App:
             pass  # nobody is left to tell; the call is recorded as aborted
 
 
-# --- calls --------------------------------------------------------------------------------------------------------
-
-
 async def _answer(
     endpoint: Endpoint, calls: CallOpener, body_limit: int, scope: Scope, receive: Receive, reply: Reply
 ) -> None:
@@ -161,9 +158,6 @@ async def _commit(call: RunningCall, watch: ClientWatch) -> bool:
     if watch.gone:
         await call.undelivered()
     return not watch.gone
-
-
-# --- what is no call ----------------------------------------------------------------------------------------------
 
 
 async def _kept(calls: CallOpener, scope: Scope, receive: Receive, reply: Reply) -> None:

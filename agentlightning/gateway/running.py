@@ -100,7 +100,7 @@ class RunningCall:
         if self._recorder is None:
             return
         if record.call_index is not None:
-            record.caller.note_ended(record.body_hash, record.call_index, answered=error is None)
+            record.caller.note_ended(record.body_hash, None if error else record.call_index)
         span = call_span(
             record,
             self.answer,

@@ -10,9 +10,9 @@ from typing import Any
 
 from agentlightning.gateway.attribution import Caller
 from agentlightning.gateway.backend import Sampling
+from agentlightning.gateway.generation import call_seed
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.request import CallRequest
-from agentlightning.gateway.seeds import call_seed
 
 
 def run_sampling(entry: ModelEntry, caller: Caller) -> Sampling | None:

@@ -104,9 +104,6 @@ async def _finished(gateway: Gateway, name: str, seconds: float) -> None:
         ) from None
 
 
-# --- what servers are told ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Request:
     """A POST of `body` to `url`."""

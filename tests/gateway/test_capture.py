@@ -13,7 +13,7 @@ import torch
 from opentelemetry import propagate
 
 from agentlightning import semconv
-from agentlightning.gateway.seeds import call_seed
+from agentlightning.gateway.generation import call_seed
 from agentlightning.tracing.context import bind
 from agentlightning.tracing.opentelemetry import OpenTelemetryTracer
 from agentlightning.types import AttemptedRollout, Span

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 from urllib.parse import urlsplit
 
@@ -77,38 +78,30 @@ class Connection:
         self.wire.close()
 
     def posted(
-        self, url: str, body: bytes | None, headers: Mapping[str, str] | None = None, *, control: bool = False
+        self,
+        url: str,
+        body: bytes | None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        accepted: bool = False,
+        control: bool = False,
+        retries: bool = True,
     ) -> _Exchange:
-        """For `async with`: the answer to a POST (a GET without a body), whatever its status. Leaving the block early
-        cancels it.
+        """For `async with`: the answer to a POST (a GET without a body), whatever its status unless it is to be
+        `accepted`. Leaving the block early cancels it.
 
         BackendError 503 where the server is unusable or cannot be reached (after a few tries), 504 where it falls
-        silent, 502 where it breaks off."""
-        return _Exchange(self, url, body, headers, control=control)
-
-    def accepted(
-        self, url: str, body: bytes, headers: Mapping[str, str] | None = None, *, control: bool = False
-    ) -> _Exchange:
-        """Like `posted`, but a refusal is raised: BackendError with the server's own status and message."""
-        return _Exchange(self, url, body, headers, control=control, accepted=True)
+        silent, 502 where it breaks off; its own status and message where it refuses what was to be accepted."""
+        return _Exchange(self, url, body, headers, accepted, control, retries and self.retries)
 
     async def healthy(self, timeout_seconds: float) -> bool:
         """Whether the server is usable and answers at `health_url` in time, without an error of its own."""
-        if self.unusable:
-            return False
-        self.enter()
         try:
-            async with asyncio.timeout(timeout_seconds):
-                response = await self.wire.request("GET", self.health_url, self._headers, None)
-                try:
-                    await response.read()
-                    return response.status < 500
-                finally:
-                    response.close()
+            async with asyncio.timeout(timeout_seconds), self.posted(self.health_url, None, retries=False) as response:
+                await response.read()
+                return response.status < 500
         except (BackendError, TimeoutError):
             return False
-        finally:
-            self.leave()
 
     def enter(self) -> None:
         """A request is under way."""
@@ -122,12 +115,12 @@ class Connection:
             if self._closed:
                 self.wire.close()
 
-    async def request(self, url: str, body: bytes | None, headers: Mapping[str, str] | None) -> Response:
+    async def request(self, url: str, body: bytes | None, headers: Mapping[str, str] | None, retry: bool) -> Response:
         """The answer, of the first try that reaches the server."""
         sent = self._headers | dict(headers) if headers else self._headers
         if headers and "authorization" in headers:
             sent.pop("x-api-key", None)  # it brings the key itself
-        for delay in (*_RETRY_DELAYS, None) if self.retries else (None,):
+        for delay in (*_RETRY_DELAYS, None) if retry else (None,):
             try:
                 return await self.wire.request("GET" if body is None else "POST", url, sent, body)
             except UnreachableError as error:
@@ -142,46 +135,37 @@ class Connection:
         raise AssertionError("the last try returns or raises")
 
 
+@dataclass(eq=False)
 class _Exchange:
     """A request, and its answer for as long as the block lasts."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        url: str,
-        body: bytes | None,
-        headers: Mapping[str, str] | None,
-        *,
-        control: bool,
-        accepted: bool = False,
-    ) -> None:
-        self._connection = connection
-        self._request = url, body, headers
-        self._control = control
-        self._accepted = accepted
-        self._response: Response | None = None
+    connection: Connection
+    url: str
+    body: bytes | None
+    headers: Mapping[str, str] | None
+    accepted: bool
+    control: bool
+    retry: bool
+    response: Response | None = None
 
     async def __aenter__(self) -> Response:
-        connection = self._connection
-        if connection.unusable and not self._control:
+        connection = self.connection
+        if connection.unusable and not self.control:
             raise BackendError(connection.unusable, status=503, code="weights_unknown")
         connection.enter()
         try:
-            self._response = response = await connection.request(*self._request)
-            if self._accepted and response.status != 200:
+            self.response = response = await connection.request(self.url, self.body, self.headers, self.retry)
+            if self.accepted and response.status != 200:
                 raise await refusal(response, connection.base_url)
         except BaseException:
-            self._leave()
+            await self.__aexit__()
             raise
         return response
 
     async def __aexit__(self, *_: object) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._response is not None:
-            self._response.close()
-        self._connection.leave()
+        if self.response is not None:
+            self.response.close()
+        self.connection.leave()
 
 
 async def refusal(response: Response, base_url: str) -> BackendError:

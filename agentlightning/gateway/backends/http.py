@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -31,8 +31,10 @@ from agentlightning.gateway.backend import (
     unsupported,
 )
 from agentlightning.gateway.backends.connection import Connection, KeyHeader, event_data, refusal
+from agentlightning.gateway.request import NOT_JSON, given
 from agentlightning.types import FinishReason
 
+T = TypeVar("T")
 Kind: TypeAlias = Literal["vllm", "openai", "azure", "anthropic"]
 
 
@@ -116,9 +118,9 @@ class HttpBackend:
         """See `Backend.answer`. BackendError carries the server's own status and message for what it refuses, 502 for
         what it fails at, 503 where it cannot be reached, and 504 where it falls silent."""
         reader = _AnswerReader(call, self.captures_tokens, self.connection.version)
-        path = "chat/completions" if call.prompt is None else "completions"
+        url = self.connection.url("chat/completions" if call.prompt is None else "completions")
         body = msgspec.json.encode(self._body(call))
-        async with self.connection.accepted(self.connection.url(path), body, self._headers(call)) as response:
+        async with self.connection.posted(url, body, self._headers(call), accepted=True) as response:
             if call.stream:
                 async for data in event_data(response):
                     for event in reader.read(data):
@@ -135,7 +137,7 @@ class HttpBackend:
             raise unsupported("count_tokens", f"{self.name} does not count tokens before it answers")
         asked = {"model": self.model or call.model, "messages": call.messages, "tools": call.tools or None}
         url = f"{self.connection.root}/tokenize"
-        async with self.connection.accepted(url, msgspec.json.encode(asked)) as response:
+        async with self.connection.posted(url, msgspec.json.encode(asked), accepted=True) as response:
             try:
                 return msgspec.json.decode(await response.read(), type=_Counted).count
             except msgspec.DecodeError as error:
@@ -170,24 +172,16 @@ class HttpBackend:
             "tools": call.tools or None,
             "tool_choice": call.tool_choice,
             "stream_options": {"include_usage": True} if call.stream else None,
-            "return_token_ids": True if self.captures_tokens else None,
+            "return_token_ids": self.captures_tokens or None,
         }
         if self.kind in ("openai", "azure") and chat:
             optional[call.max_tokens_name] = optional.pop("max_tokens")
         if self.captures_tokens or call.logprobs:
             optional["logprobs"] = True if chat else call.top_logprobs
             optional["top_logprobs"] = (call.top_logprobs or None) if chat else None
-        return {
-            **(_NEUTRAL if whole else {}),
-            **call.extra,
-            "model": self.model or call.model,
-            **({"messages": call.messages} if chat else {"prompt": call.prompt}),
-            "stream": call.stream,
-            **{name: value for name, value in optional.items() if value is not None},
-        }
-
-
-# --- what comes back ----------------------------------------------------------------------------------------------
+        asked = {"messages": call.messages} if chat else {"prompt": call.prompt}
+        always = {"model": self.model or call.model, **asked, "stream": call.stream}
+        return (_NEUTRAL if whole else {}) | call.extra | always | given(**optional)
 
 
 class _Counted(msgspec.Struct):
@@ -198,17 +192,10 @@ class _TokenLogprob(msgspec.Struct, gc=False):
     logprob: float
 
 
-class _Logprobs(msgspec.Struct):
+class _Logprobs(msgspec.Struct, Generic[T]):
     """Of a chat (`content`), or of a continued prompt."""
 
-    content: list[_TokenLogprob] | None = None
-    token_logprobs: list[float | None] | None = None
-
-
-class _WrittenLogprobs(msgspec.Struct):
-    """The same where the agent asked for them too: `content` holds each entry as it was written."""
-
-    content: list[msgspec.Raw] | None = None
+    content: list[T] | None = None
     token_logprobs: list[float | None] | None = None
     tokens: list[str] = []
     top_logprobs: list[dict[str, float] | None] | None = None
@@ -235,7 +222,7 @@ class _Spoken(msgspec.Struct):
     tool_calls: list[_ToolCallPart] | None = None
 
 
-class _Said(msgspec.Struct):
+class _Said(msgspec.Struct, Generic[T]):
     """Of a chunk (`delta`), of a whole answer (`message`), or of a continued prompt (`text`)."""
 
     index: int = 0
@@ -244,17 +231,10 @@ class _Said(msgspec.Struct):
     text: str | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    logprobs: _Logprobs[T] | None = None
     token_ids: tuple[int, ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     policy_versions: list[tuple[int, int]] | None = None
-
-
-class _Choice(_Said):
-    logprobs: _Logprobs | None = None
-
-
-class _WrittenChoice(_Said):
-    logprobs: _WrittenLogprobs | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -268,7 +248,8 @@ class _Error(msgspec.Struct):
     message: str = "no message"
 
 
-class _Told(msgspec.Struct):
+class _Chunk(msgspec.Struct, Generic[T]):
+    choices: list[_Said[T]] = []
     usage: _Usage | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     policy_version: int | None = None
@@ -277,16 +258,9 @@ class _Told(msgspec.Struct):
     error: _Error | None = None
 
 
-class _Chunk(_Told):
-    choices: list[_Choice] = []
-
-
-class _WrittenChunk(_Told):
-    choices: list[_WrittenChoice] = []
-
-
-_CHUNK = msgspec.json.Decoder(_Chunk)
-_WRITTEN_CHUNK = msgspec.json.Decoder(_WrittenChunk)
+_CHUNK = msgspec.json.Decoder(_Chunk[_TokenLogprob])
+# With the entries of logprobs as they were written, where the agent asked for them.
+_WRITTEN_CHUNK = msgspec.json.Decoder(_Chunk[msgspec.Raw])
 _ENTRY = msgspec.json.Decoder(_TokenLogprob)
 
 
@@ -300,21 +274,24 @@ class _AnswerReader:
         self._started = False
         self._told_version = False
         self._unfinished = set(range(call.sampling.n))
-        self._ends: list[tuple[_Said, FinishReason]] = []
+        self._ends: list[tuple[_Said[Any], FinishReason]] = []
         self._usage: _Usage | None = None
-        self._decoder = _WRITTEN_CHUNK if call.logprobs else _CHUNK
+        self._decoder: msgspec.json.Decoder[_Chunk[Any]] = _WRITTEN_CHUNK if call.logprobs else _CHUNK
 
     def read(self, data: bytes) -> list[BackendEvent]:
         try:
             chunk = self._decoder.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except NOT_JSON as error:
             raise BackendError(f"the backend sent something that is no chat completion: {error}") from None
         if chunk.error is not None:
             raise BackendError(f"the backend failed in mid-answer: {chunk.error.message}")
         events: list[BackendEvent] = []
         if not self._started:
             self._started = True
-            events.append(Started(_prompt_ids(chunk), extra=_extra(chunk)))
+            of_choices = (choice.prompt_token_ids for choice in chunk.choices if choice.prompt_token_ids)
+            prompt = next(of_choices, ()) if chunk.prompt_token_ids is None else chunk.prompt_token_ids
+            extra = given(system_fingerprint=chunk.system_fingerprint, service_tier=chunk.service_tier)
+            events.append(Started(prompt, extra=extra))
         self._usage = chunk.usage or self._usage
         if chunk.policy_version is not None:
             self._told_version, self._version = True, chunk.policy_version
@@ -322,20 +299,20 @@ class _AnswerReader:
             events.extend(self._read_choice(choice))
         return events
 
-    def _read_choice(self, choice: _Choice | _WrittenChoice) -> list[BackendEvent]:
+    def _read_choice(self, choice: _Said[Any]) -> list[BackendEvent]:
         if choice.index not in range(self._call.sampling.n):
             raise BackendError(f"the backend sent choice {choice.index}, which was not asked for")
         if choice.finish_reason is not None and choice.index in self._unfinished:
             self._unfinished.discard(choice.index)
             self._ends.append((choice, _FINISH_REASONS.get(choice.finish_reason, "abort")))
         try:
-            delta, logprobs = _delta(choice), _values(choice.logprobs)
+            delta = _delta(choice)
+            logprobs, entries = self._logprobs(choice.logprobs)
         except msgspec.ValidationError as error:
             raise BackendError(f"the backend sent something that is no chat completion: {error}") from None
         ids = choice.token_ids or ()
         if not (delta or ids or logprobs):
             return []
-        entries = _entries(choice.logprobs) if self._call.logprobs else ()
         runs = choice.policy_versions
         if not runs or sum(count for _, count in runs) != len(ids):
             return [Delta(choice.index, delta, ids, logprobs, self._version, entries)]
@@ -365,10 +342,26 @@ class _AnswerReader:
             for choice, reason in self._ends
         ]
         if self._usage is not None:
-            events.append(_usage(self._usage))
+            told = self._usage
+            details = given(
+                prompt_tokens_details=told.prompt_tokens_details,
+                completion_tokens_details=told.completion_tokens_details,
+            )
+            events.append(Usage(told.prompt_tokens, told.completion_tokens, details))
         return events
 
-    def _untrainable(self, choice: _Said) -> str | None:
+    def _logprobs(self, told: _Logprobs[Any] | None) -> tuple[tuple[float, ...], tuple[Any, ...]]:
+        """(the logprob of each token, its entry of `logprobs.content` where the agent asked for it)."""
+        if told is None:
+            return (), ()
+        if told.content is None:
+            values = tuple(float("nan") if value is None else value for value in told.token_logprobs or ())
+            return values, _entries(told) if self._call.logprobs else ()
+        if not self._call.logprobs:
+            return tuple([token.logprob for token in told.content]), ()
+        return tuple([_ENTRY.decode(entry).logprob for entry in told.content]), tuple(told.content)
+
+    def _untrainable(self, choice: _Said[Any]) -> str | None:
         if constrained(self._call):
             return CONSTRAINED
         if choice.finish_reason not in _FINISH_REASONS:
@@ -386,18 +379,7 @@ def constrained(call: ModelCall) -> bool:
     return any(name.startswith("guided_") for name in call.extra)
 
 
-def _prompt_ids(chunk: _Chunk | _WrittenChunk) -> tuple[int, ...]:
-    if chunk.prompt_token_ids is not None:
-        return chunk.prompt_token_ids
-    return next((choice.prompt_token_ids for choice in chunk.choices if choice.prompt_token_ids), ())
-
-
-def _extra(chunk: _Told) -> dict[str, Any]:
-    told = {"system_fingerprint": chunk.system_fingerprint, "service_tier": chunk.service_tier}
-    return {name: value for name, value in told.items() if value is not None}
-
-
-def _delta(choice: _Said) -> dict[str, Any]:
+def _delta(choice: _Said[Any]) -> dict[str, Any]:
     if choice.text is not None:
         return {"content": choice.text} if choice.text else {}
     said = choice.delta if choice.delta is not None else choice.message or {}
@@ -405,38 +387,14 @@ def _delta(choice: _Said) -> dict[str, Any]:
     return {name: value for name, value in said.items() if name != "role" and value not in (None, "", [])}
 
 
-def _values(logprobs: _Logprobs | _WrittenLogprobs | None) -> tuple[float, ...]:
-    if logprobs is None:
-        return ()
-    if isinstance(logprobs, _Logprobs):
-        if logprobs.content is not None:
-            return tuple([token.logprob for token in logprobs.content])
-    elif logprobs.content is not None:
-        return tuple(_ENTRY.decode(entry).logprob for entry in logprobs.content)
-    return tuple(float("nan") if value is None else value for value in logprobs.token_logprobs or ())
-
-
-def _entries(logprobs: _Logprobs | _WrittenLogprobs | None) -> tuple[Any, ...]:
-    """Entries of `logprobs.content`; those of a continued prompt are brought into that form."""
-    if not isinstance(logprobs, _WrittenLogprobs):
-        return ()
-    if logprobs.content is not None:
-        return tuple(logprobs.content)
-    tops = logprobs.top_logprobs or [None] * len(logprobs.tokens)
+def _entries(told: _Logprobs[Any]) -> tuple[Any, ...]:
+    """Those of a continued prompt, in the form of a chat's."""
+    tops = told.top_logprobs or [None] * len(told.tokens)
     return tuple(
         _entry(token, logprob) | {"top_logprobs": [_entry(other, value) for other, value in (top or {}).items()]}
-        for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs or (), tops, strict=False)
+        for token, logprob, top in zip(told.tokens, told.token_logprobs or (), tops, strict=False)
     )
 
 
 def _entry(token: str, logprob: float | None) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
-
-
-def _usage(usage: _Usage) -> Usage:
-    details = {
-        "prompt_tokens_details": usage.prompt_tokens_details,
-        "completion_tokens_details": usage.completion_tokens_details,
-    }
-    told = {name: value for name, value in details.items() if value is not None}
-    return Usage(usage.prompt_tokens, usage.completion_tokens, told)

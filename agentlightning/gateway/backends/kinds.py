@@ -5,10 +5,14 @@ Knows the kinds of servers and what each needs. Knows no models and no table of 
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from agentlightning.errors import ConfigError
+from agentlightning.gateway.backend import BackendEvent, ModelCall, RelayedAnswer, RelayedCall
 from agentlightning.gateway.backends.connection import Connection
 from agentlightning.gateway.backends.http import HttpBackend, Kind
 
@@ -47,6 +51,30 @@ def make_backend(
     from agentlightning.gateway.backends.sglang import SglangBackend
 
     return SglangBackend(Connection(base_url, api_key=api_key, timeout_seconds=timeout_seconds), chat)
+
+
+class ByProtocol:
+    """Two hosted APIs as one backend: calls of Anthropic's protocol go to `anthropic`, all others to `openai`."""
+
+    def __init__(self, openai: HttpBackend, anthropic: HttpBackend) -> None:
+        self._openai = openai
+        self._anthropic = anthropic
+        self.name = f"{openai.name}, {anthropic.name}"
+        self.captures_tokens = openai.captures_tokens
+        self.relays = openai.relays | anthropic.relays
+
+    def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
+        return self._openai.answer(call)
+
+    def relay(self, call: RelayedCall) -> AbstractAsyncContextManager[RelayedAnswer]:
+        theirs = call.path.startswith("messages") or "anthropic-version" in call.headers
+        return (self._anthropic if theirs else self._openai).relay(call)
+
+    async def count_tokens(self, call: ModelCall) -> int:
+        return await self._openai.count_tokens(call)
+
+    async def close(self) -> None:
+        await asyncio.gather(self._openai.close(), self._anthropic.close())
 
 
 @lru_cache(maxsize=8)

@@ -74,7 +74,7 @@ class SglangGenerator:
         """The server's response to a request, which is aborted if the block is left before the answer's end."""
         url = f"{self._connection.root}/generate"
         try:
-            async with self._connection.accepted(url, answer.body(stream=stream)) as response:
+            async with self._connection.posted(url, answer.body(stream=stream), accepted=True) as response:
                 try:
                     yield response
                 finally:  # before the connection is closed: with it a server may forget whose request it was
@@ -89,13 +89,11 @@ class SglangGenerator:
         answer.aborted = True
         url, body = f"{self._connection.root}/abort_request", msgspec.json.encode({"rid": answer.request_id})
         try:
-            async with asyncio.timeout(_ABORT_SECONDS), self._connection.accepted(url, body, control=True):
+            async with asyncio.timeout(_ABORT_SECONDS), self._connection.posted(url, body, control=True, accepted=True):
                 pass
         except (BackendError, TimeoutError) as error:
             _log.warning("a call that nobody waits for may go on at %s: %r", self._connection.base_url, error)
 
-
-# --- what is sent and what comes back -----------------------------------------------------------------------------
 
 _TokenLogprob = tuple[float | None, int, str | None]
 

@@ -112,8 +112,6 @@ class Response(asyncio.Protocol):
         self._failure: BackendError | None = None
         self._waiting: asyncio.Future[None] | None = None
 
-    # --- what a caller does ---
-
     async def send(self, request: bytes) -> Response:
         """Send a request and wait for the head of its answer."""
         if self.lost or self._transport is None:
@@ -190,8 +188,6 @@ class Response(asyncio.Protocol):
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
-    # --- what the event loop tells ---
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its base class
 
@@ -223,8 +219,6 @@ class Response(asyncio.Protocol):
             self._fail(UnreachableError(f"it closed the connection{_because(exc)}", status=503))
         else:
             self._fail(BackendError(f"the backend at {self._wire.origin} broke off its answer{_because(exc)}"))
-
-    # --- what the parser tells ---
 
     def on_header(self, name: bytes, value: bytes) -> None:
         key, text = name.decode("latin-1").lower(), value.decode("latin-1")

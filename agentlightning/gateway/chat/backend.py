@@ -29,8 +29,7 @@ from agentlightning.gateway.chat.recorded import EncodedPrompt, RecordedAnswers
 from agentlightning.gateway.chat.stop_strings import StopStrings
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.chat.tool_calls import NoTools, Part, ToolCall
-from agentlightning.gateway.generation import GenerationRequest, SampledToken, TokenGenerator
-from agentlightning.gateway.seeds import choice_seed
+from agentlightning.gateway.generation import GenerationRequest, SampledToken, TokenGenerator, choice_seed
 from agentlightning.types import FinishReason
 
 _LONG: Final = 100_000  # characters, which take a tenth of a second to tokenise: other calls go on meanwhile

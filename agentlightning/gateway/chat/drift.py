@@ -40,9 +40,6 @@ Check: TypeAlias = Literal["answer", "history", "prompt"]
 CHECKS: Final[tuple[Check, ...]] = get_args(Check)
 
 
-# --- what was recorded --------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class RecordedCall:
     """What the span of a call says about its tokens. `answers` are the sampled ids of each choice, `replies` their
@@ -95,9 +92,6 @@ def _decoded(text: object, kind: type[T]) -> T | None:
         return msgspec.json.decode(text, type=kind) if isinstance(text, str) else None
     except (msgspec.DecodeError, RecursionError):
         return None
-
-
-# --- what is found ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -163,9 +157,6 @@ class DriftReport:
     def examples(self) -> list[Comparison]:
         """In the order of `found`."""
         return [example for row in self.found() for example in self._examples[row.check, row.kind]]
-
-
-# --- the checks ---------------------------------------------------------------------------------------------------
 
 
 class DriftCheck:

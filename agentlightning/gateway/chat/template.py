@@ -169,9 +169,6 @@ def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": function}
 
 
-# --- the environment chat templates are written for ---------------------------------------------------------------
-
-
 class _Generation(Extension):
     """`{% generation %}…{% endgeneration %}` marks the assistant's words for other tools; here it is only its body."""
 

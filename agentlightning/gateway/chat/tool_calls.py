@@ -164,8 +164,6 @@ def detect_tool_format(template: str) -> str | None:
     return None
 
 
-# --- the shapes ---------------------------------------------------------------------------------------------------
-
 # Marks of formats that use the same markers around something else than JSON calls.
 _FOREIGN = ("<function=", "<arg_key>", "[ARGS]", "[CALL_ID]", "<|tool_calls_section_begin|>", "<｜tool▁calls▁begin｜>")
 

@@ -74,8 +74,6 @@ def server_sent(data: Any, event: str | None = None) -> bytes:
     return name + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
-# --- what OpenAI's endpoints share --------------------------------------------------------------------------------
-
 _ERROR_TYPES: Final = {
     401: "authentication_error",
     403: "permission_error",

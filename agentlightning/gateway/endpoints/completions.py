@@ -111,9 +111,6 @@ class CompletionWriter(OpenAIStream):
         return self._logprobs[event.index].columns(event.logprob_entries)
 
 
-# --- logprobs -----------------------------------------------------------------------------------------------------
-
-
 class _TokenLogprob(msgspec.Struct):
     token: str
     logprob: float | None = None

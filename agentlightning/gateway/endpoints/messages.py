@@ -32,8 +32,6 @@ from agentlightning.gateway.request import (
     stop_strings,
 )
 
-# --- the parts of a request ---------------------------------------------------------------------------------------
-
 
 class _Text(msgspec.Struct, tag="text"):
     text: str
@@ -167,9 +165,6 @@ _FIELDS = Fields(
 )
 
 
-# --- the endpoints ------------------------------------------------------------------------------------------------
-
-
 class Messages(Endpoint):
     """`POST /v1/messages`."""
 
@@ -241,9 +236,6 @@ def _unsupported(name: str, why: str) -> CallRefused:
     return CallRefused(f"{name} is not supported: {why}", code="unsupported_parameter", param=name)
 
 
-# --- tools --------------------------------------------------------------------------------------------------------
-
-
 def _tool(index: int, tool: _Tool) -> dict[str, Any]:
     place = f"tools[{index}]"
     if tool.type not in (None, "custom"):
@@ -264,9 +256,6 @@ def _choice(choice: _ToolChoice) -> str | dict[str, Any]:
             raise CallRefused("tool_choice needs the name of the tool", param="tool_choice.name")
         return {"type": "function", "function": {"name": choice.name}}
     return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
-
-
-# --- messages -----------------------------------------------------------------------------------------------------
 
 
 def _chat(system: str | list[_Text] | None, messages: list[_Message]) -> list[dict[str, Any]]:

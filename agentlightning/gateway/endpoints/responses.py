@@ -215,9 +215,6 @@ def _response_format(format: _Format | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": described}
 
 
-# --- input items → messages ---------------------------------------------------------------------------------------
-
-
 class _Part(msgspec.Struct):
     type: Literal["input_text", "output_text", "text", "refusal", "input_image", "reasoning_text", "summary_text"]
     text: str = ""
