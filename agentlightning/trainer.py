@@ -144,8 +144,7 @@ class Trainer:
         self.models = dict(model) if isinstance(model, Mapping) else {} if model is None else {model_name: model}
         self.algorithm = algorithm if adapter is None else with_adapter(algorithm, adapter)
         self.optimizer = optimizer or AdamW()
-        self.lora = lora
-        self.dtype: DType | None = dtype
+        self.lora, self.dtype = lora, dtype
         self.n_runners = n_runners
         self.isolation: Isolation = isolation
         self.run_dir = run_dir
@@ -345,11 +344,10 @@ class Trainer:
     ) -> tuple[ServedPolicy, TorchLearner]:
         from agentlightning.learner.opening import Opening
 
-        trains = algorithm if isinstance(algorithm, Reinforcement) else None
         opening = Opening(
-            optimizer=self.optimizer,
-            steps=trains.steps * trains.minibatches * trains.epochs if trains else 0,
-            reference=trains is not None and trains.reference,
+            optimizer=self._optimizer(algorithm),
+            trained=isinstance(algorithm, Reinforcement),
+            reference=getattr(algorithm, "reference", False),
             concurrency=max(1, self.n_runners or 64),
             seed=self.seed,
             own_weights=_overlaps(algorithm),
@@ -363,6 +361,11 @@ class Trainer:
         served, learner = opening.open(model, self.progress.phase)
         stack.callback(served.service.close)
         return served, learner
+
+    def _optimizer(self, algorithm: Algorithm) -> AdamW:
+        """Its schedule ends with the training."""
+        trains = isinstance(algorithm, Reinforcement)
+        return self.optimizer.until(algorithm.steps * algorithm.minibatches * algorithm.epochs) if trains else AdamW()
 
     def _model_entries(self, algorithm: Algorithm, backends: Mapping[str, Backend]) -> list[ModelEntry]:
         """The models behind the gateway: the policies being trained, or the endpoint the caller gave."""
@@ -435,7 +438,7 @@ class Trainer:
                 for name, model in self.models.items()
             },
             "algorithm": {**settings, "name": algorithm.name},
-            "optimizer": dataclasses.asdict(self.optimizer),
+            "optimizer": dataclasses.asdict(self._optimizer(algorithm)),
             "lora": None if self.lora is None else dataclasses.asdict(self.lora),
             "dtype": self.dtype,
             "n_runners": self.n_runners,

@@ -18,7 +18,7 @@ from agentlightning.data.transitions import trace_rollout
 from agentlightning.engine.service import EngineService
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.gateway.holding import Gate
-from agentlightning.learner.base import AdamW
+from agentlightning.learner.base import AdamW, LoRA
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import make_model, make_tokenizer
 from agentlightning.learner.torch import TorchLearner
@@ -360,3 +360,24 @@ def test_two_policies_learn_at_once_each_from_its_own_calls(tmp_path: Path) -> N
         assert not torch.equal(trained, before[name])
     again = trainer(tmp_path, model={"writer": policy(0), "critic": policy(1)}, algorithm=algorithm(steps=3))
     assert again.fit(writer_and_critic, TASKS, TASKS[:2], resume=True).metrics[-1].step == 3
+
+
+def test_an_adapter_is_trained_and_resumed(tmp_path: Path) -> None:
+    """With a falling learning rate, layers computed again and a proximal policy."""
+
+    def adapted(steps: int) -> Trainer:
+        return trainer(
+            tmp_path,
+            algorithm=algorithm(steps=steps, old="proximal", reference=True, checkpoint_every=1),
+            optimizer=AdamW(learning_rate=1e-2, schedule="linear", gradient_checkpointing=True),
+            lora=LoRA(rank=4),
+        )
+
+    first = adapted(2).fit(agents.vowels, TASKS)
+    assert [metrics.values["learning_rate"] for metrics in first.metrics] == pytest.approx([1e-2, 0.5e-2])
+    assert first.metrics[1].values["reference_kl"] > 0
+    assert max(metrics.values["inference_mismatch"] for metrics in first.metrics) < 1e-4
+    assert first.checkpoint is not None and (first.checkpoint / "adapter_model.safetensors").is_file()
+    resumed = adapted(3).fit(agents.vowels, TASKS, resume=True)
+    assert resumed.metrics[-1].step == 3
+    assert resumed.metrics[-1].values["inference_mismatch"] < 1e-4

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, get_args
 
@@ -145,6 +145,11 @@ class AdamW:
             )
         if self.micro_batch_tokens < 1:
             raise ConfigError(f"micro_batch_tokens is {self.micro_batch_tokens}; it must be at least 1")
+
+    def until(self, steps: int) -> AdamW:
+        """This one, whose schedule ends after so many steps unless it says when."""
+        ends = self.schedule == "constant" or self.total_steps is not None
+        return self if ends else replace(self, total_steps=steps)
 
     def rate(self, step: int) -> float:
         """The learning rate of optimiser step `step`, from 1. ConfigError where the schedule ends nobody knows when."""

@@ -6,7 +6,7 @@ Knows policies, engine and learner. It does not know algorithms, stores or gatew
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,11 +22,11 @@ from agentlightning.learner.torch import TorchLearner
 
 @dataclass(frozen=True)
 class Opening:
-    """How models are opened; the fields are those of `Trainer`, `serve_policy` and `TorchLearner`. `steps` are the
-    optimiser steps that there will be; with 0 nothing is trained, and no memory set aside for it."""
+    """How models are opened; the fields are those of `Trainer`, `serve_policy` and `TorchLearner`. Only where they are
+    `trained` memory is set aside for it."""
 
     optimizer: AdamW
-    steps: int
+    trained: bool
     reference: bool
     concurrency: int
     seed: int
@@ -46,7 +46,7 @@ class Opening:
         if made:
             phase("make the model")
             source = open_policy(source, seed=self.seed, dtype=self.dtype)
-        told = self._check_memory(source) if self.steps else ""
+        told = self._check_memory(source) if self.trained else ""
         phase(f"{'serve' if made else 'load'} the model{told}")
         policy = open_policy(source, seed=self.seed, device=self.device, dtype=self.dtype, lora=self.lora)
         served = serve_policy(
@@ -59,18 +59,10 @@ class Opening:
             deterministic=self.deterministic,
         )
         try:
-            return served, TorchLearner(policy, self._optimizer(), reference=self.reference)
+            return served, TorchLearner(policy, self.optimizer, reference=self.reference)
         except BaseException:
             served.service.close()
             raise
-
-    def _optimizer(self) -> AdamW:
-        """Its schedule ends with the training, unless it says when."""
-        if not self.steps:
-            return AdamW()
-        if self.optimizer.schedule == "constant" or self.optimizer.total_steps is not None:
-            return self.optimizer
-        return replace(self.optimizer, total_steps=self.steps)
 
     def _check_memory(self, source: str | Path | Policy) -> str:
         model, device = self._shapes(source)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from warnings import catch_warnings, simplefilter
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -126,7 +127,9 @@ def _load_model(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:
             "adapter with peft, on the model that the function makes"
         )
     # `peft`'s own loader would cut the model to the tokenizer's size.
-    wrapped: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, **arguments), str(source))
+    with catch_warnings():
+        simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that will go
+        wrapped: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, **arguments), str(source))
     return wrapped.merge_and_unload()
 
 

@@ -52,26 +52,17 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(tokenizer: Any, tmp_pa
     Policy(tiny_model(vocab_size=len(tokenizer)), tokenizer).save(tmp_path)
     phases: list[str] = []
     greedy = Opening(
-        AdamW(micro_batch_tokens=10**9), steps=1, reference=False, concurrency=1, seed=0, device="cpu", threads=1
+        AdamW(micro_batch_tokens=10**9), trained=True, reference=False, concurrency=1, seed=0, device="cpu", threads=1
     )
     with pytest.raises(
         ConfigError, match=r"training needs about .* GiB are there.*smaller optimizer.micro_batch_tokens"
     ):
         greedy.open(tmp_path, phases.append)
     assert not phases
-    modest = Opening(AdamW(), steps=3, reference=False, concurrency=1, seed=0, device="cpu", threads=1)
+    modest = Opening(AdamW(), trained=True, reference=False, concurrency=1, seed=0, device="cpu", threads=1)
     served, _ = modest.open(tmp_path, phases.append)
     served.service.close()
     assert re.fullmatch(r"load the model \(training takes up to .* GiB, .* are there\)", phases[0])
-
-
-def test_a_schedule_ends_with_the_training(tokenizer: Any) -> None:
-    policy = Policy(tiny_model(vocab_size=len(tokenizer)), tokenizer)
-    falling = AdamW(learning_rate=1.0, schedule="linear")
-    opening = Opening(falling, steps=10, reference=False, concurrency=1, seed=0, threads=1)
-    served, learner = opening.open(policy, lambda phase: None)
-    served.service.close()
-    assert learner.config.rate(6) == pytest.approx(0.5)
 
 
 def test_the_memory_of_this_machine_is_known() -> None:
@@ -100,7 +91,7 @@ def train(rows, **shape):
 train(1)
 open("/proc/self/clear_refs", "w").write("5")
 before = status("VmRSS")
-estimate = train(8, vocab_size=4096, hidden_size=256, intermediate_size=768, num_hidden_layers=4)
+estimate = train(6, vocab_size=2048, hidden_size=192, intermediate_size=512, num_hidden_layers=3)
 print(estimate / (status("VmHWM") - before))
 """
 

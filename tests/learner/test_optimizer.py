@@ -37,6 +37,12 @@ def test_the_learning_rate_rises_and_falls(schedule: Schedule, rates: list[float
     assert [config.rate(step) for step in range(1, 8)] == pytest.approx(rates, abs=1e-6)
 
 
+def test_a_schedule_ends_with_the_training_unless_it_says_when() -> None:
+    assert AdamW(schedule="linear").until(10) == AdamW(schedule="linear", total_steps=10)
+    assert AdamW(schedule="linear", total_steps=7).until(10).total_steps == 7
+    assert AdamW().until(10) == AdamW()
+
+
 def test_a_schedule_without_an_end_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match="total_steps"):
         learner(tokenizer, schedule="cosine")
