@@ -78,7 +78,7 @@ experiments: setup
 	$(BIN)/python benchmarks/algorithms_seeds.py --seeds 1-3 --out $(RUNS)/experiments/algorithms
 	$(BIN)/python benchmarks/quickstart_seeds.py --seeds 1-10 --out $(RUNS)/experiments
 
-benchmarks: setup
+benchmarks: setup .venv-trl/.setup
 	set -e; for script in benchmarks/*.py; do \
 	    case $$script in *_seeds.py|*/_*) continue ;; esac; \
 	    echo "== $$script"; $(BIN)/python $$script; done

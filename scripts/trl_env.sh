@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Creates .venv-trl: TRL, with the torch and the transformers of `make setup`. Its gradients are what
-# tests/learner/test_trl.py compares with, its speed what benchmarks/rl.py does. $1 is the environment of `make setup`,
-# whose Python it takes.
+# tests/learner/test_trl.py compares with, its speed what benchmarks/rl.py does (on an agent that imports openai). $1 is
+# the environment of `make setup`, whose Python it takes.
 set -euo pipefail
 
 setup=$1
@@ -16,4 +16,4 @@ if "$setup/bin/python" -c 'import torch; raise SystemExit("+cpu" not in torch.__
         2>/dev/null; then
     $pip install --quiet --index-url "$cpu_index" "$(grep '^torch==' constraints.txt)"
 fi
-$pip install --quiet trl --constraint constraints-trl.txt
+$pip install --quiet trl openai --constraint constraints-trl.txt

@@ -1,0 +1,190 @@
+"""Reinforcement learning from end to end: against TRL's GRPOTrainer, and asynchronous against synchronous.
+
+    make .venv-trl/.setup
+    python benchmarks/rl.py [--part trl,async] [--seeds 1] [--steps 40] [--threads 1] [--profile]
+
+The task is the travel desk of examples/flight: one to five turns, with three tools.
+
+`trl`: a Qwen3 model of 5M parameters, warm-started once, is trained by TRL (its own tool loop and environment) and by
+`Trainer.fit` (OpenAI's SDK over HTTP, gateway, store), the same tasks, group size, lengths, learning rate, loss and
+threads, in turns, each in a process of its own. What counts is the seconds of training, without evaluation, until the
+held-out reward is at least the target. `--profile` also runs ours under py-spy, to tell the CPU of the SDK's clients.
+
+`async`: a model of 0.5M parameters, 64 rollouts at once, and a tool whose latency is log-normal (mean 0.5 s, 99th
+percentile 5 s): `max_staleness=4` against 0, as many steps of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from _rl_options import Options, Outcome
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+RESULTS = HERE / "results" / "rl.json"
+TRL = ROOT / ".venv-trl" / "bin" / "python"
+TARGET = 0.6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", default="trl,async")
+    parser.add_argument("--seeds", type=int, default=1, help="of each kind of run")
+    parser.add_argument("--steps", type=int, default=40, help="of the part against TRL")
+    parser.add_argument("--async-steps", type=int, default=24)
+    parser.add_argument("--size", default="5M", choices=["5M", "0.5M"], help="of the model against TRL")
+    parser.add_argument("--threads", type=int, default=1, help="of torch, for both")
+    parser.add_argument("--level", default="tree", help="of this package's learner")
+    parser.add_argument("--profile", action="store_true")
+    chosen = parser.parse_args()
+    parts = chosen.part.split(",")
+    if unknown := set(parts) - {"trl", "async"}:
+        parser.error(f"--part is {', '.join(unknown)}; known: trl, async")
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for part in parts:
+        results[part] = {"trl": against_trl, "async": against_synchronous}[part](chosen)
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+# --- the parts ---
+
+
+def against_trl(chosen: argparse.Namespace) -> dict[str, Any]:
+    if not TRL.exists():
+        sys.exit("there is no .venv-trl; `make .venv-trl/.setup` makes it")
+    options = Options(
+        start=start(chosen.size),
+        directory="",
+        steps=chosen.steps,
+        tasks_per_step=8,
+        learning_rate=1.5e-4,
+        threads=chosen.threads,
+        seed=0,
+        evaluate_every=5,
+        heldout=96,
+        level=chosen.level,
+    )
+    ours, theirs = [HERE / "_rl_ours.py"], [HERE / "_rl_trl.py"]
+    runs: dict[str, list[Outcome]] = {"TRL": [], "here": []}
+    print(
+        f"{'':>6} {'seed':>4} {'to target':>9} {'last':>5} {'train':>6} {'sample':>7} {'learn':>6} {'CPU':>6}", end=""
+    )
+    print(f" {'gen/s':>6} {'trained/s':>9} {'computed':>9}")
+    for seed in range(chosen.seeds):
+        for name, command in (("TRL", [TRL, *theirs]), ("here", [sys.executable, *ours])):
+            one = run(command, replace(options, seed=seed))
+            runs[name].append(one)
+            print(
+                f"{name:>4} {seed:>4} {shown(reached(one)):>9} {one.curve[-1][2]:>5.2f} {one.train_seconds:>6.1f}"
+                f" {one.sample_seconds:>7.1f} {one.learn_seconds:>6.1f} {one.cpu_seconds:>6.1f}"
+                f" {one.generated / one.sample_seconds:>6.0f} {one.trained / one.learn_seconds:>9.0f}"
+                f" {one.computed:>9,.0f}",
+                flush=True,
+            )
+    times = {name: [reached(one) for one in some] for name, some in runs.items()}
+    if all(one is not None for some in times.values() for one in some):
+        means = {name: statistics.mean(one for one in some if one is not None) for name, some in times.items()}
+        print(f"to a held-out reward of {TARGET}: {means['TRL'] / means['here']:.2f} times as fast as TRL")
+    for what, of in (("generated", "sample_seconds"), ("trained", "learn_seconds")):
+        speed = {name: sum(getattr(o, what) for o in some) / sum(getattr(o, of) for o in some)
+                 for name, some in runs.items()}  # fmt: skip
+        print(f"{what} tokens per second: {speed['here'] / speed['TRL']:.2f} times TRL's")
+    found = {name: [vars(one) | {"to_target": reached(one)} for one in some] for name, some in runs.items()}
+    if chosen.profile:
+        found["profile"] = profiled(replace(options, steps=10, evaluate_every=0))
+    return {"options": vars(options) | {"start": chosen.size}, "target": TARGET, "runs": found}
+
+
+def against_synchronous(chosen: argparse.Namespace) -> dict[str, Any]:
+    options = Options(
+        start=start("0.5M"),
+        directory="",
+        steps=chosen.async_steps,
+        tasks_per_step=8,
+        learning_rate=1.5e-4,
+        threads=1,
+        seed=0,
+        evaluate_every=0,
+        heldout=96,
+        level=chosen.level,
+        slow_tool=True,
+    )
+    runs: dict[int, list[Outcome]] = {0: [], 4: []}
+    print(f"{'staleness':>9} {'seed':>4} {'rollouts/h':>10} {'reward':>12} {'train':>6} {'learner idle':>12}")
+    for seed in range(chosen.seeds):
+        for staleness, some in runs.items():
+            one = run([sys.executable, HERE / "_rl_ours.py"], replace(options, seed=seed, max_staleness=staleness))
+            some.append(one)
+            print(
+                f"{staleness:>9} {seed:>4} {per_hour([one]):>10,.0f} {one.curve[0][2]:>5.2f} → {one.curve[-1][2]:.2f}"
+                f" {one.train_seconds:>6.1f} {one.more['learner_idle']:>12.0%}",
+                flush=True,
+            )
+    print(f"rollouts per hour: {per_hour(runs[4]) / per_hour(runs[0]):.2f} times those of a synchronous run")
+    return {"options": vars(options) | {"start": "0.5M"}, "runs": {k: [vars(o) for o in v] for k, v in runs.items()}}
+
+
+# --- their runs ---
+
+
+def start(size: str) -> str:
+    """The directory of the policy to start from, made once for what it is made of."""
+    made_of = b"".join((HERE / name).read_bytes() for name in ("_rl_start.py", "../examples/flight/demonstrations.py"))
+    directory = ROOT / "runs" / f"benchmark-rl-{size}-{hashlib.sha256(made_of).hexdigest()[:8]}"
+    if not (directory / "config.json").is_file():
+        code = "import sys, pathlib, _rl_start; _rl_start.make(sys.argv[1], pathlib.Path(sys.argv[2]))"
+        subprocess.run([sys.executable, "-c", code, size, directory], check=True, cwd=HERE)
+    return str(directory)
+
+
+def run(command: list[Any], options: Options) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        options = replace(options, directory=f"{folder}/run")
+        done = subprocess.run([*map(str, command), options.text()], capture_output=True, text=True, cwd=HERE)
+        if done.returncode:
+            sys.exit(f"{command[-1]} failed:\n{done.stderr[-4000:]}")
+        return Outcome(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def profiled(options: Options) -> dict[str, float]:
+    """CPU seconds of the parts of this package's process, by samples of its stacks."""
+    from quickstart_cpu import RATE, divide, watch_threads
+
+    with tempfile.TemporaryDirectory() as folder:
+        stacks = Path(folder) / "stacks"
+        command = [str(Path(sys.executable).parent / "py-spy"), "record", "--format", "raw", "--full-filenames"]
+        command += ["--rate", str(RATE), "--threads", "--output", str(stacks), "--", sys.executable]
+        command += [str(HERE / "_rl_ours.py"), replace(options, directory=f"{folder}/run").text()]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=HERE) as process:
+            cpu_of_thread = watch_threads(process)
+        parts = divide(stacks.read_text().splitlines(), cpu_of_thread)
+    for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
+        print(f"{part:<34} {seconds:>6.1f} CPU s {seconds / sum(parts.values()):>6.1%}")
+    return {part: round(seconds, 1) for part, seconds in parts.items()}
+
+
+def reached(one: Outcome) -> float | None:
+    """Seconds of training until the held-out reward was at least the target."""
+    return next((seconds for _, seconds, reward in one.curve if reward >= TARGET), None)
+
+
+def shown(seconds: float | None) -> str:
+    return "never" if seconds is None else f"{seconds:.1f} s"
+
+
+def per_hour(some: list[Outcome]) -> float:
+    return 3600 * sum(one.rollouts for one in some) / sum(one.train_seconds for one in some)
+
+
+if __name__ == "__main__":
+    main()
