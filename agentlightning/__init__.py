@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from agentlightning.algorithm import algo as algo
     from agentlightning.data.rewards import RewardSpec as RewardSpec
     from agentlightning.learner.base import AdamW as AdamW
+    from agentlightning.learner.base import LoRA as LoRA
     from agentlightning.runner.agent import LitAgent as LitAgent
     from agentlightning.runner.agent import RolloutRawResult as RolloutRawResult
     from agentlightning.runner.agent import llm_rollout as llm_rollout
@@ -97,7 +98,7 @@ _HOMES = {
         "algo",
     ),
     "agentlightning.data.rewards": ("RewardSpec",),
-    "agentlightning.learner.base": ("AdamW",),
+    "agentlightning.learner.base": ("AdamW", "LoRA"),
     "agentlightning.runner.agent": ("LitAgent", "RolloutRawResult", "llm_rollout", "prompt_rollout", "rollout"),
     "agentlightning.runner.clients": ("openai_client",),
     "agentlightning.runner.command": ("CommandOutput", "command"),

@@ -144,7 +144,8 @@ class Trainer:
         self.models = dict(model) if isinstance(model, Mapping) else {} if model is None else {model_name: model}
         self.algorithm = algorithm if adapter is None else with_adapter(algorithm, adapter)
         self.optimizer = optimizer or AdamW()
-        self.lora, self.dtype = lora, dtype
+        self.lora = lora
+        self.dtype: DType | None = dtype
         self.n_runners = n_runners
         self.isolation: Isolation = isolation
         self.run_dir = run_dir
@@ -161,8 +162,7 @@ class Trainer:
         self.trackers = tuple(map(make_tracker, trackers))
         self.progress = progress or NoProgress()
         self.max_sequence_length = max_sequence_length
-        self.device = device
-        self.threads = threads
+        self.device, self.threads = device, threads
         self.deterministic = deterministic
         self.run_file = run_file
 
