@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from agentlightning.algorithm import DAPO as DAPO
     from agentlightning.algorithm import GRPO as GRPO
     from agentlightning.algorithm import GSPO as GSPO
+    from agentlightning.algorithm import PPO as PPO
     from agentlightning.algorithm import RLOO as RLOO
     from agentlightning.algorithm import SFT as SFT
     from agentlightning.algorithm import Baseline as Baseline
@@ -91,6 +92,7 @@ _HOMES = {
         "DrGRPO",
         "GRPO",
         "GSPO",
+        "PPO",
         "REINFORCEPlusPlus",
         "REINFORCEPlusPlusBaseline",
         "RLOO",

@@ -348,6 +348,7 @@ class Trainer:
             optimizer=self._optimizer(algorithm),
             trained=isinstance(algorithm, Reinforcement),
             reference=getattr(algorithm, "reference", False),
+            critic=getattr(algorithm, "trained_critic", None),
             concurrency=max(1, self.n_runners or 64),
             seed=self.seed,
             own_weights=_overlaps(algorithm),

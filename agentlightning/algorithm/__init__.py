@@ -8,6 +8,7 @@ from agentlightning.algorithm.dr_grpo import DrGRPO
 from agentlightning.algorithm.function import algo
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.algorithm.gspo import GSPO
+from agentlightning.algorithm.ppo import PPO
 from agentlightning.algorithm.reinforce_plus_plus import REINFORCEPlusPlus, REINFORCEPlusPlusBaseline
 from agentlightning.algorithm.rl import Reinforcement
 from agentlightning.algorithm.rloo import RLOO
@@ -18,6 +19,7 @@ __all__ = [
     "DAPO",
     "GRPO",
     "GSPO",
+    "PPO",
     "RLOO",
     "SFT",
     "Algorithm",

@@ -29,16 +29,13 @@ class GRPO(Reinforcement):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.credit = make_credit(self.returns, self.returns_options, self.baseline, self.baseline_options)
+        self.credit = make_credit(
+            self.returns, self.returns_options, self.baseline, self.baseline_options, reward=self.reward
+        )
         if self.group_size < 2 and self.credit.compares_group:
             raise ConfigError(
                 f"group_size is {self.group_size}; baseline {self.baseline!r} with returns {self.returns!r} compares "
                 "rollouts of one task and needs at least 2"
-            )
-        if self.reward.base == "sum" and self.credit.reads_intermediate:
-            raise ConfigError(
-                f"reward.base 'sum' puts intermediate rewards into R, and returns {self.returns!r} adds them to it: "
-                "they would count twice; give base='final' or returns='identical'"
             )
 
     def why_useless(self, group: RewardedGroup) -> str | None:

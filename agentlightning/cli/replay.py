@@ -169,7 +169,7 @@ def _learner(model: str, config: Mapping[str, Any], algorithm: Reinforcement, se
         policy = load_policy(model, device=device, dtype=_dtype(Path(model), config.get("dtype") or "float32"))
     choose_threads(policy.model, config.get("threads"))
     optimizer = build(AdamW, config["optimizer"], typing.get_type_hints(AdamW), "optimizer")
-    return TorchLearner(policy, optimizer, reference=algorithm.reference)
+    return TorchLearner(policy, optimizer, reference=algorithm.reference, critic=algorithm.trained_critic)
 
 
 def _dtype(model: Path, usual: str) -> str:

@@ -31,6 +31,7 @@ ALGORITHMS = {
         "dapo": "DAPO",
         "gspo": "GSPO",
         "cispo": "CISPO",
+        "ppo": "PPO",
         "reinforce++": "REINFORCEPlusPlus",
         "reinforce++_baseline": "REINFORCEPlusPlusBaseline",
         "sft": "SFT",

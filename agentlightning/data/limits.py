@@ -102,4 +102,6 @@ def _part(sequence: TrainingSequence, sampled: npt.NDArray[np.int64]) -> Trainin
         logprobs=sequence.logprobs[sampled],
         advantages=sequence.advantages[sampled],
         versions=sequence.versions[sampled],
+        values=None if sequence.values is None else sequence.values[sampled],
+        value_targets=None if sequence.value_targets is None else sequence.value_targets[sampled],
     )

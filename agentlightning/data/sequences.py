@@ -26,10 +26,18 @@ Aggregation: TypeAlias = Literal["token-mean", "sequence-mean", "rollout-mean", 
 
 @dataclass(frozen=True)
 class CreditedTransition:
-    """A transition with the advantage of each of its sampled tokens, float32[T]."""
+    """A transition with the advantage of each of its sampled tokens, float32[T]; where a critic had a say, also what it
+    said each was worth, and what it is to say, float32[T] each."""
 
     transition: Transition
     advantages: FloatArray
+    values: FloatArray | None = None
+    value_targets: FloatArray | None = None
+
+    @property
+    def teaches(self) -> bool:
+        """Whether anything is learned from it, by the policy or by a critic."""
+        return bool(self.advantages.any()) or not np.array_equal(_or_empty(self.values), _or_empty(self.value_targets))
 
 
 @dataclass(frozen=True)
@@ -37,8 +45,9 @@ class TrainingSequence:
     """One row to compute. `token_ids` int32[L]; the rest are per sampled token, float32[N] or int32[N].
 
     `positions` are the indices of the sampled tokens in `token_ids`; `transitions` numbers the transition each token
-    belongs to (from 0 within this sequence), `versions` the policy that sampled it (−1: unknown). `tree` asks that
-    prefixes which sequences of the batch share be computed once."""
+    belongs to (from 0 within this sequence), `versions` the policy that sampled it (−1: unknown). `values` and
+    `value_targets` are those of `CreditedTransition`. `tree` asks that prefixes which sequences of the batch share be
+    computed once."""
 
     rollout_id: str
     token_ids: IntArray
@@ -47,6 +56,8 @@ class TrainingSequence:
     logprobs: FloatArray
     advantages: FloatArray
     versions: IntArray
+    values: FloatArray | None = None
+    value_targets: FloatArray | None = None
     tree: bool = False
 
     def __len__(self) -> int:
@@ -68,9 +79,10 @@ class TrainingSequence:
 @dataclass(frozen=True)
 class MicroBatch:
     """Right-padded rows, or one row that holds a forest. `token_ids` int32[B, L] (0 where padded); per sampled token of
-    all rows, in row order: `rows` and `positions` int64[N] say where it stands, `logprobs`, `advantages` and `weights`
-    float32[N], `versions` int32[N], `transitions` int64[N] which transition of the micro-batch it belongs to (from 0;
-    none is spread over two micro-batches). In a forest one place may stand for the same token of several transitions.
+    all rows, in row order: `rows` and `positions` int64[N] say where it stands, `logprobs`, `advantages`, `weights`
+    and, for a critic, `values` and `value_targets` float32[N], `versions` int32[N], `transitions` int64[N] which
+    transition of the micro-batch it belongs to (from 0; none is spread over two micro-batches). In a forest one place
+    may stand for the same token of several transitions.
 
     The loss is Σ weights · loss(token): weights already hold the aggregation's denominators over the whole batch, so
     that the sum over micro-batches is the loss of the batch. `tokens` counts those that are not padding."""
@@ -84,6 +96,8 @@ class MicroBatch:
     transitions: npt.NDArray[np.int64]
     versions: IntArray
     tokens: int
+    values: FloatArray | None = None
+    value_targets: FloatArray | None = None
     forest: Forest | None = None
 
     @property
@@ -160,8 +174,19 @@ def _sequence(
         logprobs=np.concatenate([item.transition.logprobs for item in chain]),
         advantages=np.concatenate([item.advantages for item in chain]),
         versions=np.concatenate([item.transition.versions for item in chain]),
+        values=_joined([item.values for item in chain]),
+        value_targets=_joined([item.value_targets for item in chain]),
         tree=tree,
     )
+
+
+def _joined(parts: Sequence[FloatArray | None]) -> FloatArray | None:
+    found = [part for part in parts if part is not None]
+    return np.concatenate(found) if found else None
+
+
+def _or_empty(values: FloatArray | None) -> FloatArray:
+    return np.zeros(0, np.float32) if values is None else values
 
 
 def aggregation_weights(
@@ -268,5 +293,7 @@ def _micro_batch(
         ),
         versions=np.concatenate([s.versions for s in sequences]),
         tokens=sum(map(len, sequences)) if forest is None else len(forest.token_ids),
+        values=_joined([s.values for s in sequences]),
+        value_targets=_joined([s.value_targets for s in sequences]),
         forest=forest,
     )

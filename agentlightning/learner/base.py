@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, get_args
 
 from agentlightning.data.sequences import Aggregation, TrainingSequence
+from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -25,8 +26,11 @@ LossFunction: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]"
 Old: TypeAlias = Literal["behaviour", "proximal"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 DType: TypeAlias = Literal["float32", "bfloat16"]
+CriticTrunk: TypeAlias = Literal["shared", "separate"]
 
 TRUNCATION: Final = 2.0  # of `Loss.truncation`, unless given; that of "truncated importance sampling"
+
+CRITIC_RATE: Final = 10.0  # a critic starts from nothing, a policy does not; verl's defaults differ as much
 
 # How far below and above 1 the importance ratio counts; GSPO's, of a whole transition, is as its authors have it.
 CLIP_RANGES: Final[dict[LossKind | LossFunction, tuple[float, float]]] = {
@@ -50,7 +54,10 @@ class Loss:
     `old` says what the importance ratio is against. `behaviour`: the recorded log-probabilities, so that the ratio
     corrects for the weights that sampled. `proximal`: the weights at the start of the step; what sampled is then
     corrected for by a weight per token, min(exp(proximal − behaviour), `truncation`) (decoupled PPO, arXiv:2110.00641;
-    AReaL, arXiv:2505.24298). Never both: the same difference would count twice."""
+    AReaL, arXiv:2505.24298). Never both: the same difference would count twice.
+
+    With a critic, `value_coefficient` times the loss of its values is added, which `value_clip` bounds
+    (`losses.value_loss`); with `critic_alone` the policy is not trained."""
 
     kind: LossKind | LossFunction = "ppo_clip"
     clip_low: float | None = None
@@ -64,6 +71,9 @@ class Loss:
     temperature: float = 1.0
     old: Old = "behaviour"
     truncation: float | None = None
+    value_coefficient: float = 0.5
+    value_clip: float | None = 0.2
+    critic_alone: bool = False
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -102,6 +112,10 @@ class Loss:
             )
         if self.truncation is not None and not self.truncation > 0:
             raise ConfigError(f"truncation is {self.truncation}; it must be positive, or None for {TRUNCATION}")
+        if not self.value_coefficient > 0:
+            raise ConfigError(f"value_coefficient is {self.value_coefficient}; it must be positive")
+        if self.value_clip is not None and not self.value_clip > 0:
+            raise ConfigError(f"value_clip is {self.value_clip}; it must be positive, or None")
         if callable(self.kind):
             from agentlightning.learner.losses import try_loss
 
@@ -181,6 +195,25 @@ class LoRA:
             raise ConfigError(f"LoRA alpha is {self.alpha}; it must be positive")
 
 
+@dataclass(frozen=True)
+class Critic:
+    """What says how much a sampled token is worth: a linear layer, 0 at first, on the last hidden state before it. That
+    state is the policy's (`shared`: the critic's gradient goes on into the policy), or that of a `separate` model that
+    starts as a copy of the policy's and shares whatever weights are not trained.
+
+    `learning_rate` is that of all that only the critic has, at the start of the optimiser's schedule; None:
+    `CRITIC_RATE` times the policy's."""
+
+    trunk: CriticTrunk = "shared"
+    learning_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.trunk not in get_args(CriticTrunk):
+            raise ConfigError(f"critic is {self.trunk!r}; known: {', '.join(get_args(CriticTrunk))}")
+        if self.learning_rate is not None and not self.learning_rate > 0:
+            raise ConfigError(f"the critic's learning rate is {self.learning_rate}; it must be positive")
+
+
 class Learner(Protocol):
     """Makes gradient steps on the policy's weights.
 
@@ -205,10 +238,15 @@ class Learner(Protocol):
         of the advantages. Then the metrics are those that `step` would tell of `version`."""
         ...
 
+    def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
+        """What the critic says now that each sampled token is worth, one float32[N] per sequence; blocks. ConfigError
+        where there is no critic."""
+        ...
+
     def step(self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
         """One optimiser step; blocks. Returns metrics: loss, grad_norm, learning_rate, ratio and KL statistics,
         entropy, tokens (sampled), tokens_computed and tokens_saved (against computing each transition by itself;
-        padding aside).
+        padding aside); with a critic value_loss, value_clip_fraction and critic_grad_norm.
 
         `version` is what the engine calls the weights that this step begins with, None if they have no name. How far
         engine and learner are apart is told of the tokens sampled by it, if there are any and `loss.old` is behaviour:

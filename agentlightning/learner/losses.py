@@ -120,6 +120,17 @@ def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tens
     return torch.maximum(-ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages)
 
 
+def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+    """½·max((V − target)², (V' − target)²), V' being V kept within `clip` of what it was, and where that is the larger:
+    float[N], bool[N] (PPO as its authors implemented it, github.com/openai/baselines). Gradients flow through `values`.
+    """
+    loss = (values - targets).square() / 2
+    if clip is None:
+        return loss, torch.zeros_like(loss, dtype=torch.bool)
+    kept = (torch.clamp(values, old_values - clip, old_values + clip) - targets).square() / 2
+    return torch.maximum(loss, kept), kept > loss
+
+
 def kl(logprobs: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
     """Estimate of KL(policy ‖ reference) per token (Schulman, "Approximating KL divergence"), with d = log p − log q:
 

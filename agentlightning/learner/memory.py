@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from agentlightning.engine.forward import cache_bytes
 from agentlightning.engine.weights import LARGEST_JOINED, shape_of
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import AdamW, LoRA
+from agentlightning.learner.base import AdamW, Critic, LoRA
 from agentlightning.learner.distributions import LOGITS_AT_ONCE
 
 FLOAT32: Final = 4
@@ -28,13 +28,14 @@ GIB: Final = 2**30
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes, by what they are for: the engine's copy of weights, its key-value cache, what a micro-batch keeps for its
-    gradient, and the logits of a chunk are last."""
+    """Bytes, by what they are for: all that a critic of its own takes, the engine's copy of weights, its key-value cache,
+    what a micro-batch keeps for its gradient, and the logits of a chunk are last."""
 
     weights: int
     gradients: int
     optimizer: int
     reference: int
+    critic: int
     engine: int
     cache: int
     activations: int
@@ -58,6 +59,7 @@ class MemoryEstimate:
             "weights": "dtype: bfloat16, or a smaller model",
             "cache": "a smaller max_sequence_length, or fewer n_runners",
             "reference": "no reference (kl_coefficient 0)",
+            "critic": "critic: shared",
         }
         largest = sorted(changes, key=lambda name: getattr(self, name), reverse=True)
         advice = "; ".join(changes[name] for name in largest if getattr(self, name) > 0.1 * self.total)
@@ -70,6 +72,7 @@ def estimate_memory(
     *,
     lora: LoRA | None = None,
     reference: bool = False,
+    critic: Critic | None = None,
     own_weights: bool = False,
     slots: int = 0,
     max_sequence_length: int = 4096,
@@ -95,14 +98,19 @@ def estimate_memory(
         engine += weights - embedding.weight.numel() * embedding.weight.itemsize  # joined projections, at most
     tokens = max(config.micro_batch_tokens, max_sequence_length)
     vocabulary = int(model.config.get_text_config().vocab_size)
+    gradients, optimizer = trained * FLOAT32, trained * FLOAT32 * (3 if masters else 2)
+    activations = tokens * _activations_per_token(model, config.gradient_checkpointing)
+    own = weights if lora is None else trained * FLOAT32
+    separate = critic is not None and critic.trunk == "separate"
     return MemoryEstimate(
         weights=weights,
-        gradients=trained * FLOAT32,
-        optimizer=trained * FLOAT32 * (3 if masters else 2),
+        gradients=gradients,
+        optimizer=optimizer,
         reference=weights if reference and lora is None else 0,
+        critic=own + gradients + optimizer + activations if separate else 0,
         engine=engine,
         cache=cache_bytes(model, slots, max_sequence_length, model.dtype),
-        activations=tokens * _activations_per_token(model, config.gradient_checkpointing),
+        activations=activations,
         logits=LOGITS_HELD * FLOAT32 * min(tokens * vocabulary, LOGITS_AT_ONCE),
     )
 

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agentlightning.data.references import is_reference
-from agentlightning.learner.base import AdamW, DType, LoRA
+from agentlightning.learner.base import AdamW, Critic, DType, LoRA
 from agentlightning.learner.memory import GIB, available_memory, estimate_memory
 from agentlightning.learner.policy import Policy, choose_device, empty_model, open_policy
 from agentlightning.learner.serving import ServedPolicy, engine_size, serve_policy
@@ -30,6 +30,7 @@ class Opening:
     reference: bool
     concurrency: int
     seed: int
+    critic: Critic | None = None
     own_weights: bool = False
     deterministic: bool = False
     lora: LoRA | None = None
@@ -59,7 +60,7 @@ class Opening:
             deterministic=self.deterministic,
         )
         try:
-            return served, TorchLearner(policy, self.optimizer, reference=self.reference)
+            return served, TorchLearner(policy, self.optimizer, reference=self.reference, critic=self.critic)
         except BaseException:
             served.service.close()
             raise
@@ -72,6 +73,7 @@ class Opening:
             self.optimizer,
             lora=self.lora,
             reference=self.reference,
+            critic=self.critic,
             own_weights=self.own_weights,
             slots=slots,
             max_sequence_length=length,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -27,11 +27,13 @@ from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner import losses
-from agentlightning.learner.base import TRUNCATION, AdamW, Loss
+from agentlightning.learner.base import CRITIC_RATE, TRUNCATION, AdamW, Critic, Loss
+from agentlightning.learner.critic import CRITIC_FILE, ValueModel
 from agentlightning.learner.distributions import LOGITS_AT_ONCE, Sampled, has_plain_head, sampled
-from agentlightning.learner.forest import branching_pair, forest_hidden, unsupported
+from agentlightning.learner.forest import branching_pair, unsupported
 from agentlightning.learner.optimizer import MasterWeights, recomputed
 from agentlightning.learner.policy import Policy
+from agentlightning.learner.states import States, predicting_states
 from agentlightning.learner.totals import Mismatch, Totals
 
 _log = logging.getLogger(__name__)
@@ -44,9 +46,17 @@ MISMATCH_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0
 
 class TorchLearner:
     """Trains `policy.model` in place, or its adapter where it has one. With `reference=True` the starting weights are
-    kept for KL: as a frozen copy, or, with an adapter, as the model without it."""
+    kept for KL: as a frozen copy, or, with an adapter, as the model without it. With `critic` one is trained beside it:
+    its gradient is clipped by itself."""
 
-    def __init__(self, policy: Policy, config: AdamW | None = None, *, reference: bool = False) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        config: AdamW | None = None,
+        *,
+        reference: bool = False,
+        critic: Critic | None = None,
+    ) -> None:
         self.policy = policy
         self.config = config or AdamW()
         self.config.rate(1)  # a schedule without an end is refused now
@@ -54,9 +64,12 @@ class TorchLearner:
         self.model.eval()  # no dropout: what is trained is the distribution that was sampled
         self.keeps_reference = reference
         self.reference = _frozen_copy(self.model) if reference and policy.adapter is None else None
-        self._masters = MasterWeights(parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        self.critic = None if critic is None else ValueModel(self.model, critic)
+        self._masters, self._trained = _trained(self.model, self.critic)
+        own_rate = critic.learning_rate if critic else None
+        self._rates = (1.0, own_rate / self.config.learning_rate if own_rate else CRITIC_RATE)
         self.optimizer = torch.optim.AdamW(
-            self._masters.trained,
+            [{"params": tensors} for tensors in self._trained.values()],
             lr=self.config.learning_rate,
             betas=self.config.betas,
             weight_decay=self.config.weight_decay,
@@ -105,25 +118,32 @@ class TorchLearner:
         for micro in self._micro_batches(batch, weights):
             self._backward(micro, loss, totals)
             computed += micro.tokens
-        norm = float(torch.nn.utils.clip_grad_norm_(self._masters.trained, self.config.max_grad_norm))
-        if not np.isfinite(norm) or not np.isfinite(totals.loss):
+        norms = {
+            name: float(torch.nn.utils.clip_grad_norm_(tensors, self.config.max_grad_norm))
+            for name, tensors in self._trained.items()
+        }
+        if not np.isfinite([*norms.values(), totals.loss]).all():
             self._forget_gradient()
+            told = " and ".join(f"{norm}" for norm in norms.values())
             raise TrainingError(
-                f"the step was not taken: loss {totals.loss}, gradient norm {norm}. The weights are unchanged; lower "
+                f"the step was not taken: loss {totals.loss}, gradient norm {told}. The weights are unchanged; lower "
                 "the learning rate, or look for extreme rewards in the run's metrics"
             )
         self.steps += 1
         rate = self.config.rate(self.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        for group, factor in zip(self.optimizer.param_groups, self._rates, strict=False):
+            group["lr"] = rate * factor
         self.optimizer.step()
         self._masters.write_back()
-        return totals.metrics() | {
-            "grad_norm": norm,
-            "learning_rate": rate,
-            "tokens_computed": float(computed),
-            "tokens_saved": float(sum(sequence.tokens_alone for sequence in batch) - computed),
-        }
+        return (
+            totals.metrics()
+            | norms
+            | {
+                "learning_rate": rate,
+                "tokens_computed": float(computed),
+                "tokens_saved": float(sum(sequence.tokens_alone for sequence in batch) - computed),
+            }
+        )
 
     def _forget_gradient(self) -> None:
         for tensor in self._masters.trained:
@@ -169,9 +189,10 @@ class TorchLearner:
         reference = None
         if loss.kl_coefficient:
             with torch.no_grad(), self._as_reference() as model:
-                reference = self._sampled(model, micro, loss.temperature).logprobs
-        with recomputed(self.model) if self.config.gradient_checkpointing else nullcontext():
-            of_policy = self._sampled(self.model, micro, loss.temperature, loss.entropy_coefficient != 0)
+                reference = self._sampled(model, micro, self._states(model, micro), loss.temperature).logprobs
+        with torch.set_grad_enabled(not loss.critic_alone), self._recomputed(self.model):
+            states = self._states(self.model, micro)
+            of_policy = self._sampled(self.model, micro, states, loss.temperature, loss.entropy_coefficient != 0)
         logprobs, entropy = of_policy.logprobs, of_policy.entropy
         per_token, clipped = losses.policy_loss(logprobs, old, advantages, transitions, loss)
         if reference is not None:
@@ -181,10 +202,28 @@ class TorchLearner:
         if loss.entropy_coefficient:
             per_token = per_token - loss.entropy_coefficient * entropy
         total = (per_token * weights).sum()
+        if self.critic is not None:
+            total = total + loss.value_coefficient * self._value_loss(self.critic, micro, states, loss, totals)
         torch.autograd.backward(total)
         log_ratio = logprobs.detach() - old
         totals.add(float(total.detach()), log_ratio, clipped, entropy.detach())
         totals.mismatch.add(log_ratio, torch.from_numpy(micro.versions).to(device))
+
+    def _value_loss(self, critic: ValueModel, micro: MicroBatch, states: States, loss: Loss, totals: Totals) -> Tensor:
+        if micro.values is None or micro.value_targets is None:
+            raise ConfigError("the critic cannot be trained: the batch does not say what its values were and should be")
+        old, targets, weights = (
+            torch.from_numpy(part).to(self.model.device) for part in (micro.values, micro.value_targets, micro.weights)
+        )
+        with self._recomputed(critic.trunk):
+            values = critic(micro, states)
+        per_token, clipped = losses.value_loss(values, old, targets, loss.value_clip)
+        total = (per_token * weights).sum()
+        totals.add_values(float(total.detach()), clipped)
+        return total
+
+    def _recomputed(self, model: PreTrainedModel | None) -> AbstractContextManager[None]:
+        return recomputed(model) if model is not None and self.config.gradient_checkpointing else nullcontext()
 
     @contextmanager
     def _as_reference(self) -> Generator[PreTrainedModel]:
@@ -192,31 +231,26 @@ class TorchLearner:
         with self.policy.adapter.off() if self.policy.adapter is not None else nullcontext():
             yield self.reference or self.model
 
-    def _sampled(
-        self, model: PreTrainedModel, micro: MicroBatch, temperature: float, entropy_gradient: bool = False
-    ) -> Sampled:
-        """Of each sampled token, predicted at the position before it.
+    def _states(self, model: PreTrainedModel, micro: MicroBatch) -> States:
+        return predicting_states(model, micro, hidden=self.critic is not None, logits=not self._head_is_plain)
 
-        Right padding needs no mask: under causal attention nothing before a padded position sees it. Where the
-        logits are a plain projection of the last hidden state, only sampled positions are projected."""
-        device = self.model.device
-        places, of = np.unique(micro.predictors, return_inverse=True)
-        rows, columns = (torch.from_numpy(part).to(device) for part in divmod(places, micro.token_ids.shape[1]))
-        head = cast(torch.nn.Module, model.get_output_embeddings())
-        if micro.forest is not None:
-            hidden = forest_hidden(model, micro.forest)
-        else:
-            ids = torch.from_numpy(micro.token_ids[:, :-1].astype(np.int64)).to(device)
-            if self._head_is_plain:
-                hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            else:
-                hidden, head = model(input_ids=ids, use_cache=False).logits, torch.nn.Identity()
-        targets = torch.from_numpy(micro.token_ids[micro.rows, micro.positions].astype(np.int64)).to(device)
+    def _sampled(
+        self,
+        model: PreTrainedModel,
+        micro: MicroBatch,
+        states: States,
+        temperature: float,
+        entropy_gradient: bool = False,
+    ) -> Sampled:
+        """Of each sampled token. Where the logits are a plain projection of the last hidden state, only places that
+        predict one are projected."""
+        head = cast(torch.nn.Module, model.get_output_embeddings()) if states.logits is None else torch.nn.Identity()
+        targets = torch.from_numpy(micro.token_ids[micro.rows, micro.positions].astype(np.int64)).to(model.device)
         return sampled(
             head,
-            hidden[rows, columns],
+            cast(Tensor, states.hidden if states.logits is None else states.logits),
             targets,
-            torch.from_numpy(of).to(device),
+            states.of,
             temperature,
             entropy_gradient=entropy_gradient,
             at_once=self._logits_at_once,
@@ -228,19 +262,38 @@ class TorchLearner:
         return self._logprobs(self._as_exact(batch), temperature)
 
     def _logprobs(self, batch: Sequence[TrainingSequence], temperature: float) -> list[Tensor]:
+        def of_policy(micro: MicroBatch) -> Tensor:
+            return self._sampled(self.model, micro, self._states(self.model, micro), temperature).logprobs
+
+        return self._per_token(batch, of_policy)
+
+    def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
+        """See `Learner.values`."""
+        critic = self.critic
+        if critic is None:
+            raise ConfigError("this learner has no critic to say what tokens are worth; pass critic=Critic()")
+
+        def of_critic(micro: MicroBatch) -> Tensor:
+            return critic(micro, self._states(self.model, micro) if critic.trunk is None else None)
+
+        return [values.numpy() for values in self._per_token(self._as_exact(batch), of_critic)]
+
+    def _per_token(self, batch: Sequence[TrainingSequence], told: Callable[[MicroBatch], Tensor]) -> list[Tensor]:
+        """What is told of each sampled token, one float32[N] per sequence, on the CPU."""
         lengths = [len(sequence.positions) for sequence in batch]
         out = torch.empty(sum(lengths))
         # Weights are carried along with their tokens: here they tell which token of the batch is which.
         numbers = np.split(np.arange(len(out), dtype=np.float64), np.cumsum(lengths)[:-1])
         with torch.no_grad():
             for micro in self._micro_batches(batch, cast(list[FloatArray], numbers)):
-                values = self._sampled(self.model, micro, temperature).logprobs
-                out[torch.from_numpy(micro.weights.astype(np.int64))] = values.float().cpu()
+                out[torch.from_numpy(micro.weights.astype(np.int64))] = told(micro).float().cpu()
         return list(out.split(lengths))
 
     def save(self, directory: Path) -> None:
         """See `Learner.save`."""
         self.policy.save(directory)
+        if self.critic is not None:
+            self.critic.save(directory)
         state = {"optimizer": self.optimizer.state_dict(), "steps": self.steps, "masters": self._masters.state()}
         torch.save(state, directory / OPTIMIZER_FILE)
 
@@ -248,6 +301,8 @@ class TorchLearner:
         """See `Learner.load`. Weights are copied into the live model, so that whoever shares it sees them."""
         try:
             strangers = self._load_weights(directory)
+            if self.critic is not None:
+                self.critic.load(directory)
             state = torch.load(directory / OPTIMIZER_FILE, weights_only=True, map_location=self.model.device)
             self.optimizer.load_state_dict(state["optimizer"])
             self._masters.load(state.get("masters", ()))
@@ -262,7 +317,8 @@ class TorchLearner:
         if self.policy.adapter is not None:
             self.policy.adapter.load(directory)
             return []
-        weights = {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in _read(file)}
+        files = [file for file in sorted(directory.glob("*.safetensors")) if file.name != CRITIC_FILE]
+        weights = {name: tensor for file in files for name, tensor in _read(file)}
         missing, unexpected = self.model.load_state_dict(weights, strict=False)
         self.model.tie_weights()
         tied = set(getattr(self.model, "_tied_weights_keys", None) or ())
@@ -273,6 +329,15 @@ def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
     reference = copy.deepcopy(model)
     reference.requires_grad_(False)
     return reference.eval()
+
+
+def _trained(model: PreTrainedModel, critic: ValueModel | None) -> tuple[MasterWeights, dict[str, list[Tensor]]]:
+    """What the optimiser steps on, by the name under which the norm of its gradient is told."""
+    own = [one for one in model.parameters() if one.requires_grad]
+    of_critic = [] if critic is None else [one for one in critic.parameters() if one.requires_grad]
+    masters = MasterWeights([*own, *of_critic])
+    parts = {"grad_norm": masters.trained[: len(own)], "critic_grad_norm": masters.trained[len(own) :]}
+    return masters, {name: tensors for name, tensors in parts.items() if tensors}
 
 
 def _read(file: Path) -> Iterator[tuple[str, Tensor]]:

@@ -44,6 +44,8 @@ class Totals:
         self.clipped = 0
         self.entropy = 0.0
         self.k3 = 0.0
+        self.value_loss: float | None = None  # where there is no critic
+        self.values_clipped = 0
         self.ratio = 0.0
         self.ratio_min = math.inf
         self.ratio_max = 0.0
@@ -59,6 +61,10 @@ class Totals:
         low, high = ratio.aminmax()
         self.ratio_min, self.ratio_max = min(self.ratio_min, float(low)), max(self.ratio_max, float(high))
 
+    def add_values(self, loss: float, clipped: Tensor) -> None:
+        self.value_loss = (self.value_loss or 0.0) + loss
+        self.values_clipped += int(clipped.sum())
+
     def metrics(self) -> dict[str, float]:
         return {
             "loss": self.loss,
@@ -71,4 +77,11 @@ class Totals:
             "ratio_max": self.ratio_max,
             "max_ratio_error": max(self.ratio_max - 1, 1 - self.ratio_min),
             "reference_kl": self.reference_kl,
-        } | self.mismatch.metrics()
+            **self._of_critic(),
+            **self.mismatch.metrics(),
+        }
+
+    def _of_critic(self) -> dict[str, float]:
+        if self.value_loss is None:
+            return {}
+        return {"value_loss": self.value_loss, "value_clip_fraction": self.values_clipped / self.tokens}

@@ -249,7 +249,7 @@ def test_every_combination_that_is_not_refused_gives_each_token_an_advantage() -
 def test_what_does_not_go_together_is_refused_with_the_reason() -> None:
     for settings, reason in (
         ({"returns": "tree"}, "give baseline='none'"),
-        ({"baseline": "gae"}, "no learner here has one"),
+        ({"baseline": "gae"}, "take algorithm ppo"),
         ({"baseline": "reinforce++", "baseline_options": {"across_calls": True}}, "give returns='air_dense'"),
         ({"returns": "discounted", "returns_options": {"alpha": 0.1}}, "no option 'alpha'"),
         ({"returns": "air", "returns_options": {"alpha": 2.0}}, "between 0 and 1"),

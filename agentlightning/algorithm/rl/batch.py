@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -20,13 +20,16 @@ from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.continuity import continuity
 from agentlightning.data.credit.table import RewardedGroup
 from agentlightning.data.limits import cut_sequences
-from agentlightning.data.sequences import CreditedTransition, TrainingSequence, build_sequences
-from agentlightning.data.transitions import TracedRollout, trace_rollout
+from agentlightning.data.sequences import CreditedTransition, Level, TrainingSequence, build_sequences
+from agentlightning.data.transitions import FloatArray, TracedRollout, trace_rollout
 from agentlightning.store.base import LightningStore
 
 if TYPE_CHECKING:
     from agentlightning.data.drift_kinds import Classifier
     from agentlightning.data.token_bytes import TokenBytes
+
+# What a critic says each sampled token is worth, one float32[N] per sequence (`Learner.values`).
+Values: TypeAlias = Callable[[Sequence[TrainingSequence]], Sequence[FloatArray]]
 
 BATCHES_FILE: Final = "batches.jsonl"  # in the run's directory, one `RecordedBatch` a line
 
@@ -76,14 +79,15 @@ def _classifier(token_bytes: TokenBytes) -> Classifier:
 
 
 def make_batches(
-    algorithm: Reinforcement, groups: Sequence[Sequence[TracedRollout]], models: Sequence[str]
+    algorithm: Reinforcement, groups: Sequence[Sequence[TracedRollout]], critics: Mapping[str, Values | None]
 ) -> dict[str, Batch]:
-    """The batch of each policy: its own calls, compared with its own calls in the other rollouts."""
-    if len(models) == 1:
-        return {models[0]: make_batch(algorithm, groups)}
+    """The batch of each policy, which `critics` names with its critic if it has one: its own calls, compared with its
+    own calls in the other rollouts."""
+    if len(critics) == 1:
+        return {model: make_batch(algorithm, groups, values) for model, values in critics.items()}
     return {
-        model: make_batch(algorithm, [[_only(traced, model) for traced in group] for group in groups])
-        for model in models
+        model: make_batch(algorithm, [[_only(traced, model) for traced in group] for group in groups], values)
+        for model, values in critics.items()
     }
 
 
@@ -91,16 +95,21 @@ def _only(traced: TracedRollout, model: str) -> TracedRollout:
     return replace(traced, transitions=tuple(call for call in traced.transitions if call.model == model))
 
 
-def make_batch(algorithm: Reinforcement, groups: Sequence[Sequence[TracedRollout]]) -> Batch:
-    """Credit the groups of one step and lay their calls into sequences. Groups that teach nothing are dropped and
-    counted."""
+def make_batch(
+    algorithm: Reinforcement, groups: Sequence[Sequence[TracedRollout]], values: Values | None = None
+) -> Batch:
+    """Credit the groups of one step, with a critic's `values` where there is one, and lay their calls into sequences.
+    Groups that teach nothing are dropped and counted."""
     rewarded = [rewarded_group(group, algorithm.unrewarded) for group in groups]
     enough = [group for group in rewarded if len(group.rewards) >= min(2, algorithm.group_size)]
     sequences: list[TrainingSequence] = []
     flat = 0
-    credited = algorithm.advantages(enough)
+    if values is None:
+        credited = algorithm.advantages(enough)
+    else:
+        credited = algorithm.advantages_with_values(enough, _values_of(enough, algorithm.level, values))
     for group in credited:
-        if not any(item.advantages.any() for transitions in group for item in transitions):
+        if not any(item.teaches for transitions in group for item in transitions):
             flat += 1
             continue
         for transitions in group:
@@ -111,6 +120,7 @@ def make_batch(algorithm: Reinforcement, groups: Sequence[Sequence[TracedRollout
         "groups_without_variance": float(flat),
         "sequences": float(len(sequences)),
         **_advantage_metrics(credited),
+        **_value_metrics(credited),
     }
     versions = [version for one in sequences if (version := one.oldest_version) is not None]
     if versions:
@@ -161,6 +171,38 @@ def rewarded_group(group: Sequence[TracedRollout], unrewarded: str | float) -> R
 
 def _lengths(name: str, lengths: Sequence[int]) -> dict[str, float]:
     return {f"{name}_mean": sum(lengths) / max(1, len(lengths)), f"{name}_max": float(max(lengths, default=0))}
+
+
+def _values_of(groups: Sequence[RewardedGroup], level: Level, values: Values) -> list[FloatArray]:
+    """The values of each transition, in order, computed as their sequences will be trained."""
+    rollouts = [transitions for group in groups for transitions in group.transitions]
+    ends = np.cumsum([len(transition.response_ids) for transitions in rollouts for transition in transitions])
+    # What stands for advantages tells which token of all is which: sequences may hold transitions in another order.
+    numbers = iter(np.split(np.arange(ends[-1] if len(ends) else 0, dtype=np.float64), ends[:-1]))
+    sequences = [
+        sequence
+        for transitions in rollouts
+        for sequence in build_sequences(
+            [CreditedTransition(one, cast(FloatArray, next(numbers))) for one in transitions], level
+        )
+    ]
+    found = np.zeros(ends[-1] if len(ends) else 0, np.float32)
+    for sequence, said in zip(sequences, values(sequences), strict=True):
+        found[sequence.advantages.astype(np.int64)] = said
+    return np.split(found, ends[:-1]) if len(ends) else []
+
+
+def _value_metrics(groups: Sequence[Sequence[Sequence[CreditedTransition]]]) -> dict[str, float]:
+    """What a critic said of all sampled tokens before the step, and how much of the targets' variance that explains."""
+    items = [item for group in groups for transitions in group for item in transitions]
+    pairs = [(i.values, i.value_targets) for i in items if i.values is not None and i.value_targets is not None]
+    if not pairs:
+        return {}
+    values, targets = (np.concatenate(side).astype(np.float64) for side in zip(*pairs, strict=True))
+    metrics = {"value_mean": float(values.mean()), "value_target_mean": float(targets.mean())}
+    if variance := float(targets.var()):
+        metrics["explained_variance"] = 1 - float((targets - values).var()) / variance
+    return metrics
 
 
 def _advantage_metrics(groups: Sequence[Sequence[Sequence[CreditedTransition]]]) -> dict[str, float]:

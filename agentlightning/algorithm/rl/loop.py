@@ -17,13 +17,14 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
+from functools import partial
 
 import msgspec
 
 from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.checkpoints import Checkpoints, LoopState
 from agentlightning.algorithm.evaluation import Evaluation, evaluate, evaluation_id, why_unrewarded
-from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batches, rollout_metrics
+from agentlightning.algorithm.rl.batch import BATCHES_FILE, Batch, RecordedBatch, make_batches, rollout_metrics
 from agentlightning.algorithm.rl.experience import Experience
 from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups, Ticket, withdraw_rollouts
 from agentlightning.algorithm.rl.policies import Policies, Usage, over_steps
@@ -117,8 +118,8 @@ class Loop:
         self._record_batch(step, groups, replayed)
         traced = [group.rollouts for group in groups]
         await self._check_trainable([*traced, *dropped.traced])
-        fresh = make_batches(self.algorithm, traced, self.policies.names)
-        again = make_batches(self.algorithm, [group.rollouts for group in replayed], self.policies.names)
+        fresh = await self._credited(traced)
+        again = await self._credited([group.rollouts for group in replayed])
         batches = {name: [*fresh[name].sequences, *again[name].sequences] for name in fresh}
         metrics = rollout_metrics(self.algorithm, traced) | _flow_metrics(groups, dropped, replayed)
         metrics |= self.policies.named({name: batch.metrics for name, batch in fresh.items()})
@@ -221,6 +222,14 @@ class Loop:
         if self.state.step == 0:
             raise TrainingError(message)
         self.context.progress.note(f"step {self.state.step + 1} trains nothing: {message}")
+
+    async def _credited(self, groups: Sequence[Sequence[TracedRollout]]) -> dict[str, Batch]:
+        """The batch of each policy; a critic reads weights as a gradient step does."""
+        make = partial(make_batches, self.algorithm, groups, self.policies.critics(self.algorithm))
+        if self.algorithm.trained_critic is None or not groups:
+            return make()
+        async with self._alone():
+            return await self.policies.in_thread(make)
 
     async def _learn(self, batches: Mapping[str, list[TrainingSequence]], step: int) -> dict[str, float]:
         """The step's optimiser steps, then the publication of the new weights."""

@@ -12,15 +12,16 @@ from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 from agentlightning.algorithm.base import Serving
-from agentlightning.algorithm.rl.batch import minibatches
+from agentlightning.algorithm.rl.batch import Values, minibatches
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.learner.base import Learner
 
 Batch: TypeAlias = Sequence[TrainingSequence]
+T = TypeVar("T")
 
 
 EXTREMES: Final[dict[str, Callable[[list[float]], float]]] = {
@@ -52,6 +53,15 @@ class Policies:
         self.learners = learners
         self._servings = servings
         self._thread = thread
+
+    def critics(self, algorithm: Reinforcement) -> dict[str, Values | None]:
+        """The critic of each policy, where the algorithm trains one."""
+        has_one = algorithm.trained_critic is not None
+        return {name: learner.values if has_one else None for name, learner in self.learners.items()}
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """What `work` gives in the thread of the gradient steps."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def learn(
         self, batches: Mapping[str, Batch], algorithm: Reinforcement, *, seed: int, step: int, version: int
@@ -112,7 +122,7 @@ def optimiser_steps(
     """Make the optimiser steps of one batch; the metrics of each as it is made. Blocks."""
     if not batch:
         return
-    loss = algorithm.make_loss()
+    loss = algorithm.make_loss(step)
     prepared, told = learner.prepare(batch, loss, version)
     for epoch in range(algorithm.epochs):
         for part in minibatches(prepared, algorithm.minibatches, seed, step, epoch):

@@ -21,8 +21,9 @@ from agentlightning.data.limits import TrajectoryLimits, read_trace_aggregator
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.sequences import Aggregation, CreditedTransition, Level, build_sequences
+from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import KLEstimator, Loss, Old
+from agentlightning.learner.base import Critic, KLEstimator, Loss, Old
 from agentlightning.types import RolloutConfig
 
 # Losses that weigh each token by how much likelier the weights have made it, whatever weights sampled it.
@@ -193,8 +194,20 @@ class Reinforcement(abc.ABC):
         """Credit the groups of one step. The answer has, for each rollout of each group, its transitions with an
         advantage per sampled token."""
 
-    def make_loss(self) -> Loss:
-        """The loss of every batch."""
+    @property
+    def trained_critic(self) -> Critic | None:
+        """The critic that is trained beside the policy; None: there is none, and no value is asked for."""
+        return None
+
+    def advantages_with_values(
+        self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray]
+    ) -> list[list[list[CreditedTransition]]]:
+        """As `advantages`, where there is a critic: `values` float32[T] of each transition, in order, are what it says
+        each sampled token is worth. The answer holds them, and what it should have said."""
+        raise ConfigError(f"{self.name} trains a critic, and does not say what its values are for")
+
+    def make_loss(self, step: int = 1) -> Loss:
+        """The loss of the batch of a step, from 1."""
         return Loss(
             kind=self.loss_function,
             clip_low=self.clip_low,

@@ -87,7 +87,7 @@ async def replay(
         policies.load(plan.start)
     for batch in plan.batches:
         metrics: list[dict[str, float]] = []
-        sequences = await _sequences(batch, store, algorithm, policies.names)
+        sequences = await _sequences(batch, store, algorithm, policies)
         for name, learner in policies.learners.items():
             steps = optimiser_steps(learner, sequences[name], algorithm, seed=seed, step=batch.step, version=None)
             try:
@@ -98,7 +98,7 @@ async def replay(
 
 
 async def _sequences(
-    batch: RecordedBatch, store: LightningStore, algorithm: Reinforcement, models: Sequence[str]
+    batch: RecordedBatch, store: LightningStore, algorithm: Reinforcement, policies: Policies
 ) -> dict[str, list[TrainingSequence]]:
     """What the step trained each model on, made as the loop makes it."""
     ids = [name for group in (*batch.groups, *batch.replayed) for name in group]
@@ -109,10 +109,10 @@ async def _sequences(
             f"step {batch.step} cannot be trained again: {len(gone)} of its {len(ids)} rollouts are not in the store "
             f"any more: {', '.join(gone[:_SHOWN])}{' …' if len(gone) > _SHOWN else ''}"
         )
-    sequences: dict[str, list[TrainingSequence]] = {model: [] for model in models}
+    sequences: dict[str, list[TrainingSequence]] = {model: [] for model in policies.names}
     for groups in (batch.groups, batch.replayed):
-        traced = [await trace_group(store, group, algorithm, models) for group in groups]
-        for model, made in make_batches(algorithm, traced, models).items():
+        traced = [await trace_group(store, group, algorithm, policies.names) for group in groups]
+        for model, made in make_batches(algorithm, traced, policies.critics(algorithm)).items():
             sequences[model] += made.sequences
     return sequences
 

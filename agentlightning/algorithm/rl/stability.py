@@ -19,6 +19,8 @@ def exploding_steps(norms: Iterable[float]) -> int:
     usual: deque[float] = deque(maxlen=USUAL)
     row = 0
     for norm in norms:
+        if norm == 0:  # nothing was trained: a critic alone, or nothing that taught
+            continue
         if len(usual) >= FEWEST and norm > EXPLOSION * statistics.median(usual):
             row += 1
         else:

@@ -96,8 +96,7 @@ def reinforce_plus_plus(
 
     Each transition is an episode that ends in its return; with `across_calls` the rollout is one, whose transitions end
     in rewards. What the agent observed between its calls is no step of an episode."""
-    if not 0 <= gamma <= 1:
-        raise ConfigError(f"gamma is {gamma}; a discount lies between 0 and 1")
+    _check_share("gamma", gamma)
     ends = returns.values
     if across_calls:
         gammas = np.append(gamma ** returns.tokens[1:].astype(np.float64), 0.0)
@@ -121,6 +120,8 @@ def gae(
     δ_k = r_k + γ·V_{k+1} − V_k, A_k = δ_k + γλ·A_{k+1} (GAE, arXiv:1506.02438). Not whitened.
 
     Episodes and what lies between calls are those of `reinforce_plus_plus`."""
+    _check_share("gamma", gamma)
+    _check_share("lam", lam)
     values = np.asarray(values_M, np.float64)
     if values.shape != returns.token_rollouts.shape:
         raise ConfigError(f"values have shape {values.shape}; {returns.token_rollouts.shape} tokens were sampled")
@@ -132,6 +133,20 @@ def gae(
     deltas = rewards + gamma * goes_on * np.append(values[1:], 0.0) - values
     advantages = discount(deltas, gamma * lam * goes_on)
     return advantages, advantages + values
+
+
+def whitened_gae(
+    returns: Returns,
+    values_M: npt.ArrayLike,
+    *,
+    whiten_over: Literal["rollouts", "tokens"] = "rollouts",
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    across_calls: bool = False,
+) -> tuple[Float64Array, Float64Array]:
+    """`gae` with its advantages, and not the targets, whitened over the batch, as PPO has it."""
+    advantages, targets = gae(returns, values_M, gamma=gamma, lam=lam, across_calls=across_calls)
+    return whiten(advantages, returns.token_rollouts, whiten_over), targets
 
 
 def whiten(
@@ -148,6 +163,11 @@ def whiten(
         samples = np.bincount(own, values) / np.bincount(own)
     spread = _spread(samples, ddof=1)
     return (values - _mean(samples)) / np.sqrt(spread**2 + 1e-8) if spread > 0 else np.zeros_like(values)
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ConfigError(f"{name} is {value}; it lies between 0 and 1")
 
 
 def _remaining(returns: Returns) -> Float64Array:

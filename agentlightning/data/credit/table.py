@@ -1,13 +1,13 @@
 """Which return, baseline and loss go together, and the whole way from the rewards of a batch to its advantages.
 
-| | a baseline of the group or none | reinforce++, an episode per call | reinforce++ across calls |
+| | a baseline of the group or none | reinforce++ or gae, an episode per call | reinforce++ or gae across calls |
 |---|---|---|---|
 | `identical`, `air`, `discounted` | yes | yes | no: they hold R in every call |
 | `air_dense` | yes | yes | yes: it holds each reward once |
 | `tree` | `none` only: it is a baseline itself | no | no |
 
-Functions of a user's own go with everything, and every row with every loss; `policy_gradient` with one optimiser step
-per batch only.
+`gae` is for algorithms that have a critic. Functions of a user's own go with everything, and every row with every loss;
+`policy_gradient` with one optimiser step per batch only.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from agentlightning.data.credit import returns as returns_of
 from agentlightning.data.credit.baselines import Returns
 from agentlightning.data.credit.returns import Float64Array
 from agentlightning.data.references import is_reference, load_reference
+from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.sequences import CreditedTransition
 from agentlightning.data.tool_calls import ToolStatus
-from agentlightning.data.transitions import Transition
+from agentlightning.data.transitions import FloatArray, Transition
 from agentlightning.errors import ConfigError, nearest
 
 CreditFunction: TypeAlias = Callable[..., Any]
@@ -46,7 +47,7 @@ BASELINES: Final[dict[str, CreditFunction]] = {
     "rloo": baselines.rloo,
     "reinforce++": baselines.reinforce_plus_plus,
     "reinforce++_baseline": baselines.reinforce_plus_plus_baseline,
-    "gae": baselines.gae,
+    "gae": baselines.whitened_gae,
 }
 _HOLD_R_IN_EVERY_CALL: Final = (returns_of.identical, returns_of.air, returns_of.discounted)
 _READ_INTERMEDIATE: Final = (returns_of.air, returns_of.air_dense, returns_of.discounted)
@@ -87,36 +88,50 @@ class Credit:
         return self.returns in _COMPARE_A_GROUP or self.baseline in _COMPARE_A_GROUP
 
     @property
+    def needs_values(self) -> bool:
+        """Whether a critic must say first what each sampled token is worth."""
+        return self.baseline is baselines.whitened_gae
+
+    @property
     def reads_intermediate(self) -> bool:
         """Whether the return holds intermediate rewards, so that R must not."""
         return self.returns in _READ_INTERMEDIATE
 
-    def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
+    def advantages(
+        self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray] | None = None
+    ) -> list[list[list[CreditedTransition]]]:
         """For each group, for each of its rollouts, its transitions with an advantage for each sampled token.
 
-        ConfigError where a user's function gives another shape than is asked of it, or numbers that are not finite."""
+        `values` float32[T] of each transition, in order, are a critic's; without them it says 0. ConfigError where a
+        user's function gives another shape than is asked of it, or numbers that are not finite."""
         rollouts = [transitions for group in groups for transitions in group.transitions]
         transitions = [transition for rollout in rollouts for transition in rollout]
         if not transitions:
             return [[[] for _ in group.transitions] for group in groups]
         tokens = np.array([len(transition.response_ids) for transition in transitions], np.int64)
-        values = [value for group in groups for value in self._values(group)]
         returns = Returns(
-            values=np.concatenate(values),
+            values=np.concatenate([value for group in groups for value in self._values(group)]),
             rollouts=np.repeat(np.arange(len(rollouts)), [len(rollout) for rollout in rollouts]),
             tokens=tokens,
             groups=np.repeat(np.arange(len(groups)), [len(group.rewards) for group in groups]),
             rewards=np.array([reward for group in groups for reward in group.rewards], np.float64),
         )
-        advantages = np.asarray(self.baseline(returns, **self.baseline_options), np.float64)
-        if advantages.shape == tokens.shape:
-            advantages = np.repeat(advantages, tokens)
-        _check(self.baseline, advantages, int(tokens.sum()), f"{len(transitions)} transitions or each of their tokens")
-        parts = iter(np.split(advantages.astype(np.float32), np.cumsum(tokens)[:-1]))
-        return [
-            [[CreditedTransition(transition, next(parts)) for transition in rollout] for rollout in group.transitions]
-            for group in groups
-        ]
+        credited = map(CreditedTransition, transitions, *self._per_transition(returns, values))
+        return [[[next(credited) for _ in rollout] for rollout in group.transitions] for group in groups]
+
+    def _per_transition(self, returns: Returns, values: Sequence[FloatArray] | None) -> list[list[FloatArray]]:
+        """Of each transition float32[T]: advantages and, with a critic, its values and their targets."""
+        tokens, total = returns.tokens, int(returns.tokens.sum())
+        if self.needs_values:
+            said = np.zeros(total) if values is None else np.concatenate(values, dtype=np.float64)
+            advantages, targets = self.baseline(returns, said, **self.baseline_options)
+            found = [advantages, said, targets]
+        else:
+            advantages = np.asarray(self.baseline(returns, **self.baseline_options), np.float64)
+            found = [np.repeat(advantages, tokens) if advantages.shape == tokens.shape else advantages]
+        for one in found:
+            _check(self.baseline, one, total, f"{len(tokens)} transitions or each of their tokens")
+        return [np.split(one.astype(np.float32), np.cumsum(tokens)[:-1]) for one in found]
 
     def _values(self, group: RewardedGroup) -> list[Float64Array]:
         if self.returns is returns_of.tree:
@@ -135,15 +150,20 @@ def make_credit(
     returns_options: Mapping[str, Any],
     baseline: str | CreditFunction,
     baseline_options: Mapping[str, Any],
+    *,
+    reward: RewardSpec = PLAIN,
+    critic: bool = False,
 ) -> Credit:
-    """The credit that these names, references (`file.py:function`) or functions mean. ConfigError, with the reason,
-    where one is unknown, has no such option, or does not go with the other."""
+    """The credit that these names, references (`file.py:function`) or functions mean, where R is made as `reward` says,
+    with or without a critic. ConfigError, with the reason, where one is unknown, has no such option, or does not go
+    with the others."""
     first = _function("returns", returns, returns_options, RETURNS)
     second = _function("baseline", baseline, baseline_options, BASELINES)
-    if second is baselines.gae:
+    credit = Credit(first, second, dict(returns_options), dict(baseline_options))
+    if second is baselines.gae or (credit.needs_values and not critic):
         raise ConfigError(
-            "baseline 'gae' needs the values of a critic, and no learner here has one: call credit.gae in a baseline "
-            "of your own that knows them"
+            "baseline 'gae' needs the values of a critic: take algorithm ppo (agl.PPO), which trains one, or call "
+            "credit.gae in a baseline of your own that knows them"
         )
     if first is returns_of.tree and second is not baselines.no_baseline:
         raise ConfigError(
@@ -155,7 +175,11 @@ def make_credit(
             f"across_calls adds up the rewards of a rollout's calls, and returns {_name(first)!r} holds R in each: R "
             "would count once per call; give returns='air_dense'"
         )
-    credit = Credit(first, second, dict(returns_options), dict(baseline_options))
+    if reward.base == "sum" and credit.reads_intermediate:
+        raise ConfigError(
+            f"reward.base 'sum' puts intermediate rewards into R, and returns {_name(first)!r} adds them to it: they "
+            "would count twice; give base='final' or returns='identical'"
+        )
     if first in RETURNS.values() and second in BASELINES.values():
         try:  # options out of range are told now, rather than after the first rollouts
             credit.advantages([RewardedGroup([[_TRIAL], [_TRIAL]], [0.0, 1.0])])
