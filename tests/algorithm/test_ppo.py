@@ -1,0 +1,168 @@
+"""PPO: a critic's values reach the tokens they are of, and it trains, resumes and repeats as any other algorithm."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import agentlightning as agl
+from agentlightning.algorithm.rl.batch import make_batch
+from agentlightning.algorithm.rl.replay import weights_digest
+from agentlightning.cli.main import run
+from agentlightning.data import credit
+from agentlightning.data.credit.table import RewardedGroup
+from agentlightning.data.sequences import TrainingSequence
+from agentlightning.data.transitions import TracedRollout, trace_rollout
+from agentlightning.errors import ConfigError
+from agentlightning.learner.critic import CRITIC_FILE
+from tests import agents
+from tests.algorithm.test_credit import flight
+from tests.algorithm.test_resume import Interrupting
+from tests.test_trainer import TASKS, policy, trainer
+
+
+def ppo(**changes: Any) -> agl.PPO:
+    settings: dict[str, Any] = {"steps": 2, "tasks_per_step": 8, "minibatches": 2, "max_tokens": 6, "temperature": 2.0}
+    return agl.PPO(**(settings | changes))
+
+
+def groups(*rewards: float) -> list[list[TracedRollout]]:
+    """A group of one for each reward; its rollout looks once and answers."""
+    flights = [flight(f"f{index}", reward, ["KL23"]) for index, reward in enumerate(rewards)]
+    return [[trace_rollout(rollout, spans)] for rollout, spans in flights]
+
+
+def telling_tokens(sequences: Sequence[TrainingSequence]) -> list[np.ndarray]:
+    """A critic to whom a token is worth its id."""
+    return [sequence.token_ids[sequence.positions].astype(np.float32) for sequence in sequences]
+
+
+def silent(sequences: Sequence[TrainingSequence]) -> list[np.ndarray]:
+    return [np.zeros(len(sequence.positions), np.float32) for sequence in sequences]
+
+
+@pytest.mark.parametrize("level", ["transition", "trajectory", "tree", "concat"])
+def test_every_sampled_token_has_its_own_value_and_no_other_token_has_one(level: Any) -> None:
+    batch = make_batch(ppo(level=level), groups(1.0, 0.0, 0.5), telling_tokens).sequences
+    for sequence, values in zip(batch, telling_tokens(batch), strict=True):
+        assert sequence.values is not None
+        assert len(sequence.positions) < len(sequence)  # what was observed is there too
+        assert sequence.values.tolist() == values.tolist()
+
+
+def test_advantages_and_targets_are_those_of_gae_over_the_sampled_tokens() -> None:
+    """Across calls what lies between them is no step: neither value nor discount nor advantage."""
+    rollouts = groups(1.0, 0.0)
+    settings: dict[str, Any] = {"gamma": 0.9, "lam": 0.8, "across_calls": True}
+    chosen = ppo(returns="air_dense", returns_options={"tool_weights": 0.3}, level="transition", **settings)
+    batch = make_batch(chosen, rollouts, telling_tokens).sequences
+    values = np.concatenate(telling_tokens(batch)).astype(np.float64)
+    rewards = np.array([0, 0, 0.3, 0, 0, 1.0, 0, 0, 0.3, 0, 0, 0])
+    advantages = np.zeros(12)
+    for k in reversed(range(12)):
+        last = k in (5, 11)
+        delta = rewards[k] + (0.0 if last else 0.9 * values[k + 1]) - values[k]
+        advantages[k] = delta + (0.0 if last else 0.9 * 0.8 * advantages[k + 1])
+    whitened = credit.whiten(advantages, np.repeat([0, 1], 6))
+    targets = np.concatenate([sequence.value_targets for sequence in batch])  # type: ignore[misc]
+    np.testing.assert_allclose(np.concatenate([sequence.advantages for sequence in batch]), whitened, rtol=1e-5)
+    np.testing.assert_allclose(targets, advantages + values, rtol=1e-5)
+
+
+def test_a_batch_of_equal_rewards_teaches_the_critic_until_it_knows_them() -> None:
+    """Nothing is better than anything else, so that the policy has nothing to learn from it."""
+    unknown = make_batch(ppo(lam=1.0), groups(1.0, 1.0), silent)
+    assert unknown.sequences and not any(sequence.advantages.any() for sequence in unknown.sequences)
+    assert unknown.metrics["value_mean"] == 0.0 and unknown.metrics["value_target_mean"] == pytest.approx(1.0)
+    known = make_batch(ppo(), groups(0.0, 0.0), silent)
+    assert not known.sequences and known.metrics["groups_without_variance"] == 2
+
+
+def test_what_a_critic_explains_is_told() -> None:
+    assert make_batch(ppo(lam=1.0), groups(1.0, 0.0), silent).metrics["explained_variance"] == pytest.approx(0.0)
+
+    def knowing(sequences: Sequence[TrainingSequence]) -> list[np.ndarray]:
+        return [np.full(len(one.positions), one.rollout_id == "f0", np.float32) for one in sequences]
+
+    assert make_batch(ppo(lam=1.0), groups(1.0, 0.0), knowing).metrics["explained_variance"] == pytest.approx(1.0)
+
+
+def test_without_a_critic_nothing_is_carried_along() -> None:
+    batch = make_batch(agl.GRPO(group_size=2), [[*groups(1.0)[0], *groups(0.0)[0]]]).sequences
+    assert batch and all(sequence.values is None and sequence.value_targets is None for sequence in batch)
+    said = ppo().advantages([RewardedGroup([groups(1.0)[0][0].transitions], [1.0])])
+    assert not said[0][0][0].values.any()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("trunk", ["shared", "separate"])
+def test_it_trains_and_is_trained_again_bit_for_bit(tmp_path: Path, trunk: Any, capsys: Any) -> None:
+    policy().save(tmp_path / "model")
+    result = trainer(tmp_path, algorithm=ppo(critic=trunk, checkpoint_every=1), model=tmp_path / "model").fit(
+        agents.vowels, TASKS
+    )
+    last = result.metrics[-1].values
+    for name in ("value_loss", "value_mean", "explained_variance", "value_clip_fraction", "critic_grad_norm"):
+        assert math.isfinite(last[name])
+    assert last["value_mean"] != 0 and last["inference_mismatch"] < 1e-4
+    assert result.checkpoint is not None
+    assert load_file(result.checkpoint / CRITIC_FILE)["head.weight"].any()
+    for steps in ("1-2", "2"):
+        assert run(["data", "replay", str(result.directory), "--steps", steps, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["equal"] is True
+
+
+def test_a_run_that_was_cut_short_goes_on_with_the_same_critic(tmp_path: Path) -> None:
+    def settings(name: str) -> dict[str, Any]:
+        chosen = ppo(steps=3, checkpoint_every=1, critic="separate")
+        return {"algorithm": chosen, "model": policy(), "run_dir": tmp_path / name, "deterministic": True}
+
+    whole = trainer(tmp_path, **settings("whole")).fit(agents.vowels, TASKS)
+    trainer(tmp_path, **settings("cut")).fit(Interrupting("train", 20), TASKS)
+    resumed = trainer(tmp_path, **settings("cut")).fit(agents.vowels, TASKS, resume=True)
+    assert whole.checkpoint is not None and resumed.checkpoint is not None
+    assert (whole.checkpoint / CRITIC_FILE).read_bytes() == (resumed.checkpoint / CRITIC_FILE).read_bytes()
+    assert weights_digest(whole.checkpoint) == weights_digest(resumed.checkpoint)
+
+
+def test_during_its_warm_up_the_critic_alone_is_trained(tmp_path: Path) -> None:
+    result = trainer(tmp_path, algorithm=ppo(critic_warmup=1, checkpoint_every=1)).fit(agents.vowels, TASKS)
+    first, second = result.metrics[-2].values, result.metrics[-1].values
+    assert first["grad_norm"] == 0 and first["critic_grad_norm"] > 0
+    assert second["grad_norm"] > 0
+    after = load_file(tmp_path / "run" / "checkpoints" / "step-000001" / "model.safetensors")
+    begun = policy().model.state_dict()
+    assert all(np.array_equal(weights, begun[name].numpy()) for name, weights in after.items())
+
+
+def test_rollouts_may_overlap_with_it(tmp_path: Path) -> None:
+    result = trainer(tmp_path, algorithm=ppo(steps=3, max_staleness=1)).fit(agents.vowels, TASKS)
+    assert math.isfinite(result.metrics[-1].values["value_loss"])
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: agl.PPO(lam=1.5), "lam is 1.5; it lies between 0 and 1"),
+        (lambda: agl.PPO(across_calls=True), "give returns='air_dense'"),
+        (lambda: agl.PPO(returns="tree"), "a second baseline"),
+        (lambda: agl.PPO(critic="own"), "known: shared, separate"),
+        (lambda: agl.PPO(critic_warmup=-1), "critic_warmup is -1"),
+        (lambda: agl.PPO(critic_learning_rate=0.0), "must be positive"),
+        (lambda: agl.PPO(value_clip=0.0), "value_clip is 0.0"),
+        (lambda: agl.PPO(whiten_over="calls"), "give 'rollouts' or 'tokens'"),
+        (lambda: agl.PPO(loss="policy_gradient"), "give minibatches=1"),
+        (lambda: agl.PPO(returns="air", reward=agl.RewardSpec(base="sum")), "would count twice"),
+        (lambda: agl.GRPO(baseline="gae"), "agl.PPO"),
+        (lambda: agl.GRPO(baseline=credit.gae), "agl.PPO"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make()
