@@ -28,7 +28,7 @@ GIB: Final = 2**30
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes, by what they are for: all that a critic of its own takes, the engine's copy of weights, its key-value cache,
+    """Bytes, by what they are for: all that a separate critic takes, the engine's copy of weights, its key-value cache,
     what a micro-batch keeps for its gradient, and the logits of a chunk are last."""
 
     weights: int

@@ -157,7 +157,7 @@ def test_rollouts_may_overlap_with_it(tmp_path: Path) -> None:
         (lambda: agl.PPO(critic_learning_rate=0.0), "must be positive"),
         (lambda: agl.PPO(value_clip=0.0), "value_clip is 0.0"),
         (lambda: agl.PPO(whiten_over="calls"), "give 'rollouts' or 'tokens'"),
-        (lambda: agl.PPO(loss="policy_gradient"), "give minibatches=1"),
+        (lambda: agl.PPO(loss="policy_gradient"), "give 1 of each"),
         (lambda: agl.PPO(returns="air", reward=agl.RewardSpec(base="sum")), "would count twice"),
         (lambda: agl.GRPO(baseline="gae"), "agl.PPO"),
         (lambda: agl.GRPO(baseline=credit.gae), "agl.PPO"),
