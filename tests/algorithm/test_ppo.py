@@ -25,6 +25,7 @@ from agentlightning.learner.critic import CRITIC_FILE
 from tests import agents
 from tests.algorithm.test_credit import flight
 from tests.algorithm.test_resume import Interrupting
+from tests.algorithm.test_tracking import unknown_names
 from tests.test_trainer import TASKS, policy, trainer
 
 
@@ -111,6 +112,7 @@ def test_it_trains_and_is_trained_again_bit_for_bit(tmp_path: Path, trunk: Any, 
     for name in ("value_loss", "value_mean", "explained_variance", "value_clip_fraction", "critic_grad_norm"):
         assert math.isfinite(last[name])
     assert last["value_mean"] != 0 and last["inference_mismatch"] < 1e-4
+    assert unknown_names(result.metrics) == set()
     assert result.checkpoint is not None
     assert load_file(result.checkpoint / CRITIC_FILE)["head.weight"].any()
     for steps in ("1-2", "2"):

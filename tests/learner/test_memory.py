@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import AdamW, LoRA
+from agentlightning.learner.base import AdamW, Critic, LoRA
 from agentlightning.learner.memory import available_memory, estimate_memory
 from agentlightning.learner.opening import Opening
 from agentlightning.learner.policy import Policy, empty_model, open_policy
@@ -39,6 +39,9 @@ def test_what_is_counted(tokenizer: Any) -> None:
     assert full.engine >= full.weights and full.cache > 0
     adapted = open_policy(Policy(tiny_model(), tokenizer), seed=0, lora=LoRA(rank=4)).model
     trained = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
+    beside = estimate_memory(model, config, critic=Critic("separate"))
+    assert beside.critic == beside.weights + beside.gradients + beside.optimizer + beside.activations
+    assert estimate_memory(model, config, critic=Critic()).critic == 0
     lora = estimate_memory(model, config, lora=LoRA(rank=4), reference=True)
     assert (lora.gradients, lora.optimizer, lora.reference) == (4 * trained, 8 * trained, 0)
     half = open_policy(Policy(tiny_model(), tokenizer), seed=0, dtype="bfloat16").model
