@@ -236,8 +236,6 @@ class Trainer:
             "measure the agent as it is with algorithm=Baseline()"
         )
 
-    # --- wiring ---
-
     async def _run(
         self,
         agent: LitAgent[Any] | Callable[..., Any] | str,
