@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentlightning import rewards as rewards
+    from agentlightning.algorithm import APO as APO
     from agentlightning.algorithm import CISPO as CISPO
     from agentlightning.algorithm import DAPO as DAPO
     from agentlightning.algorithm import GRPO as GRPO
@@ -86,6 +87,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "agentlightning.algorithm": (
+        "APO",
         "Baseline",
         "CISPO",
         "DAPO",

@@ -45,7 +45,6 @@ RENAMED: Final = {
 # What to do instead → the names of 0.3 it stands for.
 _INSTEAD: Final = {
     "train with agl.Trainer(model=…, algorithm=agl.GRPO(…)), whose learner is built in": "VERL Tinker",
-    "prompts cannot be optimised yet; search for one by a function decorated by agl.algo": "APO",
     "the gateway is part of the Trainer and of `agl server`: agents get its URL as `llm.endpoint`. For models served "
     "elsewhere use `agl serve` or the server's table of models": "LLMProxy",
     "an attempt is traced without being asked to, so leave the argument out; spans of OpenTelemetry are taken as they "

@@ -236,13 +236,15 @@ class LLM(Noun, frozen=True, kw_only=True, tag="llm", tag_field="resource_type")
 
 
 class PromptTemplate(Noun, frozen=True, kw_only=True, tag="prompt_template", tag_field="resource_type"):
-    """A prompt with placeholders: `{name}` for `f-string`, `{{ name }}` for `jinja`."""
+    """A prompt with placeholders: `{name}` for `f-string`, `{{ name }}` for `jinja` and `poml`."""
 
     template: str
-    engine: Literal["f-string", "jinja"] = "f-string"
+    engine: Literal["f-string", "jinja", "poml"] = "f-string"
 
     def format(self, **values: Any) -> str:
-        """The filled-in prompt. ConfigError names a placeholder that got no value."""
+        """The filled-in prompt. ConfigError names a placeholder that got no value, or says that `poml` is missing."""
+        if self.engine == "poml":
+            return _fill_poml(self.template, values)
         import jinja2.sandbox  # here, so that agents without jinja templates do not pay for its import
 
         try:
@@ -252,6 +254,18 @@ class PromptTemplate(Noun, frozen=True, kw_only=True, tag="prompt_template", tag
             return self.template.format(**values)
         except (KeyError, IndexError, ValueError, AttributeError, jinja2.TemplateError) as error:
             raise ConfigError(f"cannot fill the prompt template: {error}; values given: {sorted(values)}") from None
+
+
+def _fill_poml(template: str, values: dict[str, Any]) -> str:
+    """POML's own package runs a Node program for it, about half a second each time."""
+    try:
+        import poml  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ConfigError("templates in POML need its package: pip install 'poml>=0.0.8'") from None
+    try:
+        return str(poml.poml(template, context=values, chat=False, format="dict")["messages"])  # pyright: ignore
+    except RuntimeError as error:
+        raise ConfigError(f"cannot fill the POML template: {error}; values given: {sorted(values)}") from None
 
 
 Resource: TypeAlias = LLM | PromptTemplate

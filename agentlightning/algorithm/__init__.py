@@ -1,5 +1,6 @@
 """Algorithms: what improves the agent. Most train weights by reinforcement learning, `Baseline` only evaluates."""
 
+from agentlightning.algorithm.apo import APO
 from agentlightning.algorithm.base import Algorithm, NoProgress, Progress, RunContext
 from agentlightning.algorithm.baseline import Baseline
 from agentlightning.algorithm.cispo import CISPO
@@ -15,6 +16,7 @@ from agentlightning.algorithm.rloo import RLOO
 from agentlightning.algorithm.sft import SFT
 
 __all__ = [
+    "APO",
     "CISPO",
     "DAPO",
     "GRPO",

@@ -35,6 +35,7 @@ ALGORITHMS = {
         "reinforce++": "REINFORCEPlusPlus",
         "reinforce++_baseline": "REINFORCEPlusPlusBaseline",
         "sft": "SFT",
+        "apo": "APO",
         "baseline": "Baseline",
     }.items()
 }

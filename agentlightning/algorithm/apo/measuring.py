@@ -1,0 +1,166 @@
+"""What candidates are worth: rollouts of candidates on tasks, each made once, all at the same time.
+
+Tasks are numbered in an order drawn from the seed, the same for all candidates. A measured (candidate, mode, number) is
+a rollout in the store, found again by a process that resumes the run. Knows no prompts and no search.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from agentlightning.algorithm.apo.budget import Budget, Usage
+from agentlightning.algorithm.apo.lineage import Candidate, Lineage
+from agentlightning.algorithm.base import RunContext
+from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
+from agentlightning.data.transitions import trace_rollout
+from agentlightning.errors import ConflictError
+from agentlightning.tracing.messages import model_name, token_counts
+from agentlightning.tracing.steps import read_steps
+from agentlightning.types import EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
+
+Measure: TypeAlias = tuple[str, Mode, int]
+"""Name of a candidate, train or val, number of the task."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a rollout; without a reward it `failed` and counts 0, so that failing cannot help."""
+
+    rollout: Rollout
+    reward: float
+    failed: bool
+
+
+class Measuring:
+    """Outcomes by what was measured. Each of the held-out tasks has `samples` numbers."""
+
+    def __init__(self, context: RunContext, lineage: Lineage, budget: Budget, *, timeout: float, samples: int) -> None:
+        self.outcomes: dict[Measure, Outcome] = {}
+        self._context = context
+        self._lineage = lineage
+        self._budget = budget
+        self._timeout = timeout
+        chance = random.Random(context.seed)
+        train, val = list(context.train_tasks), list(context.val_tasks)
+        chance.shuffle(train)
+        chance.shuffle(val)
+        self.tasks: dict[Mode, Sequence[Any]] = {"train": train, "val": val * samples}
+
+    async def open(self) -> None:
+        """Take up what the run has measured before."""
+        for rollout in await self._context.store.query_rollouts(
+            run_id=self._context.run.run_id, status_in=["succeeded", "failed"]
+        ):
+            if (measure := _measure_of(rollout)) is not None:
+                await self._take(measure, rollout)
+
+    async def measure(self, wanted: Iterable[tuple[Candidate, Mode, int]]) -> None:
+        """Make the rollouts that are missing and wait for all. OutOfBudget before the first, if not all fit."""
+        asked: dict[Measure, Candidate] = {(one.name, mode, number): one for one, mode, number in wanted}
+        missing = {measure: one for measure, one in asked.items() if measure not in self.outcomes}
+        if not missing:
+            return
+        self._budget.require(len(missing))
+        requests = [await self._request(candidate, measure) for measure, candidate in missing.items()]
+        await self._leave(requests)
+        self._context.progress.phase("evaluate", len(requests))
+        await self._context.store.enqueue_many_rollouts(requests)
+        waiting = {request.rollout_id or "": measure for request, measure in zip(requests, missing, strict=True)}
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout
+        while waiting:
+            if loop.time() > deadline:
+                for rollout_id in waiting:
+                    await self._cancel(rollout_id)
+            # A short wait only paces the display; finished rollouts wake it.
+            awaited = self._context.store.wait_for_rollouts(list(waiting), timeout=1.0)
+            for rollout in await self._context.unless_stopped(awaited):
+                await self._take(waiting.pop(rollout.rollout_id), rollout)
+            self._context.progress.advance(len(requests) - len(waiting))
+
+    def rewards(self, name: str, count: int) -> list[float]:
+        """Of the first `count` held-out tasks."""
+        return [self.outcomes[name, "val", number].reward for number in range(count)]
+
+    def failures(self, name: str, count: int) -> int:
+        return sum(self.outcomes[name, "val", number].failed for number in range(count))
+
+    def measured(self, name: str) -> int:
+        """How many held-out tasks have been measured, from the first without a gap."""
+        count = 0
+        while (name, "val", count) in self.outcomes:
+            count += 1
+        return count
+
+    async def evaluation(self, name: str, step: int) -> Evaluation:
+        """All that was measured of a candidate on held-out tasks."""
+        tasks: list[EvaluatedTask] = []
+        for number in range(self.measured(name)):
+            rollout = self.outcomes[name, "val", number].rollout
+            spans = await self.spans(rollout)
+            tasks.append(EvaluatedTask(trace_rollout(rollout, spans), tuple(spans)))
+        return Evaluation(step, 0, tuple(tasks))
+
+    async def spans(self, rollout: Rollout) -> list[Span]:
+        return await self._context.store.query_spans(rollout.rollout_id, "latest")
+
+    async def _request(self, candidate: Candidate, measure: Measure) -> EnqueueRolloutRequest:
+        version = await self._lineage.version(candidate)
+        name, mode, number = measure
+        run_id = self._context.run.run_id
+        return EnqueueRolloutRequest(
+            input=self.tasks[mode][number],
+            rollout_id=f"{run_id}-{name}-{mode}-{number}-v{version.version}",
+            mode=mode,
+            resources_id=version.resources_id,
+            run_id=run_id,
+            config=RolloutConfig(timeout_seconds=self._timeout, max_attempts=3, retry_condition=("unresponsive",)),
+            metadata={"measure": measure, "seed": self._context.seed, "sample": f"{mode}-{number}"},
+        )
+
+    async def _leave(self, requests: Sequence[EnqueueRolloutRequest]) -> None:
+        """End rollouts of an interrupted process that went to an endpoint that is gone."""
+        if not self._context.resume:
+            return
+        ours = {request.rollout_id for request in requests}
+        unfinished = await self._context.store.query_rollouts(
+            run_id=self._context.run.run_id, status_in=["queuing", "preparing", "running", "requeuing"]
+        )
+        for rollout in unfinished:
+            if rollout.rollout_id not in ours:
+                await self._cancel(rollout.rollout_id)
+
+    async def _cancel(self, rollout_id: str) -> None:
+        with contextlib.suppress(ConflictError):  # it has ended just now
+            await self._context.store.update_rollout(rollout_id, status="cancelled")
+
+    async def _take(self, measure: Measure, rollout: Rollout) -> None:
+        spans = await self.spans(rollout)
+        reward = trace_rollout(rollout, spans).reward
+        self.outcomes[measure] = Outcome(rollout, reward or 0.0, reward is None)
+        self._budget.spend_rollout(usage_of(spans))
+
+
+def usage_of(spans: Sequence[Span]) -> Usage:
+    """Tokens of the calls among the spans, each call once, by model."""
+    usage: dict[str, tuple[int, int]] = {}
+    for step in read_steps(spans):
+        counts = token_counts(step.span.attributes) if step.kind == "call" else None
+        if counts is not None:
+            model = model_name(step.span.attributes) or "unknown"
+            read, written = usage.get(model, (0, 0))
+            usage[model] = (read + counts[0], written + counts[1])
+    return usage
+
+
+def _measure_of(rollout: Rollout) -> Measure | None:
+    match rollout.metadata.get("measure"):
+        case [str(name), "train" | "val" as mode, int(number)]:
+            return name, mode, number
+        case _:
+            return None

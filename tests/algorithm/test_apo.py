@@ -1,0 +1,437 @@
+"""Prompt optimisation: a real store, runner and HTTP endpoint; the optimiser's model is a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI, OpenAI
+
+import agentlightning as agl
+from agentlightning.algorithm.apo import editing, model
+from agentlightning.algorithm.apo.budget import Budget, OutOfBudget
+from agentlightning.algorithm.apo.placeholders import check_edit, placeholders
+from agentlightning.algorithm.apo.racing import Standing, going_on, rungs
+from agentlightning.errors import ConfigError, TrainingError
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import PromptTemplate
+
+TASKS = [{"number": number} for number in range(8)]
+SEED = "Say {number}."
+
+
+@agl.rollout
+async def counts_good(task: dict, prompt_template: agl.PromptTemplate) -> float:
+    """A prompt is worth a tenth for each GOOD in it."""
+    return min(1.0, prompt_template.format(number=task["number"]).count("GOOD") / 10)
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "WAITS", (0.0, 0.0))
+
+
+class Optimizer:
+    """Answers a critique with `critique`, an edit with what `edit` makes of the prompt and the number of the call."""
+
+    def __init__(self) -> None:
+        self.critique = "say GOOD more often"
+        self.edit: Callable[[str, int], str] = lambda prompt, number: f"<prompt>{prompt} GOOD{number}</prompt>"
+        self.status = 200
+        self.asked: list[str] = []
+        self.told: list[list[dict]] = []
+        self.delay = 0.0
+
+    async def answer(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        text = body["messages"][0]["content"]
+        self.asked.append(body["model"])
+        self.told.append(body["messages"])
+        number = len(self.asked)
+        await asyncio.sleep(self.delay)
+        said = self.critique
+        if "<critique>" in text:
+            said = self.edit(text.split("<prompt>\n")[1].partition("\n</prompt>")[0], number)
+        if request.path == "/v1/messages":
+            body = {
+                "id": "m",
+                "type": "message",
+                "role": "assistant",
+                "model": body["model"],
+                "stop_reason": "end_turn",
+            }
+            body |= {"content": [{"type": "text", "text": said}], "usage": {"input_tokens": 10, "output_tokens": 5}}
+            return web.json_response(body, status=self.status)
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said}}
+        usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
+        body = {"id": "c", "object": "chat.completion", "created": 1, "model": body["model"], "usage": usage}
+        return web.json_response(body | {"choices": [choice]}, status=self.status)
+
+
+@asynccontextmanager
+async def optimizer() -> AsyncIterator[tuple[Optimizer, str]]:
+    script = Optimizer()
+    application = web.Application(client_max_size=2**26)
+    application.router.add_post("/{path:.*}", script.answer)
+    runner = web.AppRunner(application, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield script, f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+def apo(url: str, **changes: Any) -> agl.APO:
+    settings: dict[str, Any] = {"beam_width": 2, "branch_factor": 2, "beam_rounds": 2, "val_batch_size": 4}
+    return agl.APO(agl.LLM(endpoint=f"{url}/v1", model="m"), **(settings | {"gradient_batch_size": 2} | changes))
+
+
+def trainer(tmp_path: Path, algorithm: agl.APO, **changes: Any) -> agl.Trainer:
+    resources = {"prompt": PromptTemplate(template=SEED)}
+    settings = {"initial_resources": resources, "run_dir": tmp_path / "run", "n_runners": 16, "algorithm": algorithm}
+    return agl.Trainer(**(settings | changes))
+
+
+# --- racing, budget, placeholders: pure ---
+
+
+def test_a_race_decides_after_powers_of_two_and_at_the_end() -> None:
+    assert rungs(16) == [2, 4, 8, 16]
+    assert rungs(20) == [2, 4, 8, 16, 20]
+    assert rungs(64, beyond=16) == [32, 64]
+    assert rungs(1) == [1]
+
+
+def test_the_better_half_goes_on_but_not_fewer_than_are_kept() -> None:
+    standings = {f"c{rank}": Standing([1.0 - rank / 20, 0.5], 0.5) for rank in range(6)}
+    assert going_on(standings, 2, 0.9) == ["c0", "c1", "c2"]
+    assert going_on(standings, 4, 0.9) == ["c0", "c1", "c2", "c3"]
+
+
+def test_who_is_clearly_worse_than_the_leader_stops_even_if_there_is_room() -> None:
+    chance = random.Random(1)
+    good = [float(chance.random() < 0.9) for _ in range(32)]
+    bad = [float(chance.random() < 0.3) for _ in range(32)]
+    assert going_on({"good": Standing(good, 0.5), "bad": Standing(bad, 0.5)}, 4, 0.9) == ["good"]
+    assert going_on({"good": Standing(good[:2], 0.5), "bad": Standing(bad[:2], 0.5)}, 4, 0.9)[1:] == ["bad"]
+
+
+def test_a_candidate_of_few_tasks_is_judged_by_its_origin_too() -> None:
+    of_good, of_bad = Standing([1.0, 0.0], 0.8), Standing([1.0, 0.0], 0.2)
+    assert going_on({"of bad": of_bad, "of good": of_good}, 2, 0.9)[0] == "of good"
+
+
+@pytest.mark.parametrize(
+    ("engine", "text", "names"),
+    [
+        ("f-string", "{a} {b.c} {d[0]:>4} {{e}}", {"a", "b", "d"}),
+        ("jinja", "{{ a }} {% for x in xs %}{{ x.y }}{% endfor %}", {"a", "xs"}),
+        ("poml", '<p for="x in xs" if="ok">{{ x.y }} {{ a }} {{ "text" }}</p>', {"xs", "ok", "a"}),
+    ],
+)
+def test_placeholders_of_each_template_language(engine: Any, text: str, names: set[str]) -> None:
+    assert placeholders(PromptTemplate(template=text, engine=engine)) == names
+
+
+def test_an_edit_that_changes_the_placeholders_or_nothing_is_refused_with_the_reason() -> None:
+    original = PromptTemplate(template="Do {a}")
+    for text, reason in (("Do it", "lost"), ("{a} {b}", "nothing fills"), ("{a", "no f-string"), ("Do {a} ", "same")):
+        with pytest.raises(ConfigError, match=reason):
+            check_edit(PromptTemplate(template=text), original)
+
+
+def test_a_budget_begins_no_batch_that_does_not_fit() -> None:
+    budget = Budget(max_rollouts=4, max_usd=1.0, prices={"m": (1.0, 2.0)})
+    budget.spend_rollout({"m-2026-01-31": (100_000, 100_000)})
+    assert budget.usd == pytest.approx(0.3)
+    budget.require(2)
+    with pytest.raises(OutOfBudget, match=r"max_usd is 1: 0\.30 are spent"):
+        budget.require(3)
+    with pytest.raises(OutOfBudget, match="max_rollouts is 4: 1 are done, the next need 4"):
+        budget.require(4)
+    budget.spend_calls({"mini": (1, 1)})
+    with pytest.raises(ConfigError, match="price of 'mini' is unknown"):
+        budget.require()
+
+
+def test_a_price_is_that_of_the_model_or_of_one_it_is_a_dated_release_of() -> None:
+    budget = Budget(prices={"gpt": (1.0, 1.0), "gpt-mini": (0.5, 0.5)}, free=frozenset({"policy"}))
+    assert budget.price("gpt-2026-01-31") == (1.0, 1.0)
+    assert budget.price("gpt-mini-2026-01-31") == (0.5, 0.5)
+    assert budget.price("gpt-nano") is None
+    assert budget.price("policy") == (0.0, 0.0)
+
+
+def test_an_estimate_says_which_price_is_unknown() -> None:
+    budget = Budget(prices={"m": (1.0, 2.0)})
+    assert "about $0.40" in budget.estimate(100, {}, ["m"])
+    assert "no price for x" in budget.estimate(100, {"x": 3}, ["m"])
+
+
+# --- the search ---
+
+
+@pytest.mark.anyio
+async def test_a_search_finds_a_better_prompt_and_keeps_its_lineage(tmp_path: Path) -> None:
+    algorithm_store = await SqlStore.open(tmp_path / "store.sqlite")
+    async with optimizer() as (script, url):
+        algorithm = apo(url, gradient_model="critic", apply_edit_model="editor")
+        result = await trainer(tmp_path, algorithm, store=algorithm_store).fit_async(counts_good, TASKS, TASKS)
+    assert result.stopped_because == "all rounds done"
+    before, after = (evaluation.reward for evaluation in result.evaluations)
+    assert before == 0 and after == pytest.approx(0.2)
+    best = algorithm.get_best_prompt()
+    assert best.template.count("GOOD") == 2 and best.template.startswith(SEED)
+    assert (tmp_path / "run" / "prompts" / "prompt.txt").read_text() == best.template
+    assert set(script.asked) == {"critic", "editor"}
+    shown = script.told[0][0]["content"]
+    assert 'task: {"number":' in shown and "reward: 0" in shown
+
+    versions = {update.resources_id: update for update in await algorithm_store.query_resources()}
+    latest = await algorithm_store.get_latest_resources()
+    assert latest is not None and latest.resources["prompt"] == best
+    assert latest.metadata["round"]["final"]
+    leader = versions[latest.parent_id or ""]
+    candidate = leader.metadata["candidate"]
+    assert (candidate["changed"], candidate["critique"]) == ("prompt", script.critique)
+    assert f"+{best.template}" in leader.metadata["diff"]
+    parent = versions[leader.parent_id or ""]
+    assert parent.metadata["candidate"]["name"] == candidate["parent"]
+    rounds = [update.metadata["round"] for update in versions.values() if "round" in update.metadata]
+    assert [one["number"] for one in rounds] == [0, 1, 2, 3]
+    assert rounds[2]["scores"][candidate["name"]]["mean"] == pytest.approx(0.2)
+
+    counted = [
+        tuple(rollout.metadata["measure"]) for rollout in await algorithm_store.query_rollouts(run_id=result.run_id)
+    ]
+    assert len(counted) == len(set(counted))  # no candidate ran a task twice
+    early = [one for one in rounds[1]["scores"].values() if one["tasks"] < 4]
+    assert result.metrics[1].values["stopped_early"] == len(early)
+    await algorithm_store.close()
+
+
+@pytest.mark.anyio
+async def test_candidates_are_measured_at_the_same_time(tmp_path: Path) -> None:
+    together = most = 0
+
+    @agl.rollout
+    async def slow(task: dict, prompt_template: agl.PromptTemplate) -> float:
+        nonlocal together, most
+        together += 1
+        most = max(most, together)
+        await asyncio.sleep(0.05)
+        together -= 1
+        return prompt_template.template.count("GOOD") / 10
+
+    async with optimizer() as (_, url):
+        await trainer(tmp_path, apo(url, beam_rounds=1)).fit_async(slow, TASKS, TASKS)
+    assert most >= 10  # the seed's 8 held-out tasks and the 4 for its critiques
+
+
+@pytest.mark.anyio
+async def test_several_templates_are_changed_in_turn(tmp_path: Path) -> None:
+    @agl.rollout
+    async def two(task: dict, resources: agl.NamedResources) -> float:
+        texts = [resources[name].template for name in ("planner", "writer")]  # type: ignore[union-attr]
+        return sum(min(1, text.count("GOOD")) for text in texts) / 2
+
+    resources = {
+        "planner": PromptTemplate(template="Plan {{ number }}", engine="jinja"),
+        "writer": PromptTemplate(template="Write"),
+        "fixed": PromptTemplate(template="Never"),
+    }
+    async with optimizer() as (_, url):
+        algorithm = apo(url, templates=("planner", "writer"))
+        await trainer(tmp_path, algorithm, initial_resources=resources).fit_async(two, TASKS, TASKS)
+    assert "GOOD" in algorithm.get_best_prompt("planner").template
+    assert "GOOD" in algorithm.get_best_prompt("writer").template
+    assert algorithm.get_best_prompt("planner").engine == "jinja"
+
+
+@pytest.mark.anyio
+async def test_a_search_that_was_interrupted_goes_on_from_the_store(tmp_path: Path) -> None:
+    async with optimizer() as (script, url):
+        first = await trainer(tmp_path, apo(url, max_rollouts=24)).fit_async(counts_good, TASKS, TASKS)
+        assert first.stopped_because.startswith("max_rollouts is 24: ")
+        asked = len(script.asked)
+        # An agent that would fail: what was measured is not measured again.
+        second = apo(url)
+        result = await trainer(tmp_path, second).fit_async(counts_good, TASKS, TASKS, resume=True)
+        assert len(script.asked) == 16 > asked  # 2 rounds of 4 critiques and 4 edits, none of them twice
+    assert result.stopped_because == "all rounds done"
+    assert second.get_best_prompt().template.count("GOOD") == 2
+    store = await SqlStore.open(tmp_path / "run" / "store.sqlite")
+    measures = [json.dumps(rollout.metadata["measure"]) for rollout in await store.query_rollouts(run_id=result.run_id)]
+    assert len(measures) == len(set(measures))
+    await store.close()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("client", [AsyncOpenAI, AsyncAnthropic, None])
+async def test_any_endpoint_and_client_can_be_the_optimiser(tmp_path: Path, client: Any) -> None:
+    async with optimizer() as (script, url):
+        if client is None:
+            algorithm = agl.APO(endpoint=url, api="anthropic", beam_rounds=1, beam_width=1, branch_factor=1)
+        else:
+            base = f"{url}/v1" if client is AsyncOpenAI else url
+            algorithm = agl.APO(client(base_url=base, api_key="k"), beam_rounds=1, beam_width=1, branch_factor=1)
+        await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS, TASKS)
+    assert script.asked == ["gpt-5-mini", "gpt-4.1-mini"]
+    assert algorithm.get_best_prompt().template.count("GOOD") == 1
+
+
+# --- bad input ---
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("", "the answer is empty"),
+        ("I would say GOOD.", "no prompt between"),
+        ("<prompt>Say GOOD.</prompt>", r"lost the placeholder {number}"),
+        ("<prompt>Say {number} {x}.</prompt>", r"has the placeholder {x}"),
+        ("<prompt>Say {number.</prompt>", "no f-string template"),
+    ],
+)
+async def test_an_unusable_edit_is_sent_back_once_then_rejected_with_the_reason(
+    tmp_path: Path, answer: str, reason: str
+) -> None:
+    async with optimizer() as (script, url):
+        script.edit = lambda prompt, number: answer
+        algorithm = apo(url, beam_rounds=1)
+        result = await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS, TASKS)
+    assert algorithm.get_best_prompt().template == SEED
+    assert result.metrics[1].values["rejected"] == 4
+    repairs = [messages[-1]["content"] for messages in script.told if len(messages) == 3]
+    assert len(repairs) == 4 and all(repair.startswith("That cannot be used") for repair in repairs)
+    store = await SqlStore.open(tmp_path / "run" / "store.sqlite")
+    recorded = [update.metadata["round"] for update in await store.query_resources() if "round" in update.metadata]
+    assert all(reason.replace("\\", "") in why for why in recorded[1]["rejected"].values())
+    await store.close()
+
+
+@pytest.mark.anyio
+async def test_an_edit_that_is_mended_when_sent_back_counts(tmp_path: Path) -> None:
+    async with optimizer() as (script, url):
+        given: set[str] = set()
+
+        def forgetful(prompt: str, number: int) -> str:
+            first = "first" not in given
+            given.add("first")
+            return "Certainly!" if first else f"<prompt>{prompt} GOOD{number}</prompt>"
+
+        script.edit = forgetful
+        algorithm = apo(url, beam_rounds=1, beam_width=1, branch_factor=1)
+        await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS, TASKS)
+    assert algorithm.get_best_prompt().template.count("GOOD") == 1
+
+
+@pytest.mark.anyio
+async def test_an_optimiser_that_fails_ends_the_run_and_loses_nothing(tmp_path: Path) -> None:
+    async with optimizer() as (script, url):
+        script.status = 503
+        with pytest.raises(TrainingError, match=r"answered none of 4 times in round 1.*503.*resume"):
+            await trainer(tmp_path, apo(url)).fit_async(counts_good, TASKS, TASKS)
+        assert len(script.asked) == 4 * 3  # each was tried three times
+        script.status = 200
+        algorithm = apo(url)
+        await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS, TASKS, resume=True)
+    assert algorithm.get_best_prompt().template.count("GOOD") == 2
+
+
+@pytest.mark.anyio
+async def test_an_optimiser_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    async with optimizer() as (script, url):
+        script.delay = 1.0
+        with pytest.raises(TrainingError, match=r"gave no answer within 0\.05 s"):
+            await trainer(tmp_path, apo(url, model_timeout=0.05)).fit_async(counts_good, TASKS, TASKS)
+
+
+@pytest.mark.anyio
+async def test_a_branch_that_fails_is_skipped_and_counted(tmp_path: Path) -> None:
+    async with optimizer() as (script, url):
+        script.edit = lambda prompt, number: f"<prompt>{prompt} GOOD</prompt>"  # every branch the same
+        result = await trainer(tmp_path, apo(url, beam_rounds=1)).fit_async(counts_good, TASKS, TASKS)
+    assert result.metrics[1].values["rejected"] == 3
+    assert result.metrics[1].values["candidates"] == 2
+
+
+@pytest.mark.anyio
+async def test_a_dataset_smaller_than_a_batch_is_used_whole(tmp_path: Path) -> None:
+    async with optimizer() as (_, url):
+        algorithm = apo(url, val_batch_size=16, gradient_batch_size=4, beam_rounds=1)
+        result = await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS[:1], TASKS[:3])
+    assert len(result.evaluations[-1].tasks) == 3
+    assert algorithm.get_best_prompt().template.count("GOOD") == 1
+
+
+@pytest.mark.anyio
+async def test_rollouts_that_hang_are_cancelled_and_count_nothing(tmp_path: Path) -> None:
+    @agl.rollout
+    async def hangs_on_good(task: dict, prompt_template: agl.PromptTemplate) -> float:
+        if "GOOD" in prompt_template.template:
+            await asyncio.sleep(60)
+        return 0.5
+
+    async with optimizer() as (_, url):
+        algorithm = apo(url, beam_rounds=1, beam_width=1, branch_factor=1, rollout_batch_timeout=0.5)
+        await trainer(tmp_path, algorithm).fit_async(hangs_on_good, TASKS, TASKS)
+    assert algorithm.get_best_prompt().template == SEED
+
+
+@pytest.mark.anyio
+async def test_a_seed_that_earns_nothing_is_explained(tmp_path: Path) -> None:
+    @agl.rollout
+    async def asks_for_more(task: dict, prompt_template: agl.PromptTemplate) -> float:
+        prompt_template.format()
+        return 1.0
+
+    async with optimizer() as (script, url):
+        with pytest.raises(TrainingError, match="cannot fill the prompt template"):
+            await trainer(tmp_path, apo(url)).fit_async(asks_for_more, TASKS, TASKS)
+        assert not script.asked
+        broken = {"prompt": PromptTemplate(template="Say {number")}
+        with pytest.raises(ConfigError, match="no f-string template"):
+            await trainer(tmp_path / "b", apo(url), initial_resources=broken).fit_async(counts_good, TASKS, TASKS)
+
+
+def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    llm = agl.LLM(endpoint="http://127.0.0.1:1/v1", model="m")
+    with pytest.raises(ConfigError, match="beam_width is 0"):
+        agl.APO(llm, beam_width=0)
+    with pytest.raises(ConfigError, match="no prompt template 'promt'; did you mean 'prompt'"):
+        trainer(tmp_path / "a", agl.APO(llm, templates=("promt",))).fit(counts_good, TASKS, TASKS)
+    with pytest.raises(ConfigError, match="give an AsyncOpenAI"):
+        trainer(tmp_path / "b", agl.APO(OpenAI(api_key="k"))).fit(counts_good, TASKS, TASKS)
+    with pytest.raises(ConfigError, match="takes no temperature"):
+        trainer(tmp_path / "f", agl.APO(api="anthropic", diversity_temperature=0.5)).fit(counts_good, TASKS, TASKS)
+    with pytest.raises(ConfigError, match="no prompt to optimise"):
+        trainer(tmp_path / "c", agl.APO(llm), initial_resources={}).fit(counts_good, TASKS, TASKS)
+    with pytest.raises(ConfigError, match="held-out tasks"):
+        trainer(tmp_path / "d", agl.APO(llm)).fit(counts_good, TASKS)
+    with pytest.raises(ConfigError, match=r"price of 'gpt-4\.1-mini' is unknown"):
+        trainer(tmp_path / "e", agl.APO(llm, max_usd=1.0)).fit(counts_good, TASKS, TASKS)
+
+
+def test_poml_without_its_package_says_what_to_install() -> None:
+    template = PromptTemplate(template="<p>{{ a }}</p>", engine="poml")
+    try:
+        import poml  # noqa: F401
+    except ImportError:
+        with pytest.raises(ConfigError, match="pip install 'poml"):
+            template.format(a=1)
+    else:
+        assert template.format(a=1) == "1"
+
+
+def test_long_rollouts_are_cut_in_the_middle() -> None:
+    cut = editing.cut_middle("a" * 100 + "b" * 100, 20)
+    assert cut.startswith("a" * 10 + "\n") and cut.endswith("\n" + "b" * 10) and "180 characters" in cut
