@@ -34,7 +34,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Score(msgspec.Struct, frozen=True):
-    """Mean reward over the first `tasks` tasks; `failed` of them were not rewarded and count 0."""
+    """Mean reward over `tasks` held-out tasks; `failed` of them were not rewarded and count 0."""
 
     mean: float
     tasks: int

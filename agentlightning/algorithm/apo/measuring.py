@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from agentlightning.algorithm.apo.budget import Budget, Usage
-from agentlightning.algorithm.apo.lineage import Candidate, Lineage
+from agentlightning.algorithm.apo.lineage import Candidate, Lineage, Score
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.data.transitions import trace_rollout
@@ -83,24 +84,24 @@ class Measuring:
                 await self._take(waiting.pop(rollout.rollout_id), rollout)
             self._context.progress.advance(len(requests) - len(waiting))
 
-    def rewards(self, name: str, count: int) -> list[float]:
-        """Of the first `count` held-out tasks."""
-        return [self.outcomes[name, "val", number].reward for number in range(count)]
+    def rewards(self, name: str, numbers: Iterable[int]) -> list[float]:
+        """Of held-out tasks."""
+        return [self.outcomes[name, "val", number].reward for number in numbers]
 
-    def failures(self, name: str, count: int) -> int:
-        return sum(self.outcomes[name, "val", number].failed for number in range(count))
+    def measured(self, name: str) -> list[int]:
+        """Numbers of the held-out tasks that a candidate has run."""
+        return [number for number in range(len(self.tasks["val"])) if (name, "val", number) in self.outcomes]
 
-    def measured(self, name: str) -> int:
-        """How many held-out tasks have been measured, from the first without a gap."""
-        count = 0
-        while (name, "val", count) in self.outcomes:
-            count += 1
-        return count
+    def score(self, name: str) -> Score:
+        """Over all held-out tasks that the candidate has run, at least one."""
+        outcomes = [self.outcomes[name, "val", number] for number in self.measured(name)]
+        mean = statistics.fmean(outcome.reward for outcome in outcomes)
+        return Score(mean, len(outcomes), sum(outcome.failed for outcome in outcomes))
 
     async def evaluation(self, name: str, step: int) -> Evaluation:
         """All that was measured of a candidate on held-out tasks."""
         tasks: list[EvaluatedTask] = []
-        for number in range(self.measured(name)):
+        for number in self.measured(name):
             rollout = self.outcomes[name, "val", number].rollout
             spans = await self.spans(rollout)
             tasks.append(EvaluatedTask(trace_rollout(rollout, spans), tuple(spans)))

@@ -4,7 +4,7 @@ All candidates run the same tasks in the same order, so that what makes a task h
 of them. After 2, 4, 8 … tasks, up to the whole batch, these go on:
 
 - of m candidates the ⌈m/2⌉ best, but not fewer than are to be kept (successive halving: Jamieson and Talwalkar, AISTATS
-  2016). A candidate's value is (Σ rewards + 4·E) / (n + 4), where E is the mean reward of the candidate that it was
+  2016). A candidate's value is (Σ rewards + 8·E) / (n + 8), where E is the mean reward of the candidate that it was
   made from: few tasks say little, and an edit is rarely far from its origin;
 - and of those whoever is not clearly worse than the leader (a race: Maron and Moore, NIPS 1993; Birattari et al., GECCO
   2002). With d the differences of its rewards and the leader's on the n tasks, it is where mean(d) + z·s/√n < 0, z the
@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 FIRST: Final = 2  # tasks before the first decision
-ORIGIN_WEIGHT: Final = 4  # how many tasks the mean of a candidate's origin is worth
+ORIGIN_WEIGHT: Final = 8  # how many tasks the mean of a candidate's origin is worth
 
 
 class Standing(NamedTuple):

@@ -6,6 +6,7 @@ Reads like the algorithm (`docs/prompt-optimisation.md`). Knows what each part g
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import statistics
 from collections import Counter
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from agentlightning.algorithm.apo.budget import Budget, OutOfBudget
 from agentlightning.algorithm.apo.editing import Rejected, critique, edit, in_words
-from agentlightning.algorithm.apo.lineage import Candidate, Lineage, Round, Score
+from agentlightning.algorithm.apo.lineage import Candidate, Lineage, Round
 from agentlightning.algorithm.apo.measuring import Measuring
 from agentlightning.algorithm.apo.model import OptimizerModel
 from agentlightning.algorithm.apo.placeholders import placeholders
@@ -27,7 +28,7 @@ from agentlightning.types import Mode
 if TYPE_CHECKING:
     from agentlightning.algorithm.apo.apo import APO
 
-POOL: Final = 2  # times as many training tasks as one critique sees are run with a parent; branches draw from them
+POOL: Final = 1.5  # times as many training tasks as one critique sees are run with a parent; branches draw from them
 
 
 class Search:
@@ -51,7 +52,9 @@ class Search:
         self.seed = self.best = lineage.seed()
         self._held_out = len(measuring.tasks["val"])
         self._batch = min(settings.val_batch_size, self._held_out)
-        self._shown = min(settings.gradient_batch_size, len(measuring.tasks["train"]))
+        train = len(measuring.tasks["train"])
+        self._shown = min(settings.gradient_batch_size, train)
+        self._pool = min(math.ceil(POOL * self._shown), train)
 
     async def run(self) -> None:
         """Go on from the last round that is over, to the end. OutOfBudget and Stopped leave `best` as it was then."""
@@ -76,7 +79,7 @@ class Search:
         """Round 0: the seed on all held-out tasks, and the rollouts of the first critiques with it."""
         wanted = self._gradient_measures(self.seed)
         if self.settings.run_initial_validation:
-            wanted += self._val_measures(self.seed, self._held_out)
+            wanted += [(self.seed, "val", task) for task in range(self._held_out)]
         await self.measuring.measure(wanted)
         if all(outcome.failed for outcome in self.measuring.outcomes.values()):
             raise await self._unrewarded()
@@ -103,7 +106,7 @@ class Search:
                 f"the optimiser's model answered none of {len(failures)} times in round {number}: "
                 f"{next(iter(failures.values()))}. What was measured is kept: mend it, and resume the run"
             )
-        ranking = await self._race([*beam, *candidates], 0, self._batch, width)
+        ranking = await self._race([*beam, *candidates], number, 0, self._batch, width)
         rejected = {name: str(one) for name, one in failures.items()}
         await self._end_round(number, ranking[:width], [*beam, *candidates], rejected)
 
@@ -111,19 +114,21 @@ class Search:
         """The beam, and the seed if it was measured whole, race on over all held-out tasks."""
         last = self.lineage.rounds[-1]
         racing = [self.lineage.candidates[name] for name in last.beam]
-        if self.measuring.measured(self.seed.name) == self._held_out and self.seed not in racing:
+        if len(self.measuring.measured(self.seed.name)) == self._held_out and self.seed not in racing:
             racing.append(self.seed)
-        ranking = await self._race(racing, self._batch, self._held_out, 1)
+        ranking = await self._race(racing, last.number, self._batch, self._held_out, 1)
         await self._end_round(last.number + 1, ranking, racing, {}, final=True)
 
-    async def _race(self, racing: list[Candidate], beyond: int, tasks: int, keep: int) -> list[Candidate]:
-        """Who is left of `racing` after all of `tasks` held-out tasks, best first (`racing.py`)."""
-        for rung in rungs(tasks, beyond):
-            if len(racing) == 1:
-                rung = tasks
-            await self.measuring.measure([measure for one in racing for measure in self._val_measures(one, rung)])
+    async def _race(self, racing: list[Candidate], number: int, beyond: int, count: int, keep: int) -> list[Candidate]:
+        """Who is left of `racing` after `count` held-out tasks, best first (`racing.py`). Each round begins with other
+        tasks, so that luck on one batch does not keep a candidate in the beam."""
+        first = (number - 1) * self._batch
+        order = [(first + offset) % self._held_out for offset in range(count)]
+        for rung in rungs(count, beyond):
+            tasks = order if len(racing) == 1 else order[:rung]
+            await self.measuring.measure([(one, "val", task) for one in racing for task in tasks])
             standings = {
-                one.name: Standing(self.measuring.rewards(one.name, rung), self._expected(one)) for one in racing
+                one.name: Standing(self.measuring.rewards(one.name, tasks), self._expected(one)) for one in racing
             }
             racing = [self.lineage.candidates[name] for name in going_on(standings, keep, self.settings.confidence)]
         return racing
@@ -136,7 +141,7 @@ class Search:
     async def _end_round(
         self, number: int, beam: list[Candidate], racing: list[Candidate], rejected: dict[str, str], final: bool = False
     ) -> None:
-        scores = {one.name: self._score(one.name) for one in racing if self.measuring.measured(one.name)}
+        scores = {one.name: self.measuring.score(one.name) for one in racing if self.measuring.measured(one.name)}
         result = Round(
             number=number,
             beam=[one.name for one in beam],
@@ -200,11 +205,7 @@ class Search:
     def _gradient_measures(self, parent: Candidate) -> list[tuple[Candidate, Mode, int]]:
         """Training tasks to run with a parent: those of its own round, so that a parent of several rounds has them."""
         train = len(self.measuring.tasks["train"])
-        pool = min(train, POOL * self._shown)
-        return [(parent, "train", (parent.round * pool + offset) % train) for offset in range(pool)]
-
-    def _val_measures(self, candidate: Candidate, count: int) -> list[tuple[Candidate, Mode, int]]:
-        return [(candidate, "val", number) for number in range(count)]
+        return [(parent, "train", (parent.round * self._pool + offset) % train) for offset in range(self._pool)]
 
     async def _shown_rollouts(self, name: str, parent: Candidate) -> list[str]:
         drawn = random.Random(f"{self.context.seed}-{name}").sample(self._gradient_measures(parent), self._shown)
@@ -217,10 +218,6 @@ class Search:
 
     # --- words ---
 
-    def _score(self, name: str) -> Score:
-        tasks = self.measuring.measured(name)
-        return Score(statistics.fmean(self.measuring.rewards(name, tasks)), tasks, self.measuring.failures(name, tasks))
-
     def _tell_estimate(self, when: str) -> None:
         settings = self.settings
         branches = settings.beam_rounds * settings.beam_width * settings.branch_factor
@@ -232,12 +229,11 @@ class Search:
         """How many the whole search takes if no candidate is ever clearly worse than another."""
         settings = self.settings
         width, branches = settings.beam_width, settings.beam_width * settings.branch_factor
-        pool = min(len(self.measuring.tasks["train"]), POOL * self._shown)
         total = self._held_out * settings.run_initial_validation
         for number in range(settings.beam_rounds):
             old = width if number else 1
-            total += pool * old + _race_rollouts(branches + old, 0, self._batch, width) - old * self._batch
-        return total + _race_rollouts(width, self._batch, self._held_out, 1) + self._batch
+            total += self._pool * old + _race_rollouts(branches + old, 0, self._batch, width)
+        return total + _race_rollouts(width, self._batch, self._held_out, 1)
 
     async def _unrewarded(self) -> TrainingError:
         outcomes = [self.measuring.outcomes[measure] for measure in self.measuring.outcomes]
