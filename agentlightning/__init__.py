@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from agentlightning.algorithm import APO as APO
     from agentlightning.algorithm import CISPO as CISPO
     from agentlightning.algorithm import DAPO as DAPO
+    from agentlightning.algorithm import GEPA as GEPA
     from agentlightning.algorithm import GRPO as GRPO
     from agentlightning.algorithm import GSPO as GSPO
     from agentlightning.algorithm import PPO as PPO
@@ -92,6 +93,7 @@ _HOMES = {
         "CISPO",
         "DAPO",
         "DrGRPO",
+        "GEPA",
         "GRPO",
         "GSPO",
         "PPO",

@@ -7,6 +7,7 @@ from agentlightning.algorithm.cispo import CISPO
 from agentlightning.algorithm.dapo import DAPO
 from agentlightning.algorithm.dr_grpo import DrGRPO
 from agentlightning.algorithm.function import algo
+from agentlightning.algorithm.gepa import GEPA
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.algorithm.gspo import GSPO
 from agentlightning.algorithm.ppo import PPO
@@ -19,6 +20,7 @@ __all__ = [
     "APO",
     "CISPO",
     "DAPO",
+    "GEPA",
     "GRPO",
     "GSPO",
     "PPO",

@@ -21,6 +21,7 @@ from agentlightning.runner.agent import LitAgent
 from agentlightning.runner.command import CommandAgent, RewardSource, command
 from agentlightning.runner.processes import Isolation
 from agentlightning.store.redaction import is_credential
+from agentlightning.types import LLM, PromptTemplate
 
 
 class CommandConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,10 +48,11 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     in a run file are relative to it, paths in flags to the current directory."""
 
     agent: str | CommandConfig
-    model: str | dict[str, str]
+    model: str | dict[str, str] | None = None
     model_name: str = "policy"
     train_dataset: Any
     val_dataset: Any = None
+    initial_resources: dict[str, LLM | PromptTemplate] = msgspec.field(default_factory=dict[str, LLM | PromptTemplate])
     algorithm: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "grpo"})
     optimizer: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     lora: dict[str, Any] | None = None

@@ -36,6 +36,7 @@ ALGORITHMS = {
         "reinforce++_baseline": "REINFORCEPlusPlusBaseline",
         "sft": "SFT",
         "apo": "APO",
+        "gepa": "GEPA",
         "baseline": "Baseline",
     }.items()
 }
@@ -81,6 +82,9 @@ def mirrored_flags(command: F) -> F:
         click.option("--val-dataset", metavar="DATA", help="Held-out tasks, measured before and after."),
         click.option("--algorithm", metavar="NAME", help=f"{', '.join(ALGORITHMS)} or file.py:Class."),
         click.option("--steps", type=int, help="Training steps; short for --set algorithm.steps=…"),
+        click.option(
+            "--max-usd", type=float, help="What a search for prompts may cost; short for --set algorithm.max_usd=…"
+        ),
         click.option("--n-runners", type=int, help="Rollouts at once in this process; 0 leaves them to `agl runner`."),
         isolation_option(None),
         click.option("--seed", type=int, help="The source of all randomness."),
@@ -115,6 +119,7 @@ def train(
     assignments: tuple[str, ...],
     as_json: bool,
     steps: int | None,
+    max_usd: float | None,
     **flags: Any,
 ) -> int:
     """Train an agent as RUN.yaml, or flags, or both say; a flag wins over --set, and --set over the file.
@@ -122,6 +127,8 @@ def train(
     Without RUN.yaml, --from and --agent it is the run.yaml of this folder."""
     if steps is not None:
         assignments = (*assignments, f"algorithm.steps={steps}")
+    if max_usd is not None:
+        assignments = (*assignments, f"algorithm.max_usd={max_usd}")
     console = Console(stderr=as_json)
     if repeat is not None:
         if run_file is not None:

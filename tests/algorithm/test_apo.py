@@ -184,7 +184,7 @@ async def test_a_search_finds_a_better_prompt_and_keeps_its_lineage(tmp_path: Pa
     async with optimizer() as (script, url):
         algorithm = apo(url, gradient_model="critic", apply_edit_model="editor")
         result = await trainer(tmp_path, algorithm, store=algorithm_store).fit_async(counts_good, TASKS, TASKS)
-    assert result.stopped_because == "all rounds done"
+    assert result.stopped_because == "the search is over"
     before, after = (evaluation.reward for evaluation in result.evaluations)
     assert before == 0 and after == pytest.approx(0.2)
     best = algorithm.get_best_prompt()
@@ -265,7 +265,7 @@ async def test_a_search_that_was_interrupted_goes_on_from_the_store(tmp_path: Pa
         second = apo(url)
         result = await trainer(tmp_path, second).fit_async(counts_good, TASKS, TASKS, resume=True)
         assert len(script.asked) == 16 > asked  # 2 rounds of 4 critiques and 4 edits, none of them twice
-    assert result.stopped_because == "all rounds done"
+    assert result.stopped_because == "the search is over"
     assert second.get_best_prompt().template.count("GOOD") == 2
     store = await SqlStore.open(tmp_path / "run" / "store.sqlite")
     measures = [json.dumps(rollout.metadata["measure"]) for rollout in await store.query_rollouts(run_id=result.run_id)]
@@ -285,6 +285,37 @@ async def test_any_endpoint_and_client_can_be_the_optimiser(tmp_path: Path, clie
         await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS, TASKS)
     assert script.asked == ["gpt-5-mini", "gpt-4.1-mini"]
     assert algorithm.get_best_prompt().template.count("GOOD") == 1
+
+
+@pytest.mark.anyio
+async def test_gepa_searches_on_the_same_rollouts(tmp_path: Path) -> None:
+    async with optimizer() as (_, url):
+        llm, settings = agl.LLM(endpoint=f"{url}/v1", model="m"), {"proposals": 2, "reflection_minibatch_size": 2}
+        algorithm = agl.GEPA(llm, max_metric_calls=60, max_rollouts=30, **settings)
+        first = await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS, TASKS)
+        assert first.stopped_because.startswith("max_rollouts is 30")
+        resumed = agl.GEPA(llm, max_metric_calls=60, **settings)
+        result = await trainer(tmp_path, resumed).fit_async(counts_good, TASKS, TASKS, resume=True)
+    assert result.stopped_because == "the search is over"
+    before, after = (evaluation.reward for evaluation in result.evaluations)
+    assert before == 0 and after >= 0.1
+    assert resumed.get_best_prompt().template.count("GOOD") == round(after * 10)
+    store = await SqlStore.open(tmp_path / "run" / "store.sqlite")
+    measures = [json.dumps(rollout.metadata["measure"]) for rollout in await store.query_rollouts(run_id=result.run_id)]
+    assert len(measures) == len(set(measures))
+    latest = await store.get_latest_resources()
+    assert latest is not None and latest.resources["prompt"] == resumed.get_best_prompt()
+    await store.close()
+
+
+@pytest.mark.anyio
+async def test_gepa_ends_where_the_optimiser_fails(tmp_path: Path) -> None:
+    async with optimizer() as (script, url):
+        script.status = 401
+        algorithm = agl.GEPA(agl.LLM(endpoint=f"{url}/v1", model="m"), max_metric_calls=60)
+        with pytest.raises(TrainingError, match="401"):
+            await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS, TASKS)
+    assert algorithm.get_best_prompt().template == SEED
 
 
 # --- bad input ---

@@ -1,4 +1,4 @@
-"""The search itself: rounds of critique, edit and race, from the seed to the best prompts.
+"""The beam search: rounds of critique, edit and race, from the seed to the best prompts.
 
 Reads like the algorithm (`docs/prompt-optimisation.md`). Knows what each part gives, and nothing of how.
 """
@@ -12,14 +12,12 @@ import statistics
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from agentlightning.algorithm.apo.budget import Budget, OutOfBudget
+from agentlightning.algorithm.apo.budget import OutOfBudget
 from agentlightning.algorithm.apo.editing import Rejected, critique, edit, in_words
-from agentlightning.algorithm.apo.lineage import Candidate, Lineage, Round
-from agentlightning.algorithm.apo.measuring import Measuring
-from agentlightning.algorithm.apo.model import OptimizerModel
+from agentlightning.algorithm.apo.lineage import Candidate, Round
+from agentlightning.algorithm.apo.optimizer import Parts, Search, named_by_texts
 from agentlightning.algorithm.apo.placeholders import placeholders
 from agentlightning.algorithm.apo.racing import Standing, going_on, halved, rungs
-from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.evaluation import why_unrewarded
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import BackendError, TrainingError
@@ -31,25 +29,13 @@ if TYPE_CHECKING:
 POOL: Final = 1.5  # times as many training tasks as one critique sees are run with a parent; branches draw from them
 
 
-class Search:
-    """One search. `best` is the leader of the last round that is over."""
+class BeamSearch(Search):
+    """`best` is the leader of the last round that is over."""
 
-    def __init__(
-        self,
-        settings: APO,
-        context: RunContext,
-        lineage: Lineage,
-        measuring: Measuring,
-        model: OptimizerModel,
-        budget: Budget,
-    ) -> None:
+    def __init__(self, settings: APO, parts: Parts) -> None:
+        super().__init__(parts)
         self.settings = settings
-        self.context = context
-        self.lineage = lineage
-        self.measuring = measuring
-        self.model = model
-        self.budget = budget
-        self.seed = self.best = lineage.seed()
+        measuring = self.measuring
         self._held_out = len(measuring.tasks["val"])
         self._batch = min(settings.val_batch_size, self._held_out)
         train = len(measuring.tasks["train"])
@@ -57,7 +43,6 @@ class Search:
         self._pool = min(math.ceil(POOL * self._shown), train)
 
     async def run(self) -> None:
-        """Go on from the last round that is over, to the end. OutOfBudget and Stopped leave `best` as it was then."""
         for template in self.lineage.templates(self.seed).values():
             placeholders(template)  # a seed that is no template is refused before anything is spent
         await self.lineage.version(self.seed)
@@ -77,10 +62,12 @@ class Search:
 
     async def _measure_seed(self) -> None:
         """Round 0: the seed on all held-out tasks, and the rollouts of the first critiques with it."""
-        wanted = self._gradient_measures(self.seed)
-        if self.settings.run_initial_validation:
-            wanted += [(self.seed, "val", task) for task in range(self._held_out)]
-        await self.measuring.measure(wanted)
+        await self.measuring.measure(
+            [
+                *self._gradient_measures(self.seed),
+                *((self.seed, "val", task) for task in range(self._held_out) if self.settings.run_initial_validation),
+            ]
+        )
         if all(outcome.failed for outcome in self.measuring.outcomes.values()):
             raise await self._unrewarded()
         self._tell_estimate("after the seed")
@@ -187,7 +174,7 @@ class Search:
         except (OutOfBudget, Rejected, BackendError) as error:
             return error
         texts = {**parent.texts, changed: edited.template}
-        if (twin := next((one for one in self.lineage.candidates.values() if one.texts == texts), None)) is not None:
+        if (twin := named_by_texts(self.lineage, texts)) is not None:
             return Rejected(f"the edit is the same as {twin.name}")
         candidate = Candidate(
             name=name,

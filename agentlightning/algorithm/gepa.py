@@ -1,0 +1,185 @@
+"""`GEPA`: reflective prompt evolution (Agrawal et al., 2025) by the `gepa` package, on rollouts of this house.
+
+The package, in a thread of its own, chooses parents from the Pareto front of the held-out tasks and accepts what does
+better on a minibatch. This module gives it rewards and edits; candidates, rollouts and budget are those of `APO`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from agentlightning.algorithm.apo.budget import OutOfBudget
+from agentlightning.algorithm.apo.editing import Rejected, critique, edit, in_words
+from agentlightning.algorithm.apo.lineage import Candidate, Round
+from agentlightning.algorithm.apo.optimizer import Parts, PromptOptimizer, Search, named_by_texts
+from agentlightning.errors import BackendError, ConfigError, TrainingError
+from agentlightning.types import Mode
+
+T = TypeVar("T")
+Task = tuple[Mode, int]
+Texts = dict[str, str]
+
+
+@dataclass(kw_only=True)
+class GEPA(PromptOptimizer):
+    """Improves the prompt templates among the agent's resources as the `gepa` package does (`pip install gepa`).
+
+    Until `max_metric_calls` measurements are made, `proposals` parents at a time are run on `reflection_minibatch_size`
+    training tasks each, and `reflection_model` edits one of their templates. For the other settings see
+    `PromptOptimizer`. ConfigError where the package is not installed."""
+
+    reflection_model: str = "gpt-5-mini"
+    reflection_minibatch_size: int = 3
+    proposals: int = 4
+    max_metric_calls: int = 500
+    name: str = "gepa"
+
+    @property
+    def counts(self) -> tuple[str, ...]:
+        return ("reflection_minibatch_size", "proposals", "max_metric_calls", "val_samples")
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return (self.reflection_model,)
+
+    def search(self, parts: Parts) -> Search:
+        return Evolution(self, parts)
+
+
+class Evolution(Search):
+    """The package's adapter and its reflection, in one: called in its thread, the work is done in our event loop."""
+
+    propose_new_texts = None  # the package asks for it: edits are made by `reflect_many`
+
+    def __init__(self, settings: GEPA, parts: Parts) -> None:
+        super().__init__(parts)
+        try:
+            self._gepa: Any = importlib.import_module("gepa")
+            self._reflection: Any = importlib.import_module("gepa.proposer.reflective_mutation.reflection_lm")
+            self._sampling: Any = importlib.import_module("gepa.strategies.proposal_sampling")
+        except ImportError:
+            raise ConfigError("GEPA needs its package: pip install 'gepa>=0.1.4,<0.2'") from None
+        self.settings = settings
+        self._loop = asyncio.get_running_loop()
+        self._ended: BaseException | None = None  # the package goes on after errors; the first of ours ends it
+        self._edits = 0
+
+    async def run(self) -> None:
+        await self.lineage.version(self.seed)
+        self.context.progress.note(
+            f"before the start: {self.budget.estimate(self.settings.max_metric_calls, {}, self.lineage.models())}"
+        )
+        result = await asyncio.to_thread(
+            self._gepa.optimize,
+            seed_candidate=dict(self.seed.texts),
+            trainset=[("train", number) for number in range(len(self.measuring.tasks["train"]))],
+            valset=[("val", number) for number in range(len(self.measuring.tasks["val"]))],
+            adapter=self,
+            reflection_strategy=self,
+            reflection_minibatch_size=self.settings.reflection_minibatch_size,
+            sampling_strategy=self._sampling.IndependentSampling(self.settings.proposals),
+            max_metric_calls=self.settings.max_metric_calls,
+            stop_callbacks=[self._has_ended],
+            run_dir=str(self.context.directory / "gepa"),
+            seed=self.context.seed,
+            raise_on_exception=False,
+        )
+        if self._ended is not None and not isinstance(self._ended, OutOfBudget):
+            raise self._ended
+        self.best = named_by_texts(self.lineage, result.best_candidate) or self.seed
+        measured = [one for one in self.lineage.candidates.values() if self.measuring.measured(one.name)]
+        scores = {one.name: self.measuring.score(one.name) for one in measured}
+        calls = dict(self.budget.optimizer)
+        await self.lineage.publish(Round(number=1, beam=[self.best.name], scores=scores, calls=calls, final=True))
+        values = {"val_reward": scores[self.best.name].mean, "candidates": float(len(self.lineage.candidates))}
+        spent = {"rollouts": float(self.budget.rollouts), "tokens": float(self.budget.tokens), "usd": self.budget.usd}
+        await self.context.tracking.record(1, values | spent)
+        if self._ended is not None:
+            raise self._ended
+
+    # --- called by the package, in its thread ---
+
+    def evaluate(self, batch: list[Task], candidate: Texts, capture_traces: bool = False) -> Any:
+        return self.batch_evaluate([(candidate, batch)])[0]
+
+    def batch_evaluate(self, items: list[tuple[Texts, list[Task]]]) -> list[Any]:
+        return self._wait(self._measure(items))
+
+    def make_reflective_dataset(self, candidate: Texts, eval_batch: Any, components_to_update: list[str]) -> Any:
+        return {name: [{"run": words} for words in eval_batch.trajectories] for name in components_to_update}
+
+    def reflect(self, *job: Any) -> Any:
+        return self.reflect_many([job])[0]
+
+    def reflect_many(self, jobs: Sequence[tuple[Texts, Mapping[str, Sequence[Mapping[str, str]]], list[str]]]) -> Any:
+        made = self._wait(self._edit_all(jobs))
+        return [(self._reflection.ReflectionProposal(new_texts=texts), self) for texts in made]
+
+    def _has_ended(self, state: object) -> bool:
+        return self._ended is not None
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            if self._ended is not None:
+                raise self._ended
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except BaseException as error:
+            work.close()
+            self._ended = self._ended or error
+            raise
+
+    # --- in our event loop ---
+
+    async def _measure(self, items: list[tuple[Texts, list[Task]]]) -> list[Any]:
+        known = [named_by_texts(self.lineage, texts) or await self._add(texts, None, None, None) for texts, _ in items]
+        await self.measuring.measure(
+            [(one, mode, number) for one, (_, batch) in zip(known, items, strict=True) for mode, number in batch]
+        )
+        batches: list[Any] = []
+        for one, (_, batch) in zip(known, items, strict=True):
+            outcomes = [self.measuring.outcomes[one.name, mode, number] for mode, number in batch]
+            words = [
+                in_words(each.rollout.input, await self.measuring.spans(each.rollout), each.reward, each.rollout.status)
+                for each in outcomes
+            ]
+            rewards = [each.reward for each in outcomes]
+            batches.append(self._gepa.EvaluationBatch(outputs=words, scores=rewards, trajectories=words))
+        return batches
+
+    async def _edit_all(self, jobs: Sequence[tuple[Texts, Any, list[str]]]) -> list[Texts]:
+        made = await self.context.unless_stopped(asyncio.gather(*(self._edit(*job) for job in jobs)))
+        if made and all(isinstance(one, BackendError) for one in made):
+            raise TrainingError(f"the optimiser's model failed: {made[0]}. Mend it, and resume the run")
+        for one in made:
+            if isinstance(one, Exception):
+                self.context.progress.note(f"an edit came to nothing: {one}")
+        return [one if isinstance(one, dict) else {} for one in made]
+
+    async def _edit(self, texts: Texts, shown: Any, changed: list[str]) -> Texts | Rejected | BackendError:
+        parent = named_by_texts(self.lineage, texts) or self.seed
+        templates, (name, *_), model = self.lineage.templates(parent), changed, self.settings.reflection_model
+        self._edits += 1
+        try:
+            words = [one["run"] for one in shown[name]]
+            said = await critique(self.model, model, templates, name, words, self._edits)
+            edited = await edit(self.model, model, templates[name], said)
+        except (Rejected, BackendError) as error:
+            return error
+        new = {**texts, name: edited.template}
+        if named_by_texts(self.lineage, new) is None:
+            await self._add(new, parent, name, said)
+        return {name: edited.template}
+
+    async def _add(self, texts: Texts, parent: Candidate | None, changed: str | None, said: str | None) -> Candidate:
+        name, above = f"g{len(self.lineage.candidates)}", None if parent is None else parent.name
+        calls = dict(self.budget.optimizer)
+        candidate = Candidate(
+            name=name, round=1, texts=texts, parent=above, changed=changed, critique=said, calls=calls
+        )
+        self.lineage.candidates[name] = candidate
+        await self.lineage.version(candidate)
+        return candidate
