@@ -174,8 +174,8 @@ class BeamSearch(Search):
         except (OutOfBudget, Rejected, BackendError) as error:
             return error
         texts = {**parent.texts, changed: edited.template}
-        if (twin := named_by_texts(self.lineage, texts)) is not None:
-            return Rejected(f"the edit is the same as {twin.name}")
+        if named_by_texts(self.lineage, texts) is not None:
+            return Rejected("the edit is the same as another")
         candidate = Candidate(
             name=name,
             round=number,
