@@ -277,12 +277,15 @@ async def test_a_search_that_was_interrupted_goes_on_from_the_store(tmp_path: Pa
 @pytest.mark.parametrize("client", [AsyncOpenAI, AsyncAnthropic, None])
 async def test_any_endpoint_and_client_can_be_the_optimiser(tmp_path: Path, client: Any) -> None:
     async with optimizer() as (script, url):
+        settings: dict[str, Any] = {"beam_rounds": 1, "beam_width": 1, "branch_factor": 1}
         if client is None:
-            algorithm = agl.APO(endpoint=url, api="anthropic", beam_rounds=1, beam_width=1, branch_factor=1)
+            algorithm = agl.APO(endpoint=url, api="anthropic", **settings)
+            await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS, TASKS)
         else:
             base = f"{url}/v1" if client is AsyncOpenAI else url
-            algorithm = agl.APO(client(base_url=base, api_key="k"), beam_rounds=1, beam_width=1, branch_factor=1)
-        await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS, TASKS)
+            async with client(base_url=base, api_key="k") as opened:
+                algorithm = agl.APO(opened, **settings)
+                await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS, TASKS)
     assert script.asked == ["gpt-5-mini", "gpt-4.1-mini"]
     assert algorithm.get_best_prompt().template.count("GOOD") == 1
 
