@@ -70,10 +70,10 @@ class PromptOptimizer(abc.ABC):
     max_usd: float | None = None
     prices: dict[str, Price] = field(default_factory=dict[str, Price])
     model_timeout: float = 120.0
-    stopped_because: str = field(default="", init=False)
-    evaluations: list[Evaluation] = field(default_factory=list[Evaluation], init=False, repr=False)
 
     def __post_init__(self, async_openai_client: object) -> None:
+        self.stopped_because = ""
+        self.evaluations: list[Evaluation] = []
         self._client = async_openai_client
         self._best: dict[str, PromptTemplate] = {}
         for name in self.counts:
