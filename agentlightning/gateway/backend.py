@@ -154,14 +154,9 @@ class Backend(Protocol):
     logprobs are returned. `relays` are the endpoints (`embeddings`, `responses` …) that it answers in their own
     protocol; all others reach it as `ModelCall`s."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def captures_tokens(self) -> bool: ...
-
-    @property
-    def relays(self) -> frozenset[str]: ...
+    name: str
+    captures_tokens: bool
+    relays: frozenset[str]
 
     def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
         """Yield Started, then deltas, one Finished per choice, and Usage where it is reported.

@@ -70,11 +70,8 @@ class Gate:
             expiry.cancel()
 
     def _expire(self, holder: Hashable, seconds: float) -> None:
-        _log.warning(
-            "calls of the model %r are let through again: who held them has not been heard of for %g seconds",
-            self.name,
-            seconds,
-        )
+        told = "calls of the model %r are let through again: who held them has not been heard of for %g seconds"
+        _log.warning(told, self.name, seconds)
         self.release(holder)
 
     async def passed(self) -> None:
@@ -88,21 +85,17 @@ class Gate:
     def enter(self, attempt: AttemptIds | None) -> None:
         self.running += 1
         self._idle.clear()
-        self.note(attempt)
+        self.note(attempt, 1)
 
     def leave(self, attempt: AttemptIds | None) -> None:
-        self.forget(attempt)
+        self.note(attempt, -1)
         self.running -= 1
         if self.running == 0:
             self._idle.set()
 
-    def note(self, attempt: AttemptIds | None) -> None:
+    def note(self, attempt: AttemptIds | None, more: int) -> None:
         if attempt is not None:
-            self.attempts[attempt] += 1
-
-    def forget(self, attempt: AttemptIds | None) -> None:
-        if attempt is not None:
-            self.attempts[attempt] -= 1
+            self.attempts[attempt] += more
             if not self.attempts[attempt]:
                 del self.attempts[attempt]
 
@@ -128,7 +121,7 @@ class Holding:
         """Wait at a closed gate; how long it was, in seconds. BackendError 503, with `retry_after`, if it was too
         long: SDKs then ask again by themselves."""
         began = time.monotonic()
-        gate.note(attempt)
+        gate.note(attempt, 1)
         self.changed()
         try:
             async with asyncio.timeout(self._longest) as limit:
@@ -146,7 +139,7 @@ class Holding:
             error.retry_after = "1"
             raise error from None
         finally:
-            gate.forget(attempt)
+            gate.note(attempt, -1)
         return time.monotonic() - began
 
     def changed(self) -> None:

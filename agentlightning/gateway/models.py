@@ -106,10 +106,7 @@ class ModelTable:
                 status=404,
                 code="model_not_found",
             )
-        self._notice(name, entries[0].name)
+        if name not in self._noticed and len(self._noticed) < 1000:  # names come from outside: bounded
+            self._noticed.add(name)
+            _log.warning("no model is called %r: its calls are answered by the model %r", name, entries[0].name)
         return entries[0]
-
-    def _notice(self, asked: str, answered: str) -> None:
-        if asked not in self._noticed and len(self._noticed) < 1000:  # names come from outside: bounded
-            self._noticed.add(asked)
-            _log.warning("no model is called %r: its calls are answered by the model %r", asked, answered)

@@ -27,7 +27,9 @@ async def probe(backend: RemoteBackend, model: str, train: Sampling | None) -> N
         async with asyncio.timeout(_SECONDS):
             answer = await _answer(backend, model, Sampling(max_tokens=1, seed=0))
             reason = untrainable_reason(answer, backend.captures_tokens)
-            if reason is None and backend.kind == "vllm" and not _is_plain(train):
+            # Of the model's own distribution every server tells the logprobs.
+            plain = train is None or (train.temperature, train.top_p, train.top_k) == (1.0, 1.0, 0)
+            if reason is None and backend.kind == "vllm" and not plain:
                 await _check_processed(backend, model)
     except TimeoutError:
         raise _unfit(backend, f"did not answer within {_SECONDS:g} seconds") from None
@@ -41,11 +43,6 @@ async def probe(backend: RemoteBackend, model: str, train: Sampling | None) -> N
         )
 
 
-def _is_plain(sampling: Sampling | None) -> bool:
-    """Whether what is sampled from is the model's own distribution, whose logprobs every server tells."""
-    return sampling is None or (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
-
-
 async def _check_processed(backend: RemoteBackend, model: str) -> None:
     """ConfigError if the likeliest token has the same logprob at any temperature."""
     logprobs: list[float] = []
@@ -57,10 +54,10 @@ async def _check_processed(backend: RemoteBackend, model: str) -> None:
             if error.status == 400:  # a gateway of this project before its engine, whose logprobs are as they should be
                 return
             raise
-        told = [msgspec.json.decode(entry, type=_Entry) for entry in answer.choices[0].logprob_entries[:1]]
-        if not told or not told[0].top_logprobs:
+        told = [msgspec.json.decode(entry, type=_Entry).top_logprobs for entry in answer.choices[0].logprob_entries]
+        if not told or not told[0]:
             return  # it does not tell, so that nothing can be said against it
-        logprobs.append(told[0].top_logprobs[0].logprob)
+        logprobs.append(told[0][0].logprob)
     if abs(logprobs[0] - logprobs[1]) < 1e-6 and logprobs[0] < -1e-6:
         raise _unfit(
             backend,

@@ -34,11 +34,8 @@ _SLOW_ROUNDS: Final = 10  # replicas in use are checked once in so many rounds
 class RemoteBackend(Backend, Protocol):
     """A backend that is a server of some kind, behind a connection."""
 
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def connection(self) -> Connection: ...
+    kind: str
+    connection: Connection
 
 
 @dataclass(frozen=True, eq=False)

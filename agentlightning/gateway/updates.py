@@ -104,12 +104,7 @@ async def _finished(gateway: Gateway, name: str, seconds: float) -> None:
         ) from None
 
 
-@dataclass(frozen=True)
-class _Request:
-    """A POST of `body` to `url`."""
-
-    url: str
-    body: Mapping[str, Any]
+_Request: TypeAlias = tuple[str, Mapping[str, Any]]  # a POST of a body to a URL
 
 
 @dataclass(frozen=True)
@@ -129,15 +124,15 @@ def _vllm(connection: Connection, update: WeightUpdate) -> _Script:
     if update.lora_name is not None:
         needs += ", VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
         adapter = {"lora_name": update.lora_name, "lora_path": _path(update), "load_inplace": True}
-        load = _Request(connection.url("load_lora_adapter"), adapter)
+        load = connection.url("load_lora_adapter"), adapter
     else:
         where = {} if update.path is None else {"weights_path": update.path}
-        load = _Request(f"{connection.root}/collective_rpc", {"method": "reload_weights", "kwargs": where})
+        load = f"{connection.root}/collective_rpc", {"method": "reload_weights", "kwargs": where}
     # Keys and values of the old weights are dropped for those that are paused too: they are computed again.
-    caches = _Request(f"{connection.root}/reset_prefix_cache?reset_running_requests=true", {})
+    caches = f"{connection.root}/reset_prefix_cache?reset_running_requests=true", {}
     if update.in_flight == "finish":
         return _Script(needs, load, after=(caches,))
-    pause, resume = (_Request(f"{connection.root}/{path}", {}) for path in ("pause?mode=keep", "resume"))
+    pause, resume = ((f"{connection.root}/{path}", {}) for path in ("pause?mode=keep", "resume"))
     return _Script(needs, load, before=(pause,), after=(caches,), end=resume)
 
 
@@ -151,7 +146,7 @@ def _sglang(connection: Connection, update: WeightUpdate) -> _Script:
         raise ConfigError("calls of an SGLang server are answered by its own weights: merge the adapter into them")
     # The server drops its prefix cache by itself, and tells the version with each answer.
     weights = {"model_path": _path(update), "weight_version": str(update.policy_version)}
-    return _Script("SGLang 0.5 or later", _Request(f"{connection.root}/update_weights_from_disk", weights))
+    return _Script("SGLang 0.5 or later", (f"{connection.root}/update_weights_from_disk", weights))
 
 
 def _path(update: WeightUpdate) -> str:
@@ -176,39 +171,34 @@ def _servers(entry: ModelEntry) -> list[tuple[Connection, _Writer]]:
 
 
 async def _update(connection: Connection, script: _Script, update: WeightUpdate) -> ServerUpdate:
-    before = connection.unusable
-    connection.unusable = f"the weights at {connection.base_url} are being updated; ask again"
-    done: list[_Request] = []
+    url, before, touched = connection.base_url, connection.unusable, False
+    connection.unusable = f"the weights at {url} are being updated; ask again"
     try:
-        await _perform(connection, script, done)
+        try:
+            for request in (*script.before, script.load, *script.after):
+                await _post(connection, request, script.needs)
+                touched = touched or request is script.load
+        finally:
+            if script.end is not None:
+                await _post(connection, script.end, script.needs)
     except BackendError as error:
-        if error.code == _NOT_THERE and script.load not in done:
-            connection.unusable = before
-        else:
+        connection.unusable = before
+        if touched or error.code != _NOT_THERE:
             connection.unusable = (
-                f"nobody knows the weights at {connection.base_url}, which failed to load version "
-                f"{update.policy_version}; update them again"
+                f"nobody knows the weights at {url}, which failed to load version {update.policy_version}; update them "
+                "again"
             )
         known = None if connection.unusable else connection.version
-        return ServerUpdate(url=connection.base_url, policy_version=known, error=str(error))
+        return ServerUpdate(url=url, policy_version=known, error=str(error))
     connection.version, connection.unusable = update.policy_version, None
-    return ServerUpdate(url=connection.base_url, policy_version=update.policy_version)
-
-
-async def _perform(connection: Connection, script: _Script, done: list[_Request]) -> None:
-    try:
-        for request in (*script.before, script.load, *script.after):
-            await _post(connection, request, script.needs)
-            done.append(request)
-    finally:
-        if script.end is not None:
-            await _post(connection, script.end, script.needs)
+    return ServerUpdate(url=url, policy_version=update.policy_version)
 
 
 async def _post(connection: Connection, request: _Request, needs: str) -> None:
-    async with connection.posted(request.url, msgspec.json.encode(request.body), control=True) as response:
+    url, body = request
+    async with connection.posted(url, msgspec.json.encode(body), control=True) as response:
         said = (await response.read())[:500].decode(errors="replace")
         if response.status in (401, 403, 404, 405):
-            raise BackendError(f"{request.url} answers {response.status}: {said}; needed is {needs}", code=_NOT_THERE)
+            raise BackendError(f"{url} answers {response.status}: {said}; needed is {needs}", code=_NOT_THERE)
         if response.status != 200:
-            raise BackendError(f"{request.url} answered {response.status}: {said}")
+            raise BackendError(f"{url} answered {response.status}: {said}")

@@ -95,21 +95,18 @@ class HttpBackend:
     ) -> None:
         if kind not in KINDS:
             raise ConfigError(f"there is no kind of backend {kind!r}; {nearest(kind, KINDS)}")
-        self.kind = kind
+        self.kind: str = kind
         self.captures_tokens = KINDS[kind].captures_tokens
         self.relays = KINDS[kind].relays
         self.model = model
         self.connection = Connection(
             base_url, api_key=api_key, key_header=KINDS[kind].key_header, timeout_seconds=timeout_seconds
         )
+        self.name = self.connection.base_url
         # Where Anthropic's API imitates OpenAI's, it takes the key as that one does.
         self._chat_headers = {"authorization": f"Bearer {api_key}"} if kind == "anthropic" and api_key else {}
         if kind == "vllm":
             self.connection.health_url = f"{self.connection.root}/health"
-
-    @property
-    def name(self) -> str:
-        return self.connection.base_url
 
     async def close(self) -> None:
         await self.connection.close()

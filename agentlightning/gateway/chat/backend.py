@@ -28,28 +28,23 @@ from agentlightning.gateway.backend import (
 from agentlightning.gateway.chat.recorded import EncodedPrompt, RecordedAnswers
 from agentlightning.gateway.chat.stop_strings import StopStrings
 from agentlightning.gateway.chat.template import ChatTemplate
-from agentlightning.gateway.chat.tool_calls import NoTools, Part, ToolCall
+from agentlightning.gateway.chat.tool_calls import Part, ToolCall, ToolCallParser
 from agentlightning.gateway.generation import GenerationRequest, SampledToken, TokenGenerator, choice_seed
 from agentlightning.types import FinishReason
 
 _LONG: Final = 100_000  # characters, which take a tenth of a second to tokenise: other calls go on meanwhile
-# Fields that change nothing about the answer, or state what holds here anyway.
-_NEUTRAL: dict[str, tuple[Any, ...] | None] = {
-    "user": None,
-    "metadata": None,
-    "store": None,
-    "service_tier": None,
-    "prompt_cache_key": None,
-    "safety_identifier": None,
-    "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
-    "suffix": ("",),
+# Fields that change nothing about the answer, and values that state what holds here anyway.
+_IGNORED: Final = {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"}
+_NEUTRAL: Final[dict[str, Any]] = {
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "min_p": 0,
+    "logit_bias": {},
+    "modalities": ["text"],
+    "suffix": "",
 }
 
 
@@ -73,10 +68,7 @@ class TokenBackend:
         """See `Backend.answer`. BackendError 400 names what a free-running sampler cannot honour."""
         prompt = await self._prompt(call)
         tools = call.prompt is None and call.tool_choice != "none" and bool(call.tools)
-        requests = [self._request(call, index, prompt) for index in range(call.sampling.n)]
-        choices = [
-            self._choice(call, index, prompt, request, parse_tools=tools) for index, request in enumerate(requests)
-        ]
+        choices = [self._choice(call, index, prompt, parse_tools=tools) for index in range(call.sampling.n)]
         started = False
         async with aclosing(choices[0] if len(choices) == 1 else _merged(choices)) as events:
             async for event in events:
@@ -126,8 +118,9 @@ class TokenBackend:
         )
 
     async def _choice(
-        self, call: ModelCall, index: int, prompt: EncodedPrompt, request: GenerationRequest, *, parse_tools: bool
+        self, call: ModelCall, index: int, prompt: EncodedPrompt, *, parse_tools: bool
     ) -> AsyncGenerator[BackendEvent, None]:
+        request = self._request(call, index, prompt)
         writer = _ChoiceWriter(call, index, self._chat, parse_tools=parse_tools)
         if call.stream or call.sampling.stop:
             async with aclosing(self._generator.generate(request)) as tokens:
@@ -155,7 +148,7 @@ class _ChoiceWriter:
         self._token_bytes = chat.token_bytes
         self._detokenizer = chat.detokenizer(keep_markers=parse_tools)
         self._stops = StopStrings(call.sampling.stop)
-        self._parser = chat.tool_call_parser() if parse_tools else NoTools()
+        self._parser = chat.tool_call_parser() if parse_tools else ToolCallParser()
         self._tool_calls = 0
 
     def delta(self, tokens: list[SampledToken]) -> Delta:
@@ -203,14 +196,9 @@ class _ChoiceWriter:
         return {"token": written.decode(errors="replace"), "logprob": logprob, "bytes": list(written)}
 
     def _openai_delta(self, parts: list[Part]) -> dict[str, Any]:
-        delta: dict[str, Any] = {}
         content = "".join(part for part in parts if isinstance(part, str))
-        if content:
-            delta["content"] = content
         calls = [self._tool_call(part) for part in parts if isinstance(part, ToolCall)]
-        if calls:
-            delta["tool_calls"] = calls
-        return delta
+        return {name: value for name, value in (("content", content), ("tool_calls", calls)) if value}
 
     def _tool_call(self, call: ToolCall) -> dict[str, Any]:
         position, self._tool_calls = self._tool_calls, self._tool_calls + 1
@@ -240,7 +228,7 @@ def _check(call: ModelCall) -> dict[str, Any]:
     for name, value in call.extra.items():
         if name == "chat_template_kwargs" and isinstance(value, dict):
             variables = value
-        elif name not in _NEUTRAL or (_NEUTRAL[name] is not None and value not in (_NEUTRAL[name] or ())):
+        elif name not in _IGNORED and (name not in _NEUTRAL or value != _NEUTRAL[name]):
             raise unsupported(name, f"tokens are sampled freely here, without {name}={value!r}; leave it out")
     return variables
 

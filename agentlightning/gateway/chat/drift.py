@@ -33,6 +33,7 @@ from agentlightning.data.drift_kinds import Classifier, Drift, Ids, Kind
 from agentlightning.data.histories import words_of
 from agentlightning.errors import BackendError
 from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.tracing.messages import input_messages, output_messages
 from agentlightning.types import Span
 
 T = TypeVar("T")
@@ -70,7 +71,6 @@ def recorded_call(span: Span) -> RecordedCall | None:
         return None
     of = span.attributes.get
     index, spliced = of(semconv.CALL_INDEX), of(semconv.RECORDED_SPLICE)
-    dicts = list[dict[str, Any]]
     return RecordedCall(
         rollout_id=span.rollout_id,
         attempt_id=span.attempt_id,
@@ -79,9 +79,9 @@ def recorded_call(span: Span) -> RecordedCall | None:
         start_time=span.start_time,
         prompt=span.tokens.prompt_token_ids,
         answers=tuple(choice.token_ids for choice in span.tokens.choices),
-        replies=_decoded(of(semconv.GEN_AI_OUTPUT_MESSAGES), dicts) or [],
-        messages=_decoded(of(semconv.GEN_AI_INPUT_MESSAGES), dicts) or [],
-        tools=_decoded(of(semconv.GEN_AI_TOOL_DEFINITIONS), dicts) or [],
+        replies=output_messages(span.attributes),
+        messages=input_messages(span.attributes),
+        tools=_decoded(of(semconv.GEN_AI_TOOL_DEFINITIONS), list[dict[str, Any]]) or [],
         variables=(_decoded(of(semconv.CALL_REQUEST), _Request) or _Request()).chat_template_kwargs,
         spliced_tokens=spliced if isinstance(spliced, int) else 0,
     )
@@ -104,6 +104,10 @@ class Comparison:
     call_index: int | None
     tokens: int
     drift: Drift | None
+
+    @classmethod
+    def of(cls, check: Check, call: RecordedCall, tokens: int, drift: Drift | None) -> Comparison:
+        return cls(check, call.rollout_id, call.attempt_id, call.call_index, tokens, drift)
 
 
 @dataclass
@@ -188,7 +192,7 @@ class DriftCheck:
         sampled = call.answers[index]
         anew = self._anew(sampled)
         drift = self._classifier.of_answer(sampled, anew) if sampled != anew else None
-        return _comparison("answer", call, len(sampled), drift)
+        return Comparison.of("answer", call, len(sampled), drift)
 
     def _history(self, later: RecordedCall, prefixes: list[bytes]) -> Comparison | None:
         for place in reversed(range(len(later.messages))):
@@ -203,7 +207,7 @@ class DriftCheck:
             if later.prompt[: len(recorded)] != recorded:
                 calls_tools = bool(call.replies[index].get("tool_calls"))
                 drift = self._classifier.of_history(call.prompt, call.answers[index], later.prompt, calls_tools)
-            return _comparison("history", call, len(recorded), drift)
+            return Comparison.of("history", call, len(recorded), drift)
         return None
 
     def _prompt(self, call: RecordedCall) -> Comparison | None:
@@ -218,7 +222,7 @@ class DriftCheck:
             self.refusal = str(error)
             return None
         drift = self._classifier.of_prompt(recorded, rendered) if recorded != rendered else None
-        return _comparison("prompt", call, len(recorded), drift)
+        return Comparison.of("prompt", call, len(recorded), drift)
 
     def _rendered(self, call: RecordedCall, tools: list[dict[str, Any]]) -> Ids:
         """The prompt as of the time of the call, for templates that tell the model the date."""
@@ -229,10 +233,6 @@ class DriftCheck:
 
     def _anew(self, ids: Ids) -> Ids:
         return self._chat.encode(self._chat.token_bytes.text(list(ids)))
-
-
-def _comparison(check: Check, call: RecordedCall, tokens: int, drift: Drift | None) -> Comparison:
-    return Comparison(check, call.rollout_id, call.attempt_id, call.call_index, tokens, drift)
 
 
 def _prefixes(call: RecordedCall) -> Iterator[bytes]:

@@ -189,19 +189,13 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without HTML escapes: what is written is read by a model, not a browser."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 def _now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """JSON without HTML escapes: what is written is read by a model, not a browser."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise(message: str) -> NoReturn:

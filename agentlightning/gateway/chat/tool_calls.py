@@ -11,9 +11,9 @@ text only, no tokens and no templates beyond telling which format one asks for.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -32,29 +32,20 @@ class ToolCall:
 Part: TypeAlias = str | ToolCall
 
 
-class ToolCallParser(Protocol):
-    """Splits one answer into text and tool calls; text that may belong to a call is held back until that is known."""
+class ToolCallParser:
+    """Splits one answer into text and tool calls; text that may belong to a call is held back until that is known. This
+    one is for calls without tools: all is text."""
 
     def feed(self, text: str) -> list[Part]:
         """What became certain with `text`."""
-        ...
-
-    def finish(self) -> list[Part]:
-        """What was still held back, at the answer's end."""
-        ...
-
-
-class NoTools:
-    """All text, for calls without tools."""
-
-    def feed(self, text: str) -> list[Part]:
         return [text] if text else []
 
     def finish(self) -> list[Part]:
+        """What was still held back, at the answer's end."""
         return []
 
 
-class MarkedParser:
+class MarkedParser(ToolCallParser):
     """Calls that begin with a marker: `start` … `end`, or `start` … to the answer's end where `end` is None.
 
     White space around a call belongs to the format, not to the content."""
@@ -118,7 +109,7 @@ class MarkedParser:
         self._space = ""
 
 
-class WholeAnswerParser:
+class WholeAnswerParser(ToolCallParser):
     """Calls that are the whole answer: it begins with `{` or with `marker`, else it is text from the first word on."""
 
     def __init__(self, marker: str, parse: Callable[[str], list[ToolCall] | None]) -> None:
@@ -177,24 +168,24 @@ class _MistralCall(_Call, forbid_unknown_fields=True):
     id: str | None = None
 
 
-class _LlamaCall(msgspec.Struct, forbid_unknown_fields=True):
+class _LlamaCall(msgspec.Struct, forbid_unknown_fields=True, rename={"arguments": "parameters"}):
     name: str
-    parameters: msgspec.Raw
+    arguments: msgspec.Raw
     type: str | None = None
 
 
 def _hermes(text: str) -> list[ToolCall] | None:
     call = _decoded(text, _Call)
-    return None if call is None else _calls([(call.name, call.arguments)])
+    return _calls([call]) if call else None
 
 
 def _mistral(text: str) -> list[ToolCall] | None:
     calls = _decoded(text, list[_MistralCall])
-    return _calls([(call.name, call.arguments) for call in calls]) if calls else None
+    return _calls(calls) if calls else None
 
 
 def _llama3(text: str) -> list[ToolCall] | None:
-    decoder, position, found = json.JSONDecoder(), 0, list[tuple[str, msgspec.Raw]]()
+    decoder, position, found = json.JSONDecoder(), 0, list[_LlamaCall]()
     text = text.strip()
     while position < len(text):
         try:
@@ -205,19 +196,19 @@ def _llama3(text: str) -> list[ToolCall] | None:
         rest = text[end:].lstrip()
         if call is None or (rest and not rest.startswith(";")):
             return None
-        found.append((call.name, call.parameters))
+        found.append(call)
         position = len(text) - len(rest.removeprefix(";").lstrip())
     return _calls(found) if found else None
 
 
-def _calls(found: list[tuple[str, msgspec.Raw]]) -> list[ToolCall] | None:
+def _calls(found: Sequence[_Call | _LlamaCall]) -> list[ToolCall] | None:
     """The calls, or None if the arguments of one are no JSON object."""
     calls: list[ToolCall] = []
-    for name, raw in found:
-        arguments = bytes(raw).decode()
-        if not name or _decoded(arguments, dict[str, Any]) is None:
+    for call in found:
+        arguments = bytes(call.arguments).decode()
+        if not call.name or _decoded(arguments, dict[str, Any]) is None:
             return None
-        calls.append(ToolCall(name, arguments))
+        calls.append(ToolCall(call.name, arguments))
     return calls
 
 
