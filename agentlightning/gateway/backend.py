@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
@@ -26,8 +25,7 @@ CONSTRAINED = "constrained by a grammar"
 WEIGHTS_UNKNOWN = "sampled by weights that nobody knows"
 
 
-@dataclass(frozen=True)
-class Sampling:
+class Sampling(msgspec.Struct, frozen=True):
     """The effective sampling of one call. `top_k=0` and `top_p=1.0` mean no truncation; `temperature=0` is greedy
     (argmax, with logprobs of temperature 1). None leaves the choice to the backend: a hosted model has defaults of its
     own, and some refuse to be told. `seed` fixes the random numbers of the call."""
@@ -71,8 +69,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     extra: dict[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class Started:
+class Started(msgspec.Struct, frozen=True):
     """First event: the exact prompt (empty where the backend does not tell), how much of it was recorded ids, and who
     answers (empty: the backend itself). `extra` are fields of the answer as a whole that the agent gets as they are
     (`system_fingerprint`)."""
@@ -80,11 +77,10 @@ class Started:
     prompt_token_ids: tuple[int, ...]
     spliced_tokens: int = 0
     replica: str = ""
-    extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    extra: dict[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """Newly produced part of one choice: an OpenAI `delta` object (content, tool_calls, reasoning_content …) that may
     be empty while text is held back, with the token ids and logprobs behind it and the policy version that sampled
     them. The text of a continued prompt is `content` too. `logprob_entries`, one per token where the call asked for
@@ -99,8 +95,7 @@ class Delta:
     logprob_entries: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True):
     """Last event of one choice. `stop_string` is the stop string that ended it. `untrainable` says why the choice must
     not be trained, where the backend knows it, such as a stop string that ended the text without the policy having
     sampled an end. `version` is the policy version in force at the end, where the backend cannot tell which tokens
@@ -113,21 +108,19 @@ class Finished:
     version: int | None = None
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     """Token counts as a remote backend reports them, over all choices; the embedded engine's are its ids' own.
     `details` are OpenAI's `prompt_tokens_details` and `completion_tokens_details` where it gives them."""
 
     prompt_tokens: int
     completion_tokens: int
-    details: dict[str, Any] = field(default_factory=dict[str, Any])
+    details: dict[str, Any] = {}
 
 
 BackendEvent: TypeAlias = Started | Delta | Finished | Usage
 
 
-@dataclass(frozen=True)
-class RelayedCall:
+class RelayedCall(msgspec.Struct, frozen=True):
     """A request that a backend answers in the agent's own protocol: `body`, the fields as the agent wrote them, goes
     to `{base_url}/{path}` with the backend's own name for `model`, and with those of the agent's headers that are let
     through (lower-case names)."""
@@ -139,8 +132,7 @@ class RelayedCall:
     session: str | None = None
 
 
-@dataclass(frozen=True)
-class RelayedAnswer:
+class RelayedAnswer(msgspec.Struct, frozen=True):
     """What came back, as it comes: `parts` are the bytes of the body, `headers` those that are let through."""
 
     status: int

@@ -71,15 +71,15 @@ class Conversations:
         own = request.instructions
         return msgspec.structs.replace(request, messages=[*request.messages[:own], *history, *request.messages[own:]])
 
-    def remember(self, caller: Caller, endpoint: Endpoint, request: CallRequest, head: Head, answer: Answer) -> None:
-        """Keep a response that was answered, if a later call may continue it."""
+    def remember(
+        self, caller: Caller, endpoint: Endpoint, request: CallRequest, head: Head, answer: Answer, body: bytes | None
+    ) -> None:
+        """Keep a response that was answered, in this `body` if it is written already, for later calls to continue."""
         if not request.continuable or answer.choices[0].finish_reason == "abort":
             return
         said = [*request.messages[request.instructions :], answer.choices[0].message()]
-        self._put(
-            (_scope(caller), head.response_id),
-            _Kept(msgspec.json.encode(said), endpoint.whole(request, answer, head)),
-        )
+        kept = _Kept(msgspec.json.encode(said), body or endpoint.whole(request, answer, head))
+        self._put((_scope(caller), head.response_id), kept)
 
     def body(self, caller: Caller, response_id: str) -> bytes:
         """The response as it was answered. CallRefused (404) unless it is remembered."""

@@ -13,9 +13,11 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Protocol, runtime_checkable
+
+import msgspec
 
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backend import Backend, BackendEvent, ModelCall, RelayedAnswer, RelayedCall, Started
@@ -135,7 +137,7 @@ class Replicas:
                     async for event in events:
                         tries.begun = True
                         if isinstance(event, Started):
-                            event = replace(event, replica=event.replica or replica.backend.name)
+                            event = msgspec.structs.replace(event, replica=event.replica or replica.backend.name)
                         yield event
                 replica.answered()
                 return
@@ -149,7 +151,7 @@ class Replicas:
                 if answer.status >= 500 and tries.may_go_on:
                     raise BackendError(f"the backend at {replica.backend.name} answered {answer.status}")
                 tries.begun = True
-                yield replace(answer, replica=replica.backend.name)
+                yield msgspec.structs.replace(answer, replica=replica.backend.name)
                 if answer.status < 500:
                     replica.answered()
                 return

@@ -97,7 +97,7 @@ async def _whole(endpoint: Endpoint, call: RunningCall, reply: Reply, watch: Cli
         async for event in events:
             call.answer.add(event)
     body = endpoint.whole(call.request, call.answer, call.head)  # what cannot be written is not committed
-    if await _commit(call, watch):
+    if await _commit(call, watch, body):
         await reply.json(200, body)
 
 
@@ -151,10 +151,11 @@ async def _pass_through(endpoint: Endpoint, call: RunningCall, reply: Reply, wat
         await reply.body(b"".join(parts), more=False)
 
 
-async def _commit(call: RunningCall, watch: ClientWatch) -> bool:
-    """Store a call that is complete. False if its client left before the end could be sent."""
+async def _commit(call: RunningCall, watch: ClientWatch, body: bytes | None = None) -> bool:
+    """Store a call that is complete, with its `body` if that is written. False if its client left before
+    the end could be sent."""
     watch.disarm()
-    await call.commit()
+    await call.commit(body)
     if watch.gone:
         await call.undelivered()
     return not watch.gone

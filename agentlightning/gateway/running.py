@@ -53,7 +53,8 @@ class RunningCall:
     """One call under way. Leaving its `async with` block without `commit` records it as failed or aborted.
 
     Without a `recorder` nothing is captured. A `relayed` call is answered in the agent's own protocol, and if it is
-    `refused` in the backend's own words. `remember` is given the answer of a call that was committed."""
+    `refused` in the backend's own words. `remember` is given the answer of a call that was committed, and
+    its body if it has been written."""
 
     def __init__(
         self, record: CallRecord, call: ModelCall, gate: Gate, recorder: Recorder | None, statistics: CallStatistics
@@ -63,7 +64,7 @@ class RunningCall:
         self.answer = Answer(call.sampling.n)
         self.relayed: RelayedCall | None = None
         self.refused: BackendError | None = None
-        self.remember: Callable[[Answer], None] | None = None
+        self.remember: Callable[[Answer, bytes | None], None] | None = None
         self._record = record
         self._call = call
         self._gate = gate
@@ -81,13 +82,13 @@ class RunningCall:
         assert self.relayed is not None
         return self._record.entry.backend.relay(self.relayed)
 
-    async def commit(self) -> None:
+    async def commit(self, body: bytes | None) -> None:
         """Store the finished call. When this returns the call is durable; only then may its end be sent."""
         self._recorded = True
         await self._store(self.refused)
         self._statistics.calls[self._record.entry.name, "failed" if self.refused else "answered"] += 1
         if self.remember is not None:
-            self.remember(self.answer)
+            self.remember(self.answer, body)
 
     async def undelivered(self) -> None:
         """The client left between the commit and the end of its answer: note that nobody received it."""

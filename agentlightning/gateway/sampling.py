@@ -5,8 +5,9 @@ A pure function of a request, a model's entry and the mode of a rollout.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from agentlightning.gateway.attribution import Caller
 from agentlightning.gateway.backend import Sampling

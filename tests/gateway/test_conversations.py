@@ -25,7 +25,7 @@ def remember(conversations: Conversations, request: CallRequest, response_id: st
     answer = Answer(1)
     answer.add(Delta(0, {"content": "yes"}))
     answer.add(Finished(0, "stop"))
-    conversations.remember(NOBODY, Responses(), request, Head(response_id, "m", 0), answer)
+    conversations.remember(NOBODY, Responses(), request, Head(response_id, "m", 0), answer, None)
 
 
 async def continued(conversations: Conversations, response_id: str) -> list[str]:
