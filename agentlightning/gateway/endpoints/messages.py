@@ -130,12 +130,9 @@ _NEUTRAL: Final[dict[str, Any]] = {
 }
 _ONLY_THERE: Final = "only Anthropic's own API does this; leave it out"
 _REFUSED: Final = {
-    "container": _ONLY_THERE,
-    "mcp_servers": _ONLY_THERE,
-    "context_management": _ONLY_THERE,
-    "compaction": _ONLY_THERE,
-    "fallbacks": _ONLY_THERE,
-    "inference_geo": _ONLY_THERE,
+    **dict.fromkeys(
+        ("container", "mcp_servers", "context_management", "compaction", "fallbacks", "inference_geo"), _ONLY_THERE
+    ),
     "n": "a message is one answer",
     "stop": "it is called stop_sequences here",
     "max_completion_tokens": "it is called max_tokens here",
@@ -170,9 +167,45 @@ class Messages(Endpoint):
 
     path = "messages"
     id_prefix = "msg_"
+    _required: tuple[str, ...] = ("model", "max_tokens", "messages")
 
     def read(self, body: bytes) -> CallRequest:
-        return _read(body, "model", "max_tokens", "messages")
+        values, extra, raw = _FIELDS.read(body, *self._required)
+        if "thread" in extra:
+            raise CallRefused(f"thread is not supported: {_ONLY_THERE}", code=NO_THREADS, param="thread")
+        for name in extra:
+            if name in _REFUSED:
+                raise _unsupported(name, _REFUSED[name])
+        tool_choice: _ToolChoice | None = values.get("tool_choice")
+        if tool_choice is not None and tool_choice.disable_parallel_tool_use:
+            extra["parallel_tool_calls"] = False
+        if "thinking" in values and values["thinking"]["type"] != "disabled":
+            extra["thinking"] = values["thinking"]
+        config: _OutputConfig = values.get("output_config", _OutputConfig())
+        if config.effort is not None:
+            extra["reasoning_effort"] = config.effort
+        wanted: _Format | None = config.format or values.get("output_format")
+        if wanted is not None:
+            schema = {"name": "answer", "schema": wanted.schema, "strict": True}
+            extra["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return CallRequest(
+            model=values["model"],
+            messages=_chat(values.get("system"), values["messages"]),
+            tools=[_tool(index, tool) for index, tool in enumerate(values.get("tools", ()))],
+            tool_choice=None if tool_choice is None else _choice(tool_choice),
+            sampling=Sampling(
+                temperature=values.get("temperature"),
+                top_p=values.get("top_p"),
+                top_k=values.get("top_k"),
+                max_tokens=values.get("max_tokens"),
+                stop=stop_strings(values.get("stop_sequences")),
+                seed=values.get("seed"),
+            ),
+            stream=values.get("stream", False),
+            shaping={name: values[name] for name in SHAPING_FIELDS if name in values},
+            extra=extra,
+            request_json=rest_json(raw, "system", "messages", "tools"),
+        )
 
     def whole(self, request: CallRequest, answer: Answer, head: Head) -> bytes:
         return whole_message(answer, head)
@@ -188,48 +221,7 @@ class CountTokens(Messages):
     """`POST /v1/messages/count_tokens`: how long a message's prompt would be. Nothing is answered or recorded."""
 
     path = "messages/count_tokens"
-
-    def read(self, body: bytes) -> CallRequest:
-        return _read(body, "model", "messages")
-
-
-def _read(body: bytes, *required: str) -> CallRequest:
-    values, extra, raw = _FIELDS.read(body, *required)
-    if "thread" in extra:
-        raise CallRefused(f"thread is not supported: {_ONLY_THERE}", code=NO_THREADS, param="thread")
-    for name in extra:
-        if name in _REFUSED:
-            raise _unsupported(name, _REFUSED[name])
-    tool_choice: _ToolChoice | None = values.get("tool_choice")
-    if tool_choice is not None and tool_choice.disable_parallel_tool_use:
-        extra["parallel_tool_calls"] = False
-    if "thinking" in values and values["thinking"]["type"] != "disabled":
-        extra["thinking"] = values["thinking"]
-    config: _OutputConfig = values.get("output_config", _OutputConfig())
-    if config.effort is not None:
-        extra["reasoning_effort"] = config.effort
-    wanted: _Format | None = config.format or values.get("output_format")
-    if wanted is not None:
-        schema = {"name": "answer", "schema": wanted.schema, "strict": True}
-        extra["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return CallRequest(
-        model=values["model"],
-        messages=_chat(values.get("system"), values["messages"]),
-        tools=[_tool(index, tool) for index, tool in enumerate(values.get("tools", ()))],
-        tool_choice=None if tool_choice is None else _choice(tool_choice),
-        sampling=Sampling(
-            temperature=values.get("temperature"),
-            top_p=values.get("top_p"),
-            top_k=values.get("top_k"),
-            max_tokens=values.get("max_tokens"),
-            stop=stop_strings(values.get("stop_sequences")),
-            seed=values.get("seed"),
-        ),
-        stream=values.get("stream", False),
-        shaping={name: values[name] for name in SHAPING_FIELDS if name in values},
-        extra=extra,
-        request_json=rest_json(raw, "system", "messages", "tools"),
-    )
+    _required = ("model", "messages")
 
 
 def _unsupported(name: str, why: str) -> CallRefused:

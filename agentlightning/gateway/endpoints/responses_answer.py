@@ -16,17 +16,12 @@ from agentlightning.gateway.endpoints.base import Head, openai_error_fields, ser
 from agentlightning.gateway.request import CallRequest
 
 _INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
+_ID_PREFIXES: Final = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 _ABORTED: Final = {"code": "server_error", "message": "the backend aborted the answer"}
 
 
-_Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
+_Status: TypeAlias = Literal["completed", "incomplete"]
 _TextKind: TypeAlias = Literal["reasoning_text", "output_text", "refusal"]
-
-
-def _item_id(response_id: str, kind: str, position: int) -> str:
-    """The id of the item at this position of a response's output."""
-    prefix = {"reasoning_text": "rs", "function_call": "fc"}.get(kind, "msg")
-    return f"{prefix}_{response_id.removeprefix('resp_')}_{position}"
 
 
 def _text_part(kind: _TextKind, text: str, logprobs: list[Any]) -> dict[str, Any]:
@@ -37,25 +32,6 @@ def _text_part(kind: _TextKind, text: str, logprobs: list[Any]) -> dict[str, Any
             return {"type": kind, "text": text}
         case "refusal":
             return {"type": kind, "refusal": text}
-
-
-def _text_item(id: str, kind: _TextKind) -> dict[str, Any]:
-    """A reasoning item, or a message, that has just begun."""
-    if kind == "reasoning_text":
-        return {"id": id, "type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
-    return {"id": id, "type": "message", "role": "assistant", "content": [], "status": "in_progress"}
-
-
-def _call_item(id: str, call_id: str, name: str) -> dict[str, Any]:
-    """A tool call that has just begun."""
-    return {
-        "id": id,
-        "type": "function_call",
-        "call_id": call_id,
-        "name": name,
-        "arguments": "",
-        "status": "in_progress",
-    }
 
 
 def whole_response(request: CallRequest, answer: Answer, head: Head) -> bytes:
@@ -170,7 +146,10 @@ class ResponseWriter:
         return sent + self._part_event(f"response.{kind}.delta", delta=text, **logprobs)
 
     def _begin_text(self, kind: _TextKind) -> bytes:
-        sent = self._begin(kind, _text_item(self._next_id(kind), kind))
+        if kind == "reasoning_text":
+            sent = self._begin(kind, "reasoning", summary=[], content=[])
+        else:
+            sent = self._begin(kind, "message", role="assistant", content=[])
         return sent + self._part_event("response.content_part.added", part=_text_part(kind, "", []))
 
     def _tool_call(self, part: dict[str, Any]) -> bytes:
@@ -181,22 +160,20 @@ class ResponseWriter:
             if index < self._calls:
                 raise BackendError(f"the backend went on with tool call {index}, which it had ended")
             self._calls = index + 1
-            sent = self._close("completed")
-            item = _call_item(self._next_id("function_call"), part.get("id") or "", function.get("name") or "")
-            sent += self._begin(index, item)
+            called = {"call_id": part.get("id") or "", "name": function.get("name") or "", "arguments": ""}
+            sent = self._close("completed") + self._begin(index, "function_call", **called)
         arguments = function.get("arguments")
         if not arguments:
             return sent
         self._written.append(arguments)
         return sent + self._item_event("response.function_call_arguments.delta", delta=arguments)
 
-    def _next_id(self, kind: str) -> str:
-        return _item_id(self._head.response_id, kind, len(self._items))
-
-    def _begin(self, kind: _TextKind | int, item: dict[str, Any]) -> bytes:
-        self._kind, self._written = kind, []
+    def _begin(self, kind: _TextKind | int, type: str, **fields: Any) -> bytes:
+        self._kind, self._written, position = kind, [], len(self._items)
+        id = f"{_ID_PREFIXES[type]}_{self._head.response_id.removeprefix('resp_')}_{position}"
+        item = {"id": id, "type": type, **fields, "status": "in_progress"}
         self._items.append(item)
-        return self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
+        return self._event("response.output_item.added", output_index=position, item=item)
 
     def _close(self, status: _Status) -> bytes:
         """The events that end the open item, if there is one."""
