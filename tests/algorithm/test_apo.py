@@ -433,7 +433,7 @@ async def test_a_seed_that_earns_nothing_is_explained(tmp_path: Path) -> None:
             await trainer(tmp_path, apo(url)).fit_async(asks_for_more, TASKS, TASKS)
         assert not script.asked
         broken = {"prompt": PromptTemplate(template="Say {number")}
-        with pytest.raises(ConfigError, match="no f-string template"):
+        with pytest.raises(ConfigError, match="template 'prompt' cannot be used: it is no f-string template"):
             await trainer(tmp_path / "b", apo(url), initial_resources=broken).fit_async(counts_good, TASKS, TASKS)
 
 

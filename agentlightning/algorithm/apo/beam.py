@@ -16,7 +16,6 @@ from agentlightning.algorithm.apo.budget import OutOfBudget
 from agentlightning.algorithm.apo.editing import Rejected, critique, edit, in_words
 from agentlightning.algorithm.apo.lineage import Candidate, Round
 from agentlightning.algorithm.apo.optimizer import Parts, Search, named_by_texts
-from agentlightning.algorithm.apo.placeholders import placeholders
 from agentlightning.algorithm.apo.racing import Standing, going_on, halved, rungs
 from agentlightning.algorithm.evaluation import why_unrewarded
 from agentlightning.data.transitions import trace_rollout
@@ -43,8 +42,6 @@ class BeamSearch(Search):
         self._pool = min(math.ceil(POOL * self._shown), train)
 
     async def run(self) -> None:
-        for template in self.lineage.templates(self.seed).values():
-            placeholders(template)  # a seed that is no template is refused before anything is spent
         await self.lineage.version(self.seed)
         rounds = self.lineage.rounds
         if rounds:

@@ -13,6 +13,7 @@ from agentlightning.algorithm.apo.budget import Budget, OutOfBudget, Price
 from agentlightning.algorithm.apo.lineage import Candidate, Lineage
 from agentlightning.algorithm.apo.measuring import Measuring
 from agentlightning.algorithm.apo.model import API, OptimizerModel
+from agentlightning.algorithm.apo.placeholders import placeholders
 from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.evaluation import Evaluation
 from agentlightning.errors import ConfigError
@@ -106,6 +107,11 @@ class PromptOptimizer(abc.ABC):
                 "training tasks are needed to see what is wrong, and held-out tasks (val_dataset) to compare prompts"
             )
         search = self.search(await self._open(context))
+        for name, template in search.lineage.templates(search.seed).items():
+            try:
+                placeholders(template)  # one that is not well formed is refused before anything is spent
+            except ConfigError as error:
+                raise ConfigError(f"the prompt template {name!r} cannot be used: {error}") from None
         self.evaluations = []
         try:
             await search.run()
