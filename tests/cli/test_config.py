@@ -8,6 +8,7 @@ import pytest
 
 from agentlightning.cli.config import CommandConfig, build, load_agent, load_config
 from agentlightning.errors import ConfigError
+from agentlightning.types import LLM, PromptTemplate
 
 COMPLETE = """
 agent: agent.py:flight
@@ -75,6 +76,21 @@ def test_a_key_that_is_wrong_is_named(run_file: Path, extra: str, message: str) 
     run_file.write_text(COMPLETE + extra, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
         load_config(run_file)
+
+
+def test_a_run_file_can_name_prompts_and_an_endpoint_instead_of_a_model(run_file: Path) -> None:
+    run_file.write_text(
+        "agent: a.py:f\ntrain_dataset: t.csv\ninitial_resources:\n"
+        "  prompt: {resource_type: prompt_template, template: 'Say {word}'}\n"
+        "  llm: {resource_type: llm, endpoint: 'http://h/v1', model: m}\n",
+        encoding="utf-8",
+    )
+    config = load_config(run_file)
+    assert config.model is None
+    assert config.initial_resources == {
+        "prompt": PromptTemplate(template="Say {word}"),
+        "llm": LLM(endpoint="http://h/v1", model="m"),
+    }
 
 
 def test_what_is_missing_is_listed_with_its_flags(run_file: Path) -> None:
