@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,8 @@ class Options:
 
 @dataclass
 class Outcome:
-    """Seconds are those of training: of sampling, learning and what lies between, but of no evaluation.
+    """Seconds are those of training: of sampling, learning and what lies between, but of no evaluation. Where a learner
+    takes groups while others are sampled, `sample_seconds` are those it waited for them: it was idle.
 
     `curve` is (step, seconds so far, held-out reward). `trained` counts the sampled tokens that the loss was taken of,
     `computed` all those that the learner's forward saw."""
@@ -50,7 +50,6 @@ class Outcome:
     trained: float = 0.0
     computed: float = 0.0
     rollouts: float = 0.0
-    more: dict[str, Any] = field(default_factory=dict)
 
     def tell(self) -> None:
         print(json.dumps(asdict(self)), flush=True)

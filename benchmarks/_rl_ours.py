@@ -81,7 +81,6 @@ def main() -> None:
         tasks.heldout_tasks(options.heldout),
     )
     outcome = Outcome(whole_seconds=time.perf_counter() - started, cpu_seconds=time.process_time())
-    idle: list[float] = []
     for one in sorted(result.metrics, key=lambda metrics: metrics.step):
         values = one.values
         if "rollout_seconds" in values:
@@ -92,10 +91,8 @@ def main() -> None:
             outcome.trained += values.get("tokens", 0.0)
             outcome.computed += values.get("tokens_computed", 0.0)
             outcome.rollouts += values["rollouts"]
-            idle.append(values["learner_idle"])
         if "val_reward" in values:
             outcome.curve.append((one.step, outcome.train_seconds, values["val_reward"]))
-    outcome.more = {"learner_idle": sum(idle) / max(1, len(idle)), "stopped_because": result.stopped_because}
     outcome.tell()
 
 
