@@ -250,31 +250,34 @@ class Groups:
         new = [self._next_ticket() for _ in range(self._capacity)]
         self._begun |= {self.name(ticket): ticket for ticket in new}
         # Restored ones too: the process may have died before it had enqueued them all.
-        for name, ticket in list(self._begun.items()):
-            if name not in self._enqueued:
-                self._enqueued.add(name)
-                await self._enqueue(name, ticket)
+        missing = {name: ticket for name, ticket in self._begun.items() if name not in self._enqueued}
+        if not missing:
+            return
+        self._enqueued |= missing.keys()
+        # Doing it again changes nothing.
+        store, size, run_id = self.context.store, self.algorithm.group_size, self.context.run.run_id
+        await asyncio.gather(*(store.create_group(size, run_id=run_id, group_id=name) for name in missing))
+        await store.enqueue_many_rollouts(
+            [request for name, ticket in missing.items() for request in self._requests(name, ticket)]
+        )
 
-    async def _enqueue(self, name: str, ticket: Ticket) -> None:
-        """Doing it again changes nothing."""
+    def _requests(self, name: str, ticket: Ticket) -> list[EnqueueRolloutRequest]:
+        """The rollouts of a group."""
         algorithm, context = self.algorithm, self.context
         step, index = divmod(ticket.position, algorithm.tasks_per_step)
-        await context.store.create_group(algorithm.group_size, run_id=context.run.run_id, group_id=name)
-        await context.store.enqueue_many_rollouts(
-            [
-                EnqueueRolloutRequest(
-                    input=self.sampler.task(ticket.position),
-                    rollout_id=f"{name}-{member}",
-                    resources_id=context.resources_id,
-                    run_id=context.run.run_id,
-                    group_id=name,
-                    group_index=member,
-                    config=algorithm.rollout,
-                    metadata={"seed": context.seed, "sample": f"train-{step + 1}-{index}-{member}"},
-                )
-                for member in range(algorithm.group_size)
-            ]
-        )
+        return [
+            EnqueueRolloutRequest(
+                input=self.sampler.task(ticket.position),
+                rollout_id=f"{name}-{member}",
+                resources_id=context.resources_id,
+                run_id=context.run.run_id,
+                group_id=name,
+                group_index=member,
+                config=algorithm.rollout,
+                metadata={"seed": context.seed, "sample": f"train-{step + 1}-{index}-{member}"},
+            )
+            for member in range(algorithm.group_size)
+        ]
 
 
 async def withdraw_rollouts(context: RunContext, unwanted: Callable[[Rollout], bool]) -> None:
