@@ -49,7 +49,7 @@ class Checkpoints:
         """Write a checkpoint. A kill at any moment leaves the earlier ones whole."""
         path = self.directory / f"step-{state.step:06d}"
         if (path / STATE_FILE).is_file():  # this step's weights are saved already
-            with _explained(path):
+            with explained("checkpoint", path):
                 _write_state(path, state)
             return path
         self._write(weights, state, path.name)
@@ -96,7 +96,7 @@ class Checkpoints:
     def _write(self, weights: Saved, state: LoopState, name: str) -> Path:
         """Into a hidden directory first, then renamed: what bears a checkpoint's name is complete."""
         target, partial = self.directory / name, self.directory / f".{name}.partial"
-        with _explained(target):
+        with explained("checkpoint", target):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             weights.save(partial)
@@ -125,11 +125,12 @@ def _write_state(checkpoint: Path, state: LoopState) -> None:
 
 
 @contextmanager
-def _explained(target: Path) -> Generator[None]:
+def explained(what: str, target: Path) -> Generator[None]:
+    """ConfigError says what to do where something of a run cannot be written."""
     try:
         yield
     except OSError as error:
         raise ConfigError(
-            f"cannot write checkpoint {target}: {error}. Free space or choose another --out; training can be "
+            f"cannot write {what} {target}: {error}. Free space or choose another --out; training can be "
             "resumed from the checkpoint before"
         ) from None

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning.errors import ConfigError
+from agentlightning.algorithm.rl.groups import Groups
+from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner.base import AdamW
 from agentlightning.types import AttemptedRollout
 from tests import agents
@@ -127,3 +128,24 @@ def test_recent_groups_are_trained_again_and_found_again_by_a_resumed_run(tmp_pa
 def test_what_cannot_flow_is_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         algorithm(**wrong)
+
+
+def test_what_goes_wrong_beside_a_step_ends_the_run_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, trained = Groups.trace, Groups.trained
+
+    async def failing_later(self: Groups, rollout_ids: Any) -> Any:
+        if self.steps_left < 6:
+            raise TrainingError("the store is gone")
+        return await trace(self, rollout_ids)
+
+    async def not_before_it_failed(self: Groups, version: int | None) -> None:
+        await trained(self, version)
+        while self._failure is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(Groups, "trace", failing_later)
+    monkeypatch.setattr(Groups, "trained", not_before_it_failed)
+    with pytest.raises(TrainingError, match="the store is gone"):
+        trainer(tmp_path, algorithm=algorithm(steps=6, max_staleness=1)).fit(agents.vowels, TASKS)

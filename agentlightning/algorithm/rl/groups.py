@@ -134,10 +134,10 @@ class Groups:
         progress = self.context.progress
         await self._begin_groups()
         while not self._enough():
+            if self._failure is not None:  # it may have come while nobody waited
+                raise self._failure
             self._changed.clear()
             await self._changed.wait()
-            if self._failure is not None:
-                raise self._failure
             progress.advance(len(self._ready) * self.algorithm.group_size)
         count = self.algorithm.tasks_per_step
         self._taken, self._ready = self._ready[:count], self._ready[count:]

@@ -22,7 +22,7 @@ from functools import partial
 import msgspec
 
 from agentlightning.algorithm.base import RunContext, Stopped
-from agentlightning.algorithm.checkpoints import Checkpoints, LoopState
+from agentlightning.algorithm.checkpoints import Checkpoints, LoopState, explained
 from agentlightning.algorithm.evaluation import Evaluation, evaluate, evaluation_id, why_unrewarded
 from agentlightning.algorithm.rl.batch import BATCHES_FILE, Batch, RecordedBatch, make_batches, rollout_metrics
 from agentlightning.algorithm.rl.experience import Experience
@@ -354,7 +354,8 @@ class Loop:
             tuple(tuple(traced.rollout.rollout_id for traced in group.rollouts) for group in some)
             for some in (groups, replayed)
         )
-        with (self.context.directory / BATCHES_FILE).open("ab") as file:
+        path = self.context.directory / BATCHES_FILE
+        with explained("the record of steps", path), path.open("ab") as file:
             file.write(msgspec.json.encode(RecordedBatch(step, self.state.policy_version, fresh, old)) + b"\n")
 
     def _save(self) -> None:
