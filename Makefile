@@ -60,6 +60,11 @@ frameworks: .venv-frameworks/.setup .venv-crewai/.setup .venv-tracking/.setup
 	scripts/trl_env.sh $(VENV)
 	@touch $@
 
+# The agents of examples/text_to_sql, multi_hop_rag and math_tools.
+.venv-experiments/.setup: constraints-experiments.txt scripts/experiments_env.sh | setup
+	scripts/experiments_env.sh $(VENV)
+	@touch $@
+
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
@@ -84,4 +89,4 @@ benchmarks: setup .venv-trl/.setup
 	    echo "== $$script"; $(BIN)/python $$script; done
 
 clean:
-	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-tracking .venv-trl site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-tracking .venv-trl .venv-experiments site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
