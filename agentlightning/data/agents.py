@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 from agentlightning import semconv
@@ -18,6 +19,7 @@ from agentlightning.tracing.steps import Step
 from agentlightning.types import Span
 
 _ROLE: Final = re.compile(r"you are (?:the |an? )?([^.,;:!\n]+)", re.IGNORECASE)
+_PROMPT_KEYS: Final = ('"system"', '"instructions"')  # of a request of Anthropic's protocol, or of Responses
 _DECODER: Final = json.JSONDecoder()
 _BETWEEN: Final = re.compile(r"[\s,]*")
 _LONGEST_NAME: Final = 60
@@ -40,18 +42,31 @@ class AgentName:
         return " = ".join(self.names) or "one without a name"
 
 
-def agent_of(step: Step) -> AgentName:
+def agents_of(calls: Iterable[Step]) -> dict[str, AgentName]:
+    """The agent of each of these calls, by its span id."""
+    known: dict[str, str] = {}
+    return {call.span.span_id: agent_of(call, known) for call in calls}
+
+
+def agent_of(step: Step, known: dict[str, str] | None = None) -> AgentName:
     """The agent of a call: as its framework calls it, else the alias of the model that was asked for, else its role.
 
     The role is read from the first line of the system prompt: what follows `You are the` (`a`, `an`), up to the first
-    punctuation, else the line. An agent that no framework names can be chosen by any word of its role too."""
+    punctuation, else the line. An agent that no framework names can be chosen by any word of its role too.
+
+    `known` are system prompts by the JSON that messages begin with, and gains this one: long ones are decoded once."""
     attributes = step.span.attributes
     asked, answered = attributes.get(semconv.GEN_AI_REQUEST_MODEL), attributes.get(semconv.GEN_AI_RESPONSE_MODEL)
     alias = asked if isinstance(asked, str) and asked != answered else None
     if step.agent:
         names = (step.agent,) if alias is None else (step.agent, alias)
         return AgentName(names, names)
-    line = _system_prompt(step.span).lstrip()[:_LONGEST_LINE].partition("\n")[0].rstrip()
+    return _unnamed(alias, _system_prompt(step.span, {} if known is None else known).lstrip()[:_LONGEST_LINE])
+
+
+@lru_cache(maxsize=256)  # one agent asks many times
+def _unnamed(alias: str | None, prompt: str) -> AgentName:
+    line = prompt.partition("\n")[0].rstrip()
     found = _ROLE.match(line)
     role = (found[1] if found else line).strip()[:_LONGEST_NAME]
     names = tuple(name for name in (alias, role) if name)
@@ -74,28 +89,40 @@ def chosen(pattern: re.Pattern[str], agent: AgentName) -> bool:
     return any(pattern.fullmatch(word) for word in agent.words)
 
 
-def _system_prompt(call: Span) -> str:
+def _system_prompt(call: Span, known: dict[str, str]) -> str:
     """What the request tells the model to be, in the words of any of the three protocols; empty if nothing."""
-    request = mapping(json_of(text_of(call, semconv.CALL_REQUEST)))
-    said = request.get("system") or request.get("instructions")
-    if not said:
-        messages = map(mapping, _one_by_one(text_of(call, semconv.GEN_AI_INPUT_MESSAGES) or ""))
-        said = next((one.get("content") for one in messages if one.get("role") in ("system", "developer")), None)
-    return said if isinstance(said, str) else "".join(_texts(said))
+    recorded = text_of(call, semconv.CALL_REQUEST) or ""
+    request = mapping(json_of(recorded)) if any(map(recorded.__contains__, _PROMPT_KEYS)) else {}
+    if said := request.get("system") or request.get("instructions"):
+        return _text(said)
+    messages = text_of(call, semconv.GEN_AI_INPUT_MESSAGES) or ""
+    for beginning, prompt in known.items():
+        if messages.startswith(beginning):
+            return prompt
+    for message, end in _one_by_one(messages):
+        if mapping(message).get("role") in ("system", "developer"):
+            prompt = _text(mapping(message).get("content"))
+            known[messages[:end]] = prompt
+            return prompt
+    return ""
 
 
-def _one_by_one(messages: str) -> Iterator[Any]:
-    """The items of a JSON array, each decoded when it is asked for: the system prompt is mostly the first message."""
+def _one_by_one(messages: str) -> Iterator[tuple[Any, int]]:
+    """The items of a JSON array and where each ends, decoded when it is asked for: the system prompt is mostly the
+    first message."""
     at = 1 if messages.startswith("[") else len(messages)
     while at < len(messages):
         try:
             item, end = _DECODER.raw_decode(messages, at)
         except (ValueError, RecursionError):  # also at the closing bracket
             return
-        yield item
+        yield item, end
         at = _BETWEEN.match(messages, end).end()  # type: ignore[union-attr]  # it matches nothing, too
 
 
-def _texts(content: Any) -> list[str]:
+def _text(content: Any) -> str:
+    """Of a message's content, which is a text or parts of which some have one."""
+    if isinstance(content, str):
+        return content
     texts = [mapping(block).get("text") for block in items(content)]
-    return [text for text in texts if isinstance(text, str)]
+    return "".join(text for text in texts if isinstance(text, str))

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 from agentlightning import semconv
-from agentlightning.data.agents import agent_of
+from agentlightning.data.agents import agents_of
 from agentlightning.data.call_filter import UNUSED_CHOICE, CallFilter
 from agentlightning.data.export import Recorded, Wanted
 from agentlightning.data.images import image_references
@@ -84,12 +84,12 @@ def _trained(transition: Transition) -> dict[str, Any]:
 def _excluded(spans: Sequence[Span], traced: TracedRollout) -> Iterator[dict[str, Any]]:
     """What was sampled or called and does not train."""
     calls = [step for step in read_steps(spans) if step.kind == "call"] if traced.left_out else []
-    names = {step.span.span_id: agent_of(step).name for step in calls}
+    names = agents_of(calls)
     used = {transition.span_id: transition for transition in traced.transitions}
     for span in spans:
         if (reason := traced.left_out.get(span.span_id)) is not None:
             for index, choice in enumerate(span.tokens.choices if span.tokens else [None]):
-                yield _row(span, index, choice, names.get(span.span_id), reason)
+                yield _row(span, index, choice, getattr(names.get(span.span_id), "name", None), reason)
         elif span.span_id in used and span.tokens is not None:
             for index, choice in enumerate(span.tokens.choices[1:], start=1):
                 yield _row(span, index, choice, used[span.span_id].agent, UNUSED_CHOICE)

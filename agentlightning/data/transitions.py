@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentlightning import semconv
-from agentlightning.data.agents import agent_of, agent_pattern, chosen
+from agentlightning.data.agents import agent_pattern, agents_of, chosen
 from agentlightning.data.call_filter import (
     CALL_MISSING,
     EVERY_CALL,
@@ -156,7 +156,7 @@ class _SortedCalls:
 
 def _sort_calls(spans: Sequence[Span], steps: Sequence[Step], given: GivenRewards, calls: CallFilter) -> _SortedCalls:
     found = _SortedCalls()
-    names = {step.span.span_id: agent_of(step) for step in steps if step.call is step.span}
+    names = agents_of(step for step in steps if step.call is step.span)
     tools = tool_statuses(steps)
     pattern = None if calls.agents is None else agent_pattern(calls.agents)
     incomplete, discarded = _lacks_a_call(spans), _discarded(spans)
@@ -242,7 +242,7 @@ def _lacks_a_call(spans: Sequence[Span]) -> bool:
 
 def _discarded(spans: Sequence[Span]) -> set[int]:
     """Indices of calls whose answers nobody received: the client asked again, or had left."""
-    named = [span.attributes.get(semconv.CALL_DISCARDS, ()) for span in spans]
+    named = [indices for span in spans if (indices := span.attributes.get(semconv.CALL_DISCARDS))]
     return {index for indices in named if isinstance(indices, Sequence) for index in indices if isinstance(index, int)}
 
 
@@ -311,7 +311,9 @@ def _expand(choice: SampledChoice) -> IntArray:
     if sum(count for _, count in choice.versions) != len(choice.token_ids):
         return np.full(len(choice.token_ids), -1, np.int32)
     if len(choice.versions) == 1:
-        return np.full(len(choice.token_ids), choice.versions[0][0], np.int32)
+        versions = np.empty(len(choice.token_ids), np.int32)
+        versions.fill(choice.versions[0][0])
+        return versions
     return np.repeat(
         np.array([version for version, _ in choice.versions], np.int32),
         np.array([count for _, count in choice.versions], np.int64),

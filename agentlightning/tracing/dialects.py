@@ -59,9 +59,10 @@ def is_gateway_call(span: Span) -> bool:
 def kind_of(span: Span) -> Kind:
     if is_gateway_call(span):
         return "call"
-    kinds: list[Kind] = [_KINDS[value] for name in _KIND_NAMES if (value := text_of(span, name)) in _KINDS]
+    told = (span.attributes.get(name) for name in _KIND_NAMES)
+    kinds: list[Kind] = [_KINDS[value] for value in told if isinstance(value, str) and value in _KINDS]
     if kinds:
-        return max(kinds, key=_RANK.index)
+        return max(kinds, key=_RANK.index) if len(kinds) > 1 else kinds[0]
     if text_of(span, *_TOOL_NAMES):
         return "tool"
     return "agent" if _langchain(span, "lc_agent_name") == span.name else "other"
@@ -180,6 +181,8 @@ def items(value: object) -> list[Any]:
 
 
 def _langchain(span: Span, key: str) -> str | None:
-    metadata = text_of(span, "metadata")
-    value = mapping(json_of(metadata)).get(key) if metadata else None
-    return value if isinstance(value, str) else text_of(span, _LANGCHAIN + key)
+    if "metadata" in span.attributes:
+        value = mapping(json_of(text_of(span, "metadata"))).get(key)
+        if isinstance(value, str):
+            return value
+    return text_of(span, _LANGCHAIN + key)

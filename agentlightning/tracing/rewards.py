@@ -19,6 +19,7 @@ from agentlightning.tracing.attributes import finite
 from agentlightning.types import Attributes, Span
 
 PRIMARY = "primary"  # the name of a reward that was given none
+_PRIMARY_VALUE = reward_value(0)
 FORMS = 'a number such as 0.7, {"reward": 0.7}, or {"correct": 1, "short": 0.2, "primary_key": "correct"}'
 
 
@@ -88,7 +89,7 @@ def reward_attributes(
 
 def get_reward_value(span: Span) -> float | None:
     """The primary value of a reward span; None for any other span."""
-    value = span.attributes.get(reward_value(0))
+    value = span.attributes.get(_PRIMARY_VALUE)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value)

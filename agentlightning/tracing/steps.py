@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -72,6 +72,7 @@ class _Attempt:
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = sorted(spans, key=lambda span: (span.start_time, span.sequence_id))
         self.by_id = {span.span_id: span for span in self.spans}
+        self.above: dict[str, tuple[Span, ...]] = {}
         self.kinds: dict[str, Kind] = {span.span_id: dialects.kind_of(span) for span in self.spans}
         self.named = {span.span_id: dialects.names_agent(span, self.kinds[span.span_id]) for span in self.spans}
         self.calls = [span for span in self.spans if dialects.is_gateway_call(span)]
@@ -125,8 +126,8 @@ class _Attempt:
             name=dialects.name_of(span, kind),
             agent=agent,
             tool_call_id=None,
-            arguments=dialects.arguments_of(span),
-            result=dialects.content_of(dialects.result_of(span)),
+            arguments=None if gateway else dialects.arguments_of(span),
+            result=None if gateway else dialects.content_of(dialects.result_of(span)),
             failed=span.status.status_code == "ERROR",
             duration=span.end_time - span.start_time,
             call=span if gateway else None,
@@ -284,13 +285,17 @@ class _Attempt:
         own = self.named[span.span_id] if self.kinds[span.span_id] != "agent" else None
         return own or next((name for outer in self._ancestors(span) if (name := self.named[outer.span_id])), None)
 
-    def _ancestors(self, span: Span) -> Iterator[Span]:
+    def _ancestors(self, span: Span) -> tuple[Span, ...]:
         """From the parent up, as far as it is known."""
-        seen = {span.span_id}
-        while (above := self.by_id.get(span.parent_id or "")) is not None and above.span_id not in seen:
-            seen.add(above.span_id)
-            yield above
-            span = above
+        if (known := self.above.get(span.span_id)) is not None:
+            return known
+        found, seen, at = [], {span.span_id}, span
+        while (outer := self.by_id.get(at.parent_id or "")) is not None and outer.span_id not in seen:
+            seen.add(outer.span_id)
+            found.append(outer)
+            at = outer
+        self.above[span.span_id] = tuple(found)
+        return self.above[span.span_id]
 
 
 def _start(span: Span) -> float:
