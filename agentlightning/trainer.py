@@ -87,7 +87,7 @@ class Trainer:
         lora: train an adapter of this size instead of the weights.
         dtype: of the weights: float32, or bfloat16, of which the optimiser keeps float32 copies.
         n_runners: how many rollouts run at once in this process; default 64, or with `isolation` one per core; 0 leaves
-            them to `agl runner` processes.
+            them to `agl runner` processes, which ask at the `port` of this one, or at the `server`.
         isolation: `"process"` runs them in `n_runners` processes, each of which imports the agent (see `Runner`).
         run_dir: the directory of this run; by default a new one below `runs/`.
         store: path of the SQLite file (default: in the run's directory), or an open store.
@@ -140,7 +140,7 @@ class Trainer:
     ) -> None:
         if n_runners is None:
             n_runners = usual_concurrency(isolation)
-        _check_settings(n_runners, time_limit, server, store)
+        _check_settings(n_runners, time_limit, server, store, port)
         self.models = dict(model) if isinstance(model, Mapping) else {} if model is None else {model_name: model}
         self.algorithm = algorithm if adapter is None else with_adapter(algorithm, adapter)
         self.optimizer = optimizer or AdamW()
@@ -450,11 +450,13 @@ class Trainer:
         }
 
 
-def _check_settings(n_runners: int, time_limit: float | None, server: str | None, store: object) -> None:
+def _check_settings(n_runners: int, time_limit: float | None, server: str | None, store: object, port: int) -> None:
     if n_runners < 0:
         raise ConfigError(f"n_runners is {n_runners}; give 0 (runners elsewhere) or more")
-    if n_runners == 0 and server is None:
-        raise ConfigError("n_runners=0 leaves rollouts to `agl runner` processes, which need a server to meet at")
+    if n_runners == 0 and server is None and port == 0:
+        raise ConfigError(
+            "n_runners=0 leaves rollouts to `agl runner` processes, which must know where to ask: give a port, or a server"
+        )
     if time_limit is not None and not time_limit > 0:
         raise ConfigError(f"time_limit is {time_limit}; give seconds above 0, or None")
     if server is not None and store is not None:

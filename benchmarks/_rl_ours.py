@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +54,34 @@ async def slow_desk(task: dict[str, Any], llm: agl.LLM) -> float:
     return 0.0
 
 
+@contextmanager
+def agents_apart(concurrency: int) -> Iterator[int]:
+    """Where the tools are slow the agents have a process of their own, as they have wherever many machines work: it
+    leases its rollouts from the port that this gives."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    command = [sys.executable, "-m", "agentlightning.cli.main", "runner", f"{__file__}:slow_desk"]
+    command += ["--server", f"http://127.0.0.1:{port}", "--concurrency", str(concurrency)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as runner:
+        try:
+            yield port
+        finally:
+            runner.kill()
+
+
 def main() -> None:
     options = Options.parse(sys.argv[1])
     random.seed(options.seed)
+    if not options.slow_tool:
+        train(options)
+        return
+    with agents_apart(options.tasks_per_step * options.group_size) as port:
+        train(options, port)
+
+
+def train(options: Options, port: int = 0) -> None:
+    """With a port, agents are in another process."""
     started = time.perf_counter()
     rollouts = options.tasks_per_step * options.group_size
     trainer = agl.Trainer(
@@ -69,7 +98,8 @@ def main() -> None:
             checkpoint_every=options.steps,
         ),
         optimizer=agl.AdamW(learning_rate=options.learning_rate),
-        n_runners=rollouts,
+        n_runners=0 if port else rollouts,
+        port=port,
         max_sequence_length=512,
         run_dir=options.directory,
         threads=options.threads,

@@ -238,7 +238,7 @@ def test_a_run_is_resumed_with_its_own_seed_and_tasks(tmp_path: Path) -> None:
 
 
 def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="need a server"):
+    with pytest.raises(ConfigError, match="give a port, or a server"):
         Trainer(n_runners=0)
     with pytest.raises(ConfigError, match="time_limit"):
         Trainer(time_limit=0)
