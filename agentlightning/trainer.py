@@ -455,7 +455,7 @@ def _check_settings(n_runners: int, time_limit: float | None, server: str | None
         raise ConfigError(f"n_runners is {n_runners}; give 0 (runners elsewhere) or more")
     if n_runners == 0 and server is None and port == 0:
         raise ConfigError(
-            "n_runners=0 leaves rollouts to `agl runner` processes, which must know where to ask: give a port, or a server"
+            "n_runners=0 leaves rollouts to `agl runner` processes, which need to know where: give a port, or a server"
         )
     if time_limit is not None and not time_limit > 0:
         raise ConfigError(f"time_limit is {time_limit}; give seconds above 0, or None")

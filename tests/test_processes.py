@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -179,15 +180,22 @@ def test_what_failed_while_the_trainer_was_away_does_not_count(world: Path, agl:
     assert result.metrics[-1].values["unrewarded"] == 0
 
 
-def test_server_runner_and_trainer_as_three_processes_learn_the_same(world: Path, agl: Start, tmp_path: Path) -> None:
-    url = start_server(agl, tmp_path / "store.sqlite")
+@pytest.mark.parametrize("with_server", [True, False], ids=["at a server", "at the trainer's port"])
+def test_trainer_and_runner_that_meet_somewhere_learn_the_same(
+    world: Path, agl: Start, tmp_path: Path, with_server: bool
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = start_server(agl, tmp_path / "store.sqlite") if with_server else f"http://127.0.0.1:{port}"
     agl("runner", "--agent", f"{ROOT / 'tests' / 'agents.py'}:vowels", "--server", url)
     apart = Trainer(
         model=world / "model",
         algorithm=algorithm(),
         optimizer=trainer(tmp_path).optimizer,
         n_runners=0,
-        server=url,
+        server=url if with_server else None,
+        port=0 if with_server else port,
         run_dir=tmp_path / "apart",
         max_sequence_length=128,
         seed=3,
