@@ -90,6 +90,7 @@ def train(name: str, settings: dict[str, Any], seed: int, directory: Path, minut
         example.train.flight, tasks.train_tasks(recipe.TRAIN_TASKS, seed), tasks.heldout_tasks(recipe.HELDOUT_TASKS)
     )
     steps = [one for one in result.metrics if "reward" in one.values]
+    worked = [one.values["val_tool_success"] for one in result.metrics if "val_tool_success" in one.values]
     curve, rollouts = [], 0.0
     for one in steps:
         rollouts += one.values["rollouts"]
@@ -99,6 +100,7 @@ def train(name: str, settings: dict[str, Any], seed: int, directory: Path, minut
         "seed": seed,
         "before": round(result.evaluations[0].reward, 4),
         "after": round(result.evaluations[-1].reward, 4),
+        "tool_success": {"before": round(worked[0], 4), "after": round(worked[-1], 4)} if worked else None,
         "minutes": round((time.monotonic() - started) / 60, 2),
         "rollouts": int(rollouts),
         "steps": len(steps),

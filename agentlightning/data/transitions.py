@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -106,6 +106,12 @@ class TracedRollout:
     outcome: Outcome = "trainable"
     clock_skew: float | None = None
     breaks: tuple[Break, ...] = ()
+
+
+def tool_success(rollouts: Iterable[TracedRollout]) -> float | None:
+    """The share of tool calls that worked, of those whose outcome is known; None without any."""
+    statuses = [one.status for traced in rollouts for call in traced.transitions for one in call.tools]
+    return statuses.count(1) / len(statuses) if statuses else None
 
 
 def trace_rollout(

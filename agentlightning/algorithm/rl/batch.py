@@ -21,7 +21,7 @@ from agentlightning.data.continuity import continuity
 from agentlightning.data.credit.table import RewardedGroup
 from agentlightning.data.limits import cut_sequences
 from agentlightning.data.sequences import CreditedTransition, Level, TrainingSequence, build_sequences
-from agentlightning.data.transitions import FloatArray, TracedRollout, trace_rollout
+from agentlightning.data.transitions import FloatArray, TracedRollout, tool_success, trace_rollout
 from agentlightning.store.base import LightningStore
 
 if TYPE_CHECKING:
@@ -221,7 +221,8 @@ def _advantage_metrics(groups: Sequence[Sequence[Sequence[CreditedTransition]]])
 
 
 def _by_name(rollouts: Sequence[TracedRollout]) -> dict[str, float]:
-    """The mean of each part of the rewards; what rollouts came to, and what was left out or kept, by reason."""
+    """The mean of each part of the rewards; what rollouts came to, and what was left out or kept, by reason; how tools
+    went."""
     parts = [traced.reward_terms for traced in rollouts if traced.reward_terms]
     return (
         {f"reward/{name}": sum(terms[name] for terms in parts) / len(parts) for name in (parts[0] if parts else ())}
@@ -229,6 +230,7 @@ def _by_name(rollouts: Sequence[TracedRollout]) -> dict[str, float]:
         | _named("excluded", *(traced.excluded for traced in rollouts))
         | _named("kept", *(traced.kept for traced in rollouts))
         | _named("rewards_lost", *(traced.rewards_lost for traced in rollouts))
+        | ({} if (worked := tool_success(rollouts)) is None else {"tool_success": worked})
     )
 
 

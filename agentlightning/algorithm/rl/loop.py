@@ -32,7 +32,7 @@ from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.algorithm.rl.stability import EXPLOSION, exploding_steps
 from agentlightning.data.rewards import RewardSpec
 from agentlightning.data.sequences import TrainingSequence
-from agentlightning.data.transitions import TracedRollout
+from agentlightning.data.transitions import TracedRollout, tool_success
 from agentlightning.errors import AgentLightningError, ConfigError, TrainingError
 from agentlightning.types import Rollout
 
@@ -339,6 +339,8 @@ class Loop:
     async def _keep(self, evaluation: Evaluation) -> None:
         self.algorithm.evaluations.append(evaluation)
         values = {"val_reward": evaluation.reward, "val_unrewarded": float(evaluation.unrewarded)}
+        if (worked := tool_success(task.traced for task in evaluation.tasks)) is not None:
+            values["val_tool_success"] = worked
         await self.context.tracking.record(evaluation.step, values)
         best = self.state.best_reward
         if best is None or evaluation.reward > best:

@@ -1,0 +1,114 @@
+"""How the assistant is trained and what is written of it: every number, every option, and the report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from demonstrations import demonstrations, tool_schemas
+
+from agentlightning.algorithm.curves import draw_learning_curve
+from agentlightning.cli import training
+from agentlightning.learner.base import AdamW
+from agentlightning.learner.policy import Policy
+from agentlightning.learner.warm_start import WarmStart, make_policy
+from agentlightning.trainer import FitResult
+
+DEMONSTRATIONS = 2000
+WARM_START = WarmStart()
+HELDOUT_TASKS = 120
+MAX_SEQUENCE_LENGTH = 384
+ALGORITHM: dict[str, Any] = {
+    "name": "grpo",
+    "steps": 30,
+    "tasks_per_step": 12,
+    "group_size": 8,
+    "minibatches": 2,
+    "clip_high": 0.28,
+    "max_tokens": 48,
+    "evaluate_every": 10,
+}
+# Automatic intermediate rewards: of each call, what becomes of the tools it asks for, beside the reward of the rollout.
+AIR: dict[str, Any] = {"returns": "air", "returns_options": {"alpha": 0.2, "tool_weights": 1.0}}
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, help=f"training steps; default {ALGORITHM['steps']}")
+    parser.add_argument("--out", default="runs/math_tools", help="directory of the run and of result.json")
+    parser.add_argument("--air", action="store_true", help=f"reward tools that work, by {json.dumps(AIR)}")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the algorithm")
+    parser.add_argument("--model", help="a Hugging Face id or directory instead of the tiny transformer")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train an adapter instead of all weights")
+    parser.add_argument("--learning-rate", type=float, help="default 1.5e-4 for the tiny transformer, 1e-6 for --model")
+    parser.add_argument("--calc-x", metavar="FOLDER", help="problems of Calc-X instead of generated ones")
+    options = parser.parse_args()
+    if options.calc_x and not options.model:
+        parser.error("--calc-x needs --model: the tiny transformer speaks the language of the generated problems only")
+    if wrong := [one for one in options.set if "=" not in one]:
+        parser.error(f"--set {wrong[0]} is no assignment; write --set group_size=4")
+    return options
+
+
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The algorithm as a run file would describe it."""
+    changed = {key.strip(): yaml.safe_load(value) for key, _, value in (one.partition("=") for one in options.set)}
+    steps = {"steps": options.steps} if options.steps is not None else {}
+    return {**ALGORITHM, **(AIR if options.air else {}), **steps, **changed}
+
+
+def make_algorithm(options: argparse.Namespace) -> Any:
+    return training.make_algorithm(settings(options))
+
+
+def optimizer(options: argparse.Namespace) -> AdamW:
+    rate = options.learning_rate or (1e-6 if options.model else 1.5e-4)
+    return AdamW(learning_rate=rate, micro_batch_tokens=4096)
+
+
+def starting_policy(seed: int, progress: Any) -> Policy:
+    """The tiny transformer, warm-started on mediocre demonstrations."""
+    progress.phase("warm start", WARM_START.max_steps)
+    return make_policy(
+        demonstrations(DEMONSTRATIONS, seed),
+        tools=tool_schemas(),
+        seed=seed,
+        options=WARM_START,
+        on_step=lambda state: progress.advance(state.step),
+    )
+
+
+def report(result: FitResult, options: argparse.Namespace, seconds: float) -> None:
+    """Write result.json and the learning curve below --out, and say in a line what was reached."""
+    heldout = series(result, "val_reward", "val_tool_success")
+    (_, before, worked_before), (_, after, worked_after) = heldout[0], heldout[-1]
+    summary = {
+        "example": "math_tools",
+        "seed": options.seed,
+        "model": options.model or "tiny",
+        "before": before,
+        "after": after,
+        "tool_success": {"before": worked_before, "after": worked_after},
+        "heldout": heldout,
+        "curve": series(result, "reward", "tool_success"),
+        "seconds": round(seconds, 1),
+        "stopped_because": result.stopped_because,
+        "settings": settings(options),
+    }
+    out = Path(options.out)
+    (out / "result.json").write_text(json.dumps(summary, indent=1) + "\n")
+    draw_learning_curve(result.metrics, out / "learning_curve.png", f"math with tools, seed {options.seed}")
+    print(
+        f"held-out reward {before} → {after}, tool calls that worked {worked_before} → {worked_after}, "
+        f"in {seconds:.0f} s; {out / 'result.json'}"
+    )
+
+
+def series(result: FitResult, *names: str) -> list[list[float | None]]:
+    """[step, value, …] for each step that has the first of these metrics; None where one is missing."""
+    rows = [(one.step, [one.values.get(name) for name in names]) for one in result.metrics if names[0] in one.values]
+    return [[step, *(None if value is None else round(value, 4) for value in values)] for step, values in rows]

@@ -1,0 +1,258 @@
+"""Math with tools: the calculator, the generator, Calc-X, the grading, and the agent against a scripted endpoint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from agentlightning.errors import ConfigError
+from agentlightning.learner.tiny import chat_text
+from tests.examples.loading import EXAMPLES, load_example
+from tests.frameworks.world import bin_of
+
+MATH = EXAMPLES / "math_tools"
+math = load_example("math_tools", "calculator", "grading", "tasks", "demonstrations")
+NUMBER = {"kind": "word", "answer": "40"}
+POLYNOMIAL = {"kind": "product", "answer": "4*x+12"}
+
+
+# --- the calculator ---
+
+
+def test_the_calculator_remembers_what_it_solved() -> None:
+    calculator = math.calculator.Calculator()
+    assert calculator.solve("3*x+5=20") == "x: 5"
+    assert calculator.calculate("x", "*", 7) == "result: 35"
+    assert calculator.calculate(7.0, "/", "2") == "result: 3.5"
+    assert calculator.expand("4*(x+3)") == "result: 4*x+12"
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "error"),
+    [
+        ("calculate", ("x", "+", "1"), "Error: x is unknown"),
+        ("calculate", ("1", "plus", "1"), "Error: operator plus is none of + - * /"),
+        ("calculate", ("1", "/", "0"), "Error: division by 0"),
+        ("calculate", ("?", "+", "1"), "Error: cannot read ?"),
+        ("solve", ("3*x+5",), "Error: an equation has one ="),
+        ("solve", ("x*x=4",), "Error: the equation is not linear"),
+        ("solve", ("x+y=2",), "Error: 2 unknowns instead of one"),
+        ("solve", ("2=2",), "Error: 0 unknowns instead of one"),
+        ("expand", ("4*(x+3",), "Error: cannot read 4*(x+3"),
+        ("expand", ("__import__('os').getcwd()",), "Error: cannot read"),
+        ("expand", ("9^9^9",), "Error: exponent"),
+        ("expand", ("(((9^8)^8)^8)^8",), "Error: too large"),
+        ("expand", ("(a+b+c+d)^8*(e+f+g+h)^8",), "Error: too large"),
+        ("expand", ("(" * 99,), "Error: cannot read"),
+        ("expand", ("x" * 200,), "Error: more than 100 characters"),
+    ],
+)
+def test_what_it_cannot_do_is_said_at_once(tool: str, arguments: tuple, error: str) -> None:
+    with pytest.raises(ValueError, match=r"^Error: ") as raised:
+        getattr(math.calculator.Calculator(), tool)(*arguments)
+    assert str(raised.value).startswith(error)
+
+
+# --- grading ---
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("result: 40", 1.0),
+        ("It is 40.", 1.0),
+        ("40.0001", 1.0),  # within the tolerance
+        ("40.1", 0.0),
+        ("first 12, so 40", 1.0),
+        (" ".join(map(str, range(100))), 0.0),  # naming many
+        ("40 or 41", 0.0),
+        ("8*5", 0.0),  # not worked out
+        ("unknown", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_last_number_is_the_answer(answer: str, reward: float) -> None:
+    assert math.grading.grade(NUMBER, answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("result: 4*x+12", 1.0),
+        ("12 + 4*x", 1.0),
+        ("So 4*(x+3) = 4*x + 12.", 1.0),
+        ("4*x-(-12)", 0.0),
+        ("4*(x+3)", 0.0),  # the question itself
+        ("4*x+6+6", 0.0),  # not collected
+        ("4*x+12: 4*x+13", 0.0),
+        ("4*x+13, 4*x+12, 4*x+11", 0.0),  # naming many
+        ("4*x + 12 = 0", 0.0),
+        ("x", 0.0),
+        ("__import__('os')", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_a_polynomial_counts_when_it_is_multiplied_out(answer: str, reward: float) -> None:
+    assert math.grading.grade(POLYNOMIAL, answer) == reward
+
+
+# --- the generator ---
+
+
+def test_each_task_has_the_answer_that_its_calculation_gives() -> None:
+    for task in math.tasks.train_tasks(400, seed=1):
+        calculator, value = math.calculator.Calculator(), math.demonstrations.argument
+        question, kind = task["question"], task["kind"]
+        if kind in ("equation", "steps"):
+            result = calculator.solve(value(question, "equation"))
+        if kind in ("word", "steps"):
+            operator = math.tasks.operator_of(task)
+            result = calculator.calculate(value(question, "left"), operator, value(question, "right"))
+        if kind == "product":
+            result = calculator.expand(value(question, "product"))
+        assert math.grading.grade(task, result) == 1.0
+        assert len(task["answer"]) <= 3 or kind == "product"
+
+
+def test_kinds_are_in_balance_and_neither_numbers_nor_words_of_held_out_tasks_are_trained_on() -> None:
+    heldout, trained = math.tasks.heldout_tasks(400), math.tasks.train_tasks(4000, seed=1)
+    assert set(Counter(task["kind"] for task in heldout).values()) == {100}
+    words = [{task["question"].split(":")[0] for task in side if task["kind"] == "word"} for side in (heldout, trained)]
+    assert words[0] and not words[0] & words[1]
+    assert not {task["id"] for task in heldout} & {task["id"] for task in trained}
+    assert heldout == math.tasks.heldout_tasks(400)
+    assert math.tasks.train_tasks(8, seed=1) != math.tasks.train_tasks(8, seed=2)
+
+
+def test_demonstrations_are_mediocre_but_solve_every_kind_now_and_then() -> None:
+    made = math.demonstrations.demonstrations(1200, seed=1)
+    assert 0.15 < sum(one["reward"] for one in made) / len(made) < 0.35
+    for kind in math.tasks.KINDS:
+        of_kind = [one for one in made if one["kind"] == kind]
+        assert sum(one["reward"] for one in of_kind) > 0.02 * len(of_kind)
+    worked = [ok for one in made for _, ok in one["calls"]]
+    assert 0.3 < sum(worked) / len(worked) < 0.5
+    assert "<|tool|>Error: " in chat_text(next(one for one in made if not one["calls"][0][1])["messages"])
+
+
+# --- Calc-X ---
+
+ROWS = [
+    {"id": "ape__1", "question": "12 cakes for 3?", "chain": "<gadget>12/3</gadget>", "result": "4", "source": "calc"},
+    {"id": "ape__2", "question": "2 of 3?", "chain": "", "result": "2/3", "source": "calc"},
+    {"id": "aqua__3", "question": "Which? A) 1 B) 2", "chain": "", "result": "B", "source": "calc"},
+]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_calc_x_is_read_as_it_is_published(tmp_path: Path, ending: str) -> None:
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / f"train-00000-of-00001.{ending}"
+    if ending == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(ROWS), path)
+    tasks = math.tasks.calc_x_tasks(tmp_path)
+    assert [task["id"] for task in tasks] == ["ape__1", "ape__2"]  # a letter is no number
+    assert math.grading.grade(tasks[1], "0.66667") == 1.0
+    assert math.grading.grade(tasks[0], "12 / 3 = 4") == 1.0
+
+
+def test_a_missing_dataset_says_where_it_is_and_what_there_is_without_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)huggingface.co/datasets/MU-NLPC/Calc-X.*train_tasks makes"):
+        math.tasks.calc_x_tasks(tmp_path / "nowhere")
+    (tmp_path / "train.jsonl").write_text('{"text": "something else"}\n')
+    with pytest.raises(ConfigError, match=r"train.jsonl, row 1: Calc-X has id, question and result; found text"):
+        math.tasks.calc_x_tasks(tmp_path)
+    with pytest.raises(ConfigError, match="no split 'dev'"):
+        math.tasks.calc_x_tasks(tmp_path, "dev")
+
+
+# --- the agent ---
+
+SCRIPTED = """
+import asyncio, json, sys
+from agent import answer_of, run
+from openai import AsyncOpenAI
+
+async def main():
+    script = json.load(sys.stdin)
+    requests = []
+
+    async def handle(reader, writer):
+        head = (await reader.readuntil(b"\\r\\n\\r\\n")).decode().lower()
+        length = int(head.split("content-length: ")[1].split("\\r\\n")[0])
+        requests.append(json.loads(await reader.readexactly(length)))
+        message = {"role": "assistant", "content": None, **script[len(requests) - 1]}
+        finish = "tool_calls" if "tool_calls" in message else "stop"
+        choice = {"index": 0, "finish_reason": finish, "message": message}
+        body = {"id": "c", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
+        payload = json.dumps(body).encode()
+        writer.write(b"HTTP/1.1 200 OK\\r\\nContent-Type: application/json\\r\\nConnection: close\\r\\n")
+        writer.write(f"Content-Length: {len(payload)}\\r\\n\\r\\n".encode() + payload)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as client:
+        result = await run("3*x+5=20, x*7?", client=client)
+    told = [one["content"] for one in requests[-1]["messages"] if one["role"] == "tool"]
+    print(json.dumps({"answer": answer_of(result), "told": told, "calls": len(requests)}))
+    print("agentlightning" in sys.modules)
+
+asyncio.run(main())
+"""
+
+
+def calling(name: str, arguments: object, number: int = 1) -> dict:
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return {"tool_calls": [{"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": text}}]}
+
+
+def converse(*script: dict) -> dict:
+    """What became of a conversation with an endpoint that answers by `script`, in AutoGen's environment."""
+    done = subprocess.run(
+        [bin_of("experiments") / "python", "-c", SCRIPTED],
+        cwd=MATH,
+        input=json.dumps(script),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    outcome, imported = done.stdout.splitlines()
+    assert imported == "False"  # the agent knows nothing of training
+    return json.loads(outcome)
+
+
+@pytest.mark.slow
+def test_the_agent_solves_then_calculates_then_answers() -> None:
+    outcome = converse(
+        calling("solve", {"equation": "3*x+5=20"}),
+        calling("calculate", {"left": "x", "operator": "*", "right": 7}, 2),
+        {"content": "result: 35"},
+    )
+    assert outcome == {"answer": "result: 35", "told": ["x: 5", "result: 35"], "calls": 3}
+
+
+@pytest.mark.slow
+def test_malformed_tool_calls_are_told_to_the_model_and_calling_to_the_end_is_no_answer() -> None:
+    outcome = converse(
+        calling("solve", "not json"),
+        calling("teleport", {}, 2),
+        calling("calculate", {"left": 1}, 3),
+        calling("calculate", {"left": 20, "operator": "+", "right": 20}, 4),
+    )
+    assert outcome["calls"] == 4
+    assert outcome["answer"] == ""  # although AutoGen repeats the last result
+    not_json, unknown, missing = outcome["told"]
+    assert not_json.startswith("Error: ")
+    assert unknown == "Error: tool 'teleport' not found in any workbench"
+    assert "Field required" in missing
