@@ -242,7 +242,7 @@ def export(
 
     async def work() -> None:
         place = address if server else address or newest_store()
-        async with open_store(place, server, key) as store:
+        async with open_store(place, server, key, reading=True) as store:
             rollouts, dataset = await _export(store, where, wanted, kind, out)
         if not dataset.written:
             raise ConfigError(_nothing(kind, rollouts, dataset.left_out, place or str(server)))

@@ -72,7 +72,7 @@ def _calls(run_id: str | None, model: str | None) -> Filter:
 async def _compare(
     address: str | None, server: str | None, key: str | None, source: str, where: Filter, examples: int
 ) -> tuple[DriftCheck, DriftReport]:
-    async with open_store(address, server, key) as store:
+    async with open_store(address, server, key, reading=True) as store:
         chat = load_chat(source)
         from agentlightning.gateway.chat.drift import DriftCheck, DriftReport, recorded_call
 

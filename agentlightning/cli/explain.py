@@ -63,7 +63,7 @@ def explain(
 
     async def work() -> None:
         place = address if server or address else newest_store()
-        async with open_store(place, server, key) as store:
+        async with open_store(place, server, key, reading=True) as store:
             explanation, classifier = await _explanation(store, rollout_id, source or _own_tokenizer(place))
         if as_json:
             click.echo(msgspec.json.encode(explanation))

@@ -69,7 +69,7 @@ def list_(address: str | None, server: str | None, key: str | None, as_json: boo
     from agentlightning.store import calls
 
     async def work() -> None:
-        async with open_store(address, server, key) as opened:
+        async with open_store(address, server, key, reading=True) as opened:
             found = await opened.perform(calls.QueryKeys())
         if as_json:
             for one in found:
@@ -150,7 +150,7 @@ def audit(address: str | None, server: str | None, key: str | None, limit: int, 
     from agentlightning.store import calls
 
     async def work() -> None:
-        async with open_store(address, server, key) as opened:
+        async with open_store(address, server, key, reading=True) as opened:
             found = await opened.perform(calls.QueryAudit(limit=limit))
         if as_json:
             for one in found:

@@ -49,7 +49,7 @@ def find_run(name: str, address: str | None, server: str | None, key: str | None
 
 
 async def _read_run(run_id: str, address: str | None, server: str | None, key: str | None) -> Run:
-    async with open_store(address, server, key) as store:
+    async with open_store(address, server, key, reading=True) as store:
         found = next((run for run in await store.query_runs() if run.run_id == run_id), None)
     if found is None:
         raise NotFoundError(f"{address or server} has no run {run_id}; `agl runs {address or '--server …'}` lists them")

@@ -91,7 +91,7 @@ def replay(
 
     async def work() -> int:
         place = address if server else address or str(directory / STORE_FILE)
-        async with open_store(place, server, key) as store:
+        async with open_store(place, server, key, reading=True) as store:
             found = next((one for one in await store.query_runs() if one.run_id == mark.run_id), None)
             if found is None:
                 raise NotFoundError(f"the store has no run {mark.run_id}; name the run's own with --store or --server")

@@ -95,7 +95,7 @@ def list_(
 
     async def work() -> None:
         place = None if server else address or newest_store()
-        async with open_store(place, server, key) as store:
+        async with open_store(place, server, key, reading=True) as store:
             newest = Order(field="start_time", descending=True)
             page = await store.page_rollouts(where, [newest], limit=limit, with_total=True)
             listed = await asyncio.gather(*(_listed(store, rollout) for rollout in page.items))
@@ -174,7 +174,7 @@ def show(
     prices = read_prices(price)
 
     async def work() -> None:
-        async with open_store(None if server else address or newest_store(), server, key) as store:
+        async with open_store(None if server else address or newest_store(), server, key, reading=True) as store:
             rollout = await store.get_rollout_by_id(rollout_id)
             if rollout is None:
                 raise NotFoundError(f"there is no rollout {rollout_id!r} in this store; see `agl rollouts list`")

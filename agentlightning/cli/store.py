@@ -47,9 +47,10 @@ def store_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.asynccontextmanager
 async def open_store(
-    address: str | None, server: str | None, key: str | None, *, create: bool = False
+    address: str | None, server: str | None, key: str | None, *, create: bool = False, reading: bool = False
 ) -> AsyncGenerator[LightningStore]:
-    """The store that the options name; one that does not exist is only made if `create`."""
+    """The store that the options name; one that does not exist is only made if `create`. Only for `reading`, a file that
+    another process uses is as good as any."""
     if (address is None) == (server is None):
         raise click.UsageError("say which store: either --store PATH (or a postgresql:// URL), or --server URL")
     if server is not None:
@@ -58,13 +59,15 @@ async def open_store(
         # Somebody waits before a terminal: a mistyped URL should not take a minute.
         opened: LightningStore = LightningStoreClient(server, key, patience=_PATIENCE_SECONDS)
     else:
+        from agentlightning.store.reading import StoreReader
         from agentlightning.store.sql import SqlStore
 
         assert address is not None
         if not create:
             _require_file(address)
         try:
-            opened = await SqlStore.open(address)
+            only_read = reading and not address.startswith(_POSTGRES)
+            opened = await (StoreReader.open(Path(address)) if only_read else SqlStore.open(address))
         except InUseError:
             raise InUseError(
                 f"the store {address} is in use by another process; ask that process: use --server URL instead of "
@@ -259,7 +262,7 @@ def export(
     wanted = Condition("run_id", "eq", run_id) if run_id is not None else _filter(where)
 
     async def work() -> None:
-        async with open_store(address, server, key) as opened:
+        async with open_store(address, server, key, reading=True) as opened:
             done = await export_rollouts(opened, destination, where=wanted, project=project, overwrite=force)
         unfinished = f"; {done.unfinished} had not ended, and an import leaves them out" if done.unfinished else ""
         print(f"wrote {done.rollouts} rollouts, {done.attempts} attempts, {done.spans} spans{unfinished}")

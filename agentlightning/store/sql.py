@@ -75,7 +75,7 @@ _WRITES: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
     calls.IssueWorkerKey: access_keys.issue_for_worker,
     calls.RevokeKey: access_keys.revoke,
 }
-_READS: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
+READS: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
     calls.QueryRollouts: queries.query_rollouts,
     calls.QuerySpans: queries.query_spans,
     calls.QueryAttempts: lambda tx, call: attempts.query_attempts(tx.connection, call),
@@ -206,8 +206,8 @@ class SqlStore(LightningStore):
         if kind in _WRITES:
             write: Any = _WRITES[kind]
             return await self._write(lambda tx: access_keys.audited(tx, call, write))
-        if kind in _READS:
-            read = _READS[kind]
+        if kind in READS:
+            read = READS[kind]
             return await self._read(lambda tx: read(tx, call))
         return await self._others[kind](call)
 

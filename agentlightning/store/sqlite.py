@@ -41,8 +41,9 @@ class SqliteConnection(sqlite3.Connection):
         """A file is not lost."""
 
 
-def check_file(path: Path) -> None:
-    """ConfigError if there is a file at `path` and it is not a store of this version; nothing is changed."""
+def check_file(path: Path, *, reading: bool = False) -> None:
+    """ConfigError if there is a file at `path` and it is not a store of this version, or may not be written although it
+    is not only for `reading`; nothing is changed."""
     try:
         if not path.exists() or path.stat().st_size == 0:
             return
@@ -59,7 +60,7 @@ def check_file(path: Path) -> None:
             f"the store {path} has layout {version} and this release reads layouts 1 to {schema.VERSION}; it was left "
             "as it is. Use the release that wrote it, or choose another path"
         )
-    if not os.access(path, os.W_OK):
+    if not reading and not os.access(path, os.W_OK):
         raise _unusable(path, PermissionError("no permission to write it"))
     _check_whole(path, header)
 

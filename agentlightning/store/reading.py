@@ -1,0 +1,90 @@
+"""A store's SQLite file read while another process owns it: what a job is doing is looked at while it runs.
+
+Nothing is changed and nobody is kept out. Other processes' commits wake nobody here, so that waiting is looking again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from agentlightning.errors import ConflictError
+from agentlightning.store import attempts, calls, rollouts, schema, sqlite
+from agentlightning.store.base import LightningStore
+from agentlightning.store.calls import Call
+from agentlightning.store.database import DatabaseThread
+from agentlightning.store.sql import LEASE_SECONDS, READS
+from agentlightning.store.transaction import Transaction
+from agentlightning.types import Attempt, FinishedRollouts, Rollout
+
+T = TypeVar("T")
+
+_LOOK_AGAIN_SECONDS: Final = 0.5
+
+
+def _rollout(tx: Transaction, call: calls.GetRollout) -> Rollout | None:
+    row = rollouts.rollout_row(tx.connection, call.rollout_id)
+    return None if row is None else rollouts.rollout_from_row(row)
+
+
+def _latest_attempt(tx: Transaction, call: calls.GetLatestAttempt) -> Attempt | None:
+    row = attempts.latest_attempt_row(tx.connection, call.rollout_id)
+    return None if row is None else attempts.attempt_from_row(row)
+
+
+_READS: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
+    **READS,
+    calls.GetRollout: _rollout,
+    calls.GetLatestAttempt: _latest_attempt,
+    calls.FinishedAfter: lambda tx, call: rollouts.finished_after(tx.connection, call),
+}
+
+
+class StoreReader(LightningStore):
+    """The store in a file, for reading. Made by `open`, ended by `close`; a call that would change something is a
+    ConflictError."""
+
+    def __init__(self, connection: sqlite.SqliteConnection) -> None:
+        self._thread = DatabaseThread(connection, "agl-store-reader")
+
+    @classmethod
+    async def open(cls, path: Path) -> StoreReader:
+        """ConfigError if there is no store in the file, or it is damaged; InUseError if it has an older layout, which
+        reading brings up to date, and another process holds it."""
+        return cls(await asyncio.to_thread(_connect, path))
+
+    async def close(self) -> None:
+        await self._thread.close()
+
+    async def perform(self, call: Call[T]) -> T:
+        read = _READS.get(type(call))
+        if read is None:
+            raise ConflictError(f"the store is open for reading, and {type(call).__name__} may change it")
+        give_up = time.monotonic() + getattr(call, "timeout", 0.0)
+        while True:
+            answer = await self._thread.submit(
+                lambda connection: read(Transaction(connection, time.time(), LEASE_SECONDS, b""), call)
+            )
+            remaining = give_up - time.monotonic()
+            if remaining <= 0 or not isinstance(answer, FinishedRollouts) or answer.rollouts:
+                return answer
+            await asyncio.sleep(min(_LOOK_AGAIN_SECONDS, remaining))
+
+
+def _connect(path: Path) -> sqlite.SqliteConnection:
+    sqlite.check_file(path, reading=True)
+    # A connection that may write puts the log away if it is the last to close.
+    connection = sqlite.connect(path, "FULL", read_only=not os.access(path, os.W_OK))
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version != schema.VERSION:
+        connection.close()
+        with contextlib.closing(sqlite.own(path)):
+            sqlite.prepare_file(path)
+        return _connect(path)
+    connection.execute("PRAGMA query_only = ON")
+    return connection

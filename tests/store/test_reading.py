@@ -1,0 +1,76 @@
+"""A store that another process owns can be read, and only read."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentlightning.errors import ConfigError, ConflictError
+from agentlightning.store.reading import StoreReader
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import Metrics
+
+pytestmark = pytest.mark.anyio
+
+READS = """
+import asyncio, sys
+from pathlib import Path
+from agentlightning.store.reading import StoreReader
+async def work():
+    store = await StoreReader.open(Path(sys.argv[1]))
+    print([rollout.input for rollout in await store.query_rollouts()], (await store.statistics())["rollouts"])
+    await store.close()
+asyncio.run(work())
+"""
+
+
+async def test_another_process_reads_what_was_committed_while_the_owner_goes_on(tmp_path: Path) -> None:
+    owner = await SqlStore.open(tmp_path / "store.db")
+    await owner.enqueue_rollout("one")
+    command = [sys.executable, "-c", READS, str(tmp_path / "store.db")]
+    told = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
+    assert told.stdout == "['one'] 1\n"
+    await owner.enqueue_rollout("two")
+    await owner.close()
+
+
+async def test_a_reader_keeps_nobody_out_and_sees_what_is_new(tmp_path: Path) -> None:
+    await (await SqlStore.open(tmp_path / "store.db")).close()
+    reader = await StoreReader.open(tmp_path / "store.db")
+    owner = await SqlStore.open(tmp_path / "store.db")
+    run = await owner.start_run("grpo", {})
+    await owner.add_metrics(Metrics(run_id=run.run_id, step=1, time=1.0, values={"reward": 0.5}))
+    leased = await owner.start_rollout("x")
+    assert (await reader.query_metrics(run.run_id))[0].values == {"reward": 0.5}
+    assert await reader.get_rollout_by_id("nobody") is None
+    assert (await reader.get_latest_attempt(leased.rollout_id)) == leased.attempt
+
+    waiting = asyncio.create_task(reader.finished_after(timeout=30))
+    await owner.update_attempt(leased.rollout_id, leased.attempt.attempt_id, status="succeeded")
+    assert [rollout.rollout_id for rollout in (await waiting).rollouts] == [leased.rollout_id]
+    assert (await reader.finished_after((await waiting).cursor)).rollouts == ()
+    await owner.close()
+    await reader.close()
+
+
+async def test_a_reader_changes_nothing(tmp_path: Path) -> None:
+    await (await SqlStore.open(tmp_path / "store.db")).close()
+    reader = await StoreReader.open(tmp_path / "store.db")
+    with pytest.raises(ConflictError, match="EnqueueRollouts"):
+        await reader.enqueue_rollout("x")
+    assert (await reader.statistics())["rollouts"] == 0
+    await reader.close()
+
+
+async def test_what_is_no_store_is_refused_and_left_alone(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "other.db") as other:
+        other.execute("CREATE TABLE mine (x)")
+    before = (tmp_path / "other.db").read_bytes()
+    with pytest.raises(ConfigError, match="not an Agent Lightning store"):
+        await StoreReader.open(tmp_path / "other.db")
+    assert (tmp_path / "other.db").read_bytes() == before
