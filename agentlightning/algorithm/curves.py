@@ -1,8 +1,8 @@
-"""The learning curve of a run as a picture."""
+"""Curves of runs as pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from agentlightning.errors import ConfigError
@@ -11,19 +11,41 @@ from agentlightning.types import Metrics
 
 def draw_learning_curve(metrics: Sequence[Metrics], path: Path, title: str) -> Path:
     """Write a PNG: mean training reward per step as a line, held-out reward as dots."""
+    curves: list[tuple[str, str, list[tuple[float, float]]]] = []
+    for name, label, style in (("reward", "training, mean of a step", "-"), ("val_reward", "held-out", "o")):
+        points: list[tuple[float, float]] = [(one.step, one.values[name]) for one in metrics if name in one.values]
+        curves.append((label, style, points))
+    return _draw(curves, path, title, "training step", "reward")
+
+
+def draw_curves(
+    curves: Mapping[str, Sequence[tuple[float, float]]], path: Path, *, title: str, along: str, measured: str
+) -> Path:
+    """Write a PNG of several curves, by what each is called, over one another; few points have dots."""
+    styles = ((name, "-o" if len(points) < 20 else "-", points) for name, points in curves.items())
+    return _draw(styles, path, title, along, measured)
+
+
+def _draw(
+    curves: Iterable[tuple[str, str, Sequence[tuple[float, float]]]], path: Path, title: str, along: str, measured: str
+) -> Path:
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("drawing needs matplotlib: pip install 'agent-lightning-next[train]'") from None
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for name, label, style in (("reward", "training, mean of a step", "-"), ("val_reward", "held-out", "o")):
-        points = [(one.step, one.values[name]) for one in metrics if name in one.values]
+    for label, style, points in curves:
         if points:
-            axes.plot(*zip(*points, strict=True), style, label=label)
-    axes.set(xlabel="training step", ylabel="reward", title=title)
+            axes.plot(*zip(*points, strict=True), style, label=_literal(label), markersize=4)
+    axes.set(xlabel=_literal(along), ylabel=_literal(measured), title=_literal(title))
     axes.grid(alpha=0.3)
     if axes.has_data():
         axes.legend()
     figure.savefig(path, dpi=120)
     return path
+
+
+def _literal(text: str) -> str:
+    """A dollar begins a formula."""
+    return text.replace("$", r"\$")

@@ -27,11 +27,13 @@ _KEYS: dict[str, str] = {
 _OPENAI_URL, _ANTHROPIC_URL = "https://api.openai.com/v1", "https://api.anthropic.com"
 
 
-def backend_options(*, required: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def backend_options(
+    *, required: bool, left_out: str = "it is what OPENAI_BASE_URL, OPENAI_API_KEY and their like say"
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """`--backend`, `--kind` and `--backend-key`, as `open_backend` takes them."""
     address = "The server, such as http://localhost:8000/v1."
     if not required:
-        address += " Left out, it is what OPENAI_BASE_URL, OPENAI_API_KEY and their like say."
+        address += f" Left out, {left_out}."
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in (

@@ -280,7 +280,7 @@ def _nothing(kind: str, rollouts: int, left_out: Counter[str], place: str) -> st
     from agentlightning.data.conversations import FROZEN
 
     if not rollouts:
-        return f"no rollout in {place} matches; `agl rollouts list` shows what there is"
+        return f"no rollout in {place} matches; `agl rollouts ls` shows what there is"
     reasons = "; ".join(f"{count:,} {reason}" for reason, count in left_out.most_common())
     hint = ". Name a model with --model to learn from it although it is not trained" if left_out[FROZEN] else ""
     return f"nothing was written: {rollouts:,} rollouts give no {_UNITS[kind]}. Left out: {reasons}{hint}"

@@ -1,13 +1,15 @@
 """What a person sees while a job runs: phase, step, reward, speed and the time that is left.
 
 On a terminal it is one live panel; elsewhere (a log file, a CI job) it is a line now and then. This module shows what
-it is told through the `Progress` protocol and knows nothing of the job.
+it is told through the `Progress` protocol, or by the calls of `counting`, and knows nothing of the job.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -17,20 +19,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-BLOCKS = "▁▂▃▄▅▆▇█"
+from agentlightning.cli.tables import sparkline
+from agentlightning.tracing.tree import printable
+
 RECENT_STEPS = 5  # the time left is judged by the pace of these
 PLAIN_INTERVAL = 5.0  # seconds between two lines about steps where there is no terminal
-
-
-def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """The last `width` values as blocks; the lowest block is min(0, values) and the highest max(1, values).
-
-    `[0.0, 0.5, 1.0]` → `▁▄█`."""
-    shown = values[-width:]
-    if not shown:
-        return ""
-    low, high = min(0.0, *shown), max(1.0, *shown)
-    return "".join(BLOCKS[int((value - low) / (high - low) * (len(BLOCKS) - 1))] for value in shown)
+LONG_PHASE = 30.0  # seconds without a line after which there is one about a phase that goes on
 
 
 def duration(seconds: float) -> str:
@@ -40,15 +34,74 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+class Pace:
+    """How far something is that is done piece by piece, how fast it goes and how long it still takes."""
+
+    def __init__(self, name: str, total: int | None, clock: Callable[[], float]) -> None:
+        self.name = name
+        self.total = total
+        self.done = 0
+        self._clock = clock
+        self._start = clock()
+
+    def words(self) -> str:
+        """`120/480 · 24/s · about 0:15 left`; without a total `120 · 24/s`, and before anything is done `0/480`."""
+        done = self.done if self.total is None else min(self.done, self.total)  # of rollouts more may be there already
+        words = [f"{done:,}" if self.total is None else f"{done:,}/{self.total:,}"]
+        elapsed = self._clock() - self._start
+        if done and elapsed > 0:
+            rate = done / elapsed
+            words.append(f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.2g}/s")
+            if self.total is not None and done < self.total:
+                words.append(f"about {duration((self.total - done) / rate)} left")
+        return " · ".join(words)
+
+    def row(self) -> tuple[RenderableType, RenderableType, str]:
+        """Name, bar and words; of what has neither pieces nor a total only the name."""
+        if self.total:
+            bar = ProgressBar(total=self.total, completed=min(self.done, self.total), width=30)
+            return Text(self.name, style="bold"), bar, self.words()
+        return Text(self.name, style="bold"), "", self.words() if self.done else ""
+
+
+@contextmanager
+def counting(name: str, total: int | None = None, console: Console | None = None) -> Generator[Callable[[int], None]]:
+    """Show how far a job of many pieces is while it lasts, on stderr; call what it gives with the number done.
+
+    On a terminal it is a bar that goes away at the end. Elsewhere there is a line now and then, and none of a job that
+    is done before the first."""
+    console = console or Console(stderr=True)
+    pace = Pace(name, total, time.monotonic)
+    if console.is_terminal:
+        with Live(console=console, get_renderable=lambda: _grid([pace]), transient=True):
+            yield partial(setattr, pace, "done")
+        return
+    told = time.monotonic()
+
+    def advance(done: int) -> None:
+        nonlocal told
+        pace.done = done
+        if time.monotonic() - told >= PLAIN_INTERVAL:
+            told = time.monotonic()
+            console.print(Text(f"{name} {pace.words()}"), soft_wrap=True)
+
+    yield advance
+
+
+def _grid(paces: Iterable[Pace]) -> Table:
+    grid = Table.grid(padding=(0, 1))
+    for pace in paces:
+        grid.add_row(*pace.row())
+    return grid
+
+
 class JobState:
     """What is known about a running job; times are seconds of `clock`."""
 
     def __init__(self, steps: int | None, time_limit: float | None, clock: Callable[[], float]) -> None:
         self.steps = steps
-        self.phase_name = "starting"
-        self.phase_total: int | None = None
-        self.phase_done = 0
-        self.beside: dict[str, tuple[int, int]] = {}  # what goes on beside the phase: how much is done, of how much
+        self.phase = Pace("starting", None, clock)
+        self.beside: dict[str, Pace] = {}  # what goes on beside the phase
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.rewards: list[float] = []
@@ -119,8 +172,8 @@ class LiveProgress:
         self._clock = clock
         self._live = Live(console=console, get_renderable=self._panel, transient=True) if console.is_terminal else None
         self._phases_told: set[str] = set()
-        self._line_time: float | None = None
-        self._step_told = 0
+        self._line_time = clock()  # of the last line, where there is no panel
+        self._step_told, self._step_time = 0, 0.0
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -136,60 +189,54 @@ class LiveProgress:
             self._tell_step()
 
     def phase(self, name: str, total: int | None = None, *, beside: bool = False) -> None:
+        pace = Pace(name, total, self._clock)
         if beside:
-            self.state.beside[name] = (0, total or 0)
+            self.state.beside[name] = pace
         else:
             self.state.beside.pop(name, None)  # it was given up, and begins anew
-            self.state.phase_name, self.state.phase_total, self.state.phase_done = name, total, 0
+            self.state.phase = pace
         if self._live is None and name not in self._phases_told:
             self._phases_told.add(name)
             self._tell(f"{name} …")
 
     def advance(self, done: int, beside: str | None = None) -> None:
-        if beside is None:
-            self.state.phase_done = done
-        elif beside in self.state.beside:
-            total = self.state.beside.pop(beside)[1]
-            if done < total:
-                self.state.beside[beside] = (done, total)
+        pace = self.state.phase if beside is None else self.state.beside.get(beside)
+        if pace is None:
+            return
+        pace.done = done
+        if beside is not None and done >= (pace.total or 0):
+            del self.state.beside[beside]
+        elif self._live is None and beside is None and self._clock() - self._line_time >= LONG_PHASE:
+            self._tell(f"{pace.name} {pace.words()}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.state.finish_step(step, metrics)
-        if self._live is None and (self._line_time is None or self._clock() - self._line_time >= PLAIN_INTERVAL):
+        due = not self._step_told or self._clock() - self._step_time >= PLAIN_INTERVAL
+        if self._live is None and due:
             self._tell_step()
 
     def note(self, message: str) -> None:
         if self._live is None:
             self._tell(message)
         else:
-            self._live.console.print(Text(message))
+            self._live.console.print(Text(printable(message)))
 
     def _tell_step(self) -> None:
-        self._line_time, self._step_told = self._clock(), self.state.step
+        self._step_time, self._step_told = self._clock(), self.state.step
         self._tell(" · ".join([self.state.headline(), *self.state.figures(), *self.state.times()[1:]]))
 
     def _tell(self, message: str) -> None:
-        self._console.print(Text(f"[{duration(self.state.elapsed())}] {message}"), soft_wrap=True)
+        self._line_time = self._clock()
+        self._console.print(Text(f"[{duration(self.state.elapsed())}] {printable(message)}"), soft_wrap=True)
 
     def _panel(self) -> RenderableType:
         state = self.state
-        phase = Table.grid(padding=(0, 1))
-        phase.add_row(*_bar(state.phase_name, state.phase_done, state.phase_total))
-        for name, (done, total) in state.beside.items():
-            phase.add_row(*_bar(name, done, total))
         headline, line = state.headline(), sparkline(state.rewards)
-        lines: list[RenderableType] = [phase]
+        lines: list[RenderableType] = [_grid([state.phase, *state.beside.values()])]
         if headline:
             lines.append(Text(f"{headline}  {line}  {' · '.join(state.figures())}"))
         lines.append(Text(" · ".join(state.times()), style="dim"))
         return Group(*lines)
-
-
-def _bar(name: str, done: int, total: int | None) -> tuple[RenderableType, RenderableType, str]:
-    if not total:
-        return Text(name, style="bold"), "", ""
-    done = min(done, total)  # where rollouts overlap with steps, more may be there than the next step takes
-    return Text(name, style="bold"), ProgressBar(total=total, completed=done, width=30), f"{done:,}/{total:,}"
 
 
 def hide_library_progress() -> None:

@@ -98,7 +98,7 @@ async def _nearest(store: LightningStore, rollout_id: str) -> str:
     newest = Order(field="start_time", descending=True)
     page = await store.page_rollouts(None, [newest], limit=_LOOKED_THROUGH)
     close = difflib.get_close_matches(rollout_id, [one.rollout_id for one in page.items], n=1)
-    return f"did you mean {close[0]!r}?" if close else "`agl rollouts list` lists them"
+    return f"did you mean {close[0]!r}?" if close else "`agl rollouts ls` lists them"
 
 
 async def _run_of(store: LightningStore, rollout: Rollout) -> Run | None:

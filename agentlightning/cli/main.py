@@ -28,8 +28,11 @@ COMMANDS = {
     "proxy": "proxy",
     "run": "run",
     "import": "importing",
-    "runs": "inspecting",
+    "runs": "runs",
     "rollouts": "rollouts",
+    "top": "top",
+    "report": "report",
+    "doctor": "doctor",
     "drift": "drift",
     "data": "data",
     "store": "store",
@@ -78,11 +81,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
+    words = [word for word in (sys.argv[1:] if arguments is None else arguments) if not word.startswith("-")]
     try:
         result = agl.main(args=None if arguments is None else list(arguments), prog_name="agl", standalone_mode=False)
         sys.stdout.flush()
     except click.ClickException as error:
         error.show()
+        _show_page(error, words)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
@@ -91,13 +96,25 @@ def run(arguments: Sequence[str] | None = None) -> int:
         hint = _how_to_install(error)
         if isinstance(error, ModuleNotFoundError) and not hint:
             raise
-        click.echo(f"error: {error}{hint}", err=True)
+        from agentlightning.tracing.tree import printable
+
+        click.echo(f"error: {printable(str(error))}{hint}", err=True)
+        _show_page(ModuleNotFoundError() if hint else error, words)
         return 1
     except BrokenPipeError:
         # The reader of our output has left (`agl runs | head`); stdout must not be flushed again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return result if isinstance(result, int) else 0
+
+
+def _show_page(error: Exception, words: Sequence[str]) -> None:
+    """Say where to read on, where there is a page about it."""
+    from agentlightning.cli.pages import page_of
+
+    page = page_of(error, words)
+    if page is not None:
+        click.echo(f"see {page}", err=True)
 
 
 def _how_to_install(error: Exception) -> str:

@@ -15,7 +15,7 @@ import msgspec
 from agentlightning.algorithm.directory import MARK, read_mark
 from agentlightning.algorithm.manifest import fingerprint
 from agentlightning.cli.config import TrainConfig, load_config
-from agentlightning.cli.inspecting import STORE_FILE
+from agentlightning.cli.runs import STORE_FILE
 from agentlightning.cli.store import open_store
 from agentlightning.data.datasets import load_dataset
 from agentlightning.errors import ConfigError, NotFoundError

@@ -18,7 +18,7 @@ import click
 import msgspec
 
 from agentlightning.cli.config import build, load_config
-from agentlightning.cli.inspecting import STORE_FILE
+from agentlightning.cli.runs import STORE_FILE
 from agentlightning.cli.store import open_store, run
 from agentlightning.cli.training import DIRECTORY, FILE, make_algorithm
 from agentlightning.errors import ConfigError, NotFoundError

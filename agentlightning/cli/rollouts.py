@@ -1,4 +1,4 @@
-"""`agl rollouts`: what rollouts a store holds, and what one of them did, as a tree."""
+"""`agl rollouts`: what rollouts a store holds, what one of them did, as a tree, and which end just now."""
 
 from __future__ import annotations
 
@@ -11,45 +11,37 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from agentlightning.cli.inspecting import STORE_FILE
 from agentlightning.cli.prices import PRICE_HELP, read_prices
-from agentlightning.cli.store import open_store, run
+from agentlightning.cli.runs import RUNS, SERVER_STORE, STATUSES, STORE_FILE, ListingGroup
+from agentlightning.cli.store import open_store, reading_options, run
 from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.semconv import reward_value
 from agentlightning.store.codec import plain
 from agentlightning.store.redaction import text_without_secrets
-from agentlightning.types import And, Attempt, Condition, Order, Rollout, Span
+from agentlightning.tracing.tree import Totals
+from agentlightning.types import And, Attempt, Condition, Filter, Order, Rollout, Span
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from agentlightning.store.base import LightningStore
 
-_STATUSES: Final = ("queuing", "preparing", "running", "requeuing", "succeeded", "failed", "cancelled")
+ENDED: Final = ("succeeded", "failed", "cancelled")
+_SPANS_AT_ONCE: Final = 1000
+_LONG_POLL: Final = 30.0  # seconds
 _LOG_LINES: Final = 10  # the last ones of each stream
 
 
-@click.group()
+@click.group(cls=ListingGroup)
 def rollouts() -> None:
-    """List rollouts, and show what one did."""
-
-
-def _options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="JSON, one rollout a line."),
-        click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key."),
-        click.option("--server", metavar="URL", help="Ask this `agl server` instead."),
-        click.option("--store", "address", metavar="PATH|URL",
-                     help="SQLite file or postgresql://…; default the newest of agentlightning.sqlite and runs/*."),
-    ):  # fmt: skip
-        command = option(command)
-    return command
+    """List rollouts, show what one did, and follow them as they end (without a command: ls)."""
 
 
 def newest_store() -> str:
     """The store that a command reads where none is named. ConfigError where there is none."""
-    found = [path for path in (Path("agentlightning.sqlite"), *Path("runs").glob(f"*/{STORE_FILE}")) if path.is_file()]
+    found = [path for path in (SERVER_STORE, *RUNS.glob(f"*/{STORE_FILE}")) if path.is_file()]
     if not found:
-        raise ConfigError(f"there is no agentlightning.sqlite and no run in {Path('runs').absolute()}; name a --store")
+        raise ConfigError(f"there is no {SERVER_STORE} and no run in {RUNS.absolute()}; name a --store")
     return str(max(found, key=_written))
 
 
@@ -59,26 +51,40 @@ def _written(store: Path) -> float:
     return max(path.stat().st_mtime for path in (store, log) if path.exists())
 
 
-# --- list --------------------------------------------------------------------------------------------------------
+def _chosen(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--status`, `--mode` and `--run`."""
+    for option in (
+        click.option("--run", "run_id", metavar="ID", help="Only of this run."),
+        click.option("--mode", type=click.Choice(["train", "val", "test"]), help="Only of this mode."),
+        click.option("--status", multiple=True, type=click.Choice(STATUSES), help="Only of this status. Repeatable."),
+    ):
+        command = option(command)
+    return command
+
+
+def _where(status: Sequence[str], mode: str | None, run_id: str | None) -> Filter | None:
+    asked = {"status": list(status), "mode": [mode] if mode else [], "run_id": [run_id] if run_id else []}
+    conditions = [Condition(field, "in", values) for field, values in asked.items() if values]
+    return And(conditions) if conditions else None
+
+
+# --- ls ----------------------------------------------------------------------------------------------------------
 
 
 class ListedRollout(msgspec.Struct, frozen=True):
-    """A rollout and what its last attempt took."""
+    """A rollout, the reward of its last attempt, and what that took if it was asked for."""
 
     rollout: Rollout
     reward: float | None
-    calls: int
-    tokens_read: int
-    tokens_written: int
+    totals: Totals | None = None
 
 
-@rollouts.command("list")
-@_options
-@click.option("--status", multiple=True, type=click.Choice(_STATUSES), help="Only of this status. Repeatable.")
-@click.option("--mode", type=click.Choice(["train", "val", "test"]), help="Only of this mode.")
-@click.option("--run", "run_id", metavar="ID", help="Only of this run.")
+@rollouts.command()
+@reading_options()
+@_chosen
 @click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many, the newest first.")
-def list_(
+@click.option("--calls", is_flag=True, help="With calls and tokens, for which every span is read.")
+def ls(
     address: str | None,
     server: str | None,
     key: str | None,
@@ -87,18 +93,16 @@ def list_(
     mode: str | None,
     run_id: str | None,
     limit: int,
+    calls: bool,
 ) -> int:
-    """List rollouts, newest first, with their rewards, calls and tokens."""
-    asked = {"status": list(status), "mode": [mode] if mode else [], "run_id": [run_id] if run_id else []}
-    conditions = [Condition(field, "in", values) for field, values in asked.items() if values]
-    where = And(conditions) if conditions else None
+    """List rollouts, newest first, with their rewards."""
 
     async def work() -> None:
         place = None if server else address or newest_store()
         async with open_store(place, server, key, reading=True) as store:
             newest = Order(field="start_time", descending=True)
-            page = await store.page_rollouts(where, [newest], limit=limit, with_total=True)
-            listed = await asyncio.gather(*(_listed(store, rollout) for rollout in page.items))
+            page = await store.page_rollouts(_where(status, mode, run_id), [newest], limit=limit, with_total=True)
+            listed = await with_rewards(store, page.items, with_calls=calls)
         if as_json:
             for one in listed:
                 click.echo(msgspec.json.encode(one))
@@ -108,45 +112,144 @@ def list_(
     return run(work())
 
 
-async def _listed(store: LightningStore, rollout: Rollout) -> ListedRollout:
+async def with_rewards(
+    store: LightningStore, found: Sequence[Rollout], *, with_calls: bool = False
+) -> list[ListedRollout]:
+    if with_calls:
+        return await asyncio.gather(*(_with_calls(store, rollout) for rollout in found))
+    by_id: dict[str, list[Span]] = {rollout.rollout_id: [] for rollout in found}
+    rewarded = And([Condition("rollout_id", "in", list(by_id)), Condition(f"attributes.{reward_value(0)}", "exists")])
+    cursor = None
+    while by_id:
+        page = await store.page_spans(rewarded, limit=_SPANS_AT_ONCE, cursor=cursor)
+        for span in page.items:
+            by_id[span.rollout_id].append(span)
+        cursor = page.next_cursor
+        if cursor is None:
+            break
+    rewards = await asyncio.gather(*(_reward(store, *item) for item in by_id.items()))
+    return [ListedRollout(rollout, reward) for rollout, reward in zip(found, rewards, strict=True)]
+
+
+async def _reward(store: LightningStore, rollout_id: str, spans: Sequence[Span]) -> float | None:
+    from agentlightning.tracing.rewards import find_final_reward
+
+    latest = await store.get_latest_attempt(rollout_id) if spans else None
+    return find_final_reward(span for span in spans if latest and span.attempt_id == latest.attempt_id)
+
+
+async def _with_calls(store: LightningStore, rollout: Rollout) -> ListedRollout:
     from agentlightning.tracing.rewards import find_final_reward
     from agentlightning.tracing.steps import read_steps
     from agentlightning.tracing.tree import totals
 
     spans = await store.query_spans(rollout.rollout_id, "latest")
-    took = totals(read_steps(spans))
-    return ListedRollout(rollout, find_final_reward(spans), took.calls, took.tokens_read, took.tokens_written)
+    return ListedRollout(rollout, find_final_reward(spans), totals(read_steps(spans)))
 
 
 def _print_list(listed: Sequence[ListedRollout], place: str, more: int) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    from agentlightning.cli.tables import make_table, print_table
 
+    rows: list[tuple[object, ...]] = []
+    for one in listed:
+        rollout, took = one.rollout, one.totals
+        started = time.strftime("%m-%d %H:%M:%S", time.localtime(rollout.start_time))
+        tokens = "" if took is None else f"{took.tokens_read:,} → {took.tokens_written:,}"
+        counts = (took and took.calls, tokens)
+        first = (rollout.rollout_id, rollout.status, rollout.mode, started, _took(rollout), one.reward)
+        rows.append((*first, *counts, _input(rollout)))
+    names = ("rollout", "status", "mode", "started", "took", "reward", "calls", "tokens", "input")
+    if listed and listed[0].totals is None:
+        names, rows = (*names[:6], names[8]), [(*row[:6], row[8]) for row in rows]
+    if listed:
+        print_table(make_table(names, rows))
+    else:
+        click.echo("no rollout matches")
+    click.echo(f"{text_without_secrets(place)}{f'; {more} more, see --limit' if more > 0 else ''}", err=True)
+
+
+def _took(rollout: Rollout) -> str:
     from agentlightning.cli.display import duration
+
+    return "" if rollout.end_time is None else duration(rollout.end_time - rollout.start_time)
+
+
+def _input(rollout: Rollout) -> str:
     from agentlightning.tracing.messages import text_of
     from agentlightning.tracing.tree import one_line
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("rollout", "status", "mode", "started", "took", "reward", "calls", "tokens", "input"):
-        table.add_column(name, no_wrap=name != "input", overflow="fold" if name == "rollout" else "ellipsis")
-    for one in listed:
-        rollout = one.rollout
-        table.add_row(
-            rollout.rollout_id,
-            rollout.status,
-            rollout.mode,
-            time.strftime("%m-%d %H:%M:%S", time.localtime(rollout.start_time)),
-            "" if rollout.end_time is None else duration(rollout.end_time - rollout.start_time),
-            "" if one.reward is None else f"{one.reward:g}",
-            str(one.calls),
-            f"{one.tokens_read:,} → {one.tokens_written:,}",
-            one_line(text_of({"content": rollout.input}), 40),
-        )
-    # Ids are there to be copied: a narrow terminal wraps lines rather than cutting cells.
-    console = Console(width=max(Console().width, Console(width=10_000).measure(table).maximum), highlight=False)
-    console.print(table if listed else "no rollout matches", markup=False)
-    click.echo(f"{text_without_secrets(place)}{f'; {more} more, see --limit' if more > 0 else ''}", err=True)
+    return one_line(text_of({"content": rollout.input}), 40)
+
+
+# --- tail --------------------------------------------------------------------------------------------------------
+
+
+@rollouts.command()
+@reading_options()
+@_chosen
+@click.option(
+    "-n", "earlier", type=click.IntRange(min=0), default=10, show_default=True, help="How many that ended before."
+)
+def tail(
+    address: str | None,
+    server: str | None,
+    key: str | None,
+    as_json: bool,
+    status: tuple[str, ...],
+    mode: str | None,
+    run_id: str | None,
+    earlier: int,
+) -> int:
+    """Show rollouts as they end, one a line, until Ctrl-C."""
+
+    async def work() -> None:
+        async with open_store(None if server else address or newest_store(), server, key, reading=True) as store:
+            cursor = await _end_of_feed(store, run_id)
+            newest = Order(field="end_time", descending=True)
+            page = await store.page_rollouts(_where(status or ENDED, mode, run_id), [newest], limit=max(1, earlier))
+            told = page.items[:earlier][::-1]
+            seen = {rollout.rollout_id for rollout in told}
+            while True:
+                for one in await with_rewards(store, told):
+                    _print_ended(one, as_json)
+                finished = await store.finished_after(cursor, timeout=_LONG_POLL, run_id=run_id)
+                cursor = finished.cursor
+                wanted = [one for one in finished.rollouts if one.status in (status or ENDED)]
+                told = [one for one in wanted if mode in (None, one.mode) and one.rollout_id not in seen]
+
+    return run(work())
+
+
+async def _end_of_feed(store: LightningStore, run_id: str | None) -> int:
+    """The cursor after which nothing has finished yet, found by halving."""
+
+    async def finished(after: int) -> bool:
+        return bool((await store.finished_after(after, 1, run_id=run_id)).rollouts)
+
+    low, high = 0, 1
+    while await finished(high):
+        low, high = high, 2 * high
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if await finished(middle) else (low, middle)
+    return low
+
+
+def _print_ended(one: ListedRollout, as_json: bool) -> None:
+    if as_json:
+        click.echo(msgspec.json.encode(one))
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    from agentlightning.cli.tables import STYLES
+
+    rollout = one.rollout
+    line = Text(time.strftime("%H:%M:%S  ", time.localtime(rollout.end_time)), "dim")
+    line.append(f"{rollout.status:<9}", STYLES.get(rollout.status, "yellow"))
+    reward = "-" if one.reward is None else f"{one.reward:g}"
+    line.append(f"  {rollout.mode:<5}  reward {reward:<7}  {_took(rollout):>7}  {rollout.rollout_id}  ")
+    Console(highlight=False).print(line.append(_input(rollout), "dim"), soft_wrap=True)
 
 
 # --- show --------------------------------------------------------------------------------------------------------
@@ -154,7 +257,7 @@ def _print_list(listed: Sequence[ListedRollout], place: str, more: int) -> None:
 
 @rollouts.command()
 @click.argument("rollout_id", metavar="ID")
-@_options
+@reading_options()
 @click.option("--attempt", "number", type=click.IntRange(min=1), metavar="N", help="The Nth attempt; default the last.")
 @click.option("--logs", is_flag=True, help="All that is kept of what it wrote, instead of the last lines.")
 @click.option("--limit", type=click.IntRange(min=1), default=200, show_default=True, help="Most steps in the tree.")
@@ -177,7 +280,7 @@ def show(
         async with open_store(None if server else address or newest_store(), server, key, reading=True) as store:
             rollout = await store.get_rollout_by_id(rollout_id)
             if rollout is None:
-                raise NotFoundError(f"there is no rollout {rollout_id!r} in this store; see `agl rollouts list`")
+                raise NotFoundError(f"there is no rollout {rollout_id!r} in this store; see `agl rollouts ls`")
             attempts = await store.query_attempts(rollout_id)
             if number is not None and number > len(attempts):
                 raise NotFoundError(f"rollout {rollout_id} has {len(attempts)} attempts; there is no {number}")
@@ -201,17 +304,21 @@ def show(
 
 def _print_attempts(console: Console, attempts: Sequence[Attempt], shown: Attempt | None) -> None:
     """How each ended and why, where there is more to say than the tree's first line does."""
+    from agentlightning.tracing.tree import printable
+
     for attempt in attempts:
         reason = attempt.metadata.get("reason")
         if len(attempts) > 1 or reason:
             mark = "*" if attempt is shown and len(attempts) > 1 else " "
             console.print(
-                f"{mark} attempt {attempt.sequence_id} {attempt.status}{f': {reason}' if reason else ''}", markup=False
+                printable(f"{mark} attempt {attempt.sequence_id} {attempt.status}{f': {reason}' if reason else ''}"),
+                markup=False,
             )
 
 
 def _print_logs(console: Console, spans: Sequence[Span], *, everything: bool) -> None:
     from agentlightning.semconv import LOG, LOG_STREAM, LOG_TEXT
+    from agentlightning.tracing.tree import printable
 
     for span in spans:
         if span.name != LOG:
@@ -221,5 +328,4 @@ def _print_logs(console: Console, spans: Sequence[Span], *, everything: bool) ->
         earlier = len(lines) - len(shown)
         console.print(f"── {span.attributes.get(LOG_STREAM)}{f' ({earlier} lines before, see --logs)' * bool(earlier)}")
         for line in shown:
-            # Control characters would act on the terminal.
-            console.print("".join(c if c.isprintable() else " " for c in line), markup=False)
+            console.print(printable(line), markup=False)

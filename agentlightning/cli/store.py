@@ -45,11 +45,29 @@ def store_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def reading_options(*, store: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`--json`, `--server`, `--key` and, unless a command has another word for it, `--store`, of commands that show."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        named = click.option("--store", "address", metavar="PATH|URL",
+                             help="SQLite file or postgresql://…; default what is found below runs/.")  # fmt: skip
+        for option in (
+            click.option("--json", "as_json", is_flag=True, help="JSON, one object a line."),
+            click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key."),
+            click.option("--server", metavar="URL", help="Ask this `agl server` instead."),
+            *([named] if store else []),
+        ):
+            command = option(command)
+        return command
+
+    return add
+
+
 @contextlib.asynccontextmanager
 async def open_store(
     address: str | None, server: str | None, key: str | None, *, create: bool = False, reading: bool = False
 ) -> AsyncGenerator[LightningStore]:
-    """The store that the options name; one that does not exist is only made if `create`. Only for `reading`, a file that
+    """The store that the options name; one that does not exist is only made if `create`. For `reading`, a file that
     another process uses is as good as any."""
     if (address is None) == (server is None):
         raise click.UsageError("say which store: either --store PATH (or a postgresql:// URL), or --server URL")

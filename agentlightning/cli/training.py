@@ -288,8 +288,8 @@ def quickstart(
     as_json: bool,
 ) -> int:
     """Train a small tool-using agent from nothing, here and now, and show what it learned."""
+    from agentlightning.cli.before_after import show_report
     from agentlightning.cli.display import LiveProgress, hide_library_progress
-    from agentlightning.cli.report import show_report
     from agentlightning.quickstart import QuickstartOptions, load_flight_example, run_quickstart
 
     hide_library_progress()

@@ -25,7 +25,7 @@ async def probe(backend: RemoteBackend, model: str, train: Sampling | None) -> N
     from. ConfigError says what is wrong and what to do."""
     try:
         async with asyncio.timeout(_SECONDS):
-            answer = await _answer(backend, model, Sampling(max_tokens=1, seed=0))
+            answer = await one_answer(backend, model, Sampling(max_tokens=1, seed=0))
             reason = untrainable_reason(answer, backend.captures_tokens)
             # Of the model's own distribution every server tells the logprobs.
             plain = train is None or (train.temperature, train.top_p, train.top_k) == (1.0, 1.0, 0)
@@ -49,7 +49,7 @@ async def _check_processed(backend: RemoteBackend, model: str) -> None:
     for temperature in (0.5, 2.0):
         sampling = Sampling(temperature=temperature, max_tokens=1, seed=0)
         try:
-            answer = await _answer(backend, model, sampling, top_logprobs=1)
+            answer = await one_answer(backend, model, sampling, top_logprobs=1)
         except BackendError as error:
             if error.status == 400:  # a gateway of this project before its engine, whose logprobs are as they should be
                 return
@@ -66,7 +66,8 @@ async def _check_processed(backend: RemoteBackend, model: str) -> None:
         )
 
 
-async def _answer(backend: RemoteBackend, model: str, sampling: Sampling, top_logprobs: int = 0) -> Answer:
+async def one_answer(backend: RemoteBackend, model: str, sampling: Sampling, top_logprobs: int = 0) -> Answer:
+    """What it answers to "Hi". BackendError where it does not."""
     call = ModelCall(
         request_id="probe",
         model=model,

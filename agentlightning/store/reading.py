@@ -20,7 +20,7 @@ from agentlightning.store.calls import Call
 from agentlightning.store.database import DatabaseThread
 from agentlightning.store.sql import LEASE_SECONDS, READS
 from agentlightning.store.transaction import Transaction
-from agentlightning.types import Attempt, FinishedRollouts, Rollout
+from agentlightning.types import Attempt, Rollout
 
 T = TypeVar("T")
 
@@ -67,11 +67,11 @@ class StoreReader(LightningStore):
             raise ConflictError(f"the store is open for reading, and {type(call).__name__} may change it")
         give_up = time.monotonic() + getattr(call, "timeout", 0.0)
         while True:
-            answer = await self._thread.submit(
+            answer: Any = await self._thread.submit(
                 lambda connection: read(Transaction(connection, time.time(), LEASE_SECONDS, b""), call)
             )
             remaining = give_up - time.monotonic()
-            if remaining <= 0 or not isinstance(answer, FinishedRollouts) or answer.rollouts:
+            if remaining <= 0 or getattr(answer, "rollouts", True):  # only what has finished is waited for
                 return answer
             await asyncio.sleep(min(_LOOK_AGAIN_SECONDS, remaining))
 

@@ -81,9 +81,14 @@ def rollout_tree(rollout: Rollout, spans: Sequence[Span], *, prices: Prices | No
     return tree
 
 
+def printable(text: str) -> str:
+    """The text with a space for every character that a terminal would act on, but for line ends."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
+
+
 def one_line(text: str, limit: int = _TEXT) -> str:
-    """Text without line ends and control characters, which would act on a terminal, cut at `limit` characters."""
-    flat = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * limit]).split())
+    """Printable text without line ends, cut at `limit` characters."""
+    flat = " ".join(printable(text[: 4 * limit]).split())
     return flat if len(flat) <= limit else f"{flat[: limit - 1]}…"
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from agentlightning.algorithm.base import Progress
-from agentlightning.cli.display import BLOCKS, JobState, LiveProgress, duration, sparkline
+from agentlightning.cli.display import JobState, LiveProgress, Pace, counting, duration
+from agentlightning.cli.tables import BLOCKS, sparkline
 
 
 class Clock:
@@ -97,9 +98,9 @@ def test_what_goes_on_beside_a_phase_has_a_line_of_its_own_until_it_is_done(cloc
         progress.phase("evaluate", 8, beside=True)
         progress.advance(5)
         progress.advance(3, "evaluate")
-        assert (progress.state.phase_name, progress.state.phase_done) == ("rollouts", 5)
+        assert (progress.state.phase.name, progress.state.phase.done) == ("rollouts", 5)
         progress.phase("learn", 2)
-        assert progress.state.beside == {"evaluate": (3, 8)}
+        assert progress.state.beside["evaluate"].words().startswith("3/8")
         progress.advance(8, "evaluate")
         assert progress.state.beside == {}
         progress.phase("evaluate", 8, beside=True)
@@ -122,3 +123,38 @@ def test_on_a_terminal_one_panel_shows_everything(clock: Clock) -> None:
     shown = out.getvalue()
     for part in ("rollouts", "64/128", "step 1/4", "▂", "reward 0.250", "loss -0.5000", "about 3:55 left", "a line"):
         assert part in shown
+
+
+def test_a_pace_tells_the_rate_and_the_time_left(clock: Clock) -> None:
+    pace = Pace("export", 480, clock)
+    assert pace.words() == "0/480"
+    clock.now += 5
+    pace.done = 120
+    assert pace.words() == "120/480 · 24/s · about 0:15 left"
+    pace.total = None
+    assert pace.words() == "120 · 24/s"
+
+
+def test_a_phase_that_takes_long_is_told_of_where_there_is_no_terminal(clock: Clock) -> None:
+    out = io.StringIO()
+    with LiveProgress(Console(file=out, width=200), clock=clock) as progress:
+        progress.phase("evaluate", 100)
+        for done in range(1, 81):
+            clock.now += 1
+            progress.advance(done)
+    assert out.getvalue().splitlines() == [
+        "[0:00] evaluate …",
+        "[0:30] evaluate 30/100 · 1/s · about 1:10 left",
+        "[1:00] evaluate 60/100 · 1/s · about 0:40 left",
+    ]
+
+
+def test_a_short_job_says_nothing_where_there_is_no_terminal_and_has_a_bar_on_one() -> None:
+    plain, terminal = io.StringIO(), io.StringIO()
+    for out in (plain, terminal):
+        console = Console(file=out, force_terminal=out is terminal, width=100, _environ={"TERM": "xterm"})
+        with counting("export", 3, console) as advance:
+            for done in range(1, 4):
+                advance(done)
+    assert plain.getvalue() == ""
+    assert "export" in terminal.getvalue() and "3/3" in terminal.getvalue()

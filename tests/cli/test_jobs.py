@@ -119,7 +119,7 @@ def test_train_by_a_run_file_then_resume_then_list(project: Path) -> None:
     assert (project / report["checkpoint"] / "model.safetensors").is_file()
 
     _, err = finish(start(project, "train", "run.yaml"), code=1)
-    assert err.splitlines()[-1].startswith("error: run holds a run already")
+    assert err.splitlines()[-2].startswith("error: run holds a run already")
 
     out, _ = finish(start(project, "train", "run.yaml", "--resume", "--steps", "3", "--json"))
     assert last_json(out)["run_id"] == report["run_id"]

@@ -69,7 +69,8 @@ def test_a_package_of_an_extra_that_is_missing_is_told_with_the_extra(
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
-    assert done.stderr.endswith(f"pip install 'agent-lightning-next[{extra}]'\n")
+    said, see = done.stderr.splitlines()
+    assert said.endswith(f"pip install 'agent-lightning-next[{extra}]'") and see.endswith("docs/install.md")
 
 
 def test_help_needs_no_torch_web_framework_or_database() -> None:

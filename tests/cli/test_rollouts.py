@@ -127,7 +127,7 @@ def test_without_a_store_or_the_rollout_it_says_what_to_do(capsys: pytest.Captur
     assert "name a --store" in capsys.readouterr().err
     fill()
     assert run(["rollouts", "show", "nope"]) == 1
-    assert "see `agl rollouts list`" in capsys.readouterr().err
+    assert "see `agl rollouts ls`" in capsys.readouterr().err
 
 
 def test_a_rollout_that_has_not_begun_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,11 +30,11 @@ GREEDY = Sampling(temperature=0.0)
 
 
 @asynccontextmanager
-async def serving(app: Any) -> AsyncIterator[str]:
-    """Serve an ASGI application on a free port; gives its root URL."""
+async def serving(app: Any, **settings: Any) -> AsyncIterator[str]:
+    """Serve an ASGI application on a free port, with these settings of uvicorn; gives its root URL."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as HttpServer does: nothing waits for an ACK
-    config = uvicorn.Config(app, log_level="error", lifespan="off")
+    config = uvicorn.Config(app, log_level="error", lifespan="off", **settings)
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:

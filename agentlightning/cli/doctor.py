@@ -1,0 +1,342 @@
+"""`agl doctor`: what an installation, a server and a backend need to work, each looked at for real, each with a fix.
+
+Nothing is changed: what is written to see whether that can be done is removed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+import click
+import msgspec
+
+from agentlightning.cli.asking import ask_server
+from agentlightning.cli.backends import backend_options, open_backend
+from agentlightning.cli.runs import RUNS
+from agentlightning.cli.store import run
+from agentlightning.errors import AgentLightningError, ConfigError, ForbiddenError
+
+if TYPE_CHECKING:
+    from agentlightning.gateway.backends.http import HttpBackend, Kind
+
+_DISTRIBUTION: Final = "agent-lightning-next"
+_PORTS: Final = {8123: "agl server", 8000: "agl serve", 8124: "agl proxy"}
+_LITTLE_ROOM: Final = 2 * 1024**3  # bytes; a checkpoint of a small model and its optimiser
+_SKEW_SECONDS: Final = 3.0  # more than a header of whole seconds and a slow answer explain
+_EXTRA: Final = re.compile(r"extra == ['\"]([\w-]+)['\"]")
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was looked at, how it stands, and what to do about it unless it is ok."""
+
+    name: str
+    state: Literal["ok", "warning", "failed"]
+    found: str
+    fix: str | None = None
+
+
+@click.command()
+@click.option("--server", metavar="URL", help="Look at this `agl server` too.")
+@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
+@backend_options(required=False, left_out="none is looked at")
+@click.option("--model", metavar="NAME", help="What to ask the backend for; default the first that it lists.")
+@click.option("--json", "as_json", is_flag=True, help="JSON, one check a line.")
+def doctor(
+    server: str | None,
+    key: str | None,
+    backend: str | None,
+    kind: Kind | None,
+    backend_key: str | None,
+    model: str | None,
+    as_json: bool,
+) -> int:
+    """Check versions, GPU, ports and write access, and with --server and --backend what those need, with fixes.
+
+    A backend is asked for one token. The exit code is 1 if a check has failed; warnings are no failures."""
+
+    async def work() -> int:
+        parts = [_here()]
+        if server is not None:
+            parts.append(_server(server, key))
+        if backend is not None:
+            parts.append(_backend(backend, kind, backend_key, model))
+        failed = False
+        for checks in parts:
+            async for check in checks:
+                failed = failed or check.state == "failed"
+                _tell(check, as_json)
+        return 1 if failed else 0
+
+    return run(work())
+
+
+def _tell(check: Check, as_json: bool) -> None:
+    if as_json:
+        click.echo(msgspec.json.encode(check))
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    from agentlightning.cli.tables import STYLES
+    from agentlightning.tracing.tree import one_line
+
+    line = Text(f"{check.state:<7}  ", STYLES.get(check.state, "")).append(f"{check.name:<20}  ", "bold")
+    line.append(one_line(check.found, 600))
+    if check.fix:
+        line.append(f"\n{' ' * 9}→ {one_line(check.fix, 600)}")
+    Console(highlight=False).print(line, soft_wrap=True)
+
+
+async def _here() -> AsyncGenerator[Check]:
+    """What is looked at on this machine."""
+    for check in (*_versions(), _gpu(), *_ports(), _proxy(), _room(), await _writing()):
+        yield check
+
+
+# --- this machine ------------------------------------------------------------------------------------------------
+
+
+def _versions() -> Iterator[Check]:
+    """Python, and the packages of each extra against what the distribution asks for."""
+    yield Check("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
+    needed: dict[str, list[str]] = {}
+    for line in metadata.requires(_DISTRIBUTION) or ():
+        extra = _EXTRA.search(line)
+        if not line.startswith(_DISTRIBUTION) and "sys_platform" not in line and (extra is None or extra[1] != "all"):
+            needed.setdefault(extra[1] if extra else "", []).append(line.partition(";")[0].strip())
+    for extra, requirements in needed.items():
+        yield _packages(extra, requirements)
+
+
+def _packages(extra: str, requirements: list[str]) -> Check:
+    """Those of one extra (`""`: of none)."""
+    name = f"packages [{extra}]" if extra else "packages"
+    found: list[str] = [] if extra else [f"{_DISTRIBUTION} {metadata.version(_DISTRIBUTION)}"]
+    missing: list[str] = []
+    wrong: list[str] = []
+    for requirement in requirements:
+        package = re.split(r"[\[<>=!~ ]", requirement)[0]
+        try:
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            missing.append(package)
+            continue
+        found.append(f"{package} {version}")
+        if not _satisfies(version, requirement):
+            wrong.append(f"{package} {version} (needs {requirement})")
+    install = f"pip install '{_DISTRIBUTION}[{extra}]'" if extra else f"pip install {_DISTRIBUTION}"
+    if wrong:
+        return Check(name, "failed", ", ".join(wrong), install)
+    if missing and (not extra or len(found) > len(missing)):
+        return Check(name, "failed" if not extra else "warning", f"without {', '.join(missing)}", install)
+    return Check(name, "ok", ", ".join(found) if not missing else f"not installed ({install})")
+
+
+def _satisfies(version: str, requirement: str) -> bool:
+    """Whether a version is one that is asked for; so it is taken to be where nobody here can tell."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        return True
+    return Requirement(requirement).specifier.contains(version, prereleases=True)
+
+
+def _gpu() -> Check:
+    if importlib.util.find_spec("torch") is None:
+        return Check("gpu", "ok", "torch is not installed, and only training needs one")
+    import torch
+
+    if torch.cuda.is_available():
+        try:
+            torch.ones(8, device="cuda").sum().item()
+        except RuntimeError as error:
+            fix = "install the build of torch for this driver (docs/install.md), or train with --device cpu"
+            return Check("gpu", "failed", f"CUDA is there and does not compute: {error}", fix)
+        cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        return Check("gpu", "ok", ", ".join(f"{card.name}, {card.total_memory / 1024**3:.0f} GiB" for card in cards))
+    if torch.backends.mps.is_available():
+        return Check("gpu", "ok", "Apple's, by MPS")
+    if Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi"):
+        fix = "install the CUDA build: pip install --force-reinstall torch (docs/install.md), and look at nvidia-smi"
+        return Check("gpu", "warning", f"there is an NVIDIA card that torch {torch.__version__} cannot use", fix)
+    return Check("gpu", "ok", "none; models are trained and served on the CPU")
+
+
+def _ports() -> Iterator[Check]:
+    for port, command in _PORTS.items():
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError as error:
+                fix = f"give `{command}` another with --port, or --port 0 for any free one"
+                yield Check(f"port {port}", "warning", f"{error.strerror}; `{command}` would take it", fix)
+                continue
+        yield Check(f"port {port}", "ok", f"free for `{command}`")
+
+
+def _proxy() -> Check:
+    """Agents call the gateway on this machine, which a company's proxy cannot reach."""
+    proxies = [name for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy") if os.environ.get(name)]
+    spared = ",".join(os.environ.get(name, "") for name in ("NO_PROXY", "no_proxy"))
+    if not proxies or "127.0.0.1" in spared or "*" in spared:
+        return Check("proxy", "ok", "none in the way of 127.0.0.1")
+    fix = "export NO_PROXY=127.0.0.1,localhost"
+    return Check("proxy", "warning", f"{proxies[0]} is set, and clients may send calls of 127.0.0.1 there", fix)
+
+
+def _place() -> Path:
+    """Where runs are written to."""
+    return RUNS if RUNS.is_dir() else Path()
+
+
+def _room() -> Check:
+    free = shutil.disk_usage(_place()).free
+    found = f"{free / 1024**3:.0f} GiB free at {_place().absolute()}"
+    if free >= _LITTLE_ROOM:
+        return Check("disk", "ok", found)
+    return Check("disk", "warning", found, "remove old checkpoints below runs/, or write elsewhere with --run-dir")
+
+
+async def _writing() -> Check:
+    """A store is made where runs would be, and written to: some network drives cannot hold one."""
+    from agentlightning.store.sql import SqlStore
+
+    place = _place().absolute()
+    try:
+        with tempfile.TemporaryDirectory(prefix=".agl-doctor-", dir=place) as directory:
+            store = await SqlStore.open(Path(directory) / "store.sqlite")
+            try:
+                asked = time.monotonic()
+                await store.enqueue_rollout("doctor")
+                took = time.monotonic() - asked
+            finally:
+                await store.close()
+    except (OSError, AgentLightningError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        fix = "work in a directory that you may write to, or name one with --run-dir and --store"
+        return Check("writing", "failed", f"no store can be written at {place}: {reason}", fix)
+    return Check("writing", "ok", f"a store at {place} commits in {took * 1000:.0f} ms")
+
+
+# --- a server ----------------------------------------------------------------------------------------------------
+
+
+async def _server(url: str, key: str | None) -> AsyncGenerator[Check]:
+    try:
+        health = await ask_server(url, "/health", None)
+        ready = (await ask_server(url, "/ready", None)).body
+    except AgentLightningError as error:
+        yield Check("server", "failed", str(error), "start it: agl server --store work.sqlite; or look at its log")
+        return
+    yield Check("server", "ok", f"{url} is {ready['status']}")
+    if health.date is not None:
+        yield _clock(health.date, health.time)
+    try:
+        await ask_server(url, "/api/v1/statistics", key)
+        yield Check("key", "ok", "the server takes it" if key else "the server needs none")
+        models = (await ask_server(url, "/api/v1/models", key)).body
+    except ForbiddenError as error:
+        yield Check("key", "failed", str(error), "export AGL_KEY=…, the server's own; `agl keys issue` makes others")
+        return
+    for model in models:
+        for replica in model["replicas"]:
+            name, fine = f"model {model['name']}", replica["healthy"]
+            why = f": {replica['why']}" if replica.get("why") else ""
+            fix = (
+                None if fine else f"see whether {replica['base_url']} runs; agl doctor --backend {replica['base_url']}"
+            )
+            yield Check(
+                name, "ok" if fine else "failed", f"{replica['base_url']} {'healthy' if fine else 'away'}{why}", fix
+            )
+
+
+def _clock(date: str, here: float) -> Check:
+    """By the Date header, which is cut to whole seconds."""
+    try:
+        skew = parsedate_to_datetime(date).timestamp() + 0.5 - here
+    except ValueError:
+        return Check("clock", "warning", f"the server's Date header is {date!r}", "look for a proxy that rewrites it")
+    if abs(skew) <= _SKEW_SECONDS:
+        return Check("clock", "ok", "the server's clock and this one agree to the second")
+    found = f"the server's clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this one"
+    return Check("clock", "warning", found, "let both machines keep time: timedatectl set-ntp true")
+
+
+# --- a backend ---------------------------------------------------------------------------------------------------
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    """What every server of OpenAI's or Anthropic's API lists at `/models`."""
+
+    data: list[_Model]
+
+
+async def _backend(url: str, kind: Kind | None, key: str | None, model: str | None) -> AsyncGenerator[Check]:
+    """Whether it is there, what it serves, and whether its answers can be trained on."""
+    try:
+        opened = await open_backend(url, kind, key)
+    except ConfigError as error:
+        yield Check("backend", "failed", str(error), "start it, or correct the URL, which usually ends in /v1")
+        return
+    async with contextlib.aclosing(_answers(opened, model)) as checks:
+        async for check in checks:
+            yield check
+    await opened.close()
+
+
+async def _answers(backend: HttpBackend, model: str | None) -> AsyncGenerator[Check]:
+    from agentlightning.errors import BackendError
+    from agentlightning.gateway.backend import Sampling
+    from agentlightning.gateway.capture import untrainable_reason
+    from agentlightning.gateway.probe import one_answer, probe
+
+    try:
+        async with backend.connection.posted(backend.connection.url("models"), None, accepted=True) as response:
+            listed = msgspec.json.decode(await response.read(), type=_Models)
+    except (BackendError, msgspec.DecodeError) as error:
+        fix = "see that the server runs, that the URL is right (it usually ends in /v1), and --backend-key"
+        yield Check("backend", "failed", f"{backend.name}/models: {error}", fix)
+        return
+    served = [one.id for one in listed.data]
+    yield Check("backend", "ok", f"{backend.name}, {backend.kind}, serves {', '.join(served[:5]) or 'no model'}")
+    model = model or next(iter(served), None)
+    if model is None:
+        return
+    try:
+        answer = await one_answer(backend, model, Sampling(max_tokens=1))
+    except BackendError as error:
+        fix = "see that the model's name and --backend-key are right, and that the server's log has no error"
+        yield Check("answer", "failed", f"{model}: {error}", fix)
+        return
+    yield Check("answer", "ok", f"{model} answers")
+    reason = untrainable_reason(answer, backend.captures_tokens)
+    if reason is not None:
+        fix = "nothing is needed to record and evaluate; to train take vLLM 0.10.2 or newer, or a Trainer's own engine"
+        yield Check("token ids", "warning", f"they do not come back: {reason}", fix)
+        return
+    try:
+        await probe(backend, model, Sampling(temperature=0.7))
+    except ConfigError as error:
+        yield Check("logprobs", "failed", str(error), "start vLLM with --logprobs-mode processed_logprobs")
+        return
+    yield Check("token ids", "ok", "they come back, with the log-probabilities that were sampled from")

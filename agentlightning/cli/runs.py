@@ -1,0 +1,340 @@
+"""`agl runs`: what runs there are, what each measured, and curves of several side by side.
+
+This module finds runs in the stores below a folder, in one store or at a server, and shows them. It does not know what
+the metrics mean.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+import click
+import msgspec
+
+from agentlightning.cli.store import open_store, reading_options, run
+from agentlightning.errors import ConfigError, NotFoundError, nearest
+from agentlightning.types import And, Condition, Metrics, Run
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from agentlightning.store.base import LightningStore
+
+STORE_FILE = "store.sqlite"
+RUNS: Final = Path("runs")
+SERVER_STORE: Final = Path("agentlightning.sqlite")  # what `agl server`, `run` and `proxy` write to where none is named
+CURVES: Final = ("reward", "val_reward")
+STATUSES: Final = ("queuing", "preparing", "running", "requeuing", "succeeded", "failed", "cancelled")
+Axis: TypeAlias = Literal["step", "seconds", "rollouts", "tokens"]
+_COUNTED: Final = {"rollouts": "rollouts", "tokens": "sampled_tokens"}  # axis → what is added up along it
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run, all it measured by step, and the store or server that has it."""
+
+    where: str
+    run: Run
+    history: tuple[Metrics, ...]
+
+    @property
+    def newest(self) -> dict[str, float]:
+        """The last value of each metric."""
+        return {name: value for metrics in self.history for name, value in metrics.values.items()}
+
+    def curve(self, name: str, axis: Axis = "step") -> list[tuple[float, float]]:
+        """A metric along an axis: training steps, or what the run had taken by then."""
+        counted = (one.values.get(_COUNTED.get(axis, ""), 0.0) for one in self.history)
+        places = zip(self.history, itertools.accumulate(counted), strict=True)
+        return [
+            (one.step if axis == "step" else one.time - self.run.start_time if axis == "seconds" else sum_, value)
+            for one, sum_ in places
+            if (value := one.values.get(name)) is not None
+        ]
+
+
+class ListingGroup(click.Group):
+    """A group in which `list` is another name of `ls`, and `ls` is meant where no command is named."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, "ls" if cmd_name == "list" else cmd_name)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or (self.get_command(ctx, args[0]) is None and args[0] not in ctx.help_option_names):
+            args = ["ls", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=ListingGroup)
+def runs() -> None:
+    """List runs, show what one measured, and compare several (without a command: ls)."""
+
+
+# --- finding -----------------------------------------------------------------------------------------------------
+
+
+async def stored_runs(place: Path, address: str | None, server: str | None, key: str | None) -> list[StoredRun]:
+    """The runs of a store or of a server, else those of the stores below `place`, by the time they were started."""
+    found: list[StoredRun] = []
+    places = [None] if server else [address] if address else _store_files(place)
+    for where in places:
+        try:
+            async with open_store(where, server, key, reading=True) as store:
+                for one in await store.query_runs():
+                    found.append(StoredRun(where or str(server), one, tuple(await store.query_metrics(one.run_id))))
+        except ConfigError as error:
+            if len(places) == 1:
+                raise
+            click.echo(f"left out: {error}", err=True)
+    return sorted(found, key=lambda one: one.run.start_time)
+
+
+def _store_files(path: Path) -> list[str]:
+    if path.is_file():
+        return [str(path)]
+    servers = [SERVER_STORE] if path == RUNS and SERVER_STORE.is_file() else []
+    if not path.is_dir() and not servers:
+        raise ConfigError(f"no store file and no folder of runs at {path} (looked in {Path.cwd()})")
+    levels = ("", "*/", "*/*/")  # a run, a folder of runs, a folder of runs with several seeds
+    return [*map(str, servers), *sorted(str(file) for level in levels for file in path.glob(f"{level}{STORE_FILE}"))]
+
+
+async def choose_runs(
+    names: Sequence[str], address: str | None, server: str | None, key: str | None
+) -> list[StoredRun]:
+    """The runs of these names, each an id, the beginning of one, or a run's directory; without a name the newest run.
+
+    NotFoundError for a name that none has, or several."""
+    directories = _directories(names)
+    chosen: dict[str, StoredRun] = {}
+    for name in directories:
+        chosen[name] = _newest(await stored_runs(Path(name, STORE_FILE), None, None, None), name)
+    if not names or directories != set(names):
+        found = await stored_runs(RUNS, address, server, key)
+        if not names:
+            return [_newest(found, address or server or f"{RUNS}/")]
+        chosen |= {name: _called(name, found) for name in names if name not in directories}
+    return [chosen[name] for name in names]
+
+
+def _directories(names: Sequence[str]) -> set[str]:
+    return {name for name in names if Path(name, STORE_FILE).is_file()}
+
+
+def _newest(found: Sequence[StoredRun], where: str) -> StoredRun:
+    if not found:
+        raise NotFoundError(f"there is no run in {where}; name another place with --store or --server")
+    return found[-1]
+
+
+def _called(name: str, found: Sequence[StoredRun]) -> StoredRun:
+    exact = [one for one in found if one.run.run_id == name]
+    alike = exact or [one for one in found if one.run.run_id.startswith(name)]
+    if len(alike) != 1:
+        ids = [one.run.run_id for one in alike or found]
+        reason = "more than one run" if alike else "no run"
+        raise NotFoundError(f"there is {reason} called {name!r}; {nearest(name, ids)}. A run's directory is a name too")
+    return alike[0]
+
+
+# --- ls ----------------------------------------------------------------------------------------------------------
+
+
+@runs.command()
+@click.argument("path", type=click.Path(path_type=Path), default=RUNS)
+@reading_options(store=False)
+def ls(path: Path, server: str | None, key: str | None, as_json: bool) -> int:
+    """List the runs in a store file, or in the stores below a folder (default: runs)."""
+
+    async def work() -> None:
+        found = await stored_runs(path, None, server, key)
+        if as_json:
+            for one in found:
+                steps = one.history[-1].step if one.history else 0
+                told = {"where": one.where, "run": one.run, "metrics": one.newest, "steps": steps}
+                click.echo(msgspec.json.encode(told))
+            return
+        from agentlightning.cli.tables import print_table
+
+        print_table(runs_table(found))
+
+    return run(work())
+
+
+def runs_table(found: Sequence[StoredRun], title: str | None = None) -> Table:
+    """One line a run, with its reward as a curve."""
+    from agentlightning.cli.display import duration
+    from agentlightning.cli.tables import make_table, sparkline, squeezed
+
+    names = ("run", "kind", "status", "started", "took", "step", "reward", "", "held-out", "rollouts/s", "store")
+    rows: list[tuple[object, ...]] = []
+    for one in found:
+        told, newest = one.run, one.newest
+        ended = told.end_time or (time.time() if told.status == "running" else told.start_time)
+        rewards = [value for _, value in one.curve("reward")]
+        rows.append(
+            (
+                told.run_id,
+                told.kind,
+                told.status,
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(told.start_time)),
+                duration(max(0.0, ended - told.start_time)),
+                one.history[-1].step if one.history else None,
+                newest.get("reward"),
+                sparkline(squeezed(rewards, 20)),
+                newest.get("val_reward"),
+                newest.get("rollouts_per_second"),
+                one.where,
+            )
+        )
+    return make_table(names, rows, title=title)
+
+
+# --- show --------------------------------------------------------------------------------------------------------
+
+
+@runs.command()
+@click.argument("name", metavar="RUN", required=False)
+@click.option(
+    "--metric", "patterns", multiple=True, metavar="NAME", default=("*",), help="Only these; * stands for any."
+)
+@reading_options()
+def show(
+    name: str | None, patterns: tuple[str, ...], address: str | None, server: str | None, key: str | None, as_json: bool
+) -> int:
+    """Show a run: what it was started with, its rollouts, and each metric from the first step to the last.
+
+    RUN is an id, the beginning of one, or a directory; default the newest below runs/."""
+
+    async def work() -> None:
+        (one,) = await choose_runs([name] if name else [], address, server, key)
+        async with open_store(None if server else one.where, server, key, reading=True) as store:
+            counts = await count_rollouts(store, one.run.run_id)
+        if as_json:
+            told = {"where": one.where, "run": one.run, "rollouts": counts, "metrics": one.history}
+            click.echo(msgspec.json.encode(told))
+            return
+        from agentlightning.cli.tables import print_table
+
+        print_table(runs_table([one]))
+        click.echo(f"rollouts: {', '.join(f'{count:,} {status}' for status, count in counts.items()) or 'none'}")
+        for told in setting_lines(one.run):
+            click.echo(told)
+        print_table(_metrics_table(one, patterns))
+
+    return run(work())
+
+
+async def count_rollouts(store: LightningStore, run_id: str) -> dict[str, int]:
+    """How many of a run's rollouts have each status; those that none has are left out."""
+    counts: dict[str, int] = {}
+    for status in STATUSES:
+        where = And([Condition("run_id", "eq", run_id), Condition("status", "eq", status)])
+        total = (await store.page_rollouts(where, limit=0, with_total=True)).total
+        counts |= {status: total} if total else {}
+    return counts
+
+
+def setting_lines(of: Run) -> list[str]:
+    """What the manifest says of how the run was started, where it says it: `seed: 1`."""
+    from agentlightning.tracing.tree import printable
+
+    manifest = of.manifest
+    told = {
+        "seed": manifest.get("seed"),
+        "commit": manifest.get("commit"),
+        "command": " ".join(map(str, manifest.get("command", ()))),
+        "policy version": of.policy_version or None,
+    }
+    return [printable(f"{name}: {value}") for name, value in told.items() if value not in (None, "")]
+
+
+def _metrics_table(one: StoredRun, patterns: Sequence[str]) -> Table:
+    from agentlightning.cli.tables import make_table, sparkline, squeezed
+
+    rows: list[tuple[object, ...]] = []
+    for name in sorted(one.newest):
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            values = [value for _, value in one.curve(name)]
+            low, high = min(values), max(values)
+            curve = sparkline(squeezed(values, 30), span=(low, high))
+            rows.append((name, values[0], low, high, values[-1], curve))
+    return make_table(("metric", "first", "least", "most", "last", ""), rows)
+
+
+# --- plot --------------------------------------------------------------------------------------------------------
+
+
+@runs.command()
+@click.argument("names", metavar="[RUN]…", nargs=-1)
+@click.option("--metric", "metrics", multiple=True, metavar="NAME", help="Repeatable; default reward and val_reward.")
+@click.option("--by", "axis", type=click.Choice(["step", "seconds", "rollouts", "tokens"]), default="step",
+              show_default=True, help="What the curves are drawn along.")  # fmt: skip
+@click.option("--smooth", type=click.IntRange(min=1), default=1, show_default=True, help="Mean over so many points.")
+@reading_options()
+def plot(
+    names: tuple[str, ...],
+    metrics: tuple[str, ...],
+    axis: Axis,
+    smooth: int,
+    address: str | None,
+    server: str | None,
+    key: str | None,
+    as_json: bool,
+) -> int:
+    """Draw metrics of one run or several over one another.
+
+    RUN is an id, the beginning of one, or a directory; default the newest below runs/."""
+
+    async def work() -> None:
+        chosen = await choose_runs(names, address, server, key)
+        wanted = metrics or [name for name in CURVES if any(one.curve(name) for one in chosen)]
+        known = {name for one in chosen for name in one.newest}
+        for name in set(wanted) - known:
+            raise NotFoundError(f"no metric {name!r}; {nearest(name, known)}")
+        for name in wanted:
+            curves = [_smoothed(one.curve(name, axis), smooth) for one in chosen]
+            if as_json:
+                for one, points in zip(chosen, curves, strict=True):
+                    told = {"run_id": one.run.run_id, "metric": name, "by": axis, "points": points}
+                    click.echo(msgspec.json.encode(told))
+            else:
+                _draw(name, axis, chosen, curves)
+        if not wanted:
+            click.echo("nothing was measured yet", err=True)
+
+    return run(work())
+
+
+def _smoothed(points: list[tuple[float, float]], over: int) -> list[tuple[float, float]]:
+    """Each value as the mean of itself and those before it, `over` in all."""
+    values = [value for _, value in points]
+    windows = (values[max(0, index - over + 1) : index + 1] for index in range(len(values)))
+    return [(x, sum(window) / len(window)) for (x, _), window in zip(points, windows, strict=True)]
+
+
+def _draw(name: str, axis: str, chosen: Sequence[StoredRun], curves: Sequence[list[tuple[float, float]]]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from agentlightning.cli.chart import COLOURS, draw_chart
+    from agentlightning.cli.tables import make_table, print_table, sparkline, squeezed
+    from agentlightning.tracing.tree import printable
+
+    console = Console(highlight=False)
+    console.print(Text(f"{printable(name)} by {axis}", "bold"))
+    console.print(draw_chart({str(index): curve for index, curve in enumerate(curves)}, min(console.width, 100)))
+    span = (min(y for curve in curves for _, y in curve), max(y for curve in curves for _, y in curve))
+    rows: list[tuple[object, ...]] = []
+    for index, (one, curve) in enumerate(zip(chosen, curves, strict=True)):
+        values = [value for _, value in curve]
+        line = Text(sparkline(squeezed(values, 20), span=span), COLOURS[index % len(COLOURS)])
+        ends = (values[0], min(values), max(values), values[-1]) if values else (None,) * 4
+        rows.append((line, one.run.run_id, len(values), *ends))
+    print_table(make_table(("", "run", "points", "first", "least", "most", "last"), rows))

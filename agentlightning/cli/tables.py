@@ -1,0 +1,91 @@
+"""How commands show tables: what a cell may hold, how wide a table is, and curves of one line in it.
+
+Cells hold what others wrote (models, agents, users): nothing of it is taken for markup, and nothing acts on the
+terminal. This module does not know what the tables are about.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from agentlightning.tracing.tree import one_line
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+_LONGEST = 200  # characters of a cell
+STYLES = {
+    "succeeded": "green",
+    "failed": "red",
+    "running": "yellow",
+    "busy": "yellow",
+    "gone": "red",
+    "healthy": "green",
+    "ejected": "red",
+    "ok": "green",
+    "warning": "yellow",
+}
+"""A word that says how something stands → its colour."""
+
+
+def make_table(names: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> Table:
+    """A table of these columns; numbers go to the right. A cell is a number, a text of others, or ready to be shown
+    (a `Text` of our own)."""
+    rows = list(rows)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    for index, name in enumerate(names):
+        numbers = all(isinstance(row[index], int | float | None) for row in rows) and bool(rows)
+        table.add_column(name, justify="right" if numbers else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(_cell, row))
+    return table
+
+
+def print_table(table: Table) -> None:
+    """Print a table whole: ids are there to be copied, and a narrow terminal wraps lines rather than cutting cells."""
+    widest = Console(width=10_000).measure(table).maximum
+    Console(width=max(Console().width, widest), highlight=False).print(table)
+
+
+def number(value: float) -> str:
+    """Four significant digits, and the thousands set apart: `0.1235`, `12,346`, `1e-06`."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def sparkline(values: Sequence[float], width: int = 40, span: tuple[float, float] | None = None) -> str:
+    """The last `width` values as blocks, from the low to the high end of `span`; without one from min(0, values) to
+    max(1, values).
+
+    `[0.0, 0.5, 1.0]` → `▁▄█`."""
+    shown = values[-width:]
+    if not shown:
+        return ""
+    low, high = span or (min(0.0, *shown), max(1.0, *shown))
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[int((value - low) * scale)] for value in shown)
+
+
+def squeezed(values: Sequence[float], width: int) -> list[float]:
+    """At most `width` values, each the mean of as many neighbours: `([1, 3, 5, 7], 2)` → `[2, 6]`."""
+    if len(values) <= width:
+        return list(values)
+    edges = [round(index * len(values) / width) for index in range(width + 1)]
+    return [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+
+
+def _cell(value: object) -> RenderableType:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return number(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, Text):
+        return value
+    text = one_line(str(value), _LONGEST)
+    return Text(text, STYLES.get(text, ""))

@@ -1,0 +1,149 @@
+"""`agl doctor`: each check is made for real, and what is wrong comes with a fix."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from agentlightning.cli.main import run
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.backends.http import HttpBackend
+from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.server.app import create_app
+from agentlightning.store.sql import SqlStore
+from tests.gateway.servers import UNTOLD
+from tests.gateway.upstream import GOOD, Upstream
+from tests.gateway.world import serving
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+async def told(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0) -> dict[str, dict[str, Any]]:
+    """The checks by name."""
+    assert await asyncio.to_thread(run, ["doctor", "--json", *options]) == code
+    return {check["name"]: check for check in map(json.loads, capsys.readouterr().out.splitlines())}
+
+
+async def test_this_machine_is_looked_at_and_left_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checks = await told(capsys)
+    assert {"python", "packages", "packages [train]", "gpu", "port 8123", "disk", "writing"} <= set(checks)
+    assert "agent-lightning-next" in checks["packages"]["found"] and "torch" in checks["packages [train]"]["found"]
+    assert checks["writing"]["state"] == "ok" and not os.listdir(tmp_path)
+
+
+async def test_a_port_that_is_taken_and_a_proxy_in_the_way_are_warnings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy.example:3128")
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", 8124))
+        taken.listen()
+        checks = await told(capsys)
+    assert (checks["port 8124"]["state"], checks["proxy"]["state"]) == ("warning", "warning")
+    assert "--port 0" in checks["port 8124"]["fix"] and "NO_PROXY" in checks["proxy"]["fix"]
+
+
+async def test_a_place_that_cannot_hold_a_store_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs").symlink_to("/proc")
+    checks = await told(capsys, code=1)
+    assert checks["writing"]["state"] == "failed" and "--run-dir" in checks["writing"]["fix"]
+
+
+# --- a server ----------------------------------------------------------------------------------------------------
+
+
+class OtherTime:
+    """A server whose clock is wrong."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def sent(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"date", b"Thu, 01 Jan 2026 00:00:00 GMT")]
+            await send(message)
+
+        await self._app(scope, receive, sent)
+
+
+async def test_a_server_that_is_as_it_should_be(capsys: pytest.CaptureFixture[str]) -> None:
+    store = await SqlStore.open(":memory:")
+    gateway = Gateway(ModelTable([]), store)
+    async with serving(create_app(store, gateway=gateway)) as url:
+        checks = await told(capsys, "--server", url)
+    assert [checks[name]["state"] for name in ("server", "clock", "key")] == ["ok", "ok", "ok"]
+    await store.close()
+
+
+async def test_a_wrong_key_a_clock_that_is_off_and_a_dead_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    store = await SqlStore.open(":memory:")
+    entry = ModelEntry("policy", HttpBackend("http://127.0.0.1:1/v1", kind="vllm"), trainable=True)
+    gateway = Gateway(ModelTable([entry]), store)
+    app = OtherTime(create_app(store, gateway=gateway, admin_key="an-admin-key"))
+    async with serving(app, date_header=False) as url:
+        refused = await told(capsys, "--server", url, "--key", "wrong", code=1)
+        allowed = await told(capsys, "--server", url, "--key", "an-admin-key", code=1)
+    assert refused["key"]["state"] == "failed" and "AGL_KEY" in refused["key"]["fix"]
+    assert refused["clock"]["state"] == "warning" and " behind this one" in refused["clock"]["found"]
+    assert allowed["key"]["state"] == "ok" and allowed["model policy"]["state"] == "failed"
+    await gateway.close()
+    await store.close()
+
+
+async def test_a_server_that_is_not_there_is_told_with_what_starts_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await asyncio.to_thread(run, ["doctor", "--server", "http://127.0.0.1:1"]) == 1
+    shown = capsys.readouterr().out
+    assert "failed   server" in shown and "→ start it: agl server" in shown
+
+
+# --- a backend ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("events", "kind", "state"), [(GOOD, "vllm", "ok"), (UNTOLD, "vllm", "warning"), (GOOD, "openai", "warning")]
+)
+async def test_whether_token_ids_come_back(
+    events: list[str], kind: str, state: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    upstream = Upstream(events)
+
+    async def models(request: Request) -> JSONResponse:
+        return JSONResponse({"data": [{"id": "small"}, {"id": "large"}]})
+
+    async def version(request: Request) -> JSONResponse:
+        return JSONResponse({"version": "0.11.0"}, 200 if kind == "vllm" else 404)
+
+    routes = [Route("/v1/chat/completions", upstream.answer, methods=["POST"])]
+    routes += [Route("/v1/models", models), Route("/version", version)]
+    async with serving(Starlette(routes=routes)) as url:
+        checks = await told(capsys, "--backend", f"{url}/v1")
+    assert f"{kind}, serves small, large" in checks["backend"]["found"]
+    assert checks["token ids"]["state"] == state
+    assert upstream.asked[0]["model"] == "small"
+
+
+async def test_a_backend_that_refuses_and_one_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    upstream = Upstream([], 401, {"error": {"message": "no such key"}})
+    async with serving(Starlette(routes=[Route("/v1/chat/completions", upstream.answer, methods=["POST"])])) as url:
+        nothing_listed = await told(capsys, "--backend", f"{url}/v1", "--kind", "openai", code=1)
+    away = await told(capsys, "--backend", "http://127.0.0.1:1/v1", code=1)
+    assert nothing_listed["backend"]["state"] == "failed" and "--backend-key" in nothing_listed["backend"]["fix"]
+    assert away["backend"]["state"] == "failed" and "nothing answers" in away["backend"]["found"]

@@ -1,0 +1,154 @@
+"""`agl runs`: what runs there are, what each measured, and several over one another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from agentlightning.cli.chart import draw_chart
+from agentlightning.cli.main import run
+from agentlightning.cli.tables import number, squeezed
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import Metrics
+from tests.cli.world import HOSTILE, add_rollout, add_run, make_runs
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    assert run(arguments) == code
+    captured = capsys.readouterr()
+    return captured.err if code else captured.out
+
+
+@pytest.mark.parametrize("words", [("runs",), ("runs", "ls"), ("runs", "list"), ("runs", "runs"), ("runs", "ls", ".")])
+def test_runs_are_listed_with_what_they_reached(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    make_runs("one", "two")
+    lines = told(capsys, *words).splitlines()
+    [one] = [line for line in lines if line.strip().startswith("one")]
+    assert "running" in one and " 0.7 " in one and "▂▃" in one and one.rstrip().endswith("one-dir/store.sqlite")
+    assert any(line.strip().startswith("two") for line in lines)
+
+
+def test_the_run_of_a_job_that_still_goes_on_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    async def work() -> None:
+        store = await SqlStore.open("runs/mine/store.sqlite")
+        await add_run(store, "mine")
+        assert await asyncio.to_thread(run, ["runs", "ls", "--json"]) == 0
+        await store.close()
+
+    asyncio.run(work())
+    listed = json.loads(capsys.readouterr().out)
+    assert (listed["run"]["run_id"], listed["steps"], listed["metrics"]["reward"]) == ("mine", 10, 0.7)
+
+
+def test_a_damaged_store_among_several_is_left_out_and_alone_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    make_runs("one")
+    Path("runs/other").mkdir()
+    Path("runs/other/store.sqlite").write_bytes(b"not a store at all, and long enough to have a header" * 10)
+    assert run(["runs"]) == 0
+    captured = capsys.readouterr()
+    assert "one-dir" in captured.out and "left out: runs/other/store.sqlite is not" in captured.err
+    assert "is not an Agent Lightning store" in told(capsys, "runs", "runs/other/store.sqlite", code=1)
+
+
+def test_a_run_is_shown_with_its_settings_rollouts_and_metrics(capsys: pytest.CaptureFixture[str]) -> None:
+    async def work() -> None:
+        store = await SqlStore.open("runs/mine/store.sqlite")
+        await add_run(store, "mine")
+        await add_rollout(store, "x", 1.0, "mine")
+        await store.close()
+
+    asyncio.run(work())
+    shown = told(capsys, "runs", "show")
+    assert "rollouts: 1 succeeded\nseed: 3\ncommit: c0ffee\ncommand: agl train\n" in shown
+    [loss] = [line.split() for line in shown.splitlines() if line.strip().startswith("loss")]
+    assert loss[:5] == ["loss", "-0.01", "-0.1", "-0.01", "-0.1"] and loss[5][0] == "█"
+    assert "loss" not in told(capsys, "runs", "show", "mine", "--metric", "*reward")
+    whole = json.loads(told(capsys, "runs", "show", "--json"))
+    assert whole["rollouts"] == {"succeeded": 1} and len(whole["metrics"]) == 11
+
+
+@pytest.mark.parametrize("name", ["grpo-1", "grpo-1b", "runs/grpo-1b-dir"])
+def test_a_run_is_named_by_id_its_beginning_or_its_directory(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    make_runs("grpo-1b", "grpo-2")
+    assert "grpo-1b" in told(capsys, "runs", "show", name)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("grp", "more than one run called 'grp'"), ("other", "no run called 'other'")]
+)
+def test_a_name_of_no_run_or_of_several_is_refused(name: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    make_runs("grpo-1", "grpo-2")
+    said = told(capsys, "runs", "show", name, code=1)
+    assert says in said and "grpo-1, grpo-2" in said
+
+
+def test_several_runs_are_drawn_over_one_another(capsys: pytest.CaptureFixture[str]) -> None:
+    make_runs("one", "two")
+    drawn = told(capsys, "runs", "plot", "one", "two", "--metric", "reward")
+    assert drawn.startswith("reward by step\n") and " 1.2┤" in drawn and "0.25┤" in drawn
+    rows = {line.split()[1]: line.split()[2:] for line in drawn.splitlines() if line.startswith((" ▁", " ▂"))}
+    assert rows["one"] == ["10", "0.25", "0.25", "0.7", "0.7"] and rows["two"][-1] == "1.2"
+
+
+@pytest.mark.parametrize(("axis", "last"), [("step", 10), ("seconds", 20), ("rollouts", 80), ("tokens", 1000)])
+def test_curves_are_drawn_along_what_a_run_takes(axis: str, last: int, capsys: pytest.CaptureFixture[str]) -> None:
+    make_runs("one")
+    drawn = json.loads(told(capsys, "runs", "plot", "--metric", "reward", "--by", axis, "--json"))
+    assert drawn["points"][-1] == [pytest.approx(last), pytest.approx(0.7)]
+
+
+def test_smoothing_is_the_mean_of_the_last_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    make_runs("one")
+    drawn = json.loads(told(capsys, "runs", "plot", "--metric", "reward", "--smooth", "3", "--json"))
+    assert [y for _, y in drawn["points"]][:3] == pytest.approx([0.25, 0.275, 0.3])
+
+
+def test_a_metric_that_was_not_measured_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    make_runs("one")
+    assert "did you mean 'loss'?" in told(capsys, "runs", "plot", "--metric", "los", code=1)
+
+
+def test_what_others_wrote_does_nothing_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    async def work() -> None:
+        store = await SqlStore.open("agentlightning.sqlite")
+        await add_rollout(store, HOSTILE, 1.0)
+        await store.start_run(f"kind{HOSTILE}", {"command": [HOSTILE], "commit": HOSTILE}, run_id="mine")
+        await store.add_metrics(Metrics(run_id="mine", step=1, time=1.0, values={HOSTILE: 1.0}))
+        await store.close()
+
+    asyncio.run(work())
+    for words in (("runs",), ("runs", "show"), ("runs", "plot", "--metric", HOSTILE), ("rollouts", "ls")):
+        shown = told(capsys, *words)
+        assert not {"\x1b", "\x07", "\u202e"} & set(shown), words
+        assert "[bold]" in shown, words
+
+
+# --- drawing -----------------------------------------------------------------------------------------------------
+
+
+def test_a_chart_has_a_dot_for_each_column_of_a_line_and_its_ends_at_the_axes() -> None:
+    lines = draw_chart({"up": [(0, 0.0), (10, 1.0)]}, width=16, height=3).plain.splitlines()
+    assert lines[0].startswith("1┤") and lines[2].startswith("0┤")
+    assert lines[0].rstrip()[-1] != "┤" and lines[2][2] != " "
+    assert lines[-1].split() == ["0", "10"] and len(lines) == 5
+
+
+def test_a_chart_of_one_point_of_a_flat_line_and_of_nothing() -> None:
+    assert draw_chart({"a": []}).plain == ""
+    assert len(draw_chart({"a": [(1, 5.0)]}, 20, 3).plain.splitlines()) == 5
+    flat = draw_chart({"a": [(1, 5.0), (2, 5.0)]}, 20, 3).plain.splitlines()
+    assert flat[0].strip().startswith("5.5") and len(flat[1].split("┤")[1].strip()) == 16
+
+
+def test_numbers_and_means() -> None:
+    assert [number(one) for one in (0.123456, 12345.6, 1e-6, -0.5)] == ["0.1235", "12,346", "1e-06", "-0.5"]
+    assert squeezed([1, 3, 5, 7], 2) == [2, 6] and squeezed([1.0], 5) == [1.0]

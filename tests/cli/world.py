@@ -1,0 +1,108 @@
+"""Stores with something in them, and a terminal to look at them with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from agentlightning.store.base import LightningStore
+from agentlightning.store.sql import SqlStore
+from agentlightning.tracing.context import AttemptTracer, bind
+from agentlightning.tracing.emit import emit_reward
+from agentlightning.types import EnqueueRolloutRequest, Metrics
+
+HOSTILE = "\x1b]0;owned\x07\x1b[31m[bold]\u202e<script>alert(1)</script>"
+
+
+async def add_run(store: LightningStore, run_id: str, *, steps: int = 10, rise: float = 0.05) -> None:
+    """A run that began with a reward of 0.2 and gets better by `rise` a step."""
+    run = await store.start_run("grpo", {"seed": 3, "command": ["agl", "train"], "commit": "c0ffee"}, run_id=run_id)
+    for step in range(steps + 1):
+        values = {"val_reward": 0.2 + step * rise} if step in (0, steps) else {}
+        if step:
+            values |= {"reward": 0.2 + step * rise, "loss": -0.01 * step, "rollouts": 8.0, "sampled_tokens": 100.0}
+        await store.add_metrics(Metrics(run_id=run_id, step=step, time=run.start_time + 2 * step, values=values))
+
+
+async def add_rollout(store: LightningStore, given: object, reward: float, run_id: str | None = None) -> str:
+    """A rollout of a worker that has ended well; its id."""
+    [queued] = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=given, run_id=run_id)])
+    [leased] = await store.dequeue_many_rollouts(worker_id="worker-1")
+    tracer = AttemptTracer(leased.rollout_id, leased.attempt.attempt_id)
+    with bind(tracer):
+        emit_reward(reward)
+    await store.add_many_spans(tracer.drain())
+    await store.update_attempt(leased.rollout_id, leased.attempt.attempt_id, status="succeeded")
+    return queued.rollout_id
+
+
+def make_runs(*run_ids: str, rise: float = 0.05) -> None:
+    """Directories below runs/ with a run each."""
+
+    async def work() -> None:
+        for index, run_id in enumerate(run_ids, start=1):
+            store = await SqlStore.open(f"runs/{run_id}-dir/store.sqlite")
+            await add_run(store, run_id, rise=rise * index)
+            await store.close()
+
+    asyncio.run(work())
+
+
+class Terminal:
+    """A command on a terminal of 100 by 30 characters; `shown` is all that it wrote."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        import fcntl
+        import struct
+        import termios
+
+        self._ours, theirs = os.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+        environment = {**os.environ, "TERM": "xterm-256color"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "agentlightning.cli.main", *arguments],
+            cwd=folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs)
+        self.shown = ""
+
+    def until(self, text: str, seconds: float = 30) -> None:
+        """Read until `text` was written."""
+        give_up = time.monotonic() + seconds
+        while text not in self.shown:
+            ready, _, _ = select.select([self._ours], [], [], max(0.0, give_up - time.monotonic()))
+            assert ready, f"no {text!r} in {self.shown!r}"
+            try:
+                self.shown += os.read(self._ours, 65536).decode()
+            except OSError:
+                raise AssertionError(f"it ended without {text!r}: {self.shown!r}") from None
+
+    def type(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def end(self) -> int:
+        """The exit code, once it has ended."""
+        with contextlib.suppress(OSError):  # a terminal's way to say that nobody writes to it any more
+            while select.select([self._ours], [], [], 30)[0] and (data := os.read(self._ours, 65536)):
+                self.shown += data.decode()
+        os.close(self._ours)
+        return self.process.wait(30)
+
+
+@contextlib.contextmanager
+def on_a_terminal(folder: Path, *arguments: str) -> Iterator[Terminal]:
+    terminal = Terminal(folder, *arguments)
+    try:
+        yield terminal
+    finally:
+        if terminal.process.poll() is None:
+            os.killpg(terminal.process.pid, signal.SIGKILL)
+            terminal.process.wait()
