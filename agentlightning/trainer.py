@@ -171,21 +171,21 @@ class Trainer:
     def fit(
         self,
         agent: LitAgent[Any] | Callable[..., Any] | str,
-        train_dataset: Any,
+        train_dataset: Any = None,
         val_dataset: Any = None,
         *,
         resume: bool = False,
     ) -> FitResult:
         """Train the agent on `train_dataset`, evaluating on `val_dataset` before and after; blocks until done.
 
-        Datasets are lists, paths (JSONL, JSON, CSV, Parquet), DataFrames or Hugging Face datasets. Ctrl-C ends
-        cleanly with what was learned saved; `resume=True` continues the run in `run_dir` (or the newest)."""
+        Datasets are lists, paths (JSONL, JSON, CSV, Parquet), DataFrames or Hugging Face datasets; recorded rollouts
+        need none. Ctrl-C saves what was learned; `resume=True` goes on with the run in `run_dir`, or the newest."""
         return _run_loop(self.fit_async(agent, train_dataset, val_dataset, resume=resume))
 
     async def fit_async(
         self,
         agent: LitAgent[Any] | Callable[..., Any] | str,
-        train_dataset: Any,
+        train_dataset: Any = None,
         val_dataset: Any = None,
         *,
         resume: bool = False,
@@ -195,10 +195,9 @@ class Trainer:
         self._check_trainable(algorithm)
         if self.deterministic and _overlaps(algorithm):
             raise ConfigError(
-                "deterministic=True needs max_staleness=0: where rollouts and steps overlap, which rollout meets which "
-                "weights is a matter of time"
+                "deterministic=True needs max_staleness=0: else time decides which rollout meets which weights"
             )
-        train_tasks = load_dataset(train_dataset)
+        train_tasks = load_dataset(train_dataset) if train_dataset is not None else []
         val_tasks = load_dataset(val_dataset) if val_dataset is not None else []
         return await self._run(agent, algorithm, train_tasks, val_tasks, resume)
 

@@ -1,20 +1,31 @@
 """Rejection-sampling fine-tuning: the policy imitates the best of its own rollouts (RAFT, arXiv:2304.06767; STaR,
-arXiv:2203.14465)."""
+arXiv:2203.14465), or of rollouts that were recorded earlier."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.credit.table import RewardedGroup
 from agentlightning.data.sequences import CreditedTransition
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import LossKind
+from agentlightning.store.base import LightningStore
+
+if TYPE_CHECKING:
+    from agentlightning.algorithm.rl.groups import Groups
+
+# Settings that are about rollouts that are run.
+_OF_FRESH: Final = ("max_staleness", "dynamic_sampling", "difficulty", "curriculum", "target_reward")
 
 
 @dataclass(kw_only=True)
@@ -23,11 +34,17 @@ class SFT(Reinforcement):
     the recorded tokens themselves, not their text tokenised again; each step samples anew from the weights it has.
 
     A rollout is kept if it is among the `best` of its group, unless all of the group are alike; among the highest
-    `fraction` of the step; and of reward `threshold` or more. What is None is not asked of it."""
+    `fraction` of the step; and of reward `threshold` or more. What is None is not asked of it.
+
+    With `traces` (the directory of a run, a SQLite file, a postgresql:// URL or the URL of a server) no rollout is run:
+    steps go through the groups recorded there, of the run `traces_run` or of all, again and again. Held-out rollouts
+    stay out of it; one that is in no group counts as a group, which has no best. There `group_size` says nothing."""
 
     best: int | None = 1
     fraction: float | None = None
     threshold: float | None = None
+    traces: str | None = None
+    traces_run: str | None = None
     loss: LossKind = "policy_gradient"
     name: str = "sft"
 
@@ -35,7 +52,8 @@ class SFT(Reinforcement):
         super().__post_init__()
         if self.loss != "policy_gradient":
             raise ConfigError(f"loss is {self.loss!r}; fine-tuning has one loss, −log p: leave it out")
-        if self.best is not None and not 1 <= self.best < self.group_size:
+        self._check_traces()
+        if self.best is not None and not 1 <= self.best < (math.inf if self.traces else self.group_size):
             raise ConfigError(
                 f"best is {self.best}, of groups of {self.group_size}; it must be at least 1 and leave some out, or "
                 "give best=None with a threshold or a fraction"
@@ -45,9 +63,43 @@ class SFT(Reinforcement):
         if self.best is None and self.fraction is None and self.threshold is None:
             raise ConfigError("nothing says which rollouts are kept; give best, fraction or threshold")
 
+    def _check_traces(self) -> None:
+        if self.traces is None and self.traces_run is not None:
+            raise ConfigError("traces_run names a run in a store; give traces, which says where that is")
+        if self.traces is not None and "://" not in str(self.traces):
+            self.traces = str(Path(self.traces).expanduser().absolute())
+        told = [name for name in _OF_FRESH if getattr(self, name)]
+        if self.traces is not None and told:
+            raise ConfigError(
+                f"{told[0]} is about rollouts that are run, and with traces none is: leave one of them out"
+            )
+
     @property
     def imitates(self) -> bool:
         return True
+
+    @property
+    def fewest_rewarded(self) -> int:
+        return 1 if self.best is None else 2
+
+    def traces_beside(self, store: LightningStore) -> AbstractAsyncContextManager[LightningStore]:
+        from agentlightning.algorithm.rl.recorded import open_traces
+
+        return super().traces_beside(store) if self.traces is None else open_traces(self.traces)
+
+    @asynccontextmanager
+    async def groups(self, context: RunContext) -> AsyncGenerator[Groups]:
+        from agentlightning.algorithm.rl.recorded import RecordedGroups, read_groups
+
+        if self.traces is None:
+            async with super().groups(context) as groups:
+                yield groups
+            return
+        if context.train_tasks:
+            raise ConfigError("traces are what is trained on: leave the training dataset out, or traces")
+        async with self.traces_beside(context.store) as traces:
+            found = await read_groups(self, context, traces, self.traces_run, self.traces)
+            yield RecordedGroups(self, context, traces, found)
 
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
         """1 for every token of the rollouts that are kept; no transitions for the others."""

@@ -50,7 +50,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     agent: str | CommandConfig
     model: str | dict[str, str] | None = None
     model_name: str = "policy"
-    train_dataset: Any
+    train_dataset: Any = None
     val_dataset: Any = None
     initial_resources: dict[str, LLM | PromptTemplate] = msgspec.field(default_factory=dict[str, LLM | PromptTemplate])
     algorithm: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "grpo"})
@@ -125,11 +125,18 @@ def load_config(
     for key in values:
         if key not in FIELDS:
             raise ConfigError(f"{where}: unknown key {key!r}; {nearest(str(key), FIELDS)}")
-    missing = [name for name, field in FIELDS.items() if field.required and values.get(name) is None]
+    missing = [name for name in _needed(values) if values.get(name) is None]
     if missing:
         flags_hint = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         raise ConfigError(f"{where} does not say: {', '.join(missing)}; add the keys or give {flags_hint}")
     return _convert(values, TrainConfig, where)
+
+
+def _needed(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys without which nothing can be trained; recorded rollouts take the place of tasks."""
+    algorithm = values.get("algorithm")
+    recorded = isinstance(algorithm, dict) and "traces" in algorithm
+    return ("agent",) if recorded else ("agent", "train_dataset")
 
 
 def build(maker: Callable[..., Any], fields: Mapping[str, Any], known: Mapping[str, Any], where: str) -> Any:
@@ -193,6 +200,9 @@ def _seen_from(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(values.get("model"), dict):
         several = cast("dict[str, Any]", values["model"])
         values["model"] = {name: _beside(path, model, must_exist=True) for name, model in several.items()}
+    algorithm = values.get("algorithm")
+    if isinstance(algorithm, dict) and "traces" in algorithm:
+        values["algorithm"] = {**algorithm, "traces": _beside(path, algorithm["traces"], must_exist=True)}
     agent = values.get("agent")
     if isinstance(agent, str):
         values["agent"] = _beside(path, agent)

@@ -1,4 +1,5 @@
-"""The commands that make something of what was recorded: `agl data export`, and `replay` and `explain` beside it.
+"""The commands that make something of what was recorded: `agl data export` and `check`, `replay` and `explain` beside
+them.
 
 This module reads command lines and stores, and prints; what a line of a dataset is, is the business of
 `agentlightning.data`.
@@ -11,7 +12,7 @@ import itertools
 import os
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
 
@@ -22,15 +23,15 @@ from agentlightning.cli.explain import explain
 from agentlightning.cli.replay import replay
 from agentlightning.cli.rollouts import newest_store
 from agentlightning.cli.store import open_store, run
-from agentlightning.errors import ConfigError, NotFoundError
-from agentlightning.types import And, Condition, Filter, Order
+from agentlightning.errors import ConfigError
+from agentlightning.types import Filter
 
 if TYPE_CHECKING:
-    from agentlightning.data.export import Recorded, Wanted
+    from agentlightning.data.export import Wanted
+    from agentlightning.data.recorded import Recorded
     from agentlightning.store.base import LightningStore
 
-_AT_ONCE: Final = 200  # rollouts held in memory, without their spans
-_ENDED: Final = ("succeeded", "failed", "cancelled")
+WRONG: Final = 1
 
 
 @click.group()
@@ -40,36 +41,6 @@ def data() -> None:
 
 data.add_command(replay)
 data.add_command(explain)
-
-
-# --- which rollouts ----------------------------------------------------------------------------------------------
-
-
-def _where(run_id: str | None, modes: Sequence[str], statuses: Sequence[str]) -> Filter:
-    conditions = [Condition("status", "in", list(statuses)), Condition("mode", "in", list(modes))]
-    return And(conditions if run_id is None else [*conditions, Condition("run_id", "eq", run_id)])
-
-
-async def _groups(store: LightningStore, where: Filter) -> AsyncGenerator[list[Recorded]]:
-    """The rollouts of each group together, then those without one, each alone."""
-    from agentlightning.data.export import Recorded
-
-    group: list[Recorded] = []
-    cursor = None
-    while True:
-        order = [Order(field="group_id"), Order(field="group_index")]
-        page = await store.page_rollouts(where, order, limit=_AT_ONCE, cursor=cursor)
-        for rollout in page.items:
-            if group and (rollout.group_id is None or rollout.group_id != group[0].rollout.group_id):
-                yield group
-                group = []
-            with contextlib.suppress(NotFoundError):  # removed meanwhile
-                group.append(Recorded(rollout, await store.query_spans(rollout.rollout_id, "latest")))
-        cursor = page.next_cursor
-        if cursor is None:
-            break
-    if group:
-        yield group
 
 
 # --- what is written ---------------------------------------------------------------------------------------------
@@ -87,12 +58,12 @@ class _Dataset(Protocol):
 
 class _JsonLines:
     def __init__(self, file: BinaryIO, wanted: Wanted, kind: str) -> None:
-        from agentlightning.data.export import dpo_lines, sft_lines
+        from agentlightning.data.export import dpo_lines, sft_lines, sharegpt_lines
 
         self.written = 0
         self.left_out: Counter[str] = Counter()
         self._file, self._wanted = file, wanted
-        self._lines = sft_lines if kind == "sft" else dpo_lines
+        self._lines = {"sft": sft_lines, "sharegpt": sharegpt_lines, "dpo": dpo_lines}[kind]
 
     def add(self, group: list[Recorded]) -> None:
         found = self._lines(group, self._wanted)
@@ -151,7 +122,7 @@ def _writing(path: Path) -> Generator[tuple[BinaryIO, Callable[[], None]]]:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
-_UNITS: Final = {"parquet": "rows", "sft": "conversations", "dpo": "pairs"}
+_UNITS: Final = {"parquet": "rows", "sft": "conversations", "sharegpt": "conversations", "dpo": "pairs"}
 
 
 @data.command("export")
@@ -161,7 +132,7 @@ _UNITS: Final = {"parquet": "rows", "sft": "conversations", "dpo": "pairs"}
     "kind",
     type=click.Choice(list(_UNITS)),
     required=True,
-    help="parquet: transitions; sft: conversations to imitate; dpo: pairs to prefer.",
+    help="parquet: transitions; sft, sharegpt: conversations to imitate; dpo: pairs to prefer.",
 )
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", required=True)
 @click.option("--run", "run_id", metavar="ID", help="Only rollouts of this run.")
@@ -170,19 +141,19 @@ _UNITS: Final = {"parquet": "rows", "sft": "conversations", "dpo": "pairs"}
     "modes",
     multiple=True,
     type=click.Choice(["train", "val", "test"]),
-    help="Only of this mode. Repeatable; default all, for sft and dpo all but the held-out val.",
+    help="Only of this mode. Repeatable; default all, but for parquet not the held-out val.",
 )
 @click.option(
     "--status",
     "statuses",
     multiple=True,
-    type=click.Choice(_ENDED),
-    help="Only of this status. Repeatable; default all that have ended, for sft and dpo succeeded.",
+    type=click.Choice(["succeeded", "failed", "cancelled"]),
+    help="Only of this status. Repeatable; default succeeded, for parquet all that have ended.",
 )
 @click.option("--model", "models", multiple=True, metavar="NAME", help="Learn only from this model, frozen or not.")
 @click.option("--agents", metavar="PATTERN", help="Learn only from these agents: 'writer|rewriter'.")
 @click.option("--min-reward", type=float, metavar="X", help="Only rollouts of at least this reward.")
-@click.option("--best-of-group", is_flag=True, help="sft: only the best rollout of each group.")
+@click.option("--best-of-group", is_flag=True, help="sft, sharegpt: only the best rollout of each group.")
 @click.option(
     "--pairs",
     type=click.Choice(["best", "all"]),
@@ -214,12 +185,13 @@ def export(
     """Write recorded rollouts as a dataset.
 
     STORE is a SQLite file or a postgresql:// URL; default the newest of agentlightning.sqlite and runs/*."""
-    if best_of_group and kind != "sft":
-        raise click.UsageError("--best-of-group goes with --format sft")
+    if best_of_group and kind not in ("sft", "sharegpt"):
+        raise click.UsageError("--best-of-group goes with --format sft and sharegpt")
     if pairs == "all" and kind != "dpo":
         raise click.UsageError("--pairs goes with --format dpo")
     from agentlightning.data.agents import agent_pattern
     from agentlightning.data.export import Wanted
+    from agentlightning.data.recorded import ENDED, LEARNED_FROM, finished_rollouts
 
     if agents is not None:
         agent_pattern(agents)  # refused before any store is opened
@@ -231,10 +203,10 @@ def export(
         all_pairs=pairs == "all",
     )
     everything = kind == "parquet"
-    where = _where(
+    where = finished_rollouts(
         run_id,
-        modes or (("train", "val", "test") if everything else ("train", "test")),
-        statuses or (_ENDED if everything else ("succeeded",)),
+        modes or (("train", "val", "test") if everything else LEARNED_FROM),
+        statuses or (ENDED if everything else ("succeeded",)),
     )
 
     if out.exists() and not force:
@@ -253,11 +225,13 @@ def export(
 
 async def _export(store: LightningStore, where: Filter, wanted: Wanted, kind: str, out: Path) -> tuple[int, _Dataset]:
     """How many rollouts were read, and what they gave. Without a line there is no file."""
+    from agentlightning.data.recorded import recorded_groups
+
     rollouts = 0
     with _writing(out) as (file, keep):
         dataset: _Dataset = _Parquet(file, wanted) if kind == "parquet" else _JsonLines(file, wanted, kind)
         with contextlib.closing(dataset), _progress() as show:
-            async for group in _groups(store, where):
+            async for group in recorded_groups(store, where):
                 dataset.add(group)
                 rollouts += len(group)
                 show(f"{rollouts:,} rollouts, {dataset.written:,} {_UNITS[kind]}")
@@ -267,6 +241,8 @@ async def _export(store: LightningStore, where: Filter, wanted: Wanted, kind: st
 
 
 def _tell(kind: str, rollouts: int, dataset: _Dataset, out: Path, as_json: bool) -> None:
+    from agentlightning.data.fine_tuning import FEWEST_LINES
+
     if as_json:
         told = {"file": str(out), _UNITS[kind]: dataset.written, "rollouts": rollouts}
         print(msgspec.json.encode(told | {"left_out": dict(dataset.left_out)}).decode())
@@ -274,6 +250,8 @@ def _tell(kind: str, rollouts: int, dataset: _Dataset, out: Path, as_json: bool)
     print(f"wrote {dataset.written:,} {_UNITS[kind]} of {rollouts:,} rollouts to {out}")
     for reason, count in dataset.left_out.most_common():
         print(f"left out: {count:,} {reason}")
+    if kind in ("sft", "dpo") and dataset.written < FEWEST_LINES:
+        print(f"OpenAI and Azure take no file of fewer than {FEWEST_LINES} lines")
 
 
 def _nothing(kind: str, rollouts: int, left_out: Counter[str], place: str) -> str:
@@ -302,3 +280,31 @@ def _progress() -> Generator[Callable[[str], None]]:
         yield show
     finally:
         click.echo("\r\x1b[K", nl=False, err=True)
+
+
+@data.command("check")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE.jsonl")
+@click.option("--most", type=click.IntRange(min=1), default=20, show_default=True, help="Problems to show.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def check(file: Path, most: int, as_json: bool) -> int:
+    """Check a fine-tuning file, whoever wrote it, for what OpenAI and Azure would refuse.
+
+    Names the line and the reason; exits with 1 where there is one."""
+    from agentlightning.data.fine_tuning import file_problems
+
+    try:
+        with file.open("rb") as lines:
+            found = list(file_problems(lines))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from None
+    if as_json:
+        problems = [{"line": one.line, "problem": one.problem.what, "where": one.problem.where} for one in found]
+        print(msgspec.json.encode({"file": str(file), "problems": problems}).decode())
+    elif not found:
+        print(f"{file}: nothing wrong")
+    else:
+        for one in found[:most]:
+            print(f"{file}{'' if one.line is None else f':{one.line}'}: {one.problem}")
+        if len(found) > most:
+            print(f"{len(found) - most:,} more")
+    return WRONG if found else 0

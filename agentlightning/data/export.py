@@ -1,8 +1,8 @@
 """Recorded rollouts → lines of fine-tuning files: conversations to imitate (SFT), pairs to prefer (DPO).
 
 The lines are those of OpenAI's chat fine-tuning: `{"messages", "tools"}`, and `{"input": {"messages", "tools"},
-"preferred_output", "non_preferred_output"}`. Pure functions: this module knows rollouts, spans and conversations, and
-neither stores nor files.
+"preferred_output", "non_preferred_output"}`; or ShareGPT's. Pure functions: this module knows rollouts, spans and
+conversations, and neither stores nor files.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from agentlightning.data.agents import agent_pattern
-from agentlightning.data.conversations import NOT_RECORDED, ChatCall, Message, conversations, read_calls
-from agentlightning.tracing.dialects import json_of, mapping
-from agentlightning.tracing.rewards import find_final_reward
-from agentlightning.types import Rollout, Span
+from agentlightning.data.conversations import NOT_RECORDED, ChatCall, conversations, read_calls
+from agentlightning.data.fine_tuning import Problem, line_problem
+from agentlightning.data.recorded import Recorded
+from agentlightning.data.sharegpt import UNSAYABLE, sharegpt
 
 # Why a rollout or a pair of them gives no line.
 NO_REWARD: Final = "rollouts without a reward"
@@ -30,20 +30,6 @@ NO_GROUP: Final = "rollouts that are in no group with others"
 TIE: Final = "pairs of equal reward"
 NOT_COMPARABLE: Final = "pairs that never answered the same prompt differently"
 LESSER_PAIR: Final = "pairs of less difference than another of their prompt"
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """A finished rollout and the spans of its last attempt."""
-
-    rollout: Rollout
-    spans: Sequence[Span]
-
-    @property
-    def reward(self) -> float | None:
-        """R as the agent gave it, None where it gave none or did not succeed."""
-        reward = find_final_reward(self.spans) if self.rollout.status == "succeeded" else None
-        return reward if reward is not None and math.isfinite(reward) else None
 
 
 @dataclass(frozen=True)
@@ -87,7 +73,18 @@ def sft_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
                     for index, message in enumerate(messages)
                 ]
             }
-            _add(found, "conversations", line | _tools(chain[-1]), problem(messages, chain[-1].tools))
+            line |= _tools(chain[-1])
+            _add(found, "conversations", line, line_problem(line))
+    return found
+
+
+def sharegpt_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
+    """The conversations of `sft_lines` in ShareGPT's words."""
+    read = sft_lines(group, wanted)
+    found = Lines(left_out=read.left_out)
+    for line in read.lines:
+        said = sharegpt(line["messages"], line.get("tools", ()))
+        _add(found, "conversations", said or {}, None if said else Problem(UNSAYABLE))
     return found
 
 
@@ -121,8 +118,7 @@ def dpo_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
                 "preferred_output": [better.answer],
                 "non_preferred_output": [worse.answer],
             }
-            sides = (problem([*better.messages, call.answer], better.tools) for call in (better, worse))
-            _add(found, "pairs", line, next(filter(None, sides), None))
+            _add(found, "pairs", line, line_problem(line))
     return Lines(found.lines, +found.left_out)  # without the reasons that were none
 
 
@@ -170,55 +166,8 @@ def _tools(call: ChatCall) -> dict[str, Any]:
     return {"tools": call.tools} if call.tools else {}
 
 
-def _add(found: Lines, unit: str, line: dict[str, Any], wrong: str | None) -> None:
+def _add(found: Lines, unit: str, line: dict[str, Any], wrong: Problem | None) -> None:
     if wrong is None:
         found.lines.append(line)
     else:
-        found.left_out[f"{unit} with {wrong}"] += 1
-
-
-# --- what makes a valid line -------------------------------------------------------------------------------------
-
-_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
-
-
-def problem(messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str | None:
-    """What keeps a conversation from being fine-tuned on, as `conversations with …`; None where nothing does."""
-    if any(tool.get("type") != "function" or not mapping(tool.get("function")).get("name") for tool in tools):
-        return "a tool that is no function"
-    unanswered: set[str] = set()
-    for message in messages:
-        if message["role"] not in _ROLES:
-            return "a message of an unknown role"
-        if message["role"] == "tool":
-            if message["tool_call_id"] not in unanswered:
-                return "a tool result that answers no call"
-            unanswered.discard(message["tool_call_id"])
-        elif unanswered:
-            return "a tool call that was not answered"
-        if (wrong := _wrong_content(message) or _wrong_calls(message)) is not None:
-            return wrong
-        unanswered |= {call["id"] for call in message.get("tool_calls", ())}
-    return None if messages and messages[-1]["role"] == "assistant" else "a last message that is not the assistant's"
-
-
-def _wrong_content(message: Message) -> str | None:
-    content = message["content"]
-    if message["role"] == "assistant" and not content and not message.get("tool_calls"):
-        return "an assistant's message that is empty"
-    if isinstance(content, list):
-        allowed = ("text", "image_url") if message["role"] == "user" else ("text",)
-        if any(part["type"] not in allowed for part in content):
-            return "content that is neither text nor a user's image"
-    return None
-
-
-def _wrong_calls(message: Message) -> str | None:
-    calls = message.get("tool_calls", ())
-    if any(not call["id"] or not call["function"]["name"] for call in calls):
-        return "a tool call without an id or a name"
-    if len({call["id"] for call in calls}) < len(calls):
-        return "two tool calls of one id"
-    if any(not isinstance(json_of(call["function"]["arguments"]), dict) for call in calls):
-        return "a tool call whose arguments are no JSON object"
-    return None
+        found.left_out[f"{unit} with {wrong.what}"] += 1

@@ -14,8 +14,9 @@ import msgspec
 from agentlightning import semconv
 from agentlightning.data.agents import agents_of
 from agentlightning.data.call_filter import UNUSED_CHOICE, CallFilter
-from agentlightning.data.export import Recorded, Wanted
+from agentlightning.data.export import Wanted
 from agentlightning.data.images import image_references
+from agentlightning.data.recorded import Recorded
 from agentlightning.data.transitions import TracedRollout, Transition, trace_rollout
 from agentlightning.errors import ConfigError
 from agentlightning.tracing.dialects import text_of

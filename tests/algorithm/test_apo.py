@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -455,15 +456,29 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
         trainer(tmp_path / "e", agl.APO(llm, max_usd=1.0)).fit(counts_good, TASKS, TASKS)
 
 
-def test_poml_without_its_package_says_what_to_install() -> None:
-    template = PromptTemplate(template="<p>{{ a }}</p>", engine="poml")
-    try:
-        import poml  # noqa: F401
-    except ImportError:
-        with pytest.raises(ConfigError, match="pip install 'poml"):
-            template.format(a=1)
-    else:
-        assert template.format(a=1) == "1"
+def test_poml_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "poml", None)
+    with pytest.raises(ConfigError, match="pip install 'poml"):
+        PromptTemplate(template="<p>{{ a }}</p>", engine="poml").format(a=1)
+
+
+@pytest.mark.slow
+def test_a_template_in_poml_is_filled_by_its_package_in_every_rollout_of_a_search(tmp_path: Path) -> None:
+    end, good = "</poml>", "<p>GOOD and GOOD</p>"
+
+    async def search() -> Path:
+        async with optimizer() as (script, url):
+            script.edit = lambda prompt, number: f"<prompt>{prompt.replace(end, good + end)}</prompt>"
+            algorithm = apo(url, beam_width=1, branch_factor=1, beam_rounds=1, val_batch_size=1, gradient_batch_size=1)
+            template = PromptTemplate(template="<poml><p>Say {{ number }}.</p></poml>", engine="poml")
+            job = trainer(tmp_path, algorithm, initial_resources={"prompt": template}, n_runners=1)
+            result = await job.fit_async(counts_good, TASKS[:1], TASKS[1:2])
+            assert [round(one.reward, 2) for one in result.evaluations] == [0.0, 0.2]
+            return result.directory
+
+    best = (asyncio.run(search()) / "prompts" / "prompt.txt").read_text()
+    assert best == "<poml><p>Say {{ number }}.</p><p>GOOD and GOOD</p></poml>"
+    assert PromptTemplate(template=best, engine="poml").format(number=3) == "Say 3.\n\nGOOD and GOOD"
 
 
 def test_long_rollouts_are_cut_in_the_middle() -> None:

@@ -69,7 +69,9 @@ def answers(lines: list[Any]) -> list[str]:
 
 def test_conversations_of_rollouts_that_succeeded_and_are_not_held_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert answers(export("--format", "sft")) == ["a", "b", "b"]
-    assert capsys.readouterr().out == "wrote 3 conversations of 3 rollouts to out.jsonl\n"
+    assert capsys.readouterr().out == (
+        "wrote 3 conversations of 3 rollouts to out.jsonl\nOpenAI and Azure take no file of fewer than 10 lines\n"
+    )
     assert answers(export("--format", "sft", "--mode", "val")) == ["held out"]
     assert answers(export("--format", "sft", "--status", "failed")) == ["failed"]
     assert answers(export("--format", "sft", "--min-reward", "0.5", "--best-of-group")) == ["b"]
@@ -107,7 +109,7 @@ def test_rows_of_every_rollout_that_has_ended() -> None:
         (["--format", "sft", "--run", "nobody's"], "no rollout in agentlightning.sqlite matches"),
         (["--format", "sft", "--agents", "("], "agents is '('"),
         (["agentlightning.sqlite", "--format", "sft", "--server", "http://127.0.0.1:1"], "either --store PATH"),
-        (["--format", "dpo", "--best-of-group"], "--best-of-group goes with --format sft"),
+        (["--format", "dpo", "--best-of-group"], "--best-of-group goes with --format sft and sharegpt"),
         (["--format", "sft", "--pairs", "all"], "--pairs goes with --format dpo"),
     ],
 )
@@ -135,3 +137,25 @@ def test_frozen_models_teach_where_they_are_named(capsys: pytest.CaptureFixture[
     assert run(["data", "export", "hosted.sqlite", "--format", "sft", "--out", "out.jsonl"]) == 1
     assert "Name a model with --model" in capsys.readouterr().err
     assert answers(export("hosted.sqlite", "--format", "sft", "--model", "policy")) == ["hi"]
+
+
+def test_any_file_can_be_checked_and_the_line_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    export("--format", "sft")
+    capsys.readouterr()
+    assert run(["data", "check", "out.jsonl"]) == 1
+    assert capsys.readouterr().out == "out.jsonl: 3 lines; OpenAI and Azure take no fewer than 10\n"
+    good = Path("out.jsonl").read_text()
+    Path("out.jsonl").write_text(4 * good)
+    assert run(["data", "check", "out.jsonl"]) == 0
+    assert capsys.readouterr().out == "out.jsonl: nothing wrong\n"
+    Path("out.jsonl").write_text(4 * good + 3 * '{"messages": []}\n')
+    assert run(["data", "check", "out.jsonl", "--most", "1"]) == 1
+    first, more = capsys.readouterr().out.splitlines()
+    assert first.startswith("out.jsonl:13: what the format does not have") and more == "2 more"
+    assert run(["data", "check", "out.jsonl", "--json"]) == 1
+    assert [one["line"] for one in json.loads(capsys.readouterr().out)["problems"]] == [13, 14, 15]
+
+
+def test_conversations_in_sharegpt() -> None:
+    lines = export("--format", "sharegpt", "--best-of-group", "--min-reward", "1")
+    assert lines == [{"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "b"}]}]

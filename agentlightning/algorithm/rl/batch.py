@@ -101,7 +101,7 @@ def make_batch(
     """Credit the groups of one step, with a critic's `values` where there is one, and lay their calls into sequences.
     Groups that teach nothing are dropped and counted."""
     rewarded = [rewarded_group(group, algorithm.unrewarded) for group in groups]
-    enough = [group for group in rewarded if len(group.rewards) >= min(2, algorithm.group_size)]
+    enough = [group for group in rewarded if len(group.rewards) >= algorithm.fewest_rewarded]
     sequences: list[TrainingSequence] = []
     flat = 0
     if values is None:

@@ -132,6 +132,7 @@ class Groups:
         Waits for as many as a step trains on. Where groups of no use are not replaced, these are all that were begun;
         where they are, fewer only after `USELESS_STEPS` times as many were of no use."""
         progress = self.context.progress
+        progress.phase("rollouts", self.algorithm.tasks_per_step * self.algorithm.group_size)
         await self._begin_groups()
         while not self._enough():
             if self._failure is not None:  # it may have come while nobody waited

@@ -38,13 +38,11 @@ from agentlightning.types import Rollout
 
 
 class Loop:
-    """One training job of a `Reinforcement` algorithm; gradient steps run in `thread`."""
+    """One training job of a `Reinforcement` algorithm on these groups; gradient steps run in `thread`."""
 
-    def __init__(self, algorithm: Reinforcement, context: RunContext, thread: Executor) -> None:
+    def __init__(self, algorithm: Reinforcement, context: RunContext, groups: Groups, thread: Executor) -> None:
         if not context.policies:
             raise ConfigError(f"{algorithm.name} trains weights: give the Trainer a model")
-        if not context.train_tasks:
-            raise ConfigError("the training dataset is empty")
         self.algorithm = algorithm
         self.context = context
         self.policies = Policies(
@@ -53,7 +51,7 @@ class Loop:
             thread,
         )
         self.run_id = context.run.run_id
-        self.groups = Groups(algorithm, context)
+        self.groups = groups
         self.experience = Experience(context.seed)
         self.checkpoints = Checkpoints(context.directory / "checkpoints")
         self.state = LoopState()
@@ -111,7 +109,6 @@ class Loop:
     async def _step(self) -> None:
         started, engines = time.perf_counter(), self.policies.usage()
         step = self.state.step + 1
-        self.context.progress.phase("rollouts", self.algorithm.tasks_per_step * self.algorithm.group_size)
         groups, dropped = await self.context.unless_stopped(self.groups.take())
         sampled = time.perf_counter()
         replayed = self.experience.draw(self.algorithm.replay_groups, step)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.evaluation import Evaluation
@@ -24,7 +25,11 @@ from agentlightning.data.sequences import Aggregation, CreditedTransition, Level
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import Critic, KLEstimator, Loss, Old
+from agentlightning.store.base import LightningStore
 from agentlightning.types import RolloutConfig
+
+if TYPE_CHECKING:
+    from agentlightning.algorithm.rl.groups import Groups
 
 # Losses that weigh each token by how much likelier the weights have made it, whatever weights sampled it.
 TAKE_REPLAYED: Final = ("importance_sampling", "cispo")
@@ -187,7 +192,25 @@ class Reinforcement(abc.ABC):
 
     def why_useless(self, group: RewardedGroup) -> str | None:
         """Why no step learns from this group, whatever else it trains on; None if one may."""
-        return TOO_FEW_REWARDED if len(group.rewards) < min(2, self.group_size) else None
+        return TOO_FEW_REWARDED if len(group.rewards) < self.fewest_rewarded else None
+
+    @property
+    def fewest_rewarded(self) -> int:
+        """How many members of a group must have a reward for it to teach anything."""
+        return min(2, self.group_size)
+
+    def traces_beside(self, store: LightningStore) -> AbstractAsyncContextManager[LightningStore]:
+        """The store with the rollouts that are learned from, where the run's own is `store`."""
+        return nullcontext(store)
+
+    @asynccontextmanager
+    async def groups(self, context: RunContext) -> AsyncGenerator[Groups]:
+        """What steps learn from. ConfigError or TrainingError where there is nothing to learn from."""
+        from agentlightning.algorithm.rl.groups import Groups
+
+        if not context.train_tasks:
+            raise ConfigError(f"{self.name} runs the agent on tasks: give a training dataset")
+        yield Groups(self, context)
 
     @abc.abstractmethod
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
@@ -228,5 +251,6 @@ class Reinforcement(abc.ABC):
         from agentlightning.algorithm.rl.loop import Loop
 
         self.evaluations: list[Evaluation] = []
-        with ThreadPoolExecutor(1, "learner") as thread:
-            self.stopped_because = await Loop(self, context, thread).run()
+        async with self.groups(context) as groups:
+            with ThreadPoolExecutor(1, "learner") as thread:
+                self.stopped_because = await Loop(self, context, groups, thread).run()

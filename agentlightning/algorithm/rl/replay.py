@@ -78,23 +78,24 @@ async def replay(
     seed: int,
     on_step: Callable[[ReplayedStep], None] = lambda step: None,
 ) -> None:
-    """Train the steps of the plan. The policies hold the weights that the run started from, and are called what its
-    agents called them.
+    """Train the steps of the plan, whose rollouts are in `store` unless the algorithm says where. The policies hold the
+    weights that the run started from, and are called what its agents called them.
 
     NotFoundError names rollouts of a step that are not in the store any more; TrainingError the step in which a loss
     or a gradient is not finite."""
     if plan.start is not None:
         policies.load(plan.start)
-    for batch in plan.batches:
-        metrics: list[dict[str, float]] = []
-        sequences = await _sequences(batch, store, algorithm, policies)
-        for name, learner in policies.learners.items():
-            steps = optimiser_steps(learner, sequences[name], algorithm, seed=seed, step=batch.step, version=None)
-            try:
-                metrics += steps
-            except TrainingError as error:
-                raise TrainingError(f"step {batch.step}, optimiser step {len(metrics) + 1}: {error}") from error
-        on_step(ReplayedStep(batch.step, sum(map(len, sequences.values())), tuple(metrics)))
+    async with algorithm.traces_beside(store) as traces:
+        for batch in plan.batches:
+            metrics: list[dict[str, float]] = []
+            sequences = await _sequences(batch, traces, algorithm, policies)
+            for name, learner in policies.learners.items():
+                steps = optimiser_steps(learner, sequences[name], algorithm, seed=seed, step=batch.step, version=None)
+                try:
+                    metrics += steps
+                except TrainingError as error:
+                    raise TrainingError(f"step {batch.step}, optimiser step {len(metrics) + 1}: {error}") from error
+            on_step(ReplayedStep(batch.step, sum(map(len, sequences.values())), tuple(metrics)))
 
 
 async def _sequences(

@@ -1,0 +1,107 @@
+"""What OpenAI and Azure would refuse of a fine-tuning file: which line, and why."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from agentlightning.data import fine_tuning
+from agentlightning.data.fine_tuning import file_problems, line_problem
+from tests.data.recorded import TOOL, asks_for, says, tool_says
+
+USER, HI = says("user", "hello"), says("assistant", "hi")
+WEIGHTLESS = says("assistant", "hi", weight=0)
+
+
+def told(line: Any) -> str | None:
+    found = line_problem(line)
+    return None if found is None else str(found)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [USER, HI],
+        [says("developer", "Be brief."), USER, HI],
+        [USER, asks_for("c1")],
+        [USER, asks_for("c1"), tool_says("c1", "warm"), HI],
+        [USER, WEIGHTLESS, USER, says("assistant", "hi", weight=1)],
+        [says("user", None) | {"content": [{"type": "image_url", "image_url": {"url": "https://x/y.png"}}]}, HI],
+    ],
+)
+def test_conversations_that_are_taken(messages: list[Any]) -> None:
+    assert told({"messages": messages}) is None
+    assert told({"messages": messages, "tools": [TOOL], "parallel_tool_calls": False}) is None
+
+
+@pytest.mark.parametrize(
+    ("messages", "wrong"),
+    [
+        ([], "length >= 1), at messages"),
+        ([USER], "a last message that is not the assistant's"),
+        ([says("narrator", "once"), HI], "invalid value 'narrator'), at messages[0].role"),
+        ([USER, asks_for("c1"), HI], "a tool call that was not answered, at messages[2]"),
+        ([USER, tool_says("c1", "warm"), HI], "a tool result that answers no call, at messages[1]"),
+        ([USER, says("assistant", "")], "an assistant's message that is empty, at messages[1]"),
+        ([says("user", None) | {"content": [{"type": "input_audio"}]}, HI], "at messages[0].content[0].type"),
+        ([says("system", None) | {"content": [{"type": "image_url"}]}, HI], "invalid value 'image_url'"),
+        ([USER, asks_for("")], "at messages[1].tool_calls[0].id"),
+        ([USER, asks_for("c1", "{")], "a tool call whose arguments are no JSON object, at messages[1]"),
+        ([USER, asks_for("c1") | {"tool_calls": 2 * asks_for("c1")["tool_calls"]}], "two tool calls of one id"),
+        ([USER, WEIGHTLESS], "no answer of the assistant's that has weight"),
+        ([USER, says("assistant", "hi", weight=0.5)], "at messages[1].weight"),
+        ([USER | {"weight": 1}, HI], "unknown field `weight`), at messages[0]"),
+    ],
+)
+def test_what_is_wrong_with_a_conversation_and_where(messages: list[Any], wrong: str) -> None:
+    assert wrong in str(told({"messages": messages}))
+
+
+@pytest.mark.parametrize(
+    ("tool", "wrong"),
+    [
+        ({"type": "web_search"}, "invalid enum value 'web_search'), at tools[0].type"),
+        ({"type": "function", "function": {"name": "two words"}}, "at tools[0].function.name"),
+        ({"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}, "parameters.type"),
+        (
+            {"type": "function", "function": {"name": "f", "parameters": {"properties": {}, "required": ["q"]}}},
+            "a tool that requires 'q', which it does not have, at tools[0]",
+        ),
+        ({"type": "function", "function": {"name": "other"}}, "a call of a tool that was not offered, at messages[1]"),
+    ],
+)
+def test_what_is_wrong_with_tools(tool: Any, wrong: str) -> None:
+    assert wrong in str(told({"messages": [USER, asks_for("c1")], "tools": [tool]}))
+    assert "length <= 128" in str(told({"messages": [USER, HI], "tools": 129 * [TOOL]}))
+
+
+def test_both_sides_of_a_pair_are_checked() -> None:
+    pair = {"input": {"messages": [USER]}, "preferred_output": [HI], "non_preferred_output": [says("assistant", "")]}
+    assert told(pair) == "an assistant's message that is empty (non_preferred_output), at messages[1]"
+    assert told(pair | {"non_preferred_output": [HI]}) is None
+    assert "length <= 1), at preferred_output" in str(told(pair | {"preferred_output": [HI, HI]}))
+
+
+def found_in(*lines: Any) -> list[tuple[int | None, str]]:
+    encoded = [line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines]
+    return [(one.line, str(one.problem)) for one in file_problems(encoded)]
+
+
+def test_a_file_is_checked_line_by_line_and_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = {"messages": [USER, HI]}
+    assert found_in(*10 * [good]) == []
+    assert found_in(b"\xef\xbb\xbf" + json.dumps(good).encode(), *9 * [good]) == []
+    pair = {"input": {"messages": [USER]}, "preferred_output": [HI], "non_preferred_output": [says("assistant", "no")]}
+    mixed = found_in(good, b"\n", b"{", b"\xff", 7, pair)
+    assert [line for line, _ in mixed] == [2, 3, 4, 5, 6, None]
+    reasons = [reason for _, reason in mixed]
+    assert reasons[0] == "nothing but white space" and reasons[1].startswith("no JSON: ")
+    assert reasons[4:] == [
+        "a pair to prefer in a file that began with a conversation",
+        "6 lines; OpenAI and Azure take no fewer than 10",
+    ]
+    monkeypatch.setattr(fine_tuning, "MOST_BYTES", 900)
+    ((line, reason),) = found_in(*10 * [good])
+    assert line is None and reason.endswith("OpenAI and Azure take no more than 0.0009")
