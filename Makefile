@@ -49,7 +49,7 @@ test: setup lint types contracts
 
 # The agents of examples/frameworks need environments of their own: without torch, and with versions that clash. So do
 # W&B and MLflow, which bring much with them.
-frameworks: .venv-frameworks/.setup .venv-crewai/.setup .venv-tracking/.setup
+frameworks: .venv-frameworks/.setup .venv-crewai/.setup .venv-tracking/.setup .venv-experiments/.setup
 
 .venv-%/.setup: constraints-%.txt pyproject.toml scripts/framework_env.sh | setup
 	scripts/framework_env.sh $* $(VENV)

@@ -54,7 +54,8 @@ def run(task: str, variant: str, seed: int, options: argparse.Namespace) -> dict
         changes = [part for key, value in settings.items() for part in ("--set", f"{key}={json.dumps(value)}")]
         python = ROOT / ".venv-experiments/bin/python"
         script = [options.python or python, MATH] if task == "math" else [sys.executable, __file__, "--one", "flight"]
-        command = [*script, "--out", directory, "--seeds" if task == "flight" else "--seed", str(seed), *changes]
+        start = ["--seed", str(seed), "--start", options.out / f"math-start-{seed}"]
+        command = [*script, "--out", directory, *(start if task == "math" else ["--seeds", str(seed)]), *changes]
         with (directory / "log").open("w") as log:
             paths = {**os.environ, "PYTHONPATH": str(ROOT)}
             subprocess.run(command, check=False, stdout=log, stderr=log, env=paths)

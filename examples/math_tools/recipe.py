@@ -12,15 +12,16 @@ from demonstrations import demonstrations, tool_schemas
 
 from agentlightning.algorithm.curves import draw_learning_curve
 from agentlightning.cli import training
+from agentlightning.errors import ConfigError
 from agentlightning.learner.base import AdamW
-from agentlightning.learner.policy import Policy
+from agentlightning.learner.policy import Policy, load_policy
 from agentlightning.learner.warm_start import WarmStart, make_policy
 from agentlightning.trainer import FitResult
 
 DEMONSTRATIONS = 2000
-WARM_START = WarmStart()
+WARM_START = WarmStart(copying=0.95)
 HELDOUT_TASKS = 120
-MAX_SEQUENCE_LENGTH = 384
+MAX_SEQUENCE_LENGTH = 512
 ALGORITHM: dict[str, Any] = {
     "name": "grpo",
     "steps": 30,
@@ -43,6 +44,7 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--air", action="store_true", help=f"reward tools that work, by {json.dumps(AIR)}")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the algorithm")
     parser.add_argument("--model", help="a Hugging Face id or directory instead of the tiny transformer")
+    parser.add_argument("--start", metavar="FOLDER", help="keeps the warm-started transformer, for runs of one seed")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train an adapter instead of all weights")
     parser.add_argument("--learning-rate", type=float, help="default 1.5e-4 for the tiny transformer, 1e-6 for --model")
     parser.add_argument("--calc-x", metavar="FOLDER", help="problems of Calc-X instead of generated ones")
@@ -51,12 +53,17 @@ def arguments(description: str | None) -> argparse.Namespace:
         parser.error("--calc-x needs --model: the tiny transformer speaks the language of the generated problems only")
     if wrong := [one for one in options.set if "=" not in one]:
         parser.error(f"--set {wrong[0]} is no assignment; write --set group_size=4")
+    if options.model and options.start:
+        parser.error("--start keeps the tiny transformer; with --model there is none")
     return options
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """The algorithm as a run file would describe it."""
-    changed = {key.strip(): yaml.safe_load(value) for key, _, value in (one.partition("=") for one in options.set)}
+    try:
+        changed = {key.strip(): yaml.safe_load(value) for key, _, value in (one.partition("=") for one in options.set)}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set: a value is no YAML: {' '.join(str(error).split())}") from None
     steps = {"steps": options.steps} if options.steps is not None else {}
     return {**ALGORITHM, **(AIR if options.air else {}), **steps, **changed}
 
@@ -70,16 +77,21 @@ def optimizer(options: argparse.Namespace) -> AdamW:
     return AdamW(learning_rate=rate, micro_batch_tokens=4096)
 
 
-def starting_policy(seed: int, progress: Any) -> Policy:
-    """The tiny transformer, warm-started on mediocre demonstrations."""
+def starting_policy(options: argparse.Namespace, progress: Any) -> Policy:
+    """The tiny transformer, warm-started on mediocre demonstrations, or as an earlier run kept it in --start."""
+    directory = Path(options.start or Path(options.out, "start"))
+    if (directory / "config.json").is_file():
+        return load_policy(directory)
     progress.phase("warm start", WARM_START.max_steps)
-    return make_policy(
-        demonstrations(DEMONSTRATIONS, seed),
+    policy = make_policy(
+        demonstrations(DEMONSTRATIONS, options.seed),
         tools=tool_schemas(),
-        seed=seed,
+        seed=options.seed,
         options=WARM_START,
         on_step=lambda state: progress.advance(state.step),
     )
+    policy.save(directory)
+    return policy
 
 
 def report(result: FitResult, options: argparse.Namespace, seconds: float) -> None:

@@ -6,6 +6,7 @@ python examples/math_tools/train.py --model meta-llama/Llama-3.2-3B-Instruct --l
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tasks import calc_x_tasks, heldout_tasks, train_tasks
 
 import agentlightning as agl
 from agentlightning.cli.display import LiveProgress
+from agentlightning.errors import AgentLightningError
 
 
 @agl.rollout
@@ -34,7 +36,7 @@ def main() -> None:
         train, heldout = train_tasks(3000, options.seed), heldout_tasks(recipe.HELDOUT_TASKS)
     with LiveProgress(Console(stderr=True), steps=algorithm.steps, time_limit=None) as progress:
         trainer = agl.Trainer(
-            model=options.model or recipe.starting_policy(options.seed, progress),
+            model=options.model or recipe.starting_policy(options, progress),
             algorithm=algorithm,
             optimizer=recipe.optimizer(options),
             lora=agl.LoRA(rank=options.lora) if options.lora else None,
@@ -49,4 +51,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except AgentLightningError as error:
+        sys.exit(f"error: {error}")

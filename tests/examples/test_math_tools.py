@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from agentlightning.errors import ConfigError
-from agentlightning.learner.tiny import chat_text
+from agentlightning.learner.tiny import END, chat_text, make_tokenizer, token_id
 from tests.examples.loading import EXAMPLES, load_example
 from tests.frameworks.world import bin_of
+from tests.models import tiny_model
 
 MATH = EXAMPLES / "math_tools"
 math = load_example("math_tools", "calculator", "grading", "tasks", "demonstrations")
@@ -256,3 +257,27 @@ def test_malformed_tool_calls_are_told_to_the_model_and_calling_to_the_end_is_no
     assert not_json.startswith("Error: ")
     assert unknown == "Error: tool 'teleport' not found in any workbench"
     assert "Field required" in missing
+
+
+# --- training ---
+
+
+@pytest.mark.slow
+def test_a_model_from_a_folder_is_trained_with_an_adapter_on_problems_of_calc_x(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer([row["question"] for row in ROWS] * 4, 320)
+    end = token_id(tokenizer, END)
+    tiny_model("llama", vocab_size=len(tokenizer), eos_token_id=end, max_position_embeddings=1024).save_pretrained(
+        tmp_path / "llama"
+    )
+    tokenizer.save_pretrained(tmp_path / "llama")
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:2]))
+    command = [bin_of("experiments") / "python", "train.py", "--air", "--steps", "1", "--lora", "4", "--out", tmp_path]
+    command += ["--model", tmp_path / "llama", "--calc-x", tmp_path]
+    command += ["--set", "tasks_per_step=2", "--set", "group_size=2", "--set", "max_tokens=8"]
+    done = subprocess.run(command, cwd=MATH, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["settings"]["returns_options"] == {"alpha": 0.2, "tool_weights": 1.0}
+    assert [step for step, *_ in result["curve"]] == [1]
+    assert (tmp_path / "learning_curve.png").stat().st_size > 0
