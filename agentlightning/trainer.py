@@ -29,6 +29,7 @@ from agentlightning.algorithm.directory import RunDirectory
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.algorithm.function import with_adapter
 from agentlightning.algorithm.manifest import check_data, make_manifest
+from agentlightning.algorithm.measures import Measures, measured, summarise
 from agentlightning.algorithm.trackers import make_tracker
 from agentlightning.algorithm.tracking import Tracker
 from agentlightning.data.datasets import load_dataset
@@ -148,13 +149,9 @@ class Trainer:
         self.dtype: DType | None = dtype
         self.n_runners = n_runners
         self.isolation: Isolation = isolation
-        self.run_dir = run_dir
-        self.store = store
-        self.server = server
-        self.api_key = api_key
-        self.port = port
-        self.seed = seed
-        self.time_limit = time_limit
+        self.run_dir, self.store = run_dir, store
+        self.server, self.api_key, self.port = server, api_key, port
+        self.seed, self.time_limit = seed, time_limit
         self.initial_resources: NamedResources = dict(initial_resources or {})
         self.hooks = tuple(hooks)
         choose_tracer(tracer)  # refused here rather than after the model was loaded
@@ -202,7 +199,7 @@ class Trainer:
         return await self._run(agent, algorithm, train_tasks, val_tasks, resume)
 
     def dev(self, agent: LitAgent[Any] | Callable[..., Any] | str, dataset: Any) -> list[EvaluatedTask]:
-        """Run the agent once on every task without training, print each trace, and return them."""
+        """Run the agent once on every task without training; print each trace and the mean reward, and return them."""
         return _run_loop(self.dev_async(agent, dataset))
 
     async def dev_async(self, agent: LitAgent[Any] | Callable[..., Any] | str, dataset: Any) -> list[EvaluatedTask]:
@@ -215,6 +212,8 @@ class Trainer:
             console.print(rollout_tree(task.rollout, task.spans))
             if task.traced.excluded:
                 console.print(f"calls not trainable: {dict(task.traced.excluded)}", markup=False)
+        summary = summarise([measured(task.traced, task.spans) for task in tasks], Measures())
+        console.print(f"{summary}; mean reward {summary.estimates['reward'].value:.3f}", markup=False)
         return tasks
 
     def _default_algorithm(self) -> Algorithm:

@@ -200,7 +200,7 @@ def test_dev_runs_a_few_tasks_and_prints_each_trace(tmp_path: Path, capsys: pyte
     assert [task.rollout.mode for task in tasks] == ["test", "test"]
     printed = capsys.readouterr().out
     assert 'input  {"word":"apple"' in printed and "call policy" in printed
-    assert "reward" in printed
+    assert "tasks 2, attempts 1 each: 2 rewarded; mean reward 0." in printed
 
 
 def test_the_baseline_measures_and_changes_nothing(tmp_path: Path) -> None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from agentlightning import semconv
 from agentlightning.algorithm.base import RunContext
+from agentlightning.algorithm.measures import exception_of
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import TrainingError
 from agentlightning.store.base import LightningStore
 from agentlightning.types import EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
 
+EVALUATED_STEP: Final = "step"
+"""Key of a rollout's metadata: the training step after which it was measured."""
+
 
 @dataclass(frozen=True)
 class EvaluatedTask:
-    """One task's rollout with everything it left in the store."""
+    """One rollout of a task with everything it left in the store."""
 
     traced: TracedRollout
     spans: tuple[Span, ...]
@@ -63,22 +66,28 @@ async def evaluate(
     mode: Mode,
     config: RolloutConfig,
     reward: RewardSpec = PLAIN,
+    samples: int = 1,
     beside: bool = False,
 ) -> Evaluation:
-    """Run the agent once on every task in `mode` and wait for all, `beside` something else or not. Repeating it after a
-    crash reuses what finished."""
+    """Run the agent `samples` times on every task in `mode` and wait for all, `beside` something else or not. Repeating
+    it after a crash, or with more samples, reuses what finished."""
     prefix = evaluation_id(context.run.run_id, mode, step, version)
+    attempts = [
+        (task, f"{index}-{sample}" if sample else f"{index}")
+        for sample in range(samples)
+        for index, task in enumerate(tasks)
+    ]
     requests = [
         EnqueueRolloutRequest(
             input=task,
-            rollout_id=f"{prefix}-{index}",
+            rollout_id=f"{prefix}-{name}",
             mode=mode,
             resources_id=context.resources_id,
             run_id=context.run.run_id,
             config=config,
-            metadata={"seed": context.seed, "sample": f"{mode}-{step}-{index}"},
+            metadata={"seed": context.seed, "sample": f"{mode}-{step}-{name}", EVALUATED_STEP: step},
         )
-        for index, task in enumerate(tasks)
+        for task, name in attempts
     ]
     context.progress.phase("evaluate", len(requests), beside=beside)
     await context.store.enqueue_many_rollouts(requests)
@@ -104,10 +113,7 @@ async def why_unrewarded(store: LightningStore, rollouts: Sequence[TracedRollout
         return TrainingError(
             f"none of {len(rollouts)} rollouts was rewarded: the agent must return a number, or call agl.emit_reward"
         )
-    reason = ""
-    for span in await store.query_spans(failed.rollout_id):
-        if span.name == semconv.EXCEPTION:
-            reason = f"{span.attributes.get(semconv.EXCEPTION_TYPE)}: {span.attributes.get(semconv.EXCEPTION_MESSAGE)}"
+    reason = exception_of(await store.query_spans(failed.rollout_id))
     attempt = await store.get_latest_attempt(failed.rollout_id)
     ended = attempt.status if attempt else "failed"
     return TrainingError(

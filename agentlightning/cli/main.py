@@ -22,6 +22,7 @@ COMMANDS = {
     "quickstart": "training",
     "train": "training",
     "dev": "training",
+    "eval": "evaluating",
     "serve": "serving",
     "server": "serving",
     "runner": "serving",

@@ -6,7 +6,8 @@ It finds the run and compares; that a run of this configuration is trained is th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from agentlightning.cli.runs import STORE_FILE
 from agentlightning.cli.store import open_store
 from agentlightning.data.datasets import load_dataset
 from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.store.base import LightningStore
 from agentlightning.types import Run
 
 _RUNS = Path("runs")
@@ -28,6 +30,30 @@ def find_run(name: str, address: str | None, server: str | None, key: str | None
     """The run of a directory, or with an id: in the store or at the server that is named, else below `runs/`.
 
     NotFoundError where there is none; ConfigError for a directory without a run."""
+
+    async def read() -> Run:
+        async with open_run(name, address, server, key) as (_, run):
+            return run
+
+    return asyncio.run(read())
+
+
+@contextlib.asynccontextmanager
+async def open_run(
+    name: str, address: str | None, server: str | None, key: str | None
+) -> AsyncGenerator[tuple[LightningStore, Run]]:
+    """The run that `find_run` finds, and the store that has it."""
+    run_id, address, server = _locate(name, address, server)
+    async with open_store(address, server, key, reading=True) as store:
+        found = next((run for run in await store.query_runs() if run.run_id == run_id), None)
+        if found is None:
+            place = address or "--server …"
+            raise NotFoundError(f"{address or server} has no run {run_id}; `agl runs {place}` lists them")
+        yield store, found
+
+
+def _locate(name: str, address: str | None, server: str | None) -> tuple[str, str | None, str | None]:
+    """The run's id, and the store or the server that has it."""
     directory = Path(name)
     if not directory.is_dir() and address is None and server is None:
         marks = (mark.parent for mark in _RUNS.glob(f"**/{MARK}"))
@@ -45,15 +71,7 @@ def find_run(name: str, address: str | None, server: str | None, key: str | None
             address, server = str(own), None
         elif address is None and server is None:
             raise ConfigError(f"the run in {directory} is stored elsewhere; say where with --store or --server")
-    return asyncio.run(_read_run(run_id, None if server else address, server, key))
-
-
-async def _read_run(run_id: str, address: str | None, server: str | None, key: str | None) -> Run:
-    async with open_store(address, server, key, reading=True) as store:
-        found = next((run for run in await store.query_runs() if run.run_id == run_id), None)
-    if found is None:
-        raise NotFoundError(f"{address or server} has no run {run_id}; `agl runs {address or '--server …'}` lists them")
-    return found
+    return run_id, None if server else address, server
 
 
 def repeated(run: Run, assignments: Iterable[str], flags: Mapping[str, Any]) -> TrainConfig:

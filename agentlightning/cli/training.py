@@ -14,6 +14,7 @@ from rich.console import Console
 
 from agentlightning.cli.config import TrainConfig, build, kept, load_agent, load_config
 from agentlightning.errors import ConfigError, nearest
+from agentlightning.types import LLM
 
 if TYPE_CHECKING:
     from agentlightning.runner.processes import Isolation
@@ -85,10 +86,20 @@ def mirrored_flags(command: F) -> F:
         click.option(
             "--max-usd", type=float, help="What a search for prompts may cost; short for --set algorithm.max_usd=…"
         ),
+        click.option("--time-limit", type=float, metavar="SECONDS", help="Stop training then; measure and save."),
+    ]
+    command = running_flags(command)
+    for flag in reversed(flags):
+        command = flag(command)
+    return command
+
+
+def running_flags(command: F) -> F:
+    """Of these, the ones that say where and how rollouts are run."""
+    flags = [
         click.option("--n-runners", type=int, help="Rollouts at once in this process; 0 leaves them to `agl runner`."),
         isolation_option(None),
         click.option("--seed", type=int, help="The source of all randomness."),
-        click.option("--time-limit", type=float, metavar="SECONDS", help="Stop training then; measure and save."),
         click.option("--run-dir", "--out", metavar="DIR", help="Directory of this run; default a new one below runs/."),
         click.option("--resume", is_flag=True, default=None, help="Continue the run in --run-dir, or the newest."),
         click.option("--store", metavar="PATH", help="SQLite file; default in the run's directory."),
@@ -103,6 +114,32 @@ def mirrored_flags(command: F) -> F:
     for flag in reversed(flags):
         command = flag(command)
     return command
+
+
+def answering_options(command: F) -> F:
+    """`--model`, or `--endpoint` and the model's name there: what answers an agent that is not trained."""
+    for option in (
+        click.option("--endpoint-key", metavar="KEY", envvar="OPENAI_API_KEY", show_envvar=True, help="Its key."),
+        click.option("--endpoint-model", metavar="NAME", help="The model's name at --endpoint."),
+        click.option("--endpoint", metavar="URL", help="OpenAI-compatible URL that answers instead of --model."),
+        click.option("--model", metavar="ID|DIR|FILE.py:NAME", help="The model that answers: id, directory or maker."),
+    ):
+        command = option(command)
+    return command
+
+
+def answering(
+    model: str | None, endpoint: str | None, endpoint_model: str | None, endpoint_key: str | None
+) -> tuple[str | None, dict[str, LLM]]:
+    """What `answering_options` say: the model to serve, or the endpoint among the agent's resources. With an endpoint
+    `--model` is short for `--endpoint-model`."""
+    if endpoint is None:
+        if endpoint_model is not None:
+            raise click.UsageError("--endpoint-model is the model's name at an --endpoint, which is missing")
+        return model, {}
+    if (model is None) == (endpoint_model is None):
+        raise click.UsageError("--endpoint needs --endpoint-model, the model's name there, and no --model besides")
+    return None, {"llm": LLM(endpoint=endpoint, model=model or endpoint_model or "", api_key=endpoint_key)}
 
 
 @click.command()
@@ -232,10 +269,7 @@ def fit_summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
 @click.command()
 @click.argument("agent", metavar="FILE.py:NAME")
 @click.argument("dataset", metavar="DATA")
-@click.option("--model", metavar="ID|DIR|FILE.py:NAME", help="The model that answers: id, directory or maker.")
-@click.option("--endpoint", metavar="URL", help="OpenAI-compatible URL that answers instead of --model.")
-@click.option("--endpoint-model", metavar="NAME", help="The model's name at --endpoint.")
-@click.option("--endpoint-key", metavar="KEY", envvar="OPENAI_API_KEY", show_envvar=True, help="Key for --endpoint.")
+@answering_options
 @click.option("--limit", type=click.IntRange(min=1), default=5, show_default=True, help="How many tasks to run.")
 @click.option("--run-dir", metavar="DIR", help="Directory of this run; default a new one below runs/.")
 @isolation_option("none")
@@ -251,22 +285,17 @@ def dev(
     isolation: Isolation,
 ) -> None:
     """Run an agent on a few tasks without training and print what it did, call by call."""
-    if (model is None) == (endpoint is None):
-        raise click.UsageError("give either --model, or --endpoint and --endpoint-model")
-    if endpoint is not None and endpoint_model is None:
-        raise click.UsageError("--endpoint needs --endpoint-model, the model's name there")
+    served, resources = answering(model, endpoint, endpoint_model, endpoint_key)
+    if served is None and not resources:
+        raise click.UsageError("give --model, or --endpoint and --endpoint-model")
     from agentlightning.cli.display import hide_library_progress
     from agentlightning.data.datasets import load_dataset
     from agentlightning.trainer import Trainer
-    from agentlightning.types import LLM
 
-    if model is not None:
+    if served is not None:
         hide_library_progress()
-    resources: dict[str, Any] = {}
-    if endpoint is not None and endpoint_model is not None:
-        resources["llm"] = LLM(endpoint=endpoint, model=endpoint_model, api_key=endpoint_key)
     tasks = load_dataset(dataset)[:limit]
-    trainer = Trainer(model=model, initial_resources=resources, run_dir=run_dir, isolation=isolation)
+    trainer = Trainer(model=served, initial_resources=resources, run_dir=run_dir, isolation=isolation)
     trainer.dev(load_agent(agent, isolation), tasks)
 
 

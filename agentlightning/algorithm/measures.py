@@ -1,0 +1,235 @@
+"""What an evaluation comes to: rollouts → mean reward, pass@k, intervals, the same by tag, and two of them compared.
+
+Rollouts of one task are attempts at it; two tasks are the same where their inputs are. Knows nothing of how rollouts
+were made or where they are stored.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any, Literal, TypeAlias, cast
+
+import msgspec
+import numpy as np
+
+from agentlightning import semconv
+from agentlightning.data.rewards import NOT_FINITE
+from agentlightning.data.statistics import mean_interval, paired_p_value, pass_at_k
+from agentlightning.data.transitions import TracedRollout
+from agentlightning.errors import ConfigError
+from agentlightning.types import Span
+
+Ended: TypeAlias = Literal["rewarded", "failed", "no reward", "not a number", "left out"]
+
+TAG_FIELDS = ("tags", "kind")
+_LEFT_OUT: Ended = "left out"
+_CLOSE = 1e-9  # a sum of tenths is a little less than 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rollout. Without a reward it counts 0 and passes nothing, so that failing cannot help; one that was
+    cancelled, or is not over, is left out. `problem` is the exception that ended it."""
+
+    rollout_id: str
+    task: str
+    tags: frozenset[str]
+    reward: float | None
+    ended: Ended
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What is asked of an evaluation. An attempt passes with a reward of `threshold` or more. `ks` None is 1 and the
+    number of attempts that every task has."""
+
+    ks: tuple[int, ...] | None = None
+    threshold: float = 1.0
+    confidence: float = 0.95
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A mean over `tasks`, and its interval, None of one task."""
+
+    value: float
+    tasks: int
+    interval: tuple[float, float] | None
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """What the second has over the first, mean over the `tasks` of both, and how probable that is by chance."""
+
+    value: float
+    tasks: int
+    interval: tuple[float, float] | None
+    p: float
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """`ended` counts rollouts; `attempts` are the least and the most of a task; `estimates` are `reward` and `pass@k`,
+    `tags` the same of the tasks with that tag. `problem` is the first exception, with the rollout that it ended."""
+
+    tasks: int
+    attempts: tuple[int, int]
+    ended: dict[str, int]
+    problem: str
+    estimates: dict[str, Estimate]
+    tags: dict[str, dict[str, Estimate]]
+
+    def __str__(self) -> str:
+        low, high = self.attempts
+        ended = ", ".join(f"{count} {how}" for how, count in self.ended.items())
+        return f"tasks {self.tasks}, attempts {low if low == high else f'{low} to {high}'} each: {ended}"
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """Two summaries, and what the second has over the first: all of the tasks of both. `unpaired` are of one alone."""
+
+    first: Summary
+    second: Summary
+    unpaired: int
+    differences: dict[str, Difference]
+    tags: dict[str, dict[str, Difference]]
+
+
+# --- reading rollouts --------------------------------------------------------------------------------------------
+
+
+def measured(traced: TracedRollout, spans: Sequence[Span], tag_fields: Sequence[str] = TAG_FIELDS) -> Measured:
+    """Its tags are the words in `tags`, and `field=value` of every other one of `tag_fields`, in the rollout's input
+    and in its metadata."""
+    rollout, ended = traced.rollout, "rewarded"
+    if rollout.status not in ("succeeded", "failed"):
+        ended = _LEFT_OUT
+    elif rollout.status == "failed":
+        ended = "failed"
+    elif traced.reward is None:
+        ended = "not a number" if NOT_FINITE in traced.rewards_lost else "no reward"
+    tags = {tag for place in (rollout.input, rollout.metadata) for tag in _tags(place, tag_fields)}
+    task = msgspec.json.encode(rollout.input, order="sorted", enc_hook=str).decode()
+    problem = exception_of(spans) if ended == "failed" else ""
+    return Measured(rollout.rollout_id, task, frozenset(tags), traced.reward, ended, problem)
+
+
+def exception_of(spans: Iterable[Span]) -> str:
+    """`LookupError: no such city`, of the last exception recorded; empty where there is none."""
+    told = [span.attributes for span in spans if span.name == semconv.EXCEPTION]
+    return f"{told[-1].get(semconv.EXCEPTION_TYPE)}: {told[-1].get(semconv.EXCEPTION_MESSAGE)}" if told else ""
+
+
+def _tags(place: Any, fields: Sequence[str]) -> Iterable[str]:
+    values = cast(Mapping[str, Any], place) if isinstance(place, Mapping) else {}
+    for field in fields:
+        value = values.get(field)
+        for one in cast(list[Any], value) if isinstance(value, list | tuple) else [value]:
+            if isinstance(one, str | int | float):
+                yield str(one) if field == "tags" else f"{field}={one}"
+
+
+# --- summing up --------------------------------------------------------------------------------------------------
+
+_Attempts: TypeAlias = dict[str, list[Measured]]  # by task
+_Values: TypeAlias = dict[str, dict[str, float]]  # what is measured → task → its value
+
+
+def summarise(rollouts: Sequence[Measured], measures: Measures) -> Summary:
+    """ConfigError where no rollout is over, and for a k of which no task has so many attempts."""
+    attempts = _attempts(rollouts)
+    counts = [len(of_task) for of_task in attempts.values()]
+    values = _values(attempts, measures)
+    return Summary(
+        tasks=len(attempts),
+        attempts=(min(counts), max(counts)),
+        ended=dict(Counter(one.ended for one in rollouts)),
+        problem=next((f"{one.rollout_id}: {one.problem}" for one in rollouts if one.problem), ""),
+        estimates=_estimates(values, measures.confidence),
+        tags={tag: _estimates(_only(values, own), measures.confidence) for tag, own in _by_tag(attempts).items()},
+    )
+
+
+def compare(first: Sequence[Measured], second: Sequence[Measured], measures: Measures) -> Comparison:
+    """ConfigError as of `summarise`, and where no task is of both."""
+    tried, tried_too = (_attempts(side).keys() for side in (first, second))
+    both = tried & tried_too
+    if not both:
+        raise ConfigError("they have no task in common, the same input in both; evaluate both on the same dataset")
+    first, second = ([rollout for rollout in side if rollout.task in both] for side in (first, second))
+    one, other = _attempts(first), _attempts(second)
+    measures = replace(measures, ks=measures.ks or _usual_ks([*one.values(), *other.values()]))
+    before, after = _values(one, measures), _values(other, measures)
+    differences = {
+        name: {task: after[name][task] - value for task, value in of_tasks.items() if task in after[name]}
+        for name, of_tasks in before.items()
+    }
+    return Comparison(
+        first=summarise(first, measures),
+        second=summarise(second, measures),
+        unpaired=len(tried ^ tried_too),
+        differences=_differences(differences, measures.confidence),
+        tags={tag: _differences(_only(differences, own), measures.confidence) for tag, own in _by_tag(one).items()},
+    )
+
+
+def _attempts(rollouts: Sequence[Measured]) -> _Attempts:
+    attempts: _Attempts = {}
+    for one in rollouts:
+        if one.ended != _LEFT_OUT:
+            attempts.setdefault(one.task, []).append(one)
+    if not attempts:
+        raise ConfigError(f"there is nothing to measure: of {len(rollouts)} rollouts none succeeded or failed")
+    return attempts
+
+
+def _usual_ks(attempts: Iterable[list[Measured]]) -> tuple[int, ...]:
+    return tuple(sorted({1, min(map(len, attempts))}))
+
+
+def _values(attempts: _Attempts, measures: Measures) -> _Values:
+    """Mean reward of every task; pass@k of those that were attempted k times or more."""
+    most = max(map(len, attempts.values()))
+    passed = {task: sum(_passes(one, measures.threshold) for one in of_task) for task, of_task in attempts.items()}
+    values = {"reward": {task: fmean(one.reward or 0.0 for one in of_task) for task, of_task in attempts.items()}}
+    for k in measures.ks or _usual_ks(attempts.values()):
+        if not 1 <= k <= most:
+            raise ConfigError(f"pass@{k} needs {k} attempts at a task, and the most that one has is {most}")
+        enough = {task: len(of_task) for task, of_task in attempts.items() if len(of_task) >= k}
+        values[f"pass@{k}"] = {task: pass_at_k(count, passed[task], k) for task, count in enough.items()}
+    return values
+
+
+def _passes(one: Measured, threshold: float) -> bool:
+    return one.reward is not None and one.reward >= threshold - _CLOSE
+
+
+def _by_tag(attempts: _Attempts) -> dict[str, set[str]]:
+    """The tasks of each tag."""
+    tagged: defaultdict[str, set[str]] = defaultdict(set)
+    for task, of_task in attempts.items():
+        for tag in frozenset[str]().union(*(one.tags for one in of_task)):
+            tagged[tag].add(task)
+    return dict(sorted(tagged.items()))
+
+
+def _only(values: _Values, tasks: set[str]) -> _Values:
+    return {name: {task: value for task, value in own.items() if task in tasks} for name, own in values.items()}
+
+
+def _estimates(values: _Values, confidence: float) -> dict[str, Estimate]:
+    """Of what was measured of no task there is none."""
+    arrays = {name: np.array(list(own.values())) for name, own in values.items() if own}
+    return {
+        name: Estimate(float(array.mean()), len(array), mean_interval(array, confidence))
+        for name, array in arrays.items()
+    }
+
+
+def _differences(values: _Values, confidence: float) -> dict[str, Difference]:
+    arrays = {name: np.array(list(own.values())) for name, own in values.items() if own}
+    return {
+        name: Difference(float(array.mean()), len(array), mean_interval(array, confidence), paired_p_value(array))
+        for name, array in arrays.items()
+    }

@@ -1,0 +1,294 @@
+"""`agl eval`: how good an agent is, how sure that is, and which of two is better.
+
+It runs the agent on held-out tasks (`Baseline`), or reads what runs have stored. What is computed of rollouts is the
+business of `agentlightning.algorithm.measures`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import click
+import msgspec
+from rich.console import Console
+
+from agentlightning.cli.config import TrainConfig, load_config
+from agentlightning.cli.training import INTERRUPTED, answering, answering_options, fit, running_flags
+from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.types import LLM, Mode, PromptTemplate, Rollout
+
+if TYPE_CHECKING:
+    from agentlightning.algorithm.measures import Comparison, Measured, Measures, Summary
+    from agentlightning.store.base import LightningStore
+
+_READING: Final = {"rollouts", "mode", "compare", "ks", "threshold", "confidence", "by", "as_json"}  # of stored ones
+_PLACE: Final = {"store", "server", "api_key"}
+
+
+class Counts(click.ParamType):
+    """`1,4,8`."""
+
+    name = "counts"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return cast("tuple[int, ...]", value)
+        parts = str(value).split(",")
+        if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+            self.fail(f"{value!r} is no list of numbers of attempts; write 1,4,8", param, ctx)
+        return tuple(sorted({int(part) for part in parts}))
+
+
+@click.command("eval")
+@click.argument("agent", metavar="[FILE.py:NAME|RUN.yaml]", required=False)
+@click.option("--dataset", metavar="DATA", help="Tasks: a file, or file.py:name; default the val_dataset of RUN.yaml.")
+@answering_options
+@click.option("--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Attempts at each task.")
+@click.option("--rollouts", multiple=True, metavar="RUN[@N]", help="Measure what this run has stored. Repeatable.")
+@click.option(
+    "--mode", type=click.Choice(["train", "val", "test"]), help="Of rollouts; default test, or what is stored."
+)
+@click.option("--compare", nargs=2, metavar="A B", help="Two models, prompts (NAME=FILE) or versions (RUN@N); or runs.")
+@click.option("-k", "ks", type=Counts(), metavar="1,4,8", help="Which pass@k; default 1 and --samples.")
+@click.option("--threshold", type=float, default=1.0, show_default=True, help="The least reward that passes.")
+@click.option("--confidence", type=float, default=0.95, show_default=True, help="Of the intervals.")
+@click.option("--by", multiple=True, metavar="FIELD", help="Break down by this field of tasks; default tags and kind.")
+@click.option("--json", "as_json", is_flag=True, help="End stdout with one JSON object; everything else to stderr.")
+@running_flags
+@click.pass_context
+def eval(
+    ctx: click.Context,
+    agent: str | None,
+    rollouts: tuple[str, ...],
+    mode: Mode | None,
+    compare: tuple[str, str] | None,
+    ks: tuple[int, ...] | None,
+    threshold: float,
+    confidence: float,
+    by: tuple[str, ...],
+    as_json: bool,
+    **running: Any,
+) -> int:
+    """Measure an agent on held-out tasks: mean reward, pass@k, confidence intervals, the same by tag; or compare two.
+
+    Without an agent nothing is run: what runs have stored is measured.
+
+    \b
+    agl eval agent.py:agent --dataset heldout.jsonl --model runs/…/checkpoints/… --samples 8 -k 1,4,8
+    agl eval run.yaml --compare prompt=old.txt prompt=new.txt
+    agl eval --rollouts runs/grpo-…
+    agl eval --compare runs/grpo-…@0 runs/grpo-…@40"""
+    from agentlightning.algorithm.base import Stopped
+    from agentlightning.algorithm.measures import TAG_FIELDS, Measures
+
+    measures = Measures(ks, threshold, confidence)
+    console = Console(stderr=as_json, highlight=False)
+    fields = by or TAG_FIELDS
+    _check(ctx, agent, rollouts, compare)
+    if agent is None:
+        place = running["store"], running["server"], running["api_key"]
+        sides = [(name,) for name in compare] if compare else [rollouts]
+        groups = [[one for name in side for one in asyncio.run(_stored(name, mode, place, fields))] for side in sides]
+        names = [", ".join(side) for side in sides]
+    else:
+        names = list(compare or (agent,))
+        try:
+            groups = _run(_config(agent, mode or "test", ks, running), compare, console, fields)
+        except Stopped as stopped:
+            console.print(f"{stopped}; what has finished is kept: go on with --resume", markup=False)
+            return INTERRUPTED
+    return _tell(console, names, groups, measures, as_json=as_json)
+
+
+def _check(ctx: click.Context, agent: str | None, rollouts: tuple[str, ...], compare: tuple[str, str] | None) -> None:
+    """UsageError for options that have no effect on what is asked for."""
+    if agent is None and bool(rollouts) == bool(compare):
+        raise click.UsageError("say what to measure: an agent and its --dataset, stored --rollouts, or --compare A B")
+    given = {name for name in ctx.params if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
+    idle = given - _READING - _PLACE if agent is None else given & {"rollouts"}
+    if idle:
+        flags = {parameter.name: parameter.opts[0] for parameter in ctx.command.params}
+        said = "runs an agent, and none is named" if agent is None else "reads what is stored, and here an agent is run"
+        raise click.UsageError(f"{flags[min(idle)]} is for what {said}")
+
+
+# --- running -----------------------------------------------------------------------------------------------------
+
+
+def _config(agent: str, mode: Mode, ks: tuple[int, ...] | None, running: dict[str, Any]) -> TrainConfig:
+    """What the run file and the flags say, as a run that trains nothing."""
+    told = {name: running.pop(name) for name in ("model", "endpoint", "endpoint_model", "endpoint_key")}
+    model, resources = answering(**told)
+    samples, dataset = running.pop("samples"), running.pop("dataset")
+    if ks is not None and ks[-1] > samples:
+        raise click.UsageError(f"pass@{ks[-1]} needs {ks[-1]} attempts at each task: --samples {ks[-1]}")
+    run_file = Path(agent) if agent.endswith((".yaml", ".yml")) else None
+    flags = {**running, "agent": None if run_file else agent, "val_dataset": dataset, "train_dataset": []}
+    config = load_config(run_file, (), flags)
+    if config.val_dataset is None:
+        raise click.UsageError("--dataset is missing: the held-out tasks to measure the agent on")
+    limits = {key: value for key, value in config.algorithm.items() if key == "rollout"}
+    config = msgspec.structs.replace(
+        config,
+        algorithm={"name": "baseline", "mode": mode, "samples": samples, **limits},
+        train_dataset=config.val_dataset,
+        optimizer={},
+        lora=None,
+        time_limit=None,
+    )
+    if model is not None:
+        config = msgspec.structs.replace(config, model=model)
+    elif resources:
+        config = msgspec.structs.replace(
+            config, model=None, initial_resources={**config.initial_resources, **resources}
+        )
+    return config
+
+
+def _run(
+    config: TrainConfig, compare: tuple[str, str] | None, console: Console, fields: Sequence[str]
+) -> list[list[Measured]]:
+    """The rollouts of one evaluation, or of two, whose runs are side by side in one directory."""
+    if compare is None:
+        return [_run_once(config, console, fields)]
+    if config.resume and config.run_dir is None:
+        raise click.UsageError("--resume needs --run-dir, the directory of the comparison")
+    from agentlightning.algorithm.directory import MARK
+
+    variants = [_variant(config, name) for name in compare]
+    directory = Path(config.run_dir or f"runs/eval-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    groups: list[list[Measured]] = []
+    for variant, side in zip(variants, ("a", "b"), strict=True):
+        own = directory / side
+        resume = config.resume and (own / MARK).is_file()
+        variant = msgspec.structs.replace(variant, run_dir=str(own), resume=resume)
+        groups.append(_run_once(variant, console, fields))
+    return groups
+
+
+def _run_once(config: TrainConfig, console: Console, fields: Sequence[str]) -> list[Measured]:
+    from agentlightning.algorithm.measures import measured
+
+    if config.model is None and not isinstance(config.initial_resources.get("llm"), LLM):
+        raise click.UsageError("say what answers the agent: --model, or --endpoint and --endpoint-model")
+    result = fit(config, console)
+    console.print(f"Run: {result.directory}", markup=False, soft_wrap=True)
+    return [measured(task.traced, task.spans, fields) for task in result.evaluations[0].tasks]
+
+
+def _variant(config: TrainConfig, name: str) -> TrainConfig:
+    """The same with another prompt (`NAME=FILE`), the prompts of a version (`RUN@N`), or another model."""
+    changed: Mapping[str, Any] = {}
+    llm = config.initial_resources.get("llm")
+    if Path(name).exists() or not ("=" in name or "@" in name):
+        if config.model is not None or not isinstance(llm, LLM):
+            return msgspec.structs.replace(config, model=name)
+        changed = {"llm": msgspec.structs.replace(llm, model=name)}
+    elif "=" in name:
+        template, _, file = name.partition("=")
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the prompt {file}: {error}") from None
+        present = config.initial_resources.get(template)
+        engine = present.engine if isinstance(present, PromptTemplate) else "f-string"
+        changed = {template: PromptTemplate(template=text, engine=engine)}
+    else:
+        changed = asyncio.run(_prompts(name, config))
+    return msgspec.structs.replace(config, initial_resources={**config.initial_resources, **changed})
+
+
+async def _prompts(name: str, config: TrainConfig) -> dict[str, PromptTemplate]:
+    from agentlightning.cli.repeating import open_run
+
+    run_name, _, wanted = name.rpartition("@")
+    async with open_run(run_name, config.store, config.server, config.api_key) as (store, run):
+        versions = await store.query_resources(run.project)
+    version = next((one for one in versions if wanted in (str(one.version), one.resources_id)), None)
+    if version is None:
+        known = ", ".join(str(one.version) for one in versions)
+        raise NotFoundError(f"{run_name} has no version {wanted} of its resources; it has {known or 'none'}")
+    prompts = {key: one for key, one in version.resources.items() if isinstance(one, PromptTemplate)}
+    if not prompts:
+        raise ConfigError(f"version {wanted} of {run_name} has no prompts; compare weights by their checkpoints")
+    return prompts
+
+
+# --- reading what is stored --------------------------------------------------------------------------------------
+
+
+async def _stored(
+    name: str, mode: Mode | None, place: tuple[str | None, str | None, str | None], fields: Sequence[str]
+) -> list[Measured]:
+    """The rollouts of `RUN`, or of its evaluation after step N, or with version N of its resources: `RUN@N`."""
+    from agentlightning.algorithm.measures import measured
+    from agentlightning.cli.repeating import open_run
+    from agentlightning.data.transitions import trace_rollout
+
+    run_name, _, wanted = name.partition("@")
+    async with open_run(run_name, *place) as (store, run):
+        rollouts = await store.query_rollouts(run_id=run.run_id, mode_in=[mode] if mode else ["val", "test"])
+        if not rollouts:
+            which = f"rollouts of mode {mode}" if mode else "held-out rollouts; --mode train takes those of training"
+            raise ConfigError(f"{run_name} has no {which}")
+        parts = await _parts(store, run.project, rollouts)
+        chosen = parts.get(wanted) or [one for one in rollouts if wanted and one.resources_id == wanted]
+        if not chosen and not wanted:
+            chosen = _last(run_name, parts)
+        if not chosen:
+            raise NotFoundError(f"{run_name} has measured no {wanted!r}; it has {', '.join(parts)}")
+        traced = [(one, await store.query_spans(one.rollout_id, "latest")) for one in chosen]
+    return [measured(trace_rollout(one, spans), spans, fields) for one, spans in traced]
+
+
+async def _parts(store: LightningStore, project: str, rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+    """Rollouts by the training step after which they were made, or else by the number of their resources version."""
+    from agentlightning.algorithm.evaluation import EVALUATED_STEP
+
+    versions = {one.resources_id: str(one.version) for one in await store.query_resources(project)}
+    parts: dict[str, list[Rollout]] = {}
+    for one in rollouts:
+        version = versions.get(one.resources_id or "", "")
+        parts.setdefault(str(one.metadata.get(EVALUATED_STEP, version)), []).append(one)
+    return parts
+
+
+def _last(run_name: str, parts: Mapping[str, list[Rollout]]) -> list[Rollout]:
+    """Those after the last step. ConfigError where versions stand beside each other and none is the last."""
+    from agentlightning.algorithm.evaluation import EVALUATED_STEP
+
+    latest = max(parts.values(), key=lambda part: part[0].metadata.get(EVALUATED_STEP, -1))
+    if len(parts) > 1 and EVALUATED_STEP not in latest[0].metadata:
+        known = ", ".join(parts)
+        raise ConfigError(f"{run_name} has measured versions {known}; choose one: {run_name}@{next(iter(parts))}")
+    return latest
+
+
+# --- telling -----------------------------------------------------------------------------------------------------
+
+
+def _tell(
+    console: Console, names: Sequence[str], groups: Sequence[list[Measured]], measures: Measures, *, as_json: bool
+) -> int:
+    """Print it. The exit code: 1 where not one rollout was rewarded."""
+    from agentlightning.algorithm.measures import compare, summarise
+    from agentlightning.cli.estimates import show_comparison, show_summary
+
+    told: Summary | Comparison
+    if len(groups) == 2:
+        told = compare(groups[0], groups[1], measures)
+        show_comparison(console, names, told, measures.confidence)
+        summaries = [told.first, told.second]
+    else:
+        told = summarise(groups[0], measures)
+        show_summary(console, told, measures.confidence)
+        summaries = [told]
+    if as_json:
+        asked = {"names": names, "threshold": measures.threshold, "confidence": measures.confidence}
+        print(msgspec.json.encode(asked | msgspec.to_builtins(told)).decode())
+    return 0 if all(summary.ended.get("rewarded") for summary in summaries) else 1

@@ -1,0 +1,133 @@
+"""What rollouts come to: means over tasks, pass@k, tags, and two evaluations compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from agentlightning import semconv
+from agentlightning.algorithm.measures import Ended, Measured, Measures, compare, measured, summarise
+from agentlightning.data.rewards import NOT_FINITE
+from agentlightning.data.transitions import TracedRollout
+from agentlightning.errors import ConfigError
+from agentlightning.types import Rollout, Span
+
+
+def of(task: str, *rewards: float | None, tags: tuple[str, ...] = (), ended: Ended | None = None) -> list[Measured]:
+    return [
+        Measured(
+            f"{task}-{number}", task, frozenset(tags), reward, ended or ("failed" if reward is None else "rewarded")
+        )
+        for number, reward in enumerate(rewards)
+    ]
+
+
+def values(rollouts: list[Measured], **asked: Any) -> dict[str, float]:
+    return {name: estimate.value for name, estimate in summarise(rollouts, Measures(**asked)).estimates.items()}
+
+
+def test_two_tasks_worked_by_hand() -> None:
+    rollouts = [*of("hard", 1, 0, 0, 0), *of("easy", 1, 1, 1, 1)]
+    assert values(rollouts, ks=(1, 2, 4)) == {"reward": 0.625, "pass@1": 0.625, "pass@2": 0.75, "pass@4": 1.0}
+    assert list(values(rollouts)) == ["reward", "pass@1", "pass@4"]  # without ks
+
+
+def test_a_task_counts_once_however_often_it_was_tried() -> None:
+    summary = summarise([*of("a", 0), *of("b", 1, 1, 1)], Measures())
+    assert summary.estimates["reward"].value == 0.5
+    assert summary.attempts == (1, 3)
+
+
+def test_failing_counts_nothing_and_passes_nothing_and_is_told_apart() -> None:
+    rollouts = [*of("a", None, 0.5), *of("b", None, ended="no reward")]
+    summary = summarise(rollouts, Measures(threshold=-1.0))
+    assert summary.ended == {"failed": 1, "rewarded": 1, "no reward": 1}
+    assert values(rollouts, threshold=-1.0) == {"reward": 0.125, "pass@1": 0.25}
+
+
+def test_what_was_cancelled_or_is_not_over_is_left_out() -> None:
+    assert values([*of("a", 1), *of("a", None, ended="left out")]) == {"reward": 1.0, "pass@1": 1.0}
+    with pytest.raises(ConfigError, match="of 1 rollouts none succeeded or failed"):
+        summarise(of("a", None, ended="left out"), Measures())
+
+
+def test_a_sum_of_tenths_reaches_the_threshold() -> None:
+    assert values(of("a", sum([0.1] * 10)))["pass@1"] == 1
+
+
+def test_pass_at_k_is_of_the_tasks_that_were_tried_so_often() -> None:
+    rollouts = [*of("a", 1, 0), *of("b", 0)]
+    two = summarise(rollouts, Measures(ks=(2,))).estimates["pass@2"]
+    assert (two.value, two.tasks, two.interval) == (1.0, 1, None)
+    with pytest.raises(ConfigError, match="pass@3 needs 3 attempts at a task, and the most that one has is 2"):
+        summarise(rollouts, Measures(ks=(3,)))
+
+
+def test_each_tag_is_measured_on_its_own_tasks() -> None:
+    summary = summarise([*of("a", 1, tags=("short", "sum")), *of("b", 0, tags=("sum",)), *of("c", 0)], Measures())
+    assert {tag: (own["reward"].value, own["reward"].tasks) for tag, own in summary.tags.items()} == {
+        "short": (1.0, 1),
+        "sum": (0.5, 2),
+    }
+
+
+def rollout(given: Any, status: Any = "succeeded", **metadata: Any) -> Rollout:
+    return Rollout(rollout_id="r", input=given, start_time=0.0, status=status, metadata=metadata)
+
+
+def test_tags_are_read_from_the_task_and_from_the_rollout() -> None:
+    one = rollout({"tags": ["hard", "long"], "kind": "sum", "level": 3}, tags="night")
+    assert measured(TracedRollout(one, (), 1.0), ()).tags == {"hard", "long", "kind=sum", "night"}
+    assert measured(TracedRollout(one, (), 1.0), (), ["level"]).tags == {"level=3"}
+    assert measured(TracedRollout(rollout("just text"), (), 1.0), ()).tags == frozenset()
+
+
+def test_the_same_input_is_the_same_task() -> None:
+    first, second = (
+        measured(TracedRollout(rollout(given), (), 1.0), ()) for given in ({"a": 1, "b": 2}, {"b": 2, "a": 1})
+    )
+    assert first.task == second.task
+
+
+def test_how_a_rollout_ended_is_told() -> None:
+    said = {semconv.EXCEPTION_TYPE: "LookupError", semconv.EXCEPTION_MESSAGE: "no such city"}
+    exception = Span(
+        rollout_id="r", attempt_id="a", sequence_id=1, trace_id="0" * 32, span_id="s", name=semconv.EXCEPTION,
+        start_time=0.0, end_time=0.0, attributes={**said},
+    )  # fmt: skip
+    failed = measured(TracedRollout(rollout(1, "failed"), (), None), [exception])
+    assert (failed.ended, failed.problem) == ("failed", "LookupError: no such city")
+    assert summarise([failed], Measures()).problem == "r: LookupError: no such city"
+    for traced, ended in (
+        (TracedRollout(rollout(1), (), None, rewards_lost=Counter({NOT_FINITE: 1})), "not a number"),
+        (TracedRollout(rollout(1), (), None), "no reward"),
+        (TracedRollout(rollout(1, "cancelled"), (), None), "left out"),
+        (TracedRollout(rollout(1, "running"), (), None), "left out"),
+    ):
+        assert measured(traced, ()).ended == ended
+
+
+def test_two_are_compared_on_the_tasks_of_both() -> None:
+    before = [*of("a", 0, 0, tags=("odd",)), *of("b", 1, 0), *of("c", 0, 0), *of("only before", 1, 1)]
+    after = [*of("c", 1, 1), *of("a", 1, 0), *of("b", 1, 1)]
+    found = compare(before, after, Measures())
+    assert (found.unpaired, found.first.tasks, found.second.tasks) == (1, 3, 3)
+    assert found.first.estimates["reward"].value == pytest.approx(1 / 6)
+    reward = found.differences["reward"]
+    assert (reward.value, reward.tasks, reward.p) == (pytest.approx(2 / 3), 3, 2 / 8)
+    assert {name: one.value for name, one in found.tags["odd"].items()} == {"reward": 0.5, "pass@1": 0.5, "pass@2": 1.0}
+    turned = compare(after, before, Measures()).differences["reward"]
+    assert (turned.value, turned.p) == (-reward.value, reward.p)
+
+
+def test_fewer_attempts_on_one_side_limit_what_both_are_asked() -> None:
+    found = compare(of("a", 0, 1, 1, 1), of("a", 1, 1), Measures())
+    assert list(found.differences) == ["reward", "pass@1", "pass@2"]
+    assert found.differences["reward"].interval is None
+
+
+def test_two_without_a_common_task_cannot_be_compared() -> None:
+    with pytest.raises(ConfigError, match="no task in common"):
+        compare(of("a", 1), of("b", 1), Measures())

@@ -1,0 +1,164 @@
+"""`agl eval` runs an agent, or reads what runs have stored, and says how good it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentlightning.cli.main import run
+from tests.test_trainer import TASKS, policy
+
+AGENT = """
+import asyncio, os, signal
+import agentlightning as agl
+
+@agl.rollout
+async def obedient(task, llm: agl.LLM, resources: dict) -> float:
+    if task["word"] == os.environ.get("INTERRUPTED_AT"):
+        del os.environ["INTERRUPTED_AT"]
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+    if task["word"] == "umber":
+        raise LookupError("no such colour")
+    wanted = resources["prompt"].template if "prompt" in resources else llm.model
+    return float(wanted.strip() in (task["word"], "always"))
+
+@agl.rollout
+async def hopeless(task, llm: agl.LLM) -> None:
+    pass
+
+@agl.rollout
+async def spelling(task, llm: agl.LLM) -> float:
+    client = agl.openai_client(llm)
+    messages = [{"role": "user", "content": task["word"]}]
+    answer = await client.chat.completions.create(model=llm.model, messages=messages, max_tokens=4)
+    return sum(letter in "aeiou" for letter in answer.choices[0].message.content or "") / 10
+"""
+RUN_FILE = """
+agent: measured_agent.py:obedient
+train_dataset: tasks.jsonl
+val_dataset: tasks.jsonl
+initial_resources:
+  llm: {resource_type: llm, endpoint: "http://127.0.0.1:9/v1", model: never-asked}
+  prompt: {resource_type: prompt_template, template: ocean}
+"""
+ENDPOINT = ("--endpoint", "http://127.0.0.1:9/v1", "--endpoint-key", "none")
+OBEDIENT = ("measured_agent.py:obedient", "--dataset", "tasks.jsonl")
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder as a user has it; its agent is rewarded where the model's name, or the prompt, is the task's word."""
+    monkeypatch.chdir(tmp_path)
+    tasks = [{**task, "kind": "odd" if task["index"] % 2 else "even"} for task in TASKS[:4]]
+    files = {"measured_agent.py": AGENT, "run.yaml": RUN_FILE, "always.txt": "always\n", "never.txt": "never\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    return tmp_path
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    assert run(["eval", *arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_an_agent_is_measured_at_an_endpoint(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, *OBEDIENT, *ENDPOINT, "--model", "apple", "--samples", "2", "-k", "1,2", "--out", "one")
+    assert found["ended"] == {"rewarded": 6, "failed": 2}
+    assert found["problem"].endswith("LookupError: no such colour")
+    assert found["attempts"] == [2, 2]
+    assert {name: one["value"] for name, one in found["estimates"].items()} == dict.fromkeys(
+        ("reward", "pass@1", "pass@2"), 0.25
+    )
+    assert {tag: one["reward"]["value"] for tag, one in found["tags"].items()} == {"kind=even": 0.5, "kind=odd": 0.0}
+
+    stored = told(capsys, "--rollouts", "one", "-k", "1,2")  # measured again, and nothing is run
+    assert {**stored, "names": found["names"]} == found
+    assert told(capsys, "--rollouts", "one", "--threshold", "0")["estimates"]["pass@1"]["value"] == 0.75
+
+
+def test_a_checkpoint_is_served_here(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy().save(project / "model")
+    arguments = ("--dataset", "tasks.jsonl", "--model", "model", "--max-sequence-length", "128")
+    found = told(capsys, "measured_agent.py:spelling", *arguments)
+    assert found["ended"] == {"rewarded": 4}
+
+
+def test_two_prompts_are_compared_and_then_the_versions_of_them_that_were_stored(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = told(capsys, "run.yaml", "--compare", "prompt=never.txt", "prompt=always.txt", "--out", "both")
+    reward = found["differences"]["reward"]
+    assert (reward["value"], reward["tasks"], reward["p"]) == (0.75, 4, 2 / 8)
+    stored = told(capsys, "--compare", "both/a", "both/b@0")
+    assert stored["differences"] == found["differences"]
+    again = told(capsys, "run.yaml", "--compare", "both/b@1", "both/a@1")
+    assert again["differences"]["reward"]["value"] == -0.75
+
+
+def test_two_models_of_an_endpoint_are_compared_and_the_table_says_so(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["eval", *OBEDIENT, *ENDPOINT, "--model", "-", "--compare", "apple", "always"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    row = next(line.split() for line in lines if "all tasks" in line)
+    assert row[:7] == ["all", "tasks", "reward", "4", "0.250", "0.750", "+0.500"]
+
+
+def test_an_interrupted_evaluation_goes_on(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INTERRUPTED_AT", "ocean")
+    command = (*OBEDIENT, *ENDPOINT, "--model", "always", "--out", "one", "--n-runners", "1")
+    assert run(["eval", *command]) == 130
+    assert "go on with --resume" in capsys.readouterr().out
+    assert told(capsys, *command, "--resume")["estimates"]["reward"]["value"] == 0.75
+
+
+def test_an_agent_that_is_never_rewarded_ends_with_1(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, "measured_agent.py:hopeless", "--dataset", "tasks.jsonl", *ENDPOINT, "--model", "m", code=1)
+    assert found["ended"] == {"no reward": 4}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        ((), 2, "say what to measure"),
+        (("--rollouts", "one", "--compare", "a", "b"), 2, "say what to measure"),
+        (("--rollouts", "one", "--samples", "2"), 2, "--samples is for what runs an agent, and none is named"),
+        ((*OBEDIENT, "--rollouts", "one"), 2, "--rollouts is for what reads what is stored"),
+        ((*OBEDIENT,), 2, "say what answers the agent"),
+        (("measured_agent.py:obedient", *ENDPOINT, "--model", "m"), 2, "--dataset is missing"),
+        ((*OBEDIENT, *ENDPOINT), 2, "--endpoint needs --endpoint-model"),
+        ((*OBEDIENT, "--model", "m", "--endpoint-model", "n"), 2, "which is missing"),
+        (("run.yaml", "-k", "1,4"), 2, "pass@4 needs 4 attempts at each task: --samples 4"),
+        (("run.yaml", "-k", "0"), 2, "write 1,4,8"),
+        (("run.yaml", "--compare", "prompt=no.txt", "prompt=always.txt"), 1, "cannot read the prompt no.txt"),
+        (("run.yaml", "--compare", "a", "b", "--resume"), 2, "--resume needs --run-dir"),
+        (("--rollouts", "nowhere"), 1, "there is no run directory nowhere"),
+    ],
+)
+def test_what_cannot_be_measured_says_why(
+    project: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, told: str
+) -> None:
+    assert run(["eval", *arguments]) == code
+    assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_step_version_or_mode_that_was_not_measured_is_refused(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["eval", "run.yaml", "--out", "one"]) == 0
+    for arguments, said in (
+        (("--rollouts", "one@7"), "one has measured no '7'; it has 0"),
+        (("--rollouts", "one", "--mode", "train"), "one has no rollouts of mode train"),
+        (("run.yaml", "--compare", "one@1", "one@7"), "one has no version 7 of its resources; it has 1"),
+        (("--rollouts", "one", "-k", "2"), "the most that one has is 1"),
+    ):
+        capsys.readouterr()
+        assert run(["eval", *arguments]) == 1
+        assert said in capsys.readouterr().err
