@@ -1,9 +1,9 @@
 """Two SQL queries compared by what they return from a SQLite database: execution accuracy, as in Spider.
 
-Names of columns do not matter, their order does. Rows are compared as a multiset, or in order where the right query
-ends in an ORDER BY of its own (one inside parentheses does not count). Whole numbers equal decimals, and decimals are
-compared to ten significant digits. The predicted query comes from a model and is not trusted: it can only read this
-one database, for a limited time, with limited memory.
+Names of columns do not matter, their order does unless `any_column_order` says otherwise. Rows are compared as a
+multiset, or in order where the right query ends in an ORDER BY of its own (one inside parentheses does not count).
+Whole numbers equal decimals, and decimals are compared to ten significant digits. The predicted query comes from a
+model and is not trusted: it can only read this one database, for a limited time, with limited memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -37,8 +38,10 @@ def sql_result_equal(
     *,
     timeout: float = 5.0,
     row_limit: int = 100_000,
+    any_column_order: bool = False,
 ) -> float:
-    """1.0 where both queries return the same rows of the SQLite file `database`, else 0.0.
+    """1.0 where both queries return the same rows of the SQLite file `database`, else 0.0. `any_column_order` is what
+    Spider's test suites allow: the columns of the predicted query may be in any one order.
 
     A predicted query that is malformed, writes, takes longer than `timeout` seconds or returns more than `row_limit`
     rows or 100 MB is worth 0.0. The same of the right query is an InvalidError; a missing database is a ConfigError."""
@@ -51,9 +54,34 @@ def sql_result_equal(
     given = _rows(prediction_sql, path, timeout, row_limit)
     if isinstance(given, str):
         return 0.0
-    if has_order(gold_sql):
-        return float(given == right)
-    return float(Counter(given) == Counter(right))
+    ordered = has_order(gold_sql)
+    if any_column_order and given and right:
+        return float(len(given[0]) == len(right[0]) and _same_somehow(_turned(given), _turned(right), ordered))
+    return float(_same(given, right, ordered))
+
+
+def _same(given: Sequence[Row], right: Sequence[Row], ordered: bool) -> bool:
+    return given == right if ordered else Counter(given) == Counter(right)
+
+
+def _same_somehow(given: Sequence[Row], right: Sequence[Row], ordered: bool, chosen: tuple[int, ...] = ()) -> bool:
+    """Whether some order of the columns `given` that begins with those `chosen` makes their rows those of `right`.
+
+    Each column is only tried where it goes together with those before it, which leaves few orders to try."""
+    if len(chosen) == len(right):
+        return True
+    wanted = _turned(right[: len(chosen) + 1])
+    return any(
+        _same(_turned([given[index] for index in (*chosen, tried)]), wanted, ordered)
+        and _same_somehow(given, right, ordered, (*chosen, tried))
+        for tried in range(len(given))
+        if tried not in chosen
+    )
+
+
+def _turned(table: Sequence[Row]) -> list[Row]:
+    """Its columns, if these are its rows."""
+    return list(zip(*table, strict=True))
 
 
 def has_order(sql: str) -> bool:

@@ -48,6 +48,26 @@ def test_what_equal_means(database: Path, prediction: str, gold: str, equal: flo
 
 
 @pytest.mark.parametrize(
+    ("prediction", "gold", "equal"),
+    [
+        ("SELECT age, name FROM people", GOLD, 1.0),
+        ("SELECT age, weight FROM people", GOLD, 0.0),
+        ("SELECT age, name, age FROM people", GOLD, 0.0),  # a column too many
+        ("SELECT 5, name FROM people", GOLD, 0.0),
+        ("SELECT age, name FROM people ORDER BY name", f"{GOLD} ORDER BY name", 1.0),
+        ("SELECT age, name FROM people ORDER BY name DESC", f"{GOLD} ORDER BY name", 0.0),
+        # each column by itself is right, and rows are not
+        ("SELECT column2, column1 FROM (VALUES (1, 4), (2, 3))", "SELECT * FROM (VALUES (3, 1), (4, 2))", 0.0),
+        ("SELECT age, name FROM people WHERE age > 9", "SELECT 1 WHERE 1 > 2", 1.0),  # nothing has no columns
+    ],
+)
+def test_columns_may_come_in_any_one_order_where_that_is_said(
+    database: Path, prediction: str, gold: str, equal: float
+) -> None:
+    assert rewards.sql_result_equal(prediction, gold, database, any_column_order=True) == equal
+
+
+@pytest.mark.parametrize(
     "prediction",
     [
         "",

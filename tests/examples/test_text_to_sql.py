@@ -1,0 +1,254 @@
+"""The text-to-SQL team: what a right query is, the generated databases, a folder of Spider, and the agent by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from tests.examples.loading import EXAMPLES, load_example
+
+from agentlightning.errors import ConfigError, InvalidError
+from tests.frameworks.world import bin_of
+
+example = load_example("text_to_sql", "tasks", "grading")
+tasks, grading = example.tasks, example.grading
+
+GOLD = "SELECT name, age FROM singer WHERE age > 40"
+SINGERS = {
+    "first": [(1, "Ann", 30), (2, "Bob", 41), (3, "Bob", 41), (4, "Cy", 50)],
+    "second": [(1, "Dan", 40), (2, "Eve", 60), (3, "Fay", 45), (4, "Gus", 20)],
+}
+
+
+@pytest.fixture
+def singers(tmp_path: Path) -> list[str]:
+    """Two instances of one database; in the first nobody is between 30 and 41."""
+    paths: list[str] = []
+    for name, rows in SINGERS.items():
+        paths.append(str(tmp_path / f"{name}.sqlite"))
+        with closing(sqlite3.connect(paths[-1])) as connection:
+            connection.execute("CREATE TABLE singer (id, name, age)")
+            connection.executemany("INSERT INTO singer VALUES (?, ?, ?)", rows)
+            connection.commit()
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("query", "gold", "reward"),
+    [
+        ("select s.name as n, s.age from singer s where not s.age <= 40;", GOLD, 1.0),
+        ("SELECT age, name FROM singer WHERE age > 40", GOLD, 1.0),  # columns in any order
+        ("SELECT name, name FROM singer WHERE age > 40", GOLD, 0.0),
+        ("SELECT name FROM singer WHERE age > 40", GOLD, 0.0),
+        ("SELECT name, age FROM singer WHERE age > 35", GOLD, 0.0),  # the same on the first instance, by chance
+        ("SELECT DISTINCT name, age FROM singer WHERE age > 40", GOLD, 0.0),  # rows are counted
+        (f"{GOLD} ORDER BY age", GOLD, 1.0),  # rows in any order,
+        (f"{GOLD} ORDER BY age", f"{GOLD} ORDER BY age DESC", 0.0),  # unless one was asked for,
+        ("SELECT age, name FROM singer WHERE age > 40 ORDER BY age DESC", f"{GOLD} ORDER BY age DESC", 1.0),
+        ("SELECT 'Bob', 41", GOLD, 0.0),
+        ("SELECT COUNT(*) FROM singer", "SELECT 4", 1.0),
+    ],
+)
+def test_a_query_is_right_if_it_returns_the_same_on_every_instance(
+    singers: list[str], query: str, gold: str, reward: float
+) -> None:
+    assert grading.grade({"gold": gold, "databases": singers}, query) == reward
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "DELETE FROM singer",
+        f"{GOLD}; DELETE FROM singer",
+        "DROP TABLE singer",
+        "UPDATE singer SET age = 0 RETURNING name, age",
+        "ATTACH DATABASE 'stolen.sqlite' AS stolen",
+        "VACUUM INTO 'copy.sqlite'",
+        "PRAGMA writable_schema = 1",
+        "CREATE TEMP TABLE t AS SELECT 1",
+        "SELECT load_extension('evil')",
+        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i, i FROM n",
+        f"-- {GOLD}",
+        f"'{GOLD}'",
+        f"SELECT '{GOLD}'",
+        f"```sql\n{GOLD}\n```",  # taken off by the agent, not by the grader
+        "",
+    ],
+)
+def test_tricks_are_worth_nothing_and_change_nothing(
+    singers: list[str], query: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(grading, "SECONDS", 0.2)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert grading.grade({"gold": GOLD, "databases": singers}, query) == 0.0
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_broken_data_is_no_fault_of_the_agents(singers: list[str]) -> None:
+    with pytest.raises(InvalidError, match="no such column: nobody"):
+        grading.grade({"gold": "SELECT nobody FROM singer", "databases": singers}, GOLD)
+    Path(singers[1]).write_bytes(b"not a database at all")
+    with pytest.raises(InvalidError, match=r"second\.sqlite: file is not a database"):
+        grading.grade({"gold": GOLD, "databases": singers}, GOLD)
+    Path(singers[1]).unlink()
+    with pytest.raises(ConfigError, match="no database"):
+        grading.grade({"gold": GOLD, "databases": singers}, GOLD)
+
+
+@pytest.fixture(scope="module")
+def heldout(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return tasks.heldout_tasks(160, tmp_path_factory.mktemp("databases"))
+
+
+def test_right_queries_are_right_and_hardly_any_other_is(heldout: list[dict]) -> None:
+    """The wrong ones are those of other tasks on the same tables, and those with another number."""
+    assert all(grading.grade(task, task["gold"]) == 1.0 for task in heldout)
+    others = [(task, other["gold"]) for task in heldout for other in heldout if task["schema"] == other["schema"]]
+    shifted = [
+        (task, task["gold"][:-1] + str((int(task["gold"][-1]) + 5) % 10)) for task in heldout if "> " in task["gold"]
+    ]
+    wrong = [(task, query) for task, query in others + shifted if query != task["gold"]]
+    assert len(wrong) > 500
+    assert sum(grading.grade(task, query) for task, query in wrong) < 0.01 * len(wrong)
+
+
+def test_the_kinds_are_in_balance_and_no_heldout_schema_is_trained_on(heldout: list[dict], tmp_path: Path) -> None:
+    assert set(Counter(task["kind"] for task in heldout).values()) == {len(heldout) // len(tasks.KINDS)}
+    trained = tasks.train_tasks(600, 1, tmp_path)
+    assert not {task["schema"] for task in trained} & {task["schema"] for task in heldout}
+    pairs = [{frozenset((s.parent.name, s.child.name)) for s in tasks.schemas(heldout=side)} for side in (True, False)]
+    assert not pairs[0] & pairs[1]
+    assert trained == tasks.train_tasks(600, 1, tmp_path) != tasks.train_tasks(600, 2, tmp_path)
+
+
+def test_instances_are_the_same_tables_with_other_contents(heldout: list[dict]) -> None:
+    def read(path: str, query: str) -> list[tuple]:
+        with closing(sqlite3.connect(path)) as connection:
+            return connection.execute(query).fetchall()
+
+    for task in heldout[:20]:
+        definitions = {str(read(path, "SELECT sql FROM sqlite_master")) for path in task["databases"]}
+        assert len(definitions) == 1
+        results = [read(path, task["gold"]) for path in task["databases"]]
+        assert len(results) == tasks.INSTANCES and any(result != results[0] for result in results)
+
+
+@pytest.fixture
+def spider(tmp_path: Path) -> Path:
+    """A folder as Spider's zip file has it, with one database of two instances."""
+    folder = tmp_path / "spider"
+    place = folder / "database" / "concert_singer"
+    place.mkdir(parents=True)
+    for name in ("concert_singer", "concert_singer_1"):
+        with closing(sqlite3.connect(place / f"{name}.sqlite")) as connection:
+            connection.execute("CREATE TABLE singer (Singer_ID INT, Name TEXT)")
+            connection.execute("INSERT INTO singer VALUES (1, ?)", (name,))
+            connection.commit()
+    described = {
+        "db_id": "concert_singer",
+        "table_names_original": ["singer", "concert"],
+        "column_names_original": [[-1, "*"], [0, "Singer_ID"], [0, "Name"], [1, "Year"], [1, "Singer_ID"]],
+        "foreign_keys": [[4, 1]],
+    }
+    (folder / "tables.json").write_text(json.dumps([described]))
+    question = {"db_id": "concert_singer", "question": "Who sings?", "query": "SELECT Name FROM singer"}
+    for split in ("train_spider", "dev"):
+        (folder / f"{split}.json").write_text(json.dumps([question]))
+    return folder
+
+
+def test_a_folder_of_spider_becomes_tasks(spider: Path) -> None:
+    (task,) = tasks.load_spider(spider, "dev")
+    assert task["schema"] == "singer(Singer_ID, Name)\nconcert(Year, Singer_ID)\nconcert.Singer_ID = singer.Singer_ID"
+    assert [Path(path).name for path in task["databases"]] == ["concert_singer.sqlite", "concert_singer_1.sqlite"]
+    assert grading.grade(task, "select name from singer") == 1.0
+    assert grading.grade(task, "select 'concert_singer'") == 0.0
+
+
+def test_what_is_missing_of_spider_is_said_with_where_it_is(spider: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"nowhere is no folder of Spider: tables.json is not there. Spider is at https"
+    ):
+        tasks.load_spider(spider / "nowhere", "dev")
+    (spider / "dev.json").write_text('[{"db_id": "concert_singer"}]')
+    with pytest.raises(ConfigError, match=r"dev\.json is not as in Spider"):
+        tasks.load_spider(spider, "dev")
+    (spider / "dev.json").write_text('[{"db_id": "x", "question": "?", "query": "SELECT 1"}]')
+    with pytest.raises(ConfigError, match="does not describe 'x'"):
+        tasks.load_spider(spider, "dev")
+
+
+@contextmanager
+def scripted(*answers: str) -> Iterator[tuple[str, list[str]]]:
+    """An endpoint that gives these answers in turn: its URL, and the text of the last message of each request."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            message = {"role": "assistant", "content": answers[len(asked)]}
+            asked.append(request["messages"][-1]["content"])
+            choice = {"index": 0, "finish_reason": "stop", "message": message}
+            body = {"id": "c", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def ask(url: str, database: str) -> str:
+    """What the agent prints, run as a program where LangGraph is."""
+    packages = next((bin_of("frameworks").parent / "lib").glob("python*/site-packages"))
+    environment = {**os.environ, "PYTHONPATH": str(packages), "OPENAI_BASE_URL": url, "OPENAI_API_KEY": "any"}
+    command = [sys.executable, "agent.py", database, "Who is above 40?"]
+    done = subprocess.run(
+        command, cwd=EXAMPLES / "text_to_sql", env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_draft_that_the_checker_accepts_is_the_answer(singers: list[str]) -> None:
+    with scripted(f"```sql\n{GOLD}\n```", "Correct.") as (url, asked):
+        assert ask(url, singers[0]) == f"{GOLD}\nBob, 41; Bob, 41; Cy, 50\n"
+    assert asked == ["Who is above 40?", f"Who is above 40?\n{GOLD}\nBob, 41; Bob, 41; Cy, 50"]
+
+
+def test_the_team_gives_up_after_three_queries_and_harms_nothing(singers: list[str]) -> None:
+    before = Path(singers[0]).read_bytes()
+    with scripted("DELETE FROM singer", "it deletes", "nonsense", "no SQL", "SELECT age FROM singer") as (url, asked):
+        assert ask(url, singers[0]) == "SELECT age FROM singer\n30; 41; 41\n"
+    assert asked[1] == "Who is above 40?\nDELETE FROM singer\nerror: not authorized"
+    assert asked[2] == f"{asked[1]}\nit deletes"
+    assert asked[3].splitlines()[1:] == ["nonsense", 'error: near "nonsense": syntax error']
+    assert len(asked) == 5
+    assert Path(singers[0]).read_bytes() == before
+
+
+def test_the_agent_knows_nothing_of_training() -> None:
+    text = (EXAMPLES / "text_to_sql" / "agent.py").read_text(encoding="utf-8")
+    assert "agentlightning" not in text and "agl" not in text
