@@ -253,6 +253,13 @@ def heldout_tasks(n: int, folder: Path) -> list[dict]:
     return make_tasks(n, schemas(heldout=True), random.Random("heldout"), folder)
 
 
+def save_tasks(tasks: list[dict], path: Path) -> str:
+    """Write them as JSON lines; the path as text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{json.dumps(task)}\n" for task in tasks), encoding="utf-8")
+    return str(path)
+
+
 def load_spider(folder: Path, split: str) -> list[dict]:
     """The tasks of `split` (`train_spider` or `dev`) in a folder of Spider: tables.json, the split's own file, and
     database/ID/ID.sqlite. Further files beside that are further instances, as in its test suites.

@@ -1,12 +1,11 @@
 """Train the text-to-SQL team: writer and rewriter at once, each a model of its own; the checker stays as it is.
 
-Without `--model` all begin as one tiny policy, made on the spot. Settings are in run.yaml, results in OUT/result.json.
+Without `--model` all begin as one tiny policy, made on the spot. Results are in OUT/result.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -15,30 +14,28 @@ from agent import ROLES
 from demonstrations import make_start
 from report import write_report
 from rich.console import Console
-from tasks import heldout_tasks, load_spider, train_tasks
+from tasks import heldout_tasks, load_spider, save_tasks, train_tasks
 
 from agentlightning.cli.config import load_config
 from agentlightning.cli.training import fit, make_algorithm, show_fit
-from agentlightning.errors import AgentLightningError
+from agentlightning.errors import AgentLightningError, ConfigError
+
+HERE = Path(__file__).parent
 
 
 def main(given: argparse.Namespace) -> None:
     started, out = time.monotonic(), given.out.resolve()
+    if given.spider and not given.model:
+        raise ConfigError("--spider needs --model: the tiny policy knows only the words of the generated databases")
     if given.spider:
-        data = load_spider(given.spider, "train_spider"), load_spider(given.spider, "dev")
+        train, heldout = load_spider(given.spider, "train_spider"), load_spider(given.spider, "dev")
     else:
-        data = train_tasks(2000, given.seed, out / "databases"), heldout_tasks(128, out / "databases")
-    out.mkdir(parents=True, exist_ok=True)
-    flags = {
-        "model": dict.fromkeys(ROLES, given.model or str(out / "start")),
-        "seed": given.seed,
-        "run_dir": str(out / "run"),
-    }
-    for key, tasks in zip(("train_dataset", "val_dataset"), data, strict=True):
-        flags[key] = str(out / f"{key}.jsonl")
-        Path(flags[key]).write_text("".join(f"{json.dumps(task)}\n" for task in tasks))
+        train, heldout = train_tasks(2000, given.seed, out / "databases"), heldout_tasks(128, out / "databases")
+    flags = {"model": dict.fromkeys(ROLES, given.model or str(out / "start")), "run_dir": str(out / "run")}
+    flags |= {"train_dataset": save_tasks(train, out / "train.jsonl"), "seed": given.seed}
+    flags |= {"val_dataset": save_tasks(heldout, out / "heldout.jsonl")}
     settings = [one if "." in one.partition("=")[0] else f"algorithm.{one}" for one in given.set]
-    config = load_config(given.run_file, settings, flags)
+    config = load_config(given.run_file or HERE / ("llama.yaml" if given.model else "run.yaml"), settings, flags)
     make_algorithm(config.algorithm)  # what is wrong with the settings is said before minutes are spent
     if not given.model:
         make_start(out / "start", out / "databases", given.seed)
@@ -56,7 +53,7 @@ if __name__ == "__main__":
     parser.add_argument("--spider", type=Path, help="a folder of Spider instead of generated databases")
     parser.add_argument("--only-writer", dest="set", action="append_const", const="agents=writer")
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="change run.yaml: steps=9 or lora.rank=8")
-    parser.add_argument("--run-file", type=Path, default=Path(__file__).with_name("run.yaml"))
+    parser.add_argument("--run-file", type=Path, help="default run.yaml, with --model llama.yaml")
     parser.set_defaults(set=[])
     try:
         main(parser.parse_args())
