@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
 import msgspec
@@ -23,10 +23,8 @@ from agentlightning.types import Order, Rollout, Run
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from agentlightning.data.call_filter import CallFilter
     from agentlightning.data.drift_kinds import Classifier
     from agentlightning.data.explanation import ExplainedBreak, ExplainedCall, Explanation
-    from agentlightning.data.rewards import RewardSpec
     from agentlightning.store.base import LightningStore
 
 _LOOKED_THROUGH: Final = 1000  # rollouts, for one whose id is nearly that which was asked for
@@ -82,6 +80,7 @@ def _own_tokenizer(place: str | None) -> str | None:
 async def _explanation(
     store: LightningStore, rollout_id: str, source: str | None
 ) -> tuple[Explanation, Classifier | None]:
+    from agentlightning.data.as_trained import training_of
     from agentlightning.data.explanation import explain_rollout
     from agentlightning.data.transitions import trace_rollout
 
@@ -89,9 +88,10 @@ async def _explanation(
     if rollout is None:
         raise NotFoundError(f"there is no rollout {rollout_id!r} in this store; {await _nearest(store, rollout_id)}")
     spans = await store.query_spans(rollout_id, "latest")
-    calls, reward = _as_trained(await _run_of(store, rollout))
+    trained = training_of(await _run_of(store, rollout))
     classifier = None if source is None else _classifier(source)
-    return explain_rollout(trace_rollout(rollout, spans, calls=calls, reward=reward), spans, classifier), classifier
+    traced = trace_rollout(rollout, spans, calls=trained.calls, reward=trained.reward)
+    return explain_rollout(traced, spans, classifier), classifier
 
 
 async def _nearest(store: LightningStore, rollout_id: str) -> str:
@@ -103,20 +103,6 @@ async def _nearest(store: LightningStore, rollout_id: str) -> str:
 
 async def _run_of(store: LightningStore, rollout: Rollout) -> Run | None:
     return next((one for one in await store.query_runs() if one.run_id == rollout.run_id), None)
-
-
-def _as_trained(run: Run | None) -> tuple[CallFilter, RewardSpec]:
-    """Which calls the rollout's run trained, and what its reward was made of; of one without a run that trains, all."""
-    from agentlightning.data.call_filter import EVERY_CALL, CallFilter
-    from agentlightning.data.rewards import PLAIN, RewardSpec
-
-    config: dict[str, Any] = run.manifest.get("config", {}) if run else {}
-    algorithm = config.get("algorithm")
-    if not isinstance(algorithm, dict) or "reward" not in algorithm:
-        return EVERY_CALL, PLAIN
-    named = {name: algorithm[name] for name in CallFilter.__dataclass_fields__ if name in algorithm}
-    calls = msgspec.convert({**named, "models": list(config["models"])}, CallFilter)
-    return calls, msgspec.convert(algorithm["reward"], RewardSpec)
 
 
 def _classifier(source: str) -> Classifier:

@@ -51,6 +51,7 @@ class ChatCall:
     unlearnable: str | None
     sent: tuple[str, ...]
     answered: str
+    span: Span
 
 
 def read_calls(
@@ -77,7 +78,7 @@ def read_calls(
             tools = chat_tools(step.span)
             told = _signatures([*messages, *answers[:1]])
             sent = (msgspec.json.encode(tools, order="sorted").decode(), *told[:-1])
-            calls.append(ChatCall(messages, tools, answers[0], reason, sent, told[-1]))
+            calls.append(ChatCall(messages, tools, answers[0], reason, sent, told[-1], step.span))
     return calls, unread
 
 

@@ -95,7 +95,7 @@ def explain_rollout(traced: TracedRollout, spans: Sequence[Span], classifier: Cl
         rewards_lost=dict(traced.rewards_lost),
         calls=tuple(sorted(calls, key=lambda call: call.call_index)),
         levels=tuple(_sizes(traced.transitions)) if traced.transitions else (),
-        breaks=tuple(_explained(found, classifier) for found in read.breaks),
+        breaks=tuple(explain_break(found, classifier) for found in read.breaks),
     )
 
 
@@ -152,7 +152,8 @@ def _sizes(transitions: Sequence[Transition]) -> Iterable[LevelSize]:
         yield LevelSize(level, len(rows), tokens, 1 - tokens / alone)
 
 
-def _explained(found: Break, classifier: Classifier | None) -> ExplainedBreak:
+def explain_break(found: Break, classifier: Classifier | None) -> ExplainedBreak:
+    """A break with what can be done about it, and, with a classifier, the texts of its tokens."""
     if classifier is None:
         return ExplainedBreak(found=found, suggestion=found.suggestion)
     before, recorded, anew = (classifier.shown(ids) for ids in (found.before, found.recorded, found.found))

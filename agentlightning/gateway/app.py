@@ -56,19 +56,21 @@ class Gateway:
         """Routes for `/v1/…` and, with a store, `/rollout/{rollout_id}/attempt/{attempt_id}/v1/…`."""
         return gateway_routes(self._calls, self.models, body_limit=self._body_limit, attributed=self._attributed)
 
-    def hold(self, *names: str, seconds: float | None = None) -> None:
+    def hold(self, *names: str, seconds: float | None = None, holder: str = _HOLD) -> None:
         """New calls of these models (without names: of all there are) wait from now on; running ones go on. Nothing is
-        refused. After `seconds`, where given, calls are let through; said again, these count anew.
+        refused. After `seconds`, where given, calls are let through; said again, these count anew. Each `holder` holds
+        by itself.
 
         NotFoundError for a name there is not."""
         for gate in self._gates_of(names):
-            gate.hold(_HOLD, seconds)
+            gate.hold(holder, seconds)
         self._holding.changed()
 
-    def release(self, *names: str) -> None:
-        """End what `hold` began: waiting and new calls pass, unless others hold them too. NotFoundError as above."""
+    def release(self, *names: str, holder: str = _HOLD) -> None:
+        """End what `hold` began for this holder: waiting and new calls pass, unless others hold them too. NotFoundError
+        as above."""
         for gate in self._gates_of(names) if names else self.models.gates():
-            gate.release(_HOLD)
+            gate.release(holder)
         self._holding.changed()
 
     async def idle(self, *names: str) -> None:

@@ -28,13 +28,13 @@ AttemptIds: TypeAlias = tuple[str, str]
 
 
 class Gate:
-    """Lets the calls of one model through, or holds them as long as anybody holds it; knows how many run.
+    """Lets the calls of one model through, or holds them as long as anybody holds it; knows how many run or wait.
 
     `attempts` counts the calls of each attempt that run behind the gate or wait at it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.running = 0
+        self.running = self.waiting = 0
         self.attempts: Counter[AttemptIds] = Counter()
         self._holders: dict[Hashable, asyncio.TimerHandle | None] = {}
         self._open = asyncio.Event()
@@ -122,6 +122,7 @@ class Holding:
         long: SDKs then ask again by themselves."""
         began = time.monotonic()
         gate.note(attempt, 1)
+        gate.waiting += 1
         self.changed()
         try:
             async with asyncio.timeout(self._longest) as limit:
@@ -139,6 +140,7 @@ class Holding:
             error.retry_after = "1"
             raise error from None
         finally:
+            gate.waiting -= 1
             gate.note(attempt, -1)
         return time.monotonic() - began
 

@@ -20,6 +20,7 @@ import msgspec
 from agentlightning.errors import ForbiddenError, NotFoundError
 from agentlightning.gateway.attribution import api_key_of
 from agentlightning.semconv import REWARD
+from agentlightning.server.sessions import Sessions
 from agentlightning.store import calls
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import AdminCall, Call
@@ -126,12 +127,13 @@ class Access:
     def __init__(self, store: LightningStore, admin_key: str | None) -> None:
         self._store = store
         self._admin_key = None if admin_key is None else _digest(admin_key)
+        self.sessions = Sessions()
         self._projects: dict[str, str] = {}  # of runs, which never change theirs
 
     async def scope(self, headers: Mapping[str, str]) -> Scope:
         """UnauthenticatedError if a key is needed and the caller has none that is valid, ForbiddenError if none is and
         the caller is not of this machine."""
-        key = api_key_of(headers)
+        key = api_key_of(headers) or self.sessions.key_of(headers)
         # Digests are compared: they are of one length, so that not even the key's length shows in the time it takes.
         if key and self._admin_key is not None and hmac.compare_digest(_digest(key), self._admin_key):
             return Scope("the admin key")

@@ -18,9 +18,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount
 
+from agentlightning.dashboard.tokens import SpellsTokens, Tokenizers
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.gateway.app import Gateway
 from agentlightning.server.access import Access
+from agentlightning.server.dashboard import DashboardRoutes
 from agentlightning.server.events import EventRoutes
 from agentlightning.server.failures import defect, failure, refusal
 from agentlightning.server.gateway_metrics import GatewayMetrics
@@ -66,7 +68,9 @@ def create_app(
 
     parts = _Parts()
     if store is not None:
-        parts = _parts_of(store, Access(store, admin_key), gateway, body_limit, longest_poll)
+        parts = _parts_of(
+            store, Access(store, admin_key), gateway, body_limit, longest_poll, protected=admin_key is not None
+        )
     routes = [*HealthRoutes(store).routes(), *parts.routes]
     if gateway is not None:
         parts.stops.append(gateway.turn_away)
@@ -106,7 +110,13 @@ class _Parts:
 
 
 def _parts_of(
-    store: LightningStore, access: Access, gateway: Gateway | None, body_limit: int, longest_poll: float
+    store: LightningStore,
+    access: Access,
+    gateway: Gateway | None,
+    body_limit: int,
+    longest_poll: float,
+    *,
+    protected: bool,
 ) -> _Parts:
     polls = LongPolls(longest_poll)
     parts = _Parts(access, stops=[polls.stop])
@@ -121,9 +131,17 @@ def _parts_of(
     if gateway is not None:
         beside += ModelRoutes(gateway.models, access, body_limit).routes()
         beside += HoldingRoutes(gateway, access, body_limit).routes()
-    given = [*OtlpRoutes(store, access, body_limit).routes(), reward_route(store)]
+    dashboard = DashboardRoutes(store, access, body_limit, _tokenizers(store, gateway), protected=protected)
+    beside += dashboard.routes()
+    given = [*dashboard.page_routes(), *OtlpRoutes(store, access, body_limit).routes(), reward_route(store)]
     parts.routes = [Mount(PREFIX, routes=beside), *given]
     return parts
+
+
+def _tokenizers(store: LightningStore, gateway: Gateway | None) -> Tokenizers:
+    entries = [] if gateway is None else gateway.models
+    served = {one.name: one.backend.token_bytes for one in entries if isinstance(one.backend, SpellsTokens)}
+    return Tokenizers(store.address if isinstance(store, SqlStore) else None, served)
 
 
 def _typed_error(request: Request, error: Exception) -> Response:

@@ -6,6 +6,7 @@ remembers nothing for those who come back: each stream begins with `reset`, whic
     event: rollout    data: {"rollout_id": …, "status": …, "project": …, …}    a rollout looks different now
     event: spans      data: {"rollout_id": …}                                  spans were added to it
     event: groups     data: {"run_id": …}                                      groups of this run became complete
+    event: metrics    data: {"run_id": …}                                      this run began, ended or was measured
     event: queued     data: {"project": …, "count": …}                         rollouts began to wait for a worker
     event: reset      data: {}                                                 anything may have changed
 """
@@ -129,6 +130,12 @@ class EventRoutes:
         complete = dict.fromkeys(run_id for one in several if one is not None for run_id in one.runs_with_groups)
         # In one project, runs show only by a rollout of theirs in it, the one that finished just now.
         runs = {seen[name].run_id for name in changes.finished if name in seen}
+        measured = dict.fromkeys(changes.runs)
+        if measured and scope.project is not None:
+            own = {run.run_id for run in await self._store.query_runs(scope.project)}
+            measured = dict.fromkeys(filter(own.__contains__, measured))
+        for run_id in measured:
+            yield _event("metrics", {"run_id": run_id})
         for run_id in complete if scope.project is None else filter(runs.__contains__, complete):
             yield _event("groups", {"run_id": run_id})
 

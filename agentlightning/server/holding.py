@@ -31,16 +31,19 @@ T = TypeVar("T")
 
 
 class Hold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Calls wait from now on, for `seconds` unless they are released or held again before."""
+    """Calls wait from now on, for `seconds` unless they are released or held again before. Several may hold, each under
+    a `holder`'s name of its own."""
 
     seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 300.0
+    holder: str = "hold"
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Calls pass again. With a `policy_version` they are answered by the weights of that version, which the caller has
-    loaded into the model's servers."""
+    """Calls pass again, unless another holder holds them. With a `policy_version` they are answered by the weights of
+    that version, which the caller has loaded into the model's servers."""
 
     policy_version: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    holder: str = "hold"
 
 
 class Updated(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +53,8 @@ class Updated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HoldingRoutes:
-    """Routes that hold the models of `gateway` and update their weights; only the admin key opens them. A model is held
-    once, whoever asks. A body above `body_limit` bytes is refused."""
+    """Routes that hold the models of `gateway` and update their weights; only the admin key opens them. A body above
+    `body_limit` bytes is refused."""
 
     def __init__(self, gateway: Gateway, access: Access, body_limit: int) -> None:
         self._gateway = gateway
@@ -67,14 +70,14 @@ class HoldingRoutes:
 
     async def _hold(self, request: Request) -> Response:
         asked = await self._asked(request, Hold)
-        self._gateway.hold(_name(request), seconds=asked.seconds)
+        self._gateway.hold(_name(request), seconds=asked.seconds, holder=asked.holder)
         return Response(status_code=204)
 
     async def _release(self, request: Request) -> Response:
         asked = await self._asked(request, Release)
         if asked.policy_version is not None:
             declare_version(self._gateway.entry(_name(request)), asked.policy_version)
-        self._gateway.release(_name(request))
+        self._gateway.release(_name(request), holder=asked.holder)
         return Response(status_code=204)
 
     async def _update(self, request: Request) -> Response:

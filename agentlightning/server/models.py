@@ -95,7 +95,8 @@ class ReplicaDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What may be shown of a model: never a key. One that runs in the server's own process has no replicas."""
+    """What may be shown of a model: never a key. One that runs in the server's own process has no replicas. While it is
+    `held`, new calls are `waiting`. `policy_version` is the oldest that its servers hold, as far as that is known."""
 
     name: str
     aliases: tuple[str, ...]
@@ -104,6 +105,10 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     train: Sampling | None
     val: Sampling | None
     replicas: list[ReplicaDescription]
+    held: bool = False
+    running: int = 0
+    waiting: int = 0
+    policy_version: int | None = None
 
 
 class ModelRoutes:
@@ -188,6 +193,7 @@ class ModelRoutes:
             closing.add_done_callback(self._closing.discard)
 
     async def _described(self, entry: ModelEntry) -> ModelDescription:
+        gate = self._models.gate(entry.name)
         return ModelDescription(
             name=entry.name,
             aliases=entry.aliases,
@@ -196,6 +202,10 @@ class ModelRoutes:
             train=entry.train,
             val=entry.val,
             replicas=await _replicas(entry.backend),
+            held=gate.held,
+            running=gate.running,
+            waiting=gate.waiting,
+            policy_version=min((one.connection.version for one in servers_of(entry.backend)), default=None),
         )
 
 

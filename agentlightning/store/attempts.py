@@ -15,6 +15,7 @@ from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store import calls, codec, keys, lifecycle
 from agentlightning.store.database import Connection
 from agentlightning.store.lifecycle import Standing
+from agentlightning.store.outcomes import note_error
 from agentlightning.store.rollouts import (
     ROLLOUT_COLUMNS,
     config_from_json,
@@ -254,7 +255,8 @@ def _start(tx: Transaction, rollout: Rollout, worker_id: str | None, attempt_id:
     lifecycle.check_rollout_move(rollout.rollout_id, rollout.status, "preparing")
     attempt_id = codec.new_id("at") if attempt_id is None else codec.check_id(attempt_id, "attempt_id")
     (sequence_id,) = tx.connection.execute(
-        "UPDATE rollouts SET status = 'preparing', attempts = attempts + 1 WHERE rollout_id = ? RETURNING attempts",
+        "UPDATE rollouts SET status = 'preparing', attempts = attempts + 1, reward = NULL, reward_order = NULL, "
+        "error = NULL WHERE rollout_id = ? RETURNING attempts",
         (rollout.rollout_id,),
     ).fetchone()
     lease_expires = tx.now + tx.lease_seconds
@@ -308,6 +310,7 @@ def update_attempt(tx: Transaction, call: calls.UpdateAttempt) -> Attempt:
     if call.metadata is not None:
         text = codec.to_json(call.metadata, "the metadata of the attempt")
         tx.connection.execute("UPDATE attempts SET metadata = ? WHERE number = ?", (text, number))
+        note_error(tx.connection, call.rollout_id, before.sequence_id, call.metadata.get("reason"))
         tx.changes.touched.append(call.rollout_id)
     return attempt_from_row(
         tx.connection.execute(f"SELECT {_ATTEMPT} FROM attempts WHERE number = ?", (number,)).fetchone()
@@ -368,6 +371,7 @@ def expire(tx: Transaction, limit: int = 500) -> int:
             _watch(tx, number, before)
         else:
             save_standing(tx, number, before, after)
+            note_error(tx.connection, after.rollout_id, after.sequence_id, after.attempt_status)
             ended += 1
     (earliest,) = tx.connection.execute(f"SELECT MIN(check_time) FROM attempts WHERE status IN {_ACTIVE}").fetchone()
     tx.changes.deadline = math.inf if earliest is None else earliest

@@ -228,7 +228,7 @@ def _parts(changes: Changes) -> list[Changes]:
     if size <= _LONGEST_PAYLOAD:
         return [changes]
     halves = (Changes(queued=changes.queued, keys=changes.keys, deadline=changes.deadline), Changes())
-    for name in ("finished", "groups", "runs_with_groups", "touched", "spans", "removed"):
+    for name in ("finished", "groups", "runs_with_groups", "touched", "spans", "removed", "runs"):
         values = list(dict.fromkeys(getattr(changes, name)))
         middle = len(values) // 2
         setattr(halves[0], name, values[:middle])

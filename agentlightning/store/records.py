@@ -111,6 +111,7 @@ def start_run(tx: Transaction, call: calls.StartRun) -> Run:
         (name, call.kind, tx.now, manifest, project),
     ).fetchone()
     run = _run(row)
+    tx.changes.runs.append(name)
     if (run.kind, run.project) != (call.kind, project):
         raise ConflictError(
             f"run {name} is stored already, of kind {run.kind!r} in project {run.project}, not {call.kind!r} in "
@@ -126,6 +127,7 @@ def update_run(tx: Transaction, call: calls.UpdateRun) -> Run:
     ).fetchone()
     if row is None:
         raise NotFoundError(f"there is no run {call.run_id!r}")
+    tx.changes.runs.append(call.run_id)
     return _run(row)
 
 
@@ -166,6 +168,7 @@ def add_metrics(tx: Transaction, call: calls.AddMetrics) -> None:
         "ON CONFLICT (run_id, step) DO UPDATE SET time = excluded.time, measured = excluded.measured",
         (metrics.run_id, metrics.step, metrics.time, text),
     )
+    tx.changes.runs.append(call.run_id)
 
 
 def query_metrics(connection: Connection, call: calls.QueryMetrics) -> list[Metrics]:

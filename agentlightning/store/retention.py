@@ -17,6 +17,7 @@ from agentlightning.semconv import CALL_FLAG, REWARD
 from agentlightning.store import calls, codec, fields, filters, lifecycle
 from agentlightning.store.attempts import cancel_rollout
 from agentlightning.store.database import Connection
+from agentlightning.store.outcomes import note_error
 from agentlightning.store.queries import in_project
 from agentlightning.store.rollouts import TERMINAL_STATUSES, insert_rollout, rollout_row
 from agentlightning.store.spans import add_spans
@@ -134,6 +135,7 @@ def import_rollout(tx: Transaction, call: calls.ImportRollout) -> bool:
     insert_rollout(tx, rollout, len(attempts))
     for attempt in attempts:
         _insert_attempt(tx.connection, attempt)
+        note_error(tx.connection, attempt.rollout_id, attempt.sequence_id, attempt.metadata.get("reason"))
     add_spans(tx, call.spans, columns)
     tx.changes.touched.append(rollout.rollout_id)
     tx.changes.finished.append(rollout.rollout_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from agentlightning.store import outcomes
 from agentlightning.store.database import Connection, Dialect
 from agentlightning.store.keys import new_secret
 
@@ -183,7 +184,13 @@ ALTER TABLE attempts ADD COLUMN held_until {real} NOT NULL DEFAULT 0;
 ALTER TABLE attempts ADD COLUMN held_seconds {real} NOT NULL DEFAULT 0;
 """
 
-STEPS: Final[Sequence[str]] = (_FIRST, _PROJECTS_FEEDS_AND_KEYS, _HELD_CALLS)
+_OUTCOMES: Final = """
+ALTER TABLE rollouts ADD COLUMN reward {real};
+ALTER TABLE rollouts ADD COLUMN reward_order {real};
+ALTER TABLE rollouts ADD COLUMN error TEXT;
+"""
+
+STEPS: Final[Sequence[str]] = (_FIRST, _PROJECTS_FEEDS_AND_KEYS, _HELD_CALLS, _OUTCOMES)
 VERSION: Final = len(STEPS)
 
 
@@ -193,5 +200,7 @@ def migrate(connection: Connection, version: int) -> None:
         for statement in step.format_map(_TYPES[connection.dialect]).split(";"):
             if statement.strip():
                 connection.execute(statement)
+    if 0 < version < STEPS.index(_OUTCOMES) + 1:
+        outcomes.fill_in(connection)
     if version == 0:
         connection.execute("INSERT INTO meta (name, value) VALUES ('secret', ?)", (new_secret(),))

@@ -13,6 +13,7 @@ from agentlightning.store import calls, codec, lifecycle
 from agentlightning.store.attempts import load_standing, load_with_sequence, save_standing
 from agentlightning.store.codec import SpanColumns
 from agentlightning.store.database import Connection
+from agentlightning.store.outcomes import note_reward
 from agentlightning.store.rollouts import require_rollout
 from agentlightning.store.transaction import Transaction
 from agentlightning.types import UNATTRIBUTED, Span
@@ -49,6 +50,8 @@ def add_spans(tx: Transaction, spans: Sequence[Span], columns: Sequence[SpanColu
                 continue
             highest = max(highest, sequence_id)
             stored[index] = sequence_id
+            span = spans[index]
+            note_reward(tx.connection, rollout_id, before.sequence_id, span.attributes, span.start_time)
         save_standing(tx, number, before, lifecycle.hear(before, tx.now, tx.lease_seconds), highest)
         tx.changes.spans.append(rollout_id)
     return stored

@@ -188,6 +188,11 @@ class SqlStore(LightningStore):
         store._watchdog.add_done_callback(_report_defect)
         return store
 
+    @property
+    def address(self) -> str:
+        """The path, `:memory:` or the URL that it was opened by."""
+        return self._address
+
     async def close(self) -> None:
         """Finish what was handed over and close the database; whoever waits gets an UnavailableError. Calling it again
         is harmless."""

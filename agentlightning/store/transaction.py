@@ -21,6 +21,7 @@ class Changes(msgspec.Struct):
     touched: list[str] = []  # rollout ids that look different now
     spans: list[str] = []  # rollout ids that got spans
     removed: list[str] = []  # rollout ids that are no longer stored
+    runs: list[str] = []  # runs that began, ended or measured something
     keys: bool = False  # a key was revoked
     deadline: float = math.inf  # the earliest clock that was set
 
@@ -46,6 +47,7 @@ class Changes(msgspec.Struct):
             whole.touched += one.touched
             whole.spans += one.spans
             whole.removed += one.removed
+            whole.runs += one.runs
             whole.keys = whole.keys or one.keys
             whole.set_deadline(one.deadline)
         return whole

@@ -93,13 +93,24 @@ def one_line(text: str, limit: int = _TEXT) -> str:
 
 
 def _grow(tree: Tree, steps: Sequence[Step], spans: Sequence[Span], limit: int) -> None:
-    """Each step on the branch of the nearest earlier one that its span is in, else of the agent it ran under."""
+    """Each step on the branch of the one it is shown below."""
+    shown = arranged(steps, spans)
+    branches: list[Tree] = []
+    for step, place in shown[:limit]:
+        branches.append((tree if place is None else branches[place]).add(_line(step)))
+    if len(shown) > limit:
+        tree.add(Text(f"… and {len(shown) - limit} more", "bold"))
+
+
+def arranged(steps: Sequence[Step], spans: Sequence[Span]) -> list[tuple[Step, int | None]]:
+    """The steps worth a line, each with the place in this list of the one it is shown below: the nearest earlier one
+    that its span is in, else the agent it ran under; None for none."""
     above = {span.span_id: span.parent_id for span in spans}
     inner = set(above.values())
-    shown: dict[str, Tree] = {}
+    shown: dict[str, int | None] = {}
+    found: list[tuple[Step, int | None]] = []
     agents: list[Step] = []
-    lines = 0
-    for index, step in enumerate(steps):
+    for step in steps:
         span = step.span
         place = _nearest(span, above, shown)
         if step.kind == "agent":
@@ -107,18 +118,16 @@ def _grow(tree: Tree, steps: Sequence[Step], spans: Sequence[Span], limit: int) 
         elif place is None:
             around = (one.span for one in reversed(agents) if one.name == step.agent)
             place = next((one.span_id for one in around if one.end_time >= span.start_time), None)
-        branch = tree if place is None else shown[place]
+        below = None if place is None else shown[place]
         if step.kind == "other" and span.span_id in inner and not step.failed and not _is_ours(span):
-            shown[span.span_id] = branch  # a wrapper: what it holds says more
+            shown[span.span_id] = below  # a wrapper: what it holds says more
             continue
-        if lines == limit:
-            tree.add(Text(f"… and {len(steps) - index} more", "bold"))
-            return
-        lines += 1
-        shown[span.span_id] = branch.add(_line(step))
+        shown[span.span_id] = len(found)
+        found.append((step, below))
+    return found
 
 
-def _nearest(span: Span, above: Mapping[str, str | None], shown: Mapping[str, Tree]) -> str | None:
+def _nearest(span: Span, above: Mapping[str, str | None], shown: Mapping[str, int | None]) -> str | None:
     """The nearest span above this one that is shown."""
     passed, at = {span.span_id}, span.parent_id
     while at is not None and at not in shown and at not in passed:

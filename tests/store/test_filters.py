@@ -250,7 +250,7 @@ def test_a_filter_nests_twenty_deep_and_no_deeper():
         ("metadata.", "metadata.KEY"),
         ("attributes.x", "no field"),
         ("rollouts.status", "no field"),
-        ("number", "no field"),
+        ("numbers", "did you mean 'number'"),
         ("status; DROP TABLE rollouts", "no field"),
         ("1 = 1 OR status", "no field"),
         ('metadata."a', "not a path"),

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
+from agentlightning.data.as_trained import rewarded_group
 from agentlightning.data.continuity import continuity
 from agentlightning.data.credit.table import RewardedGroup
 from agentlightning.data.limits import cut_sequences
@@ -157,16 +158,6 @@ def minibatches(
     count = min(count, len(order))
     bounds = [-(-len(order) * part // count) for part in range(count + 1)]
     return [order[start:end] for start, end in itertools.pairwise(bounds)]
-
-
-def rewarded_group(group: Sequence[TracedRollout], unrewarded: str | float) -> RewardedGroup:
-    """The members of a group that count: those with a reward, the others with `unrewarded` if that is a number."""
-    pairs = [
-        (traced.transitions, float(traced.reward if traced.reward is not None else unrewarded))
-        for traced in group
-        if traced.reward is not None or unrewarded != "exclude"
-    ]
-    return RewardedGroup([transitions for transitions, _ in pairs], [reward for _, reward in pairs])
 
 
 def _lengths(name: str, lengths: Sequence[int]) -> dict[str, float]:

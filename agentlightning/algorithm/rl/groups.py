@@ -20,9 +20,10 @@ import msgspec
 import numpy as np
 
 from agentlightning.algorithm.base import RunContext
-from agentlightning.algorithm.rl.batch import rewarded_group, trace_group
+from agentlightning.algorithm.rl.batch import trace_group
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.algorithm.rl.sampling import SamplerState, TaskSampler
+from agentlightning.data.as_trained import rewarded_group
 from agentlightning.data.transitions import TracedRollout
 from agentlightning.errors import ConflictError
 from agentlightning.types import EnqueueRolloutRequest, Group, Rollout, RolloutStatus

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any, Final
 
+from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.gateway.backend import (
     STOPPED_BY_STRING,
     BackendEvent,
@@ -63,6 +64,11 @@ class TokenBackend:
         self._generator = generator
         self._chat = chat
         self._recorded = RecordedAnswers(chat)
+
+    @property
+    def token_bytes(self) -> TokenBytes:
+        """What the token ids of its prompts and answers stand for."""
+        return self._chat.token_bytes
 
     async def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
         """See `Backend.answer`. BackendError 400 names what a free-running sampler cannot honour."""

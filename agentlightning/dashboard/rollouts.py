@@ -1,0 +1,333 @@
+"""Rollouts in a list, and one of them whole: its attempts, steps, conversations, rewards and logs.
+
+Knows rollouts, spans and the readings of them in `tracing` and `data`. It does not know credit or tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from agentlightning import semconv
+from agentlightning.data.agents import agent_of
+from agentlightning.data.as_trained import Training
+from agentlightning.data.conversations import Message, conversations, read_calls
+from agentlightning.data.explanation import Explanation, explain_rollout
+from agentlightning.data.transitions import trace_rollout
+from agentlightning.errors import InvalidError, NotFoundError
+from agentlightning.store.base import LightningStore
+from agentlightning.store.calls import QueryRollouts
+from agentlightning.tracing.dialects import json_of, mapping, text_of
+from agentlightning.tracing.messages import finish_reasons, model_name, token_counts
+from agentlightning.tracing.rewards import find_final_reward, get_rewards_from_span, is_final_reward, is_reward_span
+from agentlightning.tracing.steps import Step, read_steps
+from agentlightning.tracing.tree import arranged, totals
+from agentlightning.types import Attempt, Attributes, Filter, Order, Rollout, Span
+
+if TYPE_CHECKING:
+    from agentlightning.data.drift_kinds import Classifier
+
+LARGEST_PAGE: Final = 200
+_LOOKED_THROUGH: Final = 4  # pages, for rollouts of an agent
+NEWEST_FIRST: Final = (Order(field="number", descending=True),)
+SCORED_BY: Final = "agentlightning.reward.by"  # who gave a reward by hand
+COMMENT: Final = "agentlightning.reward.comment"
+
+
+class ListQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`QueryRollouts`, and an `agent` whose name is to contain a text."""
+
+    where: Filter | None = None
+    order: tuple[Order, ...] = NEWEST_FIRST
+    limit: int = 50
+    cursor: str | None = None
+    with_total: bool = False
+    project: str | None = None
+    agent: str | None = None
+
+
+class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout and what its last attempt came to; `error` is why that failed."""
+
+    rollout: Rollout
+    reward: float | None
+    error: str | None
+    calls: int
+    tokens_read: int
+    tokens_written: int
+    agents: list[str]
+    attempts: int
+
+
+class RolloutList(msgspec.Struct, frozen=True, kw_only=True):
+    items: list[RolloutRow]
+    total: int | None
+    next_cursor: str | None
+
+
+async def list_rollouts(store: LightningStore, query: ListQuery) -> RolloutList:
+    """A page of rollouts. Of those of an agent, what some pages hold: it may be none although there are more.
+
+    InvalidError for a limit beyond 1 to 200."""
+    if not 1 <= query.limit <= LARGEST_PAGE:
+        raise InvalidError(f"limit is {query.limit}; give 1 to {LARGEST_PAGE}")
+    items: list[RolloutRow] = []
+    cursor, total = query.cursor, None
+    for _ in range(1 if query.agent is None else _LOOKED_THROUGH):
+        call = QueryRollouts(
+            where=query.where, order=query.order, limit=query.limit - len(items), cursor=cursor,
+            with_total=query.with_total and total is None, project=query.project,
+        )  # fmt: skip
+        page = await store.perform(call)
+        total, cursor = page.total if total is None else total, page.next_cursor
+        rows = await rows_of(store, page.items)
+        items += [row for row in rows if query.agent is None or any(query.agent in name for name in row.agents)]
+        if cursor is None or len(items) == query.limit:
+            break
+    return RolloutList(items=items, total=None if query.agent else total, next_cursor=cursor)
+
+
+async def rows_of(store: LightningStore, rollouts: Sequence[Rollout]) -> list[RolloutRow]:
+    """What is known of rollouts, read from their last attempts."""
+
+    async def read(rollout: Rollout) -> tuple[Rollout, Attempt | None, list[Span]]:
+        attempt = await store.get_latest_attempt(rollout.rollout_id)
+        spans = [] if attempt is None else await store.query_spans(rollout.rollout_id, attempt.attempt_id)
+        return rollout, attempt, spans
+
+    found = await asyncio.gather(*map(read, rollouts))
+    return await asyncio.to_thread(lambda: [summed_up(*one) for one in found])  # others are not to wait for it
+
+
+def summed_up(rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span]) -> RolloutRow:
+    """The row of a rollout, its last attempt and the spans of that."""
+    steps = read_steps(spans)
+    took = totals(steps)
+    names = (agent_of(step).name for step in steps if step.kind == "call")
+    error: str | None = None
+    if attempt is not None and attempt.status in ("failed", "timeout", "unresponsive"):
+        error = str(attempt.metadata.get("reason") or attempt.status)
+    return RolloutRow(
+        rollout=rollout,
+        reward=find_final_reward(spans),
+        error=error,
+        calls=took.calls,
+        tokens_read=took.tokens_read,
+        tokens_written=took.tokens_written,
+        agents=list(dict.fromkeys(name for name in names if name)),
+        attempts=0 if attempt is None else attempt.sequence_id,
+    )
+
+
+# --- one of them --------------------------------------------------------------------------------------------------
+
+
+class StepView(msgspec.Struct, frozen=True, kw_only=True):
+    """A step in depth-first order, shown below the one at `parent`. `replayable`: `replay_request` knows its call."""
+
+    span_id: str
+    parent: int | None
+    depth: int
+    kind: str
+    name: str
+    agent: str | None
+    start_time: float
+    end_time: float
+    failed: bool
+    problem: str | None
+    arguments: str | None
+    result: str | None
+    tokens_read: int | None
+    tokens_written: int | None
+    finish_reason: str | None
+    reward: float | None
+    time_to_first_token: float | None
+    call_index: int | None
+    replayable: bool
+
+
+class CallView(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a conversation: what it was sent beyond the call before it, and what it answered."""
+
+    span_id: str
+    call_index: int | None
+    model: str | None
+    new_messages: list[Message]
+    answer: Message
+    tools: list[dict[str, Any]]
+    left_out: str | None
+
+
+class ConversationView(msgspec.Struct, frozen=True, kw_only=True):
+    agent: str | None
+    calls: list[CallView]
+
+
+class RewardView(msgspec.Struct, frozen=True, kw_only=True):
+    span_id: str
+    time: float
+    final: bool
+    posted: bool
+    by: str | None
+    comment: str | None
+    dimensions: list[dict[str, Any]]
+
+
+class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
+    """`shown` is the number of the attempt that everything after it is of."""
+
+    row: RolloutRow
+    attempts: list[Attempt]
+    shown: int | None
+    steps: list[StepView]
+    conversations: list[ConversationView]
+    logs: list[dict[str, Any]]
+    rewards: list[RewardView]
+    explanation: Explanation | None
+
+
+def rollout_view(
+    rollout: Rollout,
+    attempts: Sequence[Attempt],
+    shown: int | None,
+    spans: Sequence[Span],
+    training: Training,
+    classifier: Classifier | None,
+) -> RolloutView:
+    """`spans` are those of the attempt numbered `shown`."""
+    traced = trace_rollout(rollout, spans, calls=training.calls, reward=training.reward)
+    steps = read_steps(spans)
+    return RolloutView(
+        row=summed_up(rollout, attempts[-1] if attempts else None, spans),
+        attempts=list(attempts),
+        shown=shown,
+        steps=list(_in_depth([step for step in steps if step.span.name not in _NOT_STEPS], spans)),
+        conversations=_conversations(steps, spans, traced.left_out),
+        logs=[_log(span.attributes, span.start_time) for span in spans if span.name == semconv.LOG],
+        rewards=[_reward(span) for span in spans if is_reward_span(span) or COMMENT in span.attributes],
+        explanation=explain_rollout(traced, spans, classifier) if spans else None,
+    )
+
+
+_NOT_STEPS: Final = (semconv.LOG, semconv.UNDELIVERED)
+
+
+def _in_depth(steps: Sequence[Step], spans: Sequence[Span]) -> Iterator[StepView]:
+    placed = arranged(steps, spans)
+    below: dict[int | None, list[int]] = {}
+    for place, (_, above) in enumerate(placed):
+        below.setdefault(above, []).append(place)
+    waiting: list[tuple[int, int | None, int]] = [(place, None, 0) for place in reversed(below.get(None, []))]
+    number = 0
+    while waiting:
+        place, parent, depth = waiting.pop()
+        yield _step(placed[place][0], parent, depth)
+        waiting += [(inner, number, depth + 1) for inner in reversed(below.get(place, []))]
+        number += 1
+
+
+def _step(step: Step, parent: int | None, depth: int) -> StepView:
+    span = step.span
+    call = (step.call or span) if step.kind == "call" else None
+    counts = token_counts(call.attributes) if call else None
+    rewards = get_rewards_from_span(span)
+    kind = "reward" if rewards else "error" if span.name == semconv.EXCEPTION else step.kind
+    raised = [event.attributes for event in span.events if event.name == "exception"]
+    said = next((attributes.get(semconv.EXCEPTION_MESSAGE) for attributes in [*raised, span.attributes]), None)
+    problem = span.status.description or (None if said is None else str(said))
+    return StepView(
+        span_id=call.span_id if call else span.span_id,
+        parent=parent,
+        depth=depth,
+        kind=kind,
+        name=rewards[0].name if rewards else step.name,
+        agent=step.agent,
+        start_time=span.start_time,
+        end_time=span.end_time,
+        failed=step.failed or kind == "error",
+        problem=problem if step.failed or kind == "error" else None,
+        arguments=step.arguments,
+        result=step.result,
+        tokens_read=counts[0] if counts else None,
+        tokens_written=counts[1] if counts else None,
+        finish_reason=next(iter(finish_reasons(call.attributes)), None) if call else None,
+        reward=rewards[0].value if rewards else None,
+        time_to_first_token=_number(call, semconv.GEN_AI_TIME_TO_FIRST_CHUNK) if call else None,
+        call_index=_index(call) if call else None,
+        replayable=call is not None and semconv.CALL_ENDPOINT in call.attributes,
+    )
+
+
+def _number(span: Span, name: str) -> float | None:
+    value = span.attributes.get(name)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _index(span: Span) -> int | None:
+    value = span.attributes.get(semconv.CALL_INDEX)
+    return value if isinstance(value, int) else None
+
+
+def _conversations(steps: Sequence[Step], spans: Sequence[Span], left_out: Any) -> list[ConversationView]:
+    agents = {step.span.span_id: agent_of(step).name for step in steps if step.kind == "call"}
+    found: list[ConversationView] = []
+    for chain in conversations(read_calls(spans)[0]):
+        calls: list[CallView] = []
+        known, tools = 0, None
+        for call in chain:
+            calls.append(
+                CallView(
+                    span_id=call.span.span_id,
+                    call_index=_index(call.span),
+                    model=model_name(call.span.attributes),
+                    new_messages=call.messages[known:],
+                    answer=call.answer,
+                    tools=call.tools if call.tools != tools else [],
+                    left_out=left_out.get(call.span.span_id),
+                )
+            )
+            known, tools = len(call.messages) + 1, call.tools
+        found.append(ConversationView(agent=agents.get(chain[0].span.span_id), calls=calls))
+    return found
+
+
+def _log(attributes: Attributes, time: float) -> dict[str, Any]:
+    text, stream = attributes.get(semconv.LOG_TEXT, ""), attributes.get(semconv.LOG_STREAM)
+    return {"stream": stream, "text": text, "time": time}
+
+
+def _reward(span: Span) -> RewardView:
+    by, comment = (span.attributes.get(name) for name in (SCORED_BY, COMMENT))
+    return RewardView(
+        span_id=span.span_id,
+        time=span.start_time,
+        final=is_final_reward(span),
+        posted=span.attributes.get(semconv.REWARD_POSTED) is True,
+        by=None if by is None else str(by),
+        comment=None if comment is None else str(comment),
+        dimensions=[reward._asdict() for reward in get_rewards_from_span(span)],
+    )
+
+
+# --- asking again -------------------------------------------------------------------------------------------------
+
+_MESSAGES: Final = {"chat/completions": "messages", "messages": "messages", "responses": "input"}
+
+
+def replay_request(spans: Sequence[Span], span_id: str) -> dict[str, Any]:
+    """`{"path", "body"}` of the request of a gateway's call, as it came. NotFoundError where it was not recorded."""
+    span = next((one for one in spans if one.span_id == span_id), None)
+    endpoint = None if span is None else text_of(span, semconv.CALL_ENDPOINT)
+    if span is None or endpoint is None:
+        raise NotFoundError(f"no call of the gateway has the span {span_id!r} here")
+    body = dict(mapping(json_of(text_of(span, semconv.CALL_REQUEST))))
+    name = _MESSAGES.get(endpoint)
+    for field, attribute in ((name, semconv.GEN_AI_INPUT_MESSAGES), ("tools", semconv.GEN_AI_TOOL_DEFINITIONS)):
+        if field is not None and (said := json_of(text_of(span, attribute))) is not None:
+            body[field] = said
+    if (prompt := text_of(span, semconv.CALL_PROMPT)) is not None:
+        body["prompt"] = prompt
+    return {"path": f"/v1/{endpoint}", "body": body}

@@ -1,0 +1,270 @@
+"""Runs side by side: what each is and has reached, its curves, the quality of its data, the prompts it tried.
+
+Knows runs, metrics and resources. The names of metrics are those of `algorithm.rl.batch` and of the loop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from agentlightning.data.continuity import SUGGESTIONS
+from agentlightning.errors import InvalidError, NotFoundError
+from agentlightning.store.base import LightningStore
+from agentlightning.types import Metrics, Run, RunStatus
+
+_SPARKLINE: Final = 40
+_UNSHARED: Final = ("time_limit", "run_file", "threads", "n_runners", "device")  # of a config, what changes no result
+
+
+class RunRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A run in a list. Runs of one `family` differ in their seed alone; `last` is the newest value of each metric,
+    `models` what its policies are called at the gateway."""
+
+    run_id: str
+    kind: str
+    status: RunStatus
+    project: str
+    start_time: float
+    end_time: float | None
+    policy_version: int
+    seed: int | None
+    family: str
+    steps: int
+    total_steps: int | None
+    models: list[str]
+    last: dict[str, float]
+    best_val: float | None
+    sparkline: list[float]
+
+
+class RunSeries(msgspec.Struct, frozen=True, kw_only=True):
+    """The curves of a run: `values` of each metric asked for, and what may be the x axis. `names` are all metrics."""
+
+    run_id: str
+    family: str
+    seed: int | None
+    names: list[str]
+    step: list[float]
+    seconds: list[float]
+    rollouts: list[float]
+    tokens_read: list[float]
+    tokens_written: list[float]
+    values: dict[str, list[float | None]]
+
+
+class Runs:
+    """The runs of a store. What a run that has ended has measured is remembered."""
+
+    def __init__(self) -> None:
+        self._ended: dict[tuple[str, float], list[Metrics]] = {}
+
+    async def metrics(self, store: LightningStore, run: Run) -> list[Metrics]:
+        key = (run.run_id, run.end_time or 0.0)
+        if run.end_time is None:
+            return await store.query_metrics(run.run_id)
+        if key not in self._ended:
+            while len(self._ended) >= 64:
+                del self._ended[next(iter(self._ended))]
+            self._ended[key] = await store.query_metrics(run.run_id)
+        return self._ended[key]
+
+    async def rows(self, store: LightningStore, project: str | None) -> list[RunRow]:
+        """The newest first."""
+        runs = await store.query_runs(project)
+        return [_row(run, await self.metrics(store, run)) for run in reversed(runs)]
+
+    async def series(
+        self, store: LightningStore, run_ids: Sequence[str], names: Sequence[str], points: int
+    ) -> list[RunSeries]:
+        """InvalidError for a number of points beyond 20 to 2000, NotFoundError for a run there is not."""
+        if not 20 <= points <= 2000:
+            raise InvalidError(f"points is {points}; give 20 to 2000")
+        return [
+            _series(run, await self.metrics(store, run), names, points)
+            for run in [await find_run(store, run_id) for run_id in run_ids]
+        ]
+
+
+async def find_run(store: LightningStore, run_id: str) -> Run:
+    """NotFoundError where there is none of this id."""
+    run = next((run for run in await store.query_runs() if run.run_id == run_id), None)
+    if run is None:
+        raise NotFoundError(f"there is no run {run_id!r} here")
+    return run
+
+
+def _row(run: Run, measured: Sequence[Metrics]) -> RunRow:
+    config: dict[str, Any] = run.manifest.get("config") or {}
+    algorithm: Any = config.get("algorithm")
+    rewards = [one.values["reward"] for one in measured if "reward" in one.values]
+    val = [one.values["val_reward"] for one in measured if "val_reward" in one.values]
+    return RunRow(
+        run_id=run.run_id,
+        kind=run.kind,
+        status=run.status,
+        project=run.project,
+        start_time=run.start_time,
+        end_time=run.end_time,
+        policy_version=run.policy_version,
+        seed=run.manifest.get("seed"),
+        family=_family(run),
+        steps=measured[-1].step if measured else 0,
+        total_steps=algorithm.get("steps") if isinstance(algorithm, dict) else None,
+        models=list(config.get("models") or {}),
+        last={name: value for one in measured for name, value in one.values.items()},
+        best_val=max(val, default=None),
+        sparkline=[float(part.mean()) for part in _parts(np.array(rewards), _SPARKLINE)],
+    )
+
+
+def _family(run: Run) -> str:
+    config = {name: value for name, value in (run.manifest.get("config") or {}).items() if name not in _UNSHARED}
+    told = (run.kind, config, run.manifest.get("data")) if config else run.run_id
+    return hashlib.sha256(msgspec.json.encode(told, order="sorted")).hexdigest()[:12]
+
+
+def _parts(values: np.ndarray[Any, Any], count: int) -> list[np.ndarray[Any, Any]]:
+    """At most `count` pieces of about one size; none of no values."""
+    return np.array_split(values, min(count, len(values))) if len(values) else []
+
+
+def _series(run: Run, measured: Sequence[Metrics], names: Sequence[str], points: int) -> RunSeries:
+    buckets = [[measured[int(at)] for at in part] for part in _parts(np.arange(len(measured)), points)]
+
+    def summed(value: Callable[[Mapping[str, float]], float]) -> list[float]:
+        total = np.cumsum([value(one.values) for one in measured])
+        return [float(total[int(part[-1])]) for part in _parts(np.arange(len(measured)), points)]
+
+    def mean(name: str, bucket: Sequence[Metrics]) -> float | None:
+        values = [one.values[name] for one in bucket if name in one.values]
+        return sum(values) / len(values) if values else None
+
+    return RunSeries(
+        run_id=run.run_id,
+        family=_family(run),
+        seed=run.manifest.get("seed"),
+        names=sorted({name for one in measured for name in one.values}),
+        step=[float(bucket[-1].step) for bucket in buckets],
+        seconds=[bucket[-1].time - run.start_time for bucket in buckets],
+        rollouts=summed(lambda values: values.get("rollouts", 0.0)),
+        tokens_read=summed(lambda values: values.get("prompt_tokens_mean", 0.0) * values.get("calls", 0.0)),
+        tokens_written=summed(lambda values: values.get("sampled_tokens", 0.0)),
+        values={name: [mean(name, bucket) for bucket in buckets] for name in names},
+    )
+
+
+# --- the quality of data ------------------------------------------------------------------------------------------
+
+_COUNTED: Final[Mapping[str, tuple[str, ...]]] = {
+    "outcomes": ("rollouts/",),
+    "excluded": ("excluded/",),
+    "kept": ("kept/",),
+    "breaks": ("unmerged/",),
+    "rewards_lost": ("rewards_lost/",),
+    "dropped": ("groups_dropped/", "rollouts_dropped/"),
+}
+
+
+class Quality(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a run's data is left out or drifts, by reason, over all its steps (`measured`) or in some of its newest
+    rollouts. `shares` are per step; `suggestions` say what can be done about each kind of break."""
+
+    run_id: str
+    measured: bool
+    rollouts: int
+    calls: int
+    step: list[int]
+    counts: dict[str, dict[str, int]]
+    shares: dict[str, list[float | None]]
+    suggestions: dict[str, str]
+
+
+def measured_quality(run: Run, measured: Sequence[Metrics]) -> Quality:
+    """From what each step has counted; steps that counted no rollouts (evaluations) are left out."""
+    steps = [one for one in measured if "rollouts" in one.values]
+    suggestions: dict[str, str] = {**SUGGESTIONS}
+    total: dict[str, float] = {}
+    for one in steps:
+        for name, value in one.values.items():
+            total[name] = total.get(name, 0.0) + value
+
+    def counts(prefixes: Sequence[str]) -> dict[str, int]:
+        named = {
+            name.removeprefix(prefix): round(value)
+            for prefix in prefixes
+            for name, value in total.items()
+            if name.startswith(prefix)
+        }
+        # Of breaks there are also those by agent, and a share.
+        return {name: count for name, count in named.items() if prefixes != ("unmerged/",) or name in suggestions}
+
+    def share(part: str, *whole: str) -> list[float | None]:
+        sums = [(one.values.get(part, 0.0), sum(one.values.get(name, 0.0) for name in whole)) for one in steps]
+        return [value / of if of else None for value, of in sums]
+
+    return Quality(
+        run_id=run.run_id,
+        measured=True,
+        rollouts=round(total.get("rollouts", 0.0)),
+        calls=round(total.get("calls", 0.0) + total.get("calls_excluded", 0.0)),
+        step=[one.step for one in steps],
+        counts={name: counts(prefixes) for name, prefixes in _COUNTED.items()},
+        shares={
+            "excluded": share("calls_excluded", "calls", "calls_excluded"),
+            "unrewarded": share("unrewarded", "rollouts"),
+            "unmerged": [one.values.get("unmerged/rollouts") for one in steps],
+        },
+        suggestions=suggestions,
+    )
+
+
+# --- prompts ------------------------------------------------------------------------------------------------------
+
+
+class TriedPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A candidate of a prompt search, with its difference from its parent and its newest score."""
+
+    name: str
+    round: int
+    texts: dict[str, str]
+    parent: str | None
+    changed: str | None
+    critique: str | None
+    diff: str
+    resources_id: str
+    time: float
+    score: dict[str, Any] | None
+
+
+class Prompts(msgspec.Struct, frozen=True, kw_only=True):
+    candidates: list[TriedPrompt]
+    rounds: list[dict[str, Any]]
+
+
+async def prompts(store: LightningStore, run: Run) -> Prompts:
+    """What the run has stored as versions of its resources (`algorithm.apo.lineage` says how)."""
+    updates = [one for one in await store.query_resources(run.project) if one.run_id == run.run_id]
+    rounds = [one.metadata["round"] for one in updates if "round" in one.metadata]
+    scores = {name: score for one in rounds for name, score in one["scores"].items()}
+    tried = {
+        one.metadata["candidate"]["name"]: TriedPrompt(
+            name=made["name"],
+            round=made["round"],
+            texts=made["texts"],
+            parent=made.get("parent"),
+            changed=made.get("changed"),
+            critique=made.get("critique"),
+            diff=one.metadata.get("diff", ""),
+            resources_id=one.resources_id,
+            time=one.create_time,
+            score=scores.get(made["name"]),
+        )
+        for one in reversed(updates)
+        if (made := one.metadata.get("candidate")) is not None
+    }
+    return Prompts(candidates=list(reversed(tried.values())), rounds=rounds)

@@ -1,0 +1,171 @@
+"""The exact tokens of a call, as they were sampled, with what is known of each; and whose tokenizer tells their texts.
+
+Knows transitions, tokenizers and where a run keeps its own. It does not know models.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
+
+import msgspec
+import numpy as np
+
+from agentlightning.dashboard.credit import TracedGroup
+from agentlightning.data.as_trained import CreditSettings
+from agentlightning.data.continuity import continuity
+from agentlightning.data.explanation import ExplainedBreak, explain_break
+from agentlightning.data.forest import shared_length
+from agentlightning.data.transitions import FloatArray, IntArray, TracedRollout
+from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.types import Span
+
+if TYPE_CHECKING:  # a server without models need not have tokenizers installed
+    from agentlightning.data.drift_kinds import Classifier
+    from agentlightning.data.token_bytes import TokenBytes
+
+_FILE: Final = "tokenizer.json"
+
+
+class TokenCall(msgspec.Struct, frozen=True, kw_only=True):
+    span_id: str
+    call_index: int
+    agent: str | None
+    prompt_tokens: int
+    sampled_tokens: int
+
+
+class PromptTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """`shared` of them, from the first on, an earlier call of the rollout holds."""
+
+    ids: list[int]
+    texts: list[str] | None
+    shared: int
+
+
+class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
+    ids: list[int]
+    texts: list[str] | None
+    logprobs: list[float]
+    versions: list[int]
+    advantages: list[float] | None
+
+
+class TokenView(msgspec.Struct, frozen=True, kw_only=True):
+    """One of a rollout's `calls`. Without a `tokenizer` there are no texts."""
+
+    span_id: str
+    calls: list[TokenCall]
+    tokenizer: str | None
+    prompt: PromptTokens
+    sampled: SampledTokens
+    found_break: ExplainedBreak | None = msgspec.field(name="break")
+
+
+@runtime_checkable
+class SpellsTokens(Protocol):
+    """A backend that knows the texts of its tokens."""
+
+    @property
+    def token_bytes(self) -> TokenBytes: ...
+
+
+class Tokenizers:
+    """The tokenizer of the models behind a gateway, else of the run that keeps its files beside the store `address`."""
+
+    def __init__(self, address: str | None, served: Mapping[str, TokenBytes] | None = None) -> None:
+        self._folder = None if address is None or "://" in address or address == ":memory:" else Path(address).parent
+        self._served = served or {}
+        self._read: dict[Path, TokenBytes] = {}
+
+    def find(self) -> tuple[str, TokenBytes] | None:
+        """Its name and the bytes of its tokens; None where there is none. It may read a file."""
+        for name, token_bytes in self._served.items():
+            return name, token_bytes
+        if self._folder is None:
+            return None
+        # Training does not change it: any checkpoint's is the run's.
+        files = [self._folder / "start" / _FILE, *sorted(self._folder.glob(f"checkpoints/*/{_FILE}"))]
+        file = next((one for one in files if one.is_file()), None)
+        if file is None or importlib.util.find_spec("tokenizers") is None:
+            return None
+        if file not in self._read:
+            from tokenizers import Tokenizer
+
+            from agentlightning.data.token_bytes import TokenBytes
+
+            self._read = {file: TokenBytes(Tokenizer.from_file(str(file)))}
+        return str(file.parent), self._read[file]
+
+
+def classifier_of(token_bytes: TokenBytes | None) -> Classifier | None:
+    """What tells why ids differ, where texts of tokens are known."""
+    if token_bytes is None:
+        return None
+    from agentlightning.data.drift_kinds import Classifier
+
+    return Classifier(token_bytes)
+
+
+def texts_of(ids: Sequence[int], token_bytes: TokenBytes | None) -> list[str] | None:
+    """The text of each token by itself; what is part of a character is U+FFFD."""
+    return None if token_bytes is None else [token_bytes[one].decode(errors="replace") for one in ids]
+
+
+def token_view(
+    traced: TracedRollout,
+    spans: Sequence[Span],
+    group: TracedGroup,
+    span_id: str | None,
+    tokenizer: tuple[str, TokenBytes] | None,
+) -> TokenView:
+    """The call of a span, or the first one; `group` is what the rollout is compared with. NotFoundError where the
+    rollout has no such call that trains."""
+    one = next((call for call in traced.transitions if span_id in (None, call.span_id)), None)
+    if one is None:
+        why = traced.left_out.get(span_id or "") or "no call of it is recorded with token ids that train"
+        raise NotFoundError(f"there are no tokens to show of rollout {traced.rollout.rollout_id}: {why}")
+    name, token_bytes = tokenizer or (None, None)
+    classifier = classifier_of(token_bytes)
+    breaks = continuity(traced.transitions, spans, classifier).breaks
+    found = next((each for each in breaks if each.call_index == one.call_index), None)
+    earlier = [call for call in traced.transitions if call.call_index < one.call_index]
+    shared = [shared_length(_whole(call.prompt_ids, call.response_ids), one.prompt_ids) for call in earlier]
+    prompt, sampled = one.prompt_ids.tolist(), one.response_ids.tolist()
+    return TokenView(
+        span_id=one.span_id,
+        calls=[
+            TokenCall(
+                span_id=call.span_id,
+                call_index=call.call_index,
+                agent=call.agent,
+                prompt_tokens=len(call.prompt_ids),
+                sampled_tokens=len(call.response_ids),
+            )
+            for call in traced.transitions
+        ],
+        tokenizer=name,
+        prompt=PromptTokens(ids=prompt, texts=texts_of(prompt, token_bytes), shared=max(shared, default=0)),
+        sampled=SampledTokens(
+            ids=sampled,
+            texts=texts_of(sampled, token_bytes),
+            logprobs=one.logprobs.tolist(),
+            versions=one.versions.tolist(),
+            advantages=_advantages(group, one.span_id),
+        ),
+        found_break=None if found is None else explain_break(found, classifier),
+    )
+
+
+def _whole(prompt: IntArray, answer: IntArray) -> IntArray:
+    return np.concatenate([prompt, answer])
+
+
+def _advantages(group: TracedGroup, span_id: str) -> list[float] | None:
+    try:
+        found: FloatArray | None = group.advantages(group.training.credit or CreditSettings()).get(span_id)
+    except (ConfigError, TypeError, ValueError):
+        return None
+    return None if found is None else found.tolist()

@@ -1,0 +1,302 @@
+"""The dashboard over HTTP: its page at `/`, and the data the page shows below `/api/v1/dashboard`.
+
+Each route reads the store in the caller's name: what their key may not call through the store's own interface, it does
+not reach here either. This module knows requests and keys; what is shown is made in `agentlightning.dashboard`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
+
+from agentlightning.dashboard import credit, page, rollouts, runs, scores, tokens
+from agentlightning.data.as_trained import CreditSettings
+from agentlightning.errors import ForbiddenError, InvalidError, NotFoundError
+from agentlightning.server.access import Access, Scope, UnauthenticatedError
+from agentlightning.server.observing import note_caller
+from agentlightning.server.rest import read_body
+from agentlightning.server.sessions import require_same_origin
+from agentlightning.store import codec
+from agentlightning.store.base import LightningStore
+from agentlightning.store.calls import AddSpans, Call, QueryRollouts
+from agentlightning.types import KeyScope
+
+if TYPE_CHECKING:
+    from agentlightning.data.token_bytes import TokenBytes
+
+T = TypeVar("T")
+
+POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "font-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
+)
+_SAFE: Final = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+}
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True):
+    """Who looks, and what they may do. `admin`: everything, everywhere. `protected`: a key is needed here."""
+
+    name: str
+    admin: bool
+    scopes: list[KeyScope]
+    project: str | None
+    protected: bool
+    version: str
+
+
+class SentKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    key: str
+
+
+class CreditAsked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    rollout_id: str | None = None
+    group_id: str | None = None
+    settings: CreditSettings | None = None
+
+
+class ConfinedStore(LightningStore):
+    """The store as one caller may use it."""
+
+    def __init__(self, store: LightningStore, access: Access, scope: Scope) -> None:
+        self._store = store
+        self._access = access
+        self.scope = scope
+
+    async def perform(self, call: Call[T]) -> T:
+        self.scope.require(type(call))
+        return await self._store.perform(await self._access.confine(self.scope, call))
+
+    async def close(self) -> None:
+        """The store belongs to the server."""
+
+
+class DashboardRoutes:
+    """The routes over one store. `tokenizers` tell the texts of tokens; a body above `body_limit` bytes is refused."""
+
+    def __init__(
+        self, store: LightningStore, access: Access, body_limit: int, tokenizers: tokens.Tokenizers, *, protected: bool
+    ) -> None:
+        self._store = store
+        self._access = access
+        self._body_limit = body_limit
+        self._tokenizers = tokenizers
+        self._protected = protected
+        self._runs = runs.Runs()
+
+    def page_routes(self) -> list[BaseRoute]:
+        """The page and its files. They hold nothing of the store, and need no key."""
+        return [Route("/", _index, methods=["GET"]), Route("/assets/{name}", _asset, methods=["GET"])]
+
+    def routes(self) -> list[BaseRoute]:
+        """The data, below `/api/v1`."""
+        reads: Mapping[str, Callable[[ConfinedStore, Request], Awaitable[Any]]] = {
+            "GET /runs": lambda store, request: self._runs.rows(store, request.query_params.get("project")),
+            "GET /series": self._series,
+            "GET /quality": self._quality,
+            "GET /prompts": self._prompts,
+            "POST /rollouts": self._rollouts,
+            "GET /rollouts/{rollout_id}": self._rollout,
+            "GET /rollouts/{rollout_id}/request": self._request,
+            "GET /rollouts/{rollout_id}/tokens": self._tokens,
+            "POST /rollouts/{rollout_id}/score": self._score,
+            "GET /groups/{group_id}": lambda store, request: credit.group_view(store, request.path_params["group_id"]),
+            "GET /groups/{group_id}/tree": self._tree,
+            "POST /credit": self._credit,
+        }
+        return [
+            Route("/dashboard/session", self._session, methods=["GET", "POST", "DELETE"]),
+            Route("/dashboard/export", self._export, methods=["POST"]),
+            *(
+                Route(f"/dashboard{path}", self._reading(read), methods=[method])
+                for route, read in reads.items()
+                for method, path in [route.split(" ")]
+            ),
+        ]
+
+    def _reading(
+        self, read: Callable[[ConfinedStore, Request], Awaitable[Any]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            return _json(await read(await self._confined(request), request))
+
+        return answer
+
+    async def _confined(self, request: Request) -> ConfinedStore:
+        scope = await self._access.scope(request.headers)
+        note_caller(request.scope, scope.name)
+        scope.require(QueryRollouts)
+        return ConfinedStore(self._store, self._access, scope)
+
+    async def _body(self, request: Request, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(await read_body(request, self._body_limit), type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidError(f"the body is not as it should be: {error}") from None
+
+    # --- sessions ---
+
+    async def _session(self, request: Request) -> Response:
+        secure = request.url.scheme == "https"
+        if request.method == "DELETE":
+            require_same_origin(request.headers)
+            return Response(
+                status_code=204, headers={"set-cookie": self._access.sessions.end(request.headers, secure=secure)}
+            )
+        headers: dict[str, str] = {}
+        if request.method == "GET":
+            scope = (await self._confined(request)).scope
+        else:
+            require_same_origin(request.headers)
+            key = (await self._body(request, SentKey)).key
+            scope = await self._access.scope({**request.headers, "authorization": f"Bearer {key}"})
+            scope.require(QueryRollouts)
+            if scope == Scope():  # whoever is here needs no key, and this one is none
+                raise UnauthenticatedError("the key is not valid here; this server needs none from this machine")
+            headers["set-cookie"] = self._access.sessions.begin(request.headers, key, secure=secure)
+        note_caller(request.scope, scope.name)
+        return _json(
+            Session(
+                name=scope.name,
+                admin=_is_admin(scope),
+                scopes=sorted(scope.opens),
+                project=scope.project,
+                protected=self._protected,
+                version=importlib.metadata.version("agent-lightning-next"),
+            ),
+            headers,
+        )
+
+    # --- what is read ---
+
+    async def _series(self, store: ConfinedStore, request: Request) -> Any:
+        asked = request.query_params
+        points = _whole(asked.get("points", "400"), "points")
+        return await self._runs.series(store, asked.getlist("run"), asked.getlist("name"), points)
+
+    async def _quality(self, store: ConfinedStore, request: Request) -> Any:
+        run = await runs.find_run(store, _asked(request, "run"))
+        measured = await self._runs.metrics(store, run)
+        if any("rollouts" in one.values for one in measured):
+            return runs.measured_quality(run, measured)
+        return await credit.sampled_quality(store, run.run_id)
+
+    async def _prompts(self, store: ConfinedStore, request: Request) -> Any:
+        return await runs.prompts(store, await runs.find_run(store, _asked(request, "run")))
+
+    async def _rollouts(self, store: ConfinedStore, request: Request) -> Any:
+        return await rollouts.list_rollouts(store, await self._body(request, rollouts.ListQuery))
+
+    async def _rollout(self, store: ConfinedStore, request: Request) -> Any:
+        rollout = await credit.require(store, request.path_params["rollout_id"])
+        attempts = await store.query_attempts(rollout.rollout_id)
+        number = request.query_params.get("attempt")
+        shown = len(attempts) if number is None else _whole(number, "attempt")
+        if number is not None and not 1 <= shown <= len(attempts):
+            raise NotFoundError(f"rollout {rollout.rollout_id} has {len(attempts)} attempts; there is no {number}")
+        spans = await store.query_spans(rollout.rollout_id, attempts[shown - 1].attempt_id) if attempts else []
+        training = await credit.trained_by(store, rollout.run_id)
+        classifier = tokens.classifier_of(await self._token_bytes())
+        return await asyncio.to_thread(
+            rollouts.rollout_view, rollout, attempts, shown if attempts else None, spans, training, classifier
+        )
+
+    async def _request(self, store: ConfinedStore, request: Request) -> Any:
+        return rollouts.replay_request(
+            await store.query_spans(request.path_params["rollout_id"]), _asked(request, "call")
+        )
+
+    async def _tokens(self, store: ConfinedStore, request: Request) -> Any:
+        rollout = await credit.require(store, request.path_params["rollout_id"])
+        group = await credit.compared_with(store, rollout)
+        spans = await store.query_spans(rollout.rollout_id, "latest")
+        traced = next(one for one in group.traced if one.rollout.rollout_id == rollout.rollout_id)
+        found = await asyncio.to_thread(self._tokenizers.find)
+        return await asyncio.to_thread(tokens.token_view, traced, spans, group, request.query_params.get("call"), found)
+
+    async def _tree(self, store: ConfinedStore, request: Request) -> Any:
+        group = await credit.find_group(store, request.path_params["group_id"])
+        traced = await credit.trace_group(store, group.rollout_ids)
+        return await asyncio.to_thread(credit.prefix_tree, traced.traced, await self._token_bytes())
+
+    async def _credit(self, store: ConfinedStore, request: Request) -> Any:
+        asked = await self._body(request, CreditAsked)
+        if (asked.rollout_id is None) == (asked.group_id is None):
+            raise InvalidError("give either rollout_id or group_id")
+        if asked.group_id is not None:
+            group = await credit.trace_group(store, (await credit.find_group(store, asked.group_id)).rollout_ids)
+        else:
+            group = await credit.compared_with(store, await credit.require(store, str(asked.rollout_id)))
+        return await asyncio.to_thread(group.view, asked.settings)
+
+    async def _token_bytes(self) -> TokenBytes | None:
+        found = await asyncio.to_thread(self._tokenizers.find)
+        return None if found is None else found[1]
+
+    # --- what is done ---
+
+    async def _score(self, store: ConfinedStore, request: Request) -> Any:
+        store.scope.require(AddSpans)
+        rollout = await credit.require(store, request.path_params["rollout_id"])
+        await scores.give(store, rollout, await self._body(request, scores.Score), store.scope.name)
+        return (await rollouts.rows_of(store, [rollout]))[0]
+
+    async def _export(self, request: Request) -> Response:
+        store = await self._confined(request)
+        selection = await self._body(request, scores.Selection)
+        await store.page_rollouts(selection.filter, limit=1)  # refuses what is no filter while that can be said
+        about = {"content-disposition": f'attachment; filename="{selection.file_name}"'}
+        return StreamingResponse(
+            scores.export(store, selection), media_type="application/octet-stream", headers=_SAFE | about
+        )
+
+
+def _is_admin(scope: Scope) -> bool:
+    try:
+        scope.require_admin()
+    except ForbiddenError:
+        return False
+    return True
+
+
+async def _index(request: Request) -> Response:
+    return Response(page.index(), media_type="text/html", headers=_SAFE | {"cache-control": "no-cache"})
+
+
+async def _asset(request: Request) -> Response:
+    content, media_type = page.asset(request.path_params["name"])
+    # Names hold a hash of what is in them.
+    return Response(
+        content, media_type=media_type, headers=_SAFE | {"cache-control": "public, max-age=31536000, immutable"}
+    )
+
+
+def _asked(request: Request, name: str) -> str:
+    value = request.query_params.get(name)
+    if not value:
+        raise InvalidError(f"say which: {request.url.path}?{name}=…")
+    return value
+
+
+def _whole(text: str, name: str) -> int:
+    if not text.isdecimal():
+        raise InvalidError(f"{name} is {text!r:.50}; give a whole number")
+    return int(text[:9])
+
+
+def _json(value: Any, headers: Mapping[str, str] | None = None) -> Response:
+    body = msgspec.json.encode(value, enc_hook=codec.plain)
+    return Response(
+        body, media_type="application/json", headers={**_SAFE, "cache-control": "no-store", **(headers or {})}
+    )

@@ -1,0 +1,66 @@
+"""What a rollout came to, kept in its own row so that rollouts can be searched by it: its reward, and what went wrong.
+
+Both are those of the latest attempt, and made from what is stored with it: spans that give a reward, the reason in its
+metadata. This module knows rows; what rewards are for is none of its business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from agentlightning.semconv import REWARD_FINAL, REWARD_RETURNED, reward_value
+from agentlightning.store import codec
+from agentlightning.store.database import Connection
+from agentlightning.store.fields import FIND
+
+_RETURNED: Final = 1e11
+"""Seconds by which a reward that was returned comes after every other one, as `tracing.rewards` has it."""
+
+
+def note_reward(
+    connection: Connection, rollout_id: str, sequence_id: int, attributes: Mapping[str, Any], start_time: float
+) -> None:
+    """Take note of a span of the attempt of this number that gives a final reward; of any other span, nothing."""
+    value = attributes.get(reward_value(0))
+    if value is None or isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return
+    if attributes.get(REWARD_FINAL, True) is False:
+        return
+    order = start_time + (_RETURNED if attributes.get(REWARD_RETURNED) is True else 0.0)
+    connection.execute(
+        "UPDATE rollouts SET reward = ?, reward_order = ? WHERE rollout_id = ? AND attempts = ? "
+        "AND (reward_order IS NULL OR reward_order <= ?)",
+        (float(value), order, rollout_id, sequence_id, order),
+    )
+
+
+def note_error(connection: Connection, rollout_id: str, sequence_id: int, error: object) -> None:
+    """Take note of why the attempt of this number ended as it did, if that is a text."""
+    if isinstance(error, str):
+        connection.execute(
+            "UPDATE rollouts SET error = ? WHERE rollout_id = ? AND attempts = ?", (error, rollout_id, sequence_id)
+        )
+
+
+def fill_in(connection: Connection) -> None:
+    """Note what rollouts came to that were stored before there was a place for it."""
+    attempts = connection.execute(
+        "SELECT a.number, a.rollout_id, a.sequence_id, a.status, a.metadata FROM attempts a JOIN rollouts r "
+        "ON r.rollout_id = a.rollout_id AND r.attempts = a.sequence_id"
+    ).fetchall()
+    for number, rollout_id, sequence_id, status, metadata in attempts:
+        reason = codec.from_json(metadata).get("reason")
+        if reason or status in ("timeout", "unresponsive"):
+            note_error(connection, rollout_id, sequence_id, reason or status)
+        for attributes, start_time in _reward_spans(connection, number):
+            note_reward(connection, rollout_id, sequence_id, codec.from_json(attributes), start_time)
+
+
+def _reward_spans(connection: Connection, attempt: int) -> Iterable[tuple[str, float]]:
+    return connection.execute(
+        "SELECT attributes, start_time FROM spans WHERE attempt = ? "
+        f"AND {FIND[connection.dialect]}(attributes, ?) > 0 ORDER BY sequence_id",
+        (attempt, f'"{reward_value(0)}"'),
+    ).fetchall()
