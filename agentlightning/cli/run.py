@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
 
 import click
 import msgspec
@@ -90,6 +91,9 @@ def run(
             click.echo(_NO_CALLS, err=True)
         where = f"--server {server}" if server else f"--store {shlex.quote(text_without_secrets(address))}"
         click.echo(f"agl rollouts show {rollout.rollout_id} {where}", err=True)
+        page = f"/#/rollouts/{quote(rollout.rollout_id, safe='')}"
+        served = server.rstrip("/") + page if server else f"http://127.0.0.1:8123{page} while `agl server {where}` runs"
+        click.echo(f"dashboard: {served}", err=True)
         return program.exit_code
 
     return asyncio.run(work())

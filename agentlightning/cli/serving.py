@@ -215,7 +215,7 @@ async def _server(settings: ServerSettings) -> None:
         greeting = f"store {text_without_secrets(settings.store)} at {running.url}"
         if running.otlp_grpc is not None:
             greeting += f", OTLP over gRPC at {running.otlp_grpc}"
-        await until_stopped(greeting)
+        await until_stopped(f"{greeting}\ndashboard: {running.url}/")
 
 
 @click.command()

@@ -79,14 +79,14 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 async def export(store: LightningStore, selection: Selection) -> AsyncGenerator[bytes]:
     """The file of a selection, part by part."""
     if selection.format == "csv":
-        yield _csv_line(_COLUMNS)
+        yield csv_line(_COLUMNS)
     async for group in recorded_groups(store, selection.filter):
         match selection.format:
             case "rollouts":
                 lines: list[Any] = [{"rollout": one.rollout, "spans": one.spans} for one in group]
             case "csv":
                 rows = await rows_of(store, [one.rollout for one in group])
-                yield b"".join(_csv_line(_cells(msgspec.to_builtins(row))) for row in rows)
+                yield b"".join(csv_line(_cells(msgspec.to_builtins(row))) for row in rows)
                 continue
             case _:
                 wanted = Wanted()
@@ -101,7 +101,7 @@ def _cells(row: dict[str, Any]) -> list[Any]:
     return [known[name] for name in _COLUMNS]
 
 
-def _csv_line(cells: Any) -> bytes:
+def csv_line(cells: Any) -> bytes:
     text = io.StringIO()
     # A spreadsheet would run a text that begins so as a formula.
     csv.writer(text).writerow(

@@ -1,0 +1,436 @@
+"""The dashboard's routes as its page uses them: who may see and do what, and that what is shown is what is stored."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import pytest
+
+from agentlightning.dashboard import page
+from agentlightning.dashboard.scores import csv_line
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.models import ModelTable
+from agentlightning.server.app import create_app
+from agentlightning.server.dashboard import POLICY
+from agentlightning.server.serve import HttpServer
+from agentlightning.store import calls
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import EnqueueRolloutRequest, Metrics, Rollout
+from tests.data.recorded import SYSTEM, asks_for, call, reward, says, tool_says
+
+pytestmark = pytest.mark.anyio
+KEY = "the admin's key"
+HOSTILE = "<script>alert(1)</script>\x1b[31m"
+CREDIT = {"returns": "identical", "returns_options": {}, "baseline": "grpo", "baseline_options": {}}
+MANIFEST = {
+    "seed": 3,
+    "config": {"models": {"policy": "tiny"}, "algorithm": {"steps": 9, "reward": {"base": "final"}, **CREDIT}},
+}
+
+
+class Place:
+    """A server, its store, and a browser of its origin."""
+
+    def __init__(self, store: SqlStore, http: aiohttp.ClientSession, url: str) -> None:
+        self.store, self.http, self.url = store, http, url
+        self.headers = {"authorization": f"Bearer {KEY}"}
+
+    async def ask(self, method: str, path: str, body: Any = None, status: int = 200, **headers: str) -> Any:
+        async with self.http.request(method, path, json=body, headers=self.headers | headers) as answer:
+            said = await answer.read()
+            assert answer.status == status, said
+            return msgspec.json.decode(said) if answer.content_type == "application/json" else said
+
+    async def get(self, path: str, status: int = 200, **headers: str) -> Any:
+        return await self.ask("GET", f"/api/v1/dashboard{path}", None, status, **headers)
+
+    async def post(self, path: str, body: Any, status: int = 200, **headers: str) -> Any:
+        return await self.ask("POST", f"/api/v1/dashboard{path}", body, status, **headers)
+
+    async def logged_in(self, key: str = KEY) -> Place:
+        """The same with the cookie of a session instead of a key."""
+        async with self.http.post("/api/v1/dashboard/session", json={"key": key}) as answer:
+            assert answer.status == 200, await answer.text()
+            cookie = answer.headers["set-cookie"]
+        assert key not in cookie and "HttpOnly" in cookie and "SameSite=Strict" in cookie
+        browser = Place(self.store, self.http, self.url)
+        browser.headers = {"cookie": cookie.partition(";")[0]}
+        return browser
+
+
+@pytest.fixture
+async def place(anyio_backend) -> AsyncIterator[Place]:
+    store = await SqlStore.open(":memory:")
+    gateway = Gateway(ModelTable([]), store)
+    jar = aiohttp.DummyCookieJar()
+    async with (
+        HttpServer(create_app(store, gateway=gateway, admin_key=KEY)) as http,
+        aiohttp.ClientSession(http.url, cookie_jar=jar) as session,
+    ):
+        yield Place(store, session, http.url)
+    await gateway.close()
+    await store.close()
+
+
+async def record(store: SqlStore, rewards: list[float | None], project: str | None = None) -> list[Rollout]:
+    """A group of one run, in which each rollout calls twice: for a tool, which the first one's fails, and to answer."""
+    run = await store.start_run("grpo", MANIFEST, project=project)
+    group = await store.create_group(len(rewards), run_id=run.run_id)
+    await store.enqueue_many_rollouts(
+        [
+            EnqueueRolloutRequest(input={"question": HOSTILE, "n": n}, group_id=group.group_id, group_index=n)
+            for n in range(len(rewards))
+        ]
+    )
+    question = [SYSTEM, says("user", HOSTILE)]
+    for n, value in enumerate(rewards):
+        leased = (await store.dequeue_many_rollouts(limit=1, project=project))[0]
+        ids = leased.rollout_id, leased.attempt.attempt_id
+        result = tool_says("t", '{"is_error": true}' if n == 0 else "sunny")
+        spans = [
+            call(0, question, asks_for("t"), CALL_REQUEST='{"model": "policy", "temperature": 1}'),
+            call(1, [*question, asks_for("t"), result], says("assistant", HOSTILE)),
+            *([] if value is None else [reward(value)]),
+        ]
+        own = [
+            msgspec.structs.replace(one, rollout_id=ids[0], attempt_id=ids[1], span_id=f"{n:08x}{index:08x}")
+            for index, one in enumerate(spans)
+        ]
+        await store.add_many_spans(own)
+        reason = {} if value is not None else {"reason": f"ValueError: {HOSTILE}"}
+        await store.update_attempt(*ids, status="succeeded" if value is not None else "failed", metadata=reason)
+    return await store.query_rollouts(run_id=run.run_id)
+
+
+# --- the page -----------------------------------------------------------------------------------------------------
+
+
+async def test_the_page_needs_no_key_and_lets_nothing_in_from_elsewhere(place, tmp_path, monkeypatch):
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "index.html").write_text("<!doctype html>")
+    (tmp_path / "assets" / "main-1a2b.js").write_text("1")
+    (tmp_path / "secret").write_text("no")
+    monkeypatch.setattr(page, "_STATIC", tmp_path)
+    page.index.cache_clear()
+    async with place.http.get("/") as answer:
+        assert (answer.status, answer.content_type) == (200, "text/html")
+        assert answer.headers["content-security-policy"] == POLICY
+        assert "unsafe" not in POLICY
+    async with place.http.get("/assets/main-1a2b.js") as answer:
+        assert (answer.status, answer.content_type) == (200, "text/javascript")
+        assert "immutable" in answer.headers["cache-control"]
+    for name in ("..%2Fsecret", ".hidden", "none.js"):
+        async with place.http.get(f"/assets/{name}") as answer:
+            assert answer.status == 404
+    page.index.cache_clear()
+
+
+async def test_an_installation_without_the_page_says_so(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "_STATIC", tmp_path)
+    page.index.cache_clear()
+    async with place.http.get("/") as answer:
+        assert answer.status == 503
+        assert "npm run build" in await answer.text()
+    page.index.cache_clear()
+
+
+# --- sessions -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_session_stands_for_its_key_until_it_ends(place):
+    browser = await place.logged_in()
+    assert (await browser.get("/session"))["admin"] is True
+    assert await browser.ask("GET", "/api/v1/runs") == []
+    async with place.http.get("/api/v1/events", headers=browser.headers) as answer:
+        assert await answer.content.readline() == b"event: reset\n"
+    await browser.ask("DELETE", "/api/v1/dashboard/session", status=204)
+    await browser.get("/session", status=401)
+
+
+async def test_a_wrong_key_begins_no_session(place):
+    place.headers = {}
+    await place.post("/session", {"key": "a guess"}, status=401)
+    await place.get("/session", status=401)
+    await place.get("/runs", status=401, cookie="agl_session_80=invented")
+
+
+async def test_a_revoked_key_ends_its_sessions(place):
+    issued = await place.store.perform(calls.IssueKey(name="reader", scopes=["read"]))
+    browser = await place.logged_in(issued.api_key)
+    said = await browser.get("/session")
+    assert (said["scopes"], said["admin"], said["protected"]) == (["read"], False, True)
+    await place.store.perform(calls.RevokeKey(key_id=issued.key_id))
+    await browser.get("/runs", status=401)
+
+
+@pytest.mark.parametrize(
+    "sent", [{"origin": "http://elsewhere.example"}, {"origin": "null"}, {"sec-fetch-site": "same-site"}]
+)
+async def test_another_sites_page_cannot_use_a_session(place, sent):
+    (rollout,) = await record(place.store, [1.0])
+    browser = await place.logged_in()
+    await browser.get("/runs", status=403, **sent)
+    await browser.post(f"/rollouts/{rollout.rollout_id}/score", {"reward": 0.0}, status=403, **sent)
+    await browser.ask("POST", f"/api/v1/rollouts/{rollout.rollout_id}/cancel", {}, status=403, **sent)
+    await browser.ask("DELETE", "/api/v1/dashboard/session", status=403, **sent)
+    place.headers = {}
+    await place.post("/session", {"key": KEY}, status=403, **sent)  # nor begin one
+    await browser.get("/runs", origin=place.url, **{"sec-fetch-site": "same-origin"})
+
+
+async def test_a_project_key_sees_its_project_alone(place):
+    ours, theirs = [await record(place.store, [1.0, 0.0], project) for project in ("ours", "theirs")]
+    issued = await place.store.perform(calls.IssueKey(name="reader", scopes=["read"], project="ours"))
+    browser = await place.logged_in(issued.api_key)
+    seen = await browser.post("/rollouts", {})
+    assert {row["rollout"]["rollout_id"] for row in seen["items"]} == {one.rollout_id for one in ours}
+    assert [run["project"] for run in await browser.get("/runs")] == ["ours"]
+    other = theirs[0]
+    for path in (f"/rollouts/{other.rollout_id}", f"/rollouts/{other.rollout_id}/tokens", f"/groups/{other.group_id}"):
+        await browser.get(path, status=404)
+    await browser.get(f"/quality?run={other.run_id}", status=404)
+    await browser.post(f"/rollouts/{ours[0].rollout_id}/score", {"reward": 1.0}, status=403)
+    exported = await browser.post("/export", {"format": "csv"})
+    assert other.rollout_id.encode() not in exported and ours[0].rollout_id.encode() in exported
+
+
+# --- rollouts -----------------------------------------------------------------------------------------------------
+
+
+async def test_rollouts_are_listed_newest_first_page_by_page(place):
+    made = await record(place.store, [1.0, 0.0, None])
+    first = await place.post("/rollouts", {"limit": 2, "with_total": True})
+    rest = await place.post("/rollouts", {"limit": 2, "cursor": first["next_cursor"]})
+    rows = [*first["items"], *rest["items"]]
+    assert [row["rollout"]["rollout_id"] for row in rows] == [one.rollout_id for one in reversed(made)]
+    assert (first["total"], rest["next_cursor"]) == (3, None)
+    assert [row["reward"] for row in rows] == [None, 0.0, 1.0]
+    assert (rows[0]["error"], rows[0]["calls"], rows[0]["attempts"]) == (f"ValueError: {HOSTILE}", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ({"where": {"op": "ge", "field": "reward", "value": 0.5}}, [0]),
+        ({"where": {"op": "exists", "field": "reward", "value": False}}, [2]),
+        ({"where": {"op": "contains", "field": "error", "value": "<script>"}}, [2]),
+        ({"where": {"op": "contains", "field": "input", "value": '"n":1'}}, [1]),
+        ({"agent": "nobody of this name"}, []),
+    ],
+)
+async def test_rollouts_are_found_by_what_they_came_to(place, query, found):
+    made = await record(place.store, [1.0, 0.0, None])
+    seen = (await place.post("/rollouts", query))["items"]
+    assert [row["rollout"]["rollout_id"] for row in seen] == [made[n].rollout_id for n in found]
+
+
+async def test_a_query_that_cannot_be_meant_is_refused(place):
+    assert (
+        "did you mean 'reward'"
+        in (await place.post("/rollouts", {"where": {"op": "eq", "field": "rewards", "value": 1}}, status=422))[
+            "error"
+        ]["message"]
+    )
+    await place.post("/rollouts", {"limit": 1000}, status=422)
+    await place.get("/rollouts/none", status=404)
+    await place.get("/series?run=none", status=404)
+    await place.get("/quality", status=422)
+
+
+async def test_a_rollout_is_shown_with_what_was_new_in_each_call(place):
+    (one,) = await record(place.store, [1.0])
+    view = await place.get(f"/rollouts/{one.rollout_id}")
+    (conversation,) = view["conversations"]
+    first, second = conversation["calls"]
+    assert [message["role"] for message in first["new_messages"]] == ["system", "user"]
+    assert [message["role"] for message in second["new_messages"]] == ["tool"]
+    assert second["answer"]["content"] == HOSTILE  # as it is: the page shows text as text
+    assert [(step["kind"], step["call_index"]) for step in view["steps"]] == [
+        ("call", 0),
+        ("call", 1),
+        ("reward", None),
+    ]
+    assert view["explanation"]["reward_terms"] == {"final": 1.0}
+    again = await place.get(f"/rollouts/{one.rollout_id}/request?call={first['span_id']}")
+    assert again["path"] == "/v1/chat/completions"
+    assert again["body"] == {"model": "policy", "temperature": 1, "messages": [SYSTEM, says("user", HOSTILE)]}
+    await place.get(f"/rollouts/{one.rollout_id}?attempt=2", status=404)
+
+
+async def test_tokens_are_those_that_were_sampled(place):
+    one, _ = await record(place.store, [1.0, 0.0])
+    view = await place.get(f"/rollouts/{one.rollout_id}/tokens")
+    assert view["prompt"] == {"ids": [1, 2, 0], "texts": None, "shared": 0}
+    sampled = view["sampled"]
+    assert (sampled["ids"], sampled["logprobs"], sampled["versions"]) == ([7, 8], [-0.5, -0.25], [3, 4])
+    assert sampled["advantages"] == pytest.approx([2**-0.5] * 2, rel=1e-4)  # (1 − ½) over a standard deviation of √½
+    later = await place.get(f"/rollouts/{one.rollout_id}/tokens?call={view['calls'][1]['span_id']}")
+    assert (later["prompt"]["ids"], later["prompt"]["shared"]) == ([1, 2, 1], 2)
+    await place.get(f"/rollouts/{one.rollout_id}/tokens?call=none", status=404)
+
+
+# --- groups and credit --------------------------------------------------------------------------------------------
+
+
+async def test_a_group_is_shown_as_its_run_credits_it(place):
+    one, *_ = await record(place.store, [1.0, 0.0, None])
+    view = await place.get(f"/groups/{one.group_id}")
+    assert view["credit"] == CREDIT
+    *compared, failed = [member["advantage"] for member in view["members"]]
+    assert compared == pytest.approx([2**-0.5, -(2**-0.5)], rel=1e-4) and failed is None
+
+
+async def test_what_if_is_computed_as_training_would(place):
+    one, _ = await record(place.store, [1.0, 0.0])
+    settings = {
+        "returns": "air", "returns_options": {"alpha": 0.5, "tool_weights": {"search": 2.0}},
+        "baseline": "none", "baseline_options": {},
+    }  # fmt: skip
+    view = await place.post("/credit", {"rollout_id": one.rollout_id, "settings": settings})
+    assert (view["problem"], view["tools"], view["trained_with"]) == (None, ["search"], CREDIT)
+    # ½·r + ½·R: the first rollout's tool failed (−2), the second's did not (+2); answers call no tool.
+    found = [[call["return"] for call in member["calls"]] for member in view["members"]]
+    assert found == [[pytest.approx(-0.5), pytest.approx(0.5)], [pytest.approx(1.0), pytest.approx(0.0)]]
+    for wrong in ({"returns_options": {"alpha": 7}}, {"returns": "agentlightning:missing"}, {"baseline": "gae"}):
+        view = await place.post("/credit", {"group_id": one.group_id, "settings": settings | wrong})
+        assert view["problem"] and view["members"][0]["calls"][0]["advantage"] is None
+    await place.post("/credit", {}, status=422)
+
+
+async def test_the_prefix_tree_holds_every_token_once(place):
+    one, _ = await record(place.store, [1.0, 0.0])
+    tree = await place.get(f"/groups/{one.group_id}/tree")
+    # (1 2 0 7 8) and (1 2 1 7 8), twice each: 1 2, then two branches.
+    assert (tree["tokens"], tree["shared"]) == (20, 12)
+    assert sorted((node["tokens"], node["sampled"], node["value"]) for node in tree["nodes"]) == [
+        (2, 0, 0.5), (3, 2, 0.5), (3, 2, 0.5),
+    ]  # fmt: skip
+    assert sum(len(node["ends"]) for node in tree["nodes"]) == 4
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------
+
+
+async def test_curves_are_told_in_as_many_points_as_asked(place):
+    run = await place.store.start_run("grpo", MANIFEST)
+    for step in range(100):
+        values = {
+            "reward": step / 100,
+            "rollouts": 8.0,
+            "calls": 16.0,
+            "prompt_tokens_mean": 10.0,
+            "sampled_tokens": 32.0,
+        }
+        values |= {"val_reward": 0.5} if step == 99 else {}
+        await place.store.add_metrics(Metrics(run_id=run.run_id, step=step, time=run.start_time + step, values=values))
+    (series,) = await place.get(f"/series?run={run.run_id}&name=reward&name=val_reward&points=20")
+    assert (len(series["step"]), series["step"][-1], series["rollouts"][-1], series["tokens_read"][-1]) == (
+        20,
+        99,
+        800,
+        16000,
+    )
+    assert series["values"]["reward"][0] == pytest.approx(np.mean(np.arange(5)) / 100)
+    assert series["values"]["val_reward"] == [None] * 19 + [0.5]
+    (row,) = await place.get("/runs")
+    assert (row["seed"], row["steps"], row["total_steps"], row["models"], row["best_val"]) == (
+        3,
+        99,
+        9,
+        ["policy"],
+        0.5,
+    )
+    again = await place.store.start_run("grpo", MANIFEST | {"seed": 4})
+    other = await place.store.start_run("grpo", MANIFEST | {"config": {}})
+    families = {one["run_id"]: one["family"] for one in await place.get("/runs")}
+    assert families[again.run_id] == families[run.run_id] != families[other.run_id]
+
+
+async def test_quality_is_what_steps_counted_or_else_what_rollouts_show(place):
+    one, *_ = await record(place.store, [1.0, 0.0, None])
+    assert one.run_id is not None
+    seen = await place.get(f"/quality?run={one.run_id}")
+    assert (seen["measured"], seen["rollouts"], seen["counts"]["outcomes"]) == (False, 3, {"trainable": 2, "failed": 1})
+    values = {"rollouts": 4.0, "calls": 6.0, "calls_excluded": 2.0, "excluded/other agent": 2.0, "unmerged/split": 1.0}
+    await place.store.add_metrics(Metrics(run_id=one.run_id, step=1, time=0.0, values=values))
+    told = await place.get(f"/quality?run={one.run_id}")
+    assert (told["measured"], told["counts"]["excluded"], told["shares"]["excluded"]) == (
+        True,
+        {"other agent": 2},
+        [0.25],
+    )
+    assert told["counts"]["breaks"] == {"split": 1} and "split" in told["suggestions"]
+
+
+async def test_prompts_are_told_with_their_scores(place):
+    run = await place.store.start_run("apo", {})
+    seed = {"name": "seed", "round": 0, "texts": {"prompt": "Be brief."}, "parent": None}
+    await place.store.add_resources({}, {"candidate": seed, "diff": ""}, run_id=run.run_id)
+    better = seed | {"name": "a", "round": 1, "parent": "seed", "critique": HOSTILE}
+    await place.store.add_resources({}, {"candidate": better, "diff": "-x\n+y"}, run_id=run.run_id)
+    ended = {"number": 1, "beam": ["a"], "scores": {"a": {"mean": 0.75, "tasks": 4, "failed": 0}}}
+    await place.store.add_resources({}, {"round": ended}, run_id=run.run_id)
+    said = await place.get(f"/prompts?run={run.run_id}")
+    assert [(one["name"], one["parent"], one["diff"]) for one in said["candidates"]] == [
+        ("seed", None, ""),
+        ("a", "seed", "-x\n+y"),
+    ]
+    assert (said["candidates"][1]["score"]["mean"], said["rounds"][0]["beam"]) == (0.75, ["a"])
+
+
+# --- actions ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_persons_score_becomes_the_reward(place):
+    one, _ = await record(place.store, [1.0, 0.0])
+    browser = await place.logged_in()
+    row = await browser.post(f"/rollouts/{one.rollout_id}/score", {"reward": 0.25, "comment": HOSTILE})
+    assert row["reward"] == 0.25
+    low = await browser.post("/rollouts", {"where": {"op": "eq", "field": "reward", "value": 0.25}})
+    assert [each["rollout"]["rollout_id"] for each in low["items"]] == [one.rollout_id]
+    given = (await browser.get(f"/rollouts/{one.rollout_id}"))["rewards"][-1]
+    assert (given["by"], given["comment"], given["dimensions"]) == (
+        "the admin key",
+        HOSTILE,
+        [{"name": "human", "value": 0.25}],
+    )
+    row = await browser.post(f"/rollouts/{one.rollout_id}/score", {"comment": "only said"})
+    assert row["reward"] == 0.25
+    await browser.post(f"/rollouts/{one.rollout_id}/score", {}, status=422)
+
+
+async def test_a_rollout_never_tried_cannot_be_scored(place):
+    waiting = await place.store.enqueue_rollout("task")
+    await place.post(f"/rollouts/{waiting.rollout_id}/score", {"reward": 1.0}, status=409)
+
+
+async def test_the_stores_own_actions_take_the_session(place):
+    waiting = await place.store.enqueue_rollout("task")
+    browser = await place.logged_in()
+    path = f"/api/v1/rollouts/{waiting.rollout_id}"
+    assert (await browser.ask("PATCH", path, {"metadata": {"tags": ["odd"]}}))["metadata"] == {"tags": ["odd"]}
+    tagged = await browser.post("/rollouts", {"where": {"op": "eq", "field": "tag", "value": "odd"}})
+    assert len(tagged["items"]) == 1
+    assert (await browser.ask("POST", f"{path}/cancel", {}))["status"] == "cancelled"
+
+
+async def test_a_selection_is_exported(place):
+    one, *_ = await record(place.store, [1.0, 0.0, None])
+    table = (await place.post("/export", {"format": "csv"})).decode()
+    rows = list(csv.DictReader(io.StringIO(table)))
+    assert [row["reward"] for row in rows] == ["1.0", "0.0", ""]
+    picked = await place.post("/export", {"format": "sft", "rollout_ids": [one.rollout_id]})
+    assert [message["role"] for message in msgspec.json.decode(picked)["messages"]][-1] == "assistant"
+    whole = (await place.post("/export", {"format": "rollouts"})).splitlines()
+    assert len(whole) == 3 and len(msgspec.json.decode(whole[0])["spans"]) == 3
+    await place.post("/export", {"format": "csv", "where": {"op": "eq", "field": "nothing", "value": 1}}, status=422)
+
+
+def test_a_spreadsheet_runs_no_cell():
+    assert csv_line(["=cmd()", "-1", 2.5, "", "a"]) == b"'=cmd(),'-1,2.5,,a\r\n"

@@ -1,0 +1,109 @@
+"""What a rollout came to, as something to search by: always what `tracing.rewards` says of its last attempt."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import pytest
+
+from agentlightning.semconv import ANNOTATION, REWARD_FINAL, REWARD_RETURNED
+from agentlightning.store import schema
+from agentlightning.store.sql import SqlStore
+from agentlightning.tracing.rewards import find_final_reward, reward_attributes
+from agentlightning.types import Condition, EnqueueRolloutRequest, Order, RolloutConfig, Span
+
+pytestmark = pytest.mark.anyio
+RETRIED = RolloutConfig(max_attempts=2, retry_condition=("failed",))
+
+
+@pytest.fixture
+def path(tmp_path) -> str:
+    return str(tmp_path / "store.sqlite")
+
+
+@pytest.fixture
+async def store(anyio_backend, path):
+    opened = await SqlStore.open(path)
+    yield opened
+    await opened.close()
+
+
+async def begin(store: SqlStore):
+    leased = await store.dequeue_rollout("w")
+    assert leased is not None
+    return leased
+
+
+def gives(leased, number: int, reward: float, start_time: float, **attributes) -> Span:
+    return Span(
+        rollout_id=leased.rollout_id, attempt_id=leased.attempt.attempt_id, sequence_id=number, trace_id="0" * 32,
+        span_id=f"{number:016x}", name=ANNOTATION, start_time=start_time, end_time=start_time,
+        attributes=reward_attributes(reward) | attributes,
+    )  # fmt: skip
+
+
+async def rewards(store: SqlStore) -> list[str]:
+    """The rollouts with a reward of at least a half."""
+    return [one.rollout_id for one in (await store.page_rollouts(Condition("reward", "ge", 0.5))).items]
+
+
+async def test_the_last_final_reward_counts_and_what_the_agent_returned_before_all(store):
+    await store.enqueue_rollout("task")
+    leased = await begin(store)
+    said = [
+        gives(leased, 1, 1.0, 10.0, **{REWARD_FINAL: False}),
+        gives(leased, 2, 0.75, 20.0),
+        gives(leased, 3, 0.0, 15.0),  # it came later, and happened before
+        gives(leased, 4, 0.25, 12.0, **{REWARD_RETURNED: True}),
+        gives(leased, 5, 1.0, 30.0),
+    ]
+    expected = [False, True, True, False, False]
+    for span, found in zip(said, expected, strict=True):
+        await store.add_span(span)
+        assert (await rewards(store) != []) is found
+        reward = find_final_reward(await store.query_spans(leased.rollout_id))
+        assert (reward is not None and reward >= 0.5) is found
+
+
+async def test_a_retry_begins_without_reward_and_error(store):
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="task", config=RETRIED)])
+    first = await begin(store)
+    ids = first.rollout_id, first.attempt.attempt_id
+    await store.add_span(gives(first, 1, 1.0, 10.0))
+    await store.update_attempt(*ids, status="failed", metadata={"reason": "ValueError: no such flight"})
+    failed = Condition("error", "contains", "flight")
+    assert (await rewards(store), (await store.page_rollouts(failed)).items != ()) == ([first.rollout_id], True)
+    second = await begin(store)
+    await store.add_span(gives(first, 2, 1.0, 11.0))  # of the attempt that no longer counts
+    assert (await rewards(store), (await store.page_rollouts(failed)).items) == ([], ())
+    await store.add_span(gives(second, 1, 0.9, 20.0))
+    assert await rewards(store) == [first.rollout_id]
+
+
+async def test_rollouts_are_sorted_by_reward_and_by_when_they_were_made(store):
+    made = [one.rollout_id for one in await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1)] * 3)]
+    for reward in (0.5, 1.0):
+        await store.add_span(gives(await begin(store), 1, reward, 10.0))
+    best = await store.page_rollouts(None, [Order(field="reward", descending=True)])
+    assert [one.rollout_id for one in best.items] == [made[1], made[0], made[2]]
+    newest = await store.page_rollouts(None, [Order(field="number", descending=True)])
+    assert [one.rollout_id for one in newest.items] == made[::-1]
+
+
+async def test_an_older_store_learns_what_its_rollouts_came_to(path, anyio_backend):
+    store = await SqlStore.open(path)
+    await store.enqueue_rollout("task")
+    leased = await begin(store)
+    await store.add_span(gives(leased, 1, 1.0, 10.0))
+    ids = leased.rollout_id, leased.attempt.attempt_id
+    await store.update_attempt(*ids, status="failed", metadata={"reason": "out of memory"})
+    await store.close()
+    with sqlite3.connect(path) as connection:
+        for column in ("reward", "reward_order", "error"):
+            connection.execute(f"ALTER TABLE rollouts DROP COLUMN {column}")
+        connection.execute(f"PRAGMA user_version = {schema.VERSION - 1}")
+    connection.close()
+    store = await SqlStore.open(path)
+    assert await rewards(store) == [leased.rollout_id]
+    assert len((await store.page_rollouts(Condition("error", "eq", "out of memory"))).items) == 1
+    await store.close()
