@@ -14,7 +14,8 @@ from typing import Any, Literal
 import msgspec
 
 from agentlightning.dashboard.rollouts import COMMENT, SCORED_BY, rows_of
-from agentlightning.data.export import Wanted, dpo_lines, recorded_groups, sft_lines
+from agentlightning.data.export import Wanted, dpo_lines, sft_lines
+from agentlightning.data.recorded import recorded_groups
 from agentlightning.errors import ConflictError, InvalidError
 from agentlightning.semconv import ANNOTATION, REWARD_RETURNED
 from agentlightning.store.base import LightningStore
