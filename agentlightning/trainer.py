@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import quote
 
 from rich.console import Console
 
@@ -299,7 +298,7 @@ class Trainer:
             if entries:
                 await self._lend_to_server(stack, entries, directory.mark.run_id)
                 calls_held = partial(models_held, url, [entry.name for entry in entries], api_key=self.api_key)
-        self.progress.note(f"dashboard: {url}/#/runs/{quote(directory.mark.run_id, safe='')}")
+        self.progress.note(f"dashboard: {url}/#/runs/{directory.mark.run_id}")
         resources = self.initial_resources
         if entries:
             llms = {entry.name: LLM(endpoint=f"{url}/v1", model=entry.name) for entry in entries}
