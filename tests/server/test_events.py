@@ -16,7 +16,7 @@ from agentlightning.server.events import EventRoutes
 from agentlightning.server.serve import HttpServer
 from agentlightning.store import calls
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import AttemptedRollout, Condition, EnqueueRolloutRequest, Span
+from agentlightning.types import AttemptedRollout, Condition, EnqueueRolloutRequest, Metrics, Span
 from tests.server.conftest import ADMIN_KEY, until
 
 pytestmark = pytest.mark.anyio
@@ -168,3 +168,14 @@ async def test_a_stopping_server_ends_its_streams_and_a_client_that_leaves_is_fo
             await server.stop()
         with pytest.raises(EOFError):
             await listener.next()
+
+
+async def test_what_a_run_measures_is_told_to_its_project(http, store):
+    issued = [await store.perform(calls.IssueKey(name=n, scopes=["read"], project=n)) for n in ("ours", "theirs")]
+    async with listening(http, issued[0].api_key) as ours, listening(http, issued[1].api_key) as theirs:
+        run = await store.start_run("grpo", {}, project="ours")
+        await ours.until("metrics", run_id=run.run_id)
+        await store.add_metrics(Metrics(run_id=run.run_id, step=1, time=0.0, values={"reward": 1.0}))
+        await ours.until("metrics", run_id=run.run_id)
+        other = await store.start_run("grpo", {}, project="theirs")
+        assert await theirs.until("metrics") == [("metrics", {"run_id": other.run_id})]

@@ -24,6 +24,7 @@ from agentlightning.server.app import create_app
 from agentlightning.server.holding import hold_model, model_held, release_model, update_model
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
+from tests.server.conftest import until
 
 pytestmark = pytest.mark.anyio
 KEY = "a key of the admin"
@@ -119,6 +120,23 @@ async def test_a_trainer_holds_calls_and_lets_them_go_on_with_weights_of_its_own
 async def test_a_hold_of_a_trainer_that_died_ends_by_itself(place: Place) -> None:
     await hold_model(place.url, NAME, api_key=KEY, seconds=0.3)
     assert (await asyncio.wait_for(place.call(), 10))[0] == 200
+
+
+async def test_a_person_and_a_trainer_hold_each_by_themselves(place: Place) -> None:
+    assert await place.post("hold", {"seconds": 60, "holder": "dashboard"}) == 204
+    async with model_held(place.url, NAME, api_key=KEY):
+        pass
+    call = asyncio.create_task(place.call())
+
+    async def waits() -> bool:
+        return place.gateway.models.gate(NAME).waiting == 1
+
+    await until(waits)
+    async with place.http.get("/api/v1/models") as answer:
+        (told,) = await answer.json()
+    assert (told["held"], told["waiting"], told["running"]) == (True, 1, 0)
+    assert await place.post("release", {"holder": "dashboard"}) == 204
+    assert (await call)[0] == 200 and not place.held
 
 
 async def test_a_hold_lasts_as_long_as_its_block(place: Place) -> None:
