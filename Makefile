@@ -11,7 +11,7 @@ RUNS ?= runs
 # Most tests wait for servers and processes of their own; those of a module share what is dear to make.
 SIDE_BY_SIDE ?= -n 3 --dist loadscope
 
-.PHONY: help setup packages quickstart format lint types contracts test frameworks docs smoke ci soak experiments benchmarks clean
+.PHONY: help setup packages quickstart format lint types contracts test frameworks docs dashboard screenshots smoke ci soak experiments benchmarks clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -68,12 +68,21 @@ frameworks: .venv-frameworks/.setup .venv-crewai/.setup .venv-tracking/.setup .v
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# The page that is served: after a change of its source, which `ci` compares with what is committed.
+dashboard:
+	cd dashboard && npm ci --no-audit --no-fund && npm run typecheck && npm run build
+
+# Of a run of the quickstart, which is made where there is none.
+screenshots: setup
+	$(BIN)/python scripts/screenshots.py --run $(RUNS)/quickstart
+
 smoke: setup
 	$(BIN)/python scripts/check_quickstart.py --steps 2
 
 # pytest comes last, so that its closing line ends the log.
 ci: packages setup frameworks lint types contracts docs smoke
-	AGL_REQUIRE_POSTGRES=1 AGL_REQUIRE_NODE=1 AGL_REQUIRE_FRAMEWORKS=1 $(BIN)/pytest $(SIDE_BY_SIDE) -m "not soak"
+	scripts/check_dashboard.sh $(VENV)
+	AGL_REQUIRE_POSTGRES=1 AGL_REQUIRE_BROWSER=1 AGL_REQUIRE_NODE=1 AGL_REQUIRE_FRAMEWORKS=1 $(BIN)/pytest $(SIDE_BY_SIDE) -m "not soak"
 
 soak: setup
 	$(BIN)/pytest -m soak --timeout=7200

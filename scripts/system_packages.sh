@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# Installs what the whole test suite needs beyond Python: the PostgreSQL server's programs. Does nothing where they are.
-# No cluster is made or started: the tests make their own in a temporary directory.
+# Installs what the whole test suite needs beyond Python: the PostgreSQL server's programs, and Chromium. Does nothing
+# where they are. No cluster is made or started: the tests make their own in a temporary directory.
 set -euo pipefail
 
 has_postgres() {
     command -v initdb >/dev/null || compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null
+}
+
+has_chromium() {
+    command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null
 }
 
 as_root() {
@@ -13,12 +17,12 @@ as_root() {
     elif command -v sudo >/dev/null; then
         sudo "$@"
     else
-        echo "installing PostgreSQL needs root or sudo; run as root: $0" >&2
+        echo "installing $packages needs root or sudo; run as root: $0" >&2
         return 1
     fi
 }
 
-install_postgres() {
+install() {
     # Debian's package makes a cluster and starts it unless told otherwise; told for this installation only.
     settings=/etc/postgresql-common/createcluster.d/agentlightning.conf
     trap 'as_root rm -f "$settings"' EXIT
@@ -26,14 +30,18 @@ install_postgres() {
     echo 'create_main_cluster = false' | as_root tee "$settings" >/dev/null
     as_root apt-get update -qq -o DPkg::Lock::Timeout=300
     as_root env DEBIAN_FRONTEND=noninteractive \
-        apt-get install -qq -y --no-install-recommends -o DPkg::Lock::Timeout=300 postgresql
+        apt-get install -qq -y --no-install-recommends -o DPkg::Lock::Timeout=300 $packages
 }
 
-if has_postgres; then
+packages=
+has_postgres || packages=postgresql
+has_chromium || packages="$packages chromium fonts-dejavu-core"
+if [ -z "$packages" ]; then
     exit 0
 elif command -v apt-get >/dev/null; then
-    install_postgres
+    install
 else
-    echo "the tests need PostgreSQL's initdb and postgres on the PATH (macOS: brew install postgresql)" >&2
+    echo "the tests need PostgreSQL's initdb and postgres, and Chromium, on the PATH (macOS: brew install postgresql," \
+        "and Chrome)" >&2
     exit 1
 fi

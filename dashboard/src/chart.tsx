@@ -1,0 +1,215 @@
+// One chart of one measurement: a line per run, over whatever the viewer compares by. It knows uPlot, which draws on a
+// canvas; the values under the pointer are text beside it.
+import { useEffect, useRef, useState } from "preact/hooks";
+import uPlot from "uplot";
+import "uplot/dist/uPlot.min.css";
+import { number } from "./format";
+import { color, theme } from "./theme";
+
+export interface Line {
+  name: string;
+  /** A custom property, such as `--series-0`. */
+  color: string;
+  x: number[];
+  y: (number | null)[];
+  /** Of several seeds, the lowest and highest at each x. */
+  low?: (number | null)[];
+  high?: (number | null)[];
+}
+
+interface Properties {
+  title: string;
+  lines: Line[];
+  smoothing: number;
+  log: boolean;
+  x: "step" | "time" | "rollouts" | "tokens" | "cost";
+  height?: number;
+}
+
+interface Pointed {
+  x: number;
+  values: { name: string; color: string; value: number }[];
+}
+
+/** Steps of a time axis that people count in. */
+const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400, 172800, 604800];
+
+/** Charts on one page share the pointer's place. */
+const pointer = uPlot.sync("runs");
+
+export function Chart({ title, lines, smoothing, log, x, height = 150 }: Properties) {
+  const holder = useRef<HTMLDivElement>(null);
+  const [pointed, setPointed] = useState<Pointed>();
+  const drawn = useRef<uPlot | undefined>(undefined);
+  const look = theme.value;
+  const shape = JSON.stringify([lines.map((line) => [line.name, line.color, line.low !== undefined]), log, x, look]);
+  const { data, about } = prepared(lines, smoothing, log);
+  const latest = useRef(about);
+  latest.current = about;
+  useEffect(() => {
+    const place = holder.current;
+    if (!place) return;
+    const told = (plot: uPlot) => setPointed(under(plot, latest.current));
+    const plot = new uPlot(options(place.clientWidth, height, latest.current, log, x, told), data, place);
+    drawn.current = plot;
+    pointer.sub(plot);
+    const resized = new ResizeObserver(() => plot.setSize({ width: place.clientWidth, height }));
+    resized.observe(place);
+    return () => {
+      resized.disconnect();
+      pointer.unsub(plot);
+      plot.destroy();
+      drawn.current = undefined;
+    };
+  }, [shape, height]);
+  useEffect(() => {
+    if (drawn.current?.data !== data) drawn.current?.setData(data);
+  }, [JSON.stringify(data)]);
+  const newest = about.filter((one) => one.kind === "line").map((one) => one.last);
+  return (
+    <figure class="chart">
+      <figcaption>
+        <span class="name">{title}</span>
+        <span class="values">
+          {pointed?.values.length
+            ? pointed.values.slice(0, 4).map((one) => (
+                <span class="value" key={one.name} title={one.name}>
+                  <i class="dot" style={{ background: `var(${one.color})` }} />
+                  {number(one.value)}
+                </span>
+              ))
+            : newest.length === 1 && <span class="value">{number(newest[0])}</span>}
+        </span>
+      </figcaption>
+      <div ref={holder} class="plot" role="img" aria-label={spoken(title, about)} />
+    </figure>
+  );
+}
+
+function spoken(title: string, about: Drawn[]): string {
+  const ends = about.filter((one) => one.kind === "line").map((one) => `${one.name}: last ${number(one.last)}`);
+  return `${title}. ${ends.join("; ")}`;
+}
+
+/** What each of uPlot's series is, in its order (the first is x). */
+interface Drawn {
+  kind: "line" | "raw" | "low" | "high";
+  name: string;
+  color: string;
+  last: number | null;
+}
+
+function prepared(lines: Line[], smoothing: number, log: boolean): { data: uPlot.AlignedData; about: Drawn[] } {
+  const tables: uPlot.AlignedData[] = [];
+  const about: Drawn[] = [];
+  for (const line of lines) {
+    const usable = (y: (number | null)[]) => (log ? y.map((one) => (one !== null && one > 0 ? one : null)) : y);
+    const columns: (number | null)[][] = [];
+    const add = (kind: Drawn["kind"], y: (number | null)[]) => {
+      columns.push(usable(y));
+      about.push({ kind, name: line.name, color: line.color, last: y.findLast((one) => one !== null) ?? null });
+    };
+    if (line.low && line.high) {
+      add("high", smoothed(line.high, smoothing));
+      add("low", smoothed(line.low, smoothing));
+    } else if (smoothing > 0) add("raw", line.y);
+    add("line", smoothed(line.y, smoothing));
+    tables.push([line.x, ...columns] as uPlot.AlignedData);
+  }
+  return { data: tables.length ? uPlot.join(tables) : [[]], about };
+}
+
+/** An exponential moving average, without the pull of its start towards zero. */
+export function smoothed(y: (number | null)[], weight: number): (number | null)[] {
+  if (weight === 0) return y;
+  let mean = 0;
+  let mass = 0;
+  return y.map((one) => {
+    if (one === null) return null;
+    mean = weight * mean + (1 - weight) * one;
+    mass = weight * mass + (1 - weight);
+    return mean / mass;
+  });
+}
+
+function options(
+  width: number,
+  height: number,
+  about: Drawn[],
+  log: boolean,
+  x: Properties["x"],
+  told: (plot: uPlot) => void,
+): uPlot.Options {
+  const faint = color("--faint");
+  const grid = { stroke: color("--line-soft"), width: 1 };
+  const axis = { stroke: faint, grid, ticks: { show: false }, font: "11px system-ui" };
+  return {
+    width,
+    height,
+    legend: { show: false },
+    padding: [8, 8, 0, 0],
+    cursor: { sync: { key: pointer.key }, points: { size: 5 }, drag: { x: true, y: false } },
+    scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: log ? (_, low, high) => uPlot.rangeLog(low, high, 10, false) : padded } },
+    hooks: { setCursor: [told] },
+    axes: [
+      { ...axis, size: 24, ...(x === "time" ? { incrs: SECONDS } : {}), values: (_, ticks) => ticks.map((tick) => (x === "time" ? clock(tick) : short(tick))) },
+      { ...axis, size: 46, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) },
+    ],
+    bands: about.flatMap((one, place) =>
+      one.kind === "high" ? [{ series: [place + 1, place + 2] as [number, number], fill: `${faded(one.color)}` }] : [],
+    ),
+    series: [
+      {},
+      ...about.map((one) => ({
+        stroke: one.kind === "line" ? color(one.color) : faded(one.color),
+        width: one.kind === "line" ? 1.6 : one.kind === "raw" ? 1 : 0,
+        spanGaps: true,
+        points: one.kind === "line" ? { show: few, size: 5 } : { show: false },
+      })),
+    ],
+  };
+}
+
+/** Where a value never changed there is room around it all the same. */
+function padded(_: uPlot, low: number | null, high: number | null): uPlot.Range.MinMax {
+  if (low === null || high === null) return [0, 1];
+  if (low !== high) return uPlot.rangeNum(low, high, 0.1, true);
+  return low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
+}
+
+/** Of a line, whether it is so little that its points have to be seen. */
+function few(plot: uPlot, place: number): boolean {
+  return (plot.data[place] ?? []).filter((value) => value !== null && value !== undefined).length <= 12;
+}
+
+/** The colour, mostly transparent. */
+function faded(name: string): string {
+  return color(name).replace(/rgba?\(([^)]*)\)/, (_, parts: string) => {
+    const [red, green, blue] = parts.split(/[ ,/]+/);
+    return `rgba(${red}, ${green}, ${blue}, 0.22)`;
+  });
+}
+
+function under(plot: uPlot, about: Drawn[]): Pointed | undefined {
+  const place = plot.cursor.idx;
+  if (place === null || place === undefined) return undefined;
+  const values = about.flatMap((one, index) => {
+    const value = plot.data[index + 1]?.[place];
+    return one.kind === "line" && typeof value === "number" ? [{ name: one.name, color: one.color, value }] : [];
+  });
+  return { x: plot.data[0][place] ?? 0, values };
+}
+
+/** 12345 → `12.3k`, 1234567 → `1.23M`. */
+function short(value: number): string {
+  const size = Math.abs(value);
+  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
+  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
+  return size !== 0 && size < 1e-3 ? value.toExponential(0) : String(Number(value.toPrecision(4)));
+}
+
+/** Seconds from the run's start. */
+function clock(seconds: number): string {
+  if (seconds < 60) return `${seconds} s`;
+  return seconds < 3600 ? `${Number((seconds / 60).toFixed(1))} min` : `${Number((seconds / 3600).toFixed(1))} h`;
+}

@@ -1,0 +1,37 @@
+// What the rollouts' view is asked for, as the URL says it, and as the store understands it. Pure.
+import type { Filter } from "./api";
+
+export const STATUSES = ["queuing", "preparing", "running", "requeuing", "succeeded", "failed", "cancelled"];
+export const MODES = ["train", "val", "test"];
+
+/** `{q: "flight", status: "failed"}` → the store's filter; undefined where nothing is asked. */
+export function filterOf(query: URLSearchParams): Filter | undefined {
+  const parts: Filter[] = [];
+  for (const [name, field] of [
+    ["status", "status"],
+    ["mode", "mode"],
+    ["run", "run_id"],
+    ["group", "group_id"],
+    ["tag", "tag"],
+  ] as const) {
+    const value = query.get(name);
+    if (value) parts.push({ op: "eq", field, value });
+  }
+  for (const [name, op] of [
+    ["above", "ge"],
+    ["below", "le"],
+  ] as const) {
+    const value = query.get(name);
+    if (value && Number.isFinite(Number(value))) parts.push({ op, field: "reward", value: Number(value) });
+  }
+  if (query.get("error") === "any") parts.push({ op: "exists", field: "error" });
+  const text = query.get("q")?.trim();
+  if (text) parts.push(searched(text));
+  return parts.length > 1 ? { op: "and", of: parts } : parts[0];
+}
+
+function searched(text: string): Filter {
+  if (/^(ro|run|rollout)-\S{12,}$/.test(text)) return { op: "eq", field: "rollout_id", value: text };
+  const of = ["rollout_id", "input", "error"].map((field): Filter => ({ op: "contains", field, value: text }));
+  return { op: "or", of };
+}

@@ -1,0 +1,170 @@
+// Small things that every view is made of.
+import type { ComponentChildren } from "preact";
+import { useState } from "preact/hooks";
+import { visible } from "./format";
+import type { Loaded } from "./request";
+
+export function Status({ value }: { value: string }) {
+  return (
+    <span class={`status ${value}`}>
+      <i />
+      {value}
+    </span>
+  );
+}
+
+export function Tag({ children, title }: { children: ComponentChildren; title?: string }) {
+  return (
+    <span class="tag" title={title}>
+      {legible(children)}
+    </span>
+  );
+}
+
+/** Text that may be anybody's, with what cannot be seen made visible; anything else as it is. */
+function legible(given: ComponentChildren): ComponentChildren {
+  return typeof given === "string" ? visible(given) : given;
+}
+
+/** A view's title line: its name, what is counted, and its controls. */
+export function Head({ title, note, children }: { title: string; note?: string; children?: ComponentChildren }) {
+  return (
+    <header class="view-head">
+      <h1>{legible(title)}</h1>
+      {note && <span class="note">{note}</span>}
+      <div class="controls">{children}</div>
+    </header>
+  );
+}
+
+/** What `loaded` brought, or why there is nothing yet. */
+export function Waiting<T>({ loaded, children }: { loaded: Loaded<T>; children: (data: T) => ComponentChildren }) {
+  if (loaded.data !== undefined) return <>{children(loaded.data)}</>;
+  if (loaded.error) return <Failed message={loaded.error.message} again={loaded.reload} />;
+  return <p class="waiting" aria-busy="true" />;
+}
+
+export function Failed({ message, again }: { message: string; again?: () => void }) {
+  return (
+    <div class="empty" role="alert">
+      <p>{message}</p>
+      {again && (
+        <button type="button" onClick={again}>
+          Try again
+        </button>
+      )}
+    </div>
+  );
+}
+
+export function Empty({ children }: { children: ComponentChildren }) {
+  return <div class="empty">{children}</div>;
+}
+
+export function Tabs({ label, tabs, now }: { label: string; tabs: [name: string, href: string][]; now: string }) {
+  return (
+    <nav class="tabs" aria-label={label}>
+      {tabs.map(([name, href]) => (
+        <a href={href} key={name} aria-current={name.toLowerCase() === now ? "page" : undefined}>
+          {name}
+        </a>
+      ))}
+    </nav>
+  );
+}
+
+/** One of a few choices, side by side. */
+export function Choice<T extends string>(properties: {
+  label: string;
+  options: readonly T[];
+  value: T;
+  choose: (value: T) => void;
+}) {
+  const { label, options, value, choose } = properties;
+  return (
+    <div class="choice" role="group" aria-label={label}>
+      {options.map((option) => (
+        <button type="button" key={option} aria-pressed={option === value} onClick={() => choose(option)}>
+          {option}
+        </button>
+      ))}
+    </div>
+  );
+}
+
+/** Names and values, in two columns. */
+export function Facts({ facts }: { facts: [name: string, value: ComponentChildren][] }) {
+  return (
+    <dl class="facts">
+      {facts
+        .filter(([, value]) => value !== null && value !== undefined && value !== "")
+        .map(([name, value]) => (
+          <div key={name}>
+            <dt>{legible(name)}</dt>
+            <dd>{legible(value)}</dd>
+          </div>
+        ))}
+    </dl>
+  );
+}
+
+/** Text somebody else wrote: as it is, with what cannot be seen made visible. */
+export function Foreign({ text }: { text: string }) {
+  return <>{text.split("\n").map((line, place) => (place ? `\n${visible(line)}` : visible(line)))}</>;
+}
+
+export function Code({ text, label }: { text: string; label: string }) {
+  return (
+    <div class="code">
+      <Copy text={text} label={label} />
+      <pre tabIndex={0}>
+        <Foreign text={text} />
+      </pre>
+    </div>
+  );
+}
+
+/** Copies `text`, which may have to be fetched first. */
+export function Copy(properties: { text: string | (() => Promise<string>); label: string; name?: string }) {
+  const { text, label, name = "copy" } = properties;
+  const [said, setSaid] = useState("");
+  const copy = async () => {
+    try {
+      await navigator.clipboard.writeText(typeof text === "string" ? text : await text());
+      setSaid("copied");
+    } catch {
+      setSaid("not copied"); // the browser or the server refused
+    }
+    setTimeout(() => setSaid(""), 1500);
+  };
+  return (
+    <button type="button" class="quiet" onClick={() => void copy()} aria-label={`Copy ${label}`}>
+      {said || name}
+    </button>
+  );
+}
+
+export function Json({ value, label }: { value: unknown; label: string }) {
+  return <Code text={JSON.stringify(value, null, 2) ?? ""} label={label} />;
+}
+
+/** A share of a whole as a bar, with the figure beside it. */
+export function Bar({ share, children }: { share: number; children?: ComponentChildren }) {
+  return (
+    <span class="bar">
+      <i style={{ width: `${Math.max(0, Math.min(1, share)) * 100}%` }} />
+      <b>{children}</b>
+    </span>
+  );
+}
+
+/** A number on a line through zero: what is above goes right, what is below goes left. */
+export function Balance({ value, most }: { value: number | null | undefined; most: number }) {
+  if (value === null || value === undefined) return <span class="muted">–</span>;
+  const width = most > 0 ? (Math.abs(value) / most) * 50 : 0;
+  return (
+    <span class={`balance ${value < 0 ? "below" : "above"}`} aria-hidden="true">
+      <i style={{ width: `${width}%`, left: `${value < 0 ? 50 - width : 50}%` }} />
+    </span>
+  );
+}

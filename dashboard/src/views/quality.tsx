@@ -1,0 +1,96 @@
+// What of the data reached training, and why the rest did not.
+import type { Quality as Read } from "../api";
+import { Chart } from "../chart";
+import { count, percent } from "../format";
+import { Bar, Empty, Facts, Waiting } from "../parts";
+import { query, useGet } from "../request";
+import { href } from "../route";
+import { SERIES } from "../theme";
+import { OfRun } from "./pick_run";
+
+const COUNTS: [key: keyof Read["counts"], title: string, meaning: string][] = [
+  ["outcomes", "Outcomes", "How rollouts ended, as training counts them"],
+  ["excluded", "Calls excluded", "Why calls were not trained"],
+  ["kept", "Calls kept, marked", "What was noted of calls that were trained"],
+  ["breaks", "Prefixes broken, by kind", "Calls whose prompt should continue an earlier call and does not"],
+  ["rewards_lost", "Rewards lost", "Rewards that count for nothing, and why"],
+  ["dropped", "Groups dropped", "Why whole groups did not train"],
+];
+
+export function Quality() {
+  return (
+    <OfRun title="Data quality" none="No runs yet: there is no data to judge.">
+      {(run) => <OneRun runId={run.run_id} key={run.run_id} />}
+    </OfRun>
+  );
+}
+
+function OneRun({ runId }: { runId: string }) {
+  const path = `dashboard/quality${query({ run: runId })}`;
+  const loaded = useGet<Read>(path, (happened) => happened.kind === "reset" || happened.run_id === runId);
+  return (
+    <Waiting loaded={loaded}>
+      {(read) => (
+        <>
+          <Facts
+            facts={[
+              ["Rollouts", <a href={href(["rollouts"], { run: runId })}>{count(read.rollouts)}</a>],
+              ["Calls", count(read.calls)],
+              ["Taken from", read.measured ? "every step of the run" : "its newest 200 rollouts"],
+            ]}
+          />
+          <div class="grid">
+            {Object.entries(read.shares).map(([name, shares], index) => (
+              <Chart
+                key={name}
+                title={`${name}, share per step`}
+                lines={[{ name, color: SERIES[index % SERIES.length] ?? "--accent", x: read.step, y: shares }]}
+                smoothing={0}
+                log={false}
+                x="step"
+              />
+            ))}
+          </div>
+          <div class="counts">
+            {COUNTS.map(([key, title, meaning]) => (
+              <Counts key={key} title={title} meaning={meaning} counts={read.counts[key]} read={read} />
+            ))}
+          </div>
+        </>
+      )}
+    </Waiting>
+  );
+}
+
+interface Properties {
+  title: string;
+  meaning: string;
+  counts: Record<string, number>;
+  read: Read;
+}
+
+function Counts({ title, meaning, counts, read }: Properties) {
+  const found = Object.entries(counts).sort(([, one], [, other]) => other - one);
+  const sum = found.reduce((total, [, amount]) => total + amount, 0);
+  return (
+    <section class="count" aria-label={title}>
+      <h2>{title}</h2>
+      <p class="note">{meaning}.</p>
+      {found.length === 0 && <Empty>None.</Empty>}
+      <dl>
+        {found.map(([name, amount]) => (
+          <div key={name}>
+            <dt>
+              {name}
+              {read.suggestions[name] && <small>{read.suggestions[name]}</small>}
+            </dt>
+            <dd>
+              <Bar share={sum ? amount / sum : 0}>{count(amount)}</Bar>
+              <span class="muted share">{percent(sum ? amount / sum : 0)}</span>
+            </dd>
+          </div>
+        ))}
+      </dl>
+    </section>
+  );
+}

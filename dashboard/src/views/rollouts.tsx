@@ -1,0 +1,218 @@
+// All rollouts, newest first, however many: found by what they are, page by page as they come into sight.
+import { useCallback, useEffect, useRef, useState } from "preact/hooks";
+import type { RolloutList, RolloutRow } from "../api";
+import { filterOf, MODES, STATUSES } from "../filters";
+import { ago, count, duration, number, oneLine, plural, taskLine } from "../format";
+import { useLive } from "../live";
+import { Empty, Failed, Head, Status, Tag } from "../parts";
+import { Refused, request } from "../request";
+import { ask, href, place } from "../route";
+import { type Column, Table } from "../table";
+import { Export } from "./export";
+
+const PAGE = 100;
+
+const COLUMNS: Column<RolloutRow>[] = [
+  { name: "Task", width: "minmax(170px, 3fr)", cell: ({ rollout }) => <span title={rollout.rollout_id}>{taskLine(rollout.input)}</span> },
+  { name: "Reward", width: "70px", align: "end", cell: (row) => <Reward value={row.reward} /> },
+  { name: "Status", width: "104px", cell: ({ rollout }) => <Status value={rollout.status} /> },
+  { name: "Mode", width: "52px", cell: ({ rollout }) => rollout.mode },
+  { name: "Calls", width: "52px", align: "end", cell: (row) => count(row.calls) },
+  { name: "Tokens", width: "76px", align: "end", cell: (row) => count(row.tokens_read + row.tokens_written) },
+  {
+    name: "Agents, tags",
+    width: "minmax(90px, 1fr)",
+    cell: ({ rollout, agents, error, attempts }) => (
+      <>
+        {error && <span class="error">{oneLine(error, 60)} </span>}
+        {attempts > 1 && <Tag title="attempts">{plural(attempts, "attempt")}</Tag>}
+        {(rollout.metadata.tags ?? []).map((tag) => (
+          <Tag key={tag}>{tag}</Tag>
+        ))}
+        <span class="muted">{agents.map((agent) => oneLine(agent, 30)).join(", ")}</span>
+      </>
+    ),
+  },
+  {
+    name: "Group",
+    width: "56px",
+    cell: ({ rollout }) =>
+      rollout.group_id && <a href={href(["groups", rollout.group_id])}>{`#${rollout.group_index ?? ""}`}</a>,
+  },
+  { name: "Took", width: "72px", align: "end", cell: ({ rollout }) => duration(took(rollout)) },
+  { name: "Started", width: "92px", align: "end", cell: ({ rollout }) => ago(rollout.start_time) },
+];
+
+function took({ start_time, end_time }: RolloutRow["rollout"]): number {
+  return (end_time ?? Date.now() / 1000) - start_time;
+}
+
+export function Reward({ value }: { value: number | null }) {
+  if (value === null) return <span class="muted">–</span>;
+  return <span class={value > 0 ? "good" : value < 0 ? "bad" : ""}>{number(value)}</span>;
+}
+
+export function Rollouts() {
+  const { query } = place.value;
+  const pages = usePages(query);
+  return (
+    <section class="view rollouts">
+      <Head title="Rollouts" note={pages.total === null ? "" : plural(pages.total, "rollout")}>
+        {pages.stale && (
+          <button type="button" onClick={pages.reload}>
+            Show what is new
+          </button>
+        )}
+        <Export filter={filterOf(query)} />
+      </Head>
+      <Filters />
+      {pages.error ? (
+        <Failed message={pages.error} again={pages.reload} />
+      ) : pages.rows.length === 0 && pages.done ? (
+        <Empty>No rollouts {query.size ? "match" : "yet"}.</Empty>
+      ) : (
+        <Table
+          label="Rollouts"
+          rows={pages.rows}
+          columns={COLUMNS}
+          id={(row) => row.rollout.rollout_id}
+          href={(row) => href(["rollouts", row.rollout.rollout_id])}
+          more={pages.done ? undefined : pages.more}
+          total={pages.total ?? undefined}
+          onTop={pages.onTop}
+        />
+      )}
+    </section>
+  );
+}
+
+function Filters() {
+  const { query } = place.value;
+  const search = useRef<ReturnType<typeof setTimeout> | undefined>(undefined);
+  const typed = (name: string) => (event: { currentTarget: HTMLInputElement }) => {
+    const { value } = event.currentTarget;
+    clearTimeout(search.current);
+    search.current = setTimeout(() => ask({ [name]: value }), 250);
+  };
+  const field = (name: string, hint: string) => ({
+    placeholder: hint,
+    "aria-label": hint,
+    value: query.get(name) ?? "",
+    onInput: typed(name),
+  });
+  const pick = (name: string, hint: string, options: string[]) => (
+    <select aria-label={hint} value={query.get(name) ?? ""} onChange={(event) => ask({ [name]: event.currentTarget.value })}>
+      <option value="">{hint}</option>
+      {options.map((option) => (
+        <option key={option}>{option}</option>
+      ))}
+    </select>
+  );
+  return (
+    <div class="toolbar" role="search">
+      <input type="search" {...field("q", "Search ids, inputs, errors")} />
+      {pick("status", "Any status", STATUSES)}
+      {pick("mode", "Any mode", MODES)}
+      <input type="number" step="any" {...field("above", "Reward from")} />
+      <input type="number" step="any" {...field("below", "Reward to")} />
+      <input {...field("tag", "Tag")} />
+      <input {...field("agent", "Agent")} />
+      <label class="check">
+        <input
+          type="checkbox"
+          checked={query.get("error") === "any"}
+          onChange={(event) => ask({ error: event.currentTarget.checked ? "any" : undefined })}
+        />
+        with an error
+      </label>
+      {["run", "group"].map(
+        (name) =>
+          query.get(name) && (
+            <button type="button" class="tag" key={name} onClick={() => ask({ [name]: undefined })}>
+              {name} {query.get(name)} ✕
+            </button>
+          ),
+      )}
+      {query.size > 0 && (
+        <button type="button" class="quiet" onClick={() => (location.hash = href(["rollouts"]))}>
+          Clear
+        </button>
+      )}
+    </div>
+  );
+}
+
+interface Pages {
+  rows: RolloutRow[];
+  total: number | null;
+  done: boolean;
+  error: string | null;
+}
+
+const NOTHING: Pages = { rows: [], total: null, done: false, error: null };
+
+/** The rows of as many pages as were asked for. While the table stands at its top, what is new comes in by itself;
+ * further down it is only said that there is something, lest rows move under the reader's eyes. */
+function usePages(query: URLSearchParams) {
+  const [pages, setPages] = useState(NOTHING);
+  const [stale, setStale] = useState(false);
+  const cursor = useRef<string | undefined>(undefined);
+  const under = useRef<AbortController | undefined>(undefined);
+  const atTop = useRef(true);
+  const key = query.toString();
+
+  const fetchPage = useCallback(
+    async (fresh: boolean) => {
+      if (!fresh && under.current) return;
+      under.current?.abort();
+      const mine = (under.current = new AbortController());
+      const body = {
+        where: filterOf(query),
+        agent: query.get("agent") || undefined,
+        order: [{ field: "number", descending: true }],
+        limit: PAGE,
+        cursor: fresh ? undefined : cursor.current,
+        with_total: fresh,
+      };
+      try {
+        const page = await request<RolloutList>("POST", "dashboard/rollouts", body, mine.signal);
+        const total = page.total;
+        // Looking for an agent, the server answers with what it found so far, which may be nothing.
+        while (page.items.length === 0 && page.next_cursor !== null) {
+          const next = { ...body, cursor: page.next_cursor, with_total: false };
+          Object.assign(page, await request<RolloutList>("POST", "dashboard/rollouts", next, mine.signal));
+        }
+        cursor.current = page.next_cursor ?? undefined;
+        setPages((before) => ({
+          rows: fresh ? page.items : [...before.rows, ...page.items],
+          total: fresh ? total : before.total,
+          done: page.next_cursor === null,
+          error: null,
+        }));
+        if (fresh) setStale(false);
+      } catch (error) {
+        if (mine.signal.aborted) return;
+        if (!(error instanceof Refused)) throw error;
+        setPages((before) => ({ ...before, error: error.message }));
+      } finally {
+        if (under.current === mine) under.current = undefined;
+      }
+    },
+    [key],
+  );
+  const reload = useCallback(() => void fetchPage(true), [fetchPage]);
+  const more = useCallback(() => void fetchPage(false), [fetchPage]);
+  useEffect(() => {
+    cursor.current = undefined;
+    reload();
+    return () => under.current?.abort();
+  }, [reload]);
+  useLive(
+    (happened) => happened.kind !== "metrics",
+    () => (atTop.current ? reload() : setStale(true)),
+  );
+  const onTop = useCallback((top: boolean) => {
+    atTop.current = top;
+  }, []);
+  return { ...pages, stale, reload, more, onTop };
+}

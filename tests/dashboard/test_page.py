@@ -1,0 +1,307 @@
+"""The dashboard as people use it, in a real browser: every view, live, by keyboard, at size, and under attack."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anyio
+import pytest
+from playwright.async_api import Browser, Page, expect
+
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import EnqueueRolloutRequest, Metrics
+from tests.dashboard.world import GROUP, HOSTILE, KEY, ROLLOUT, RUN, World, browser, fill, served
+from tests.node import installed
+
+pytestmark = pytest.mark.anyio
+expect.set_options(timeout=8_000)
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    """One loop for the module, whose browser and server its tests share."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def chromium(anyio_backend) -> AsyncIterator[Browser]:
+    async with browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+async def world(chromium) -> AsyncIterator[World]:
+    store = await SqlStore.open(":memory:")
+    await fill(store)
+    async with served(store) as url:
+        yield World(store, url, chromium)
+    await store.close()
+
+
+async def see(page: Page, *texts: str) -> None:
+    for text in texts:
+        await expect(page.get_by_text(text).filter(visible=True).first).to_be_visible()
+
+
+async def loaded(page: Page) -> None:
+    await expect(page.locator("main h1").first).to_be_visible()
+    await expect(page.locator("[aria-busy]")).to_have_count(0)
+
+
+# --- every view ---------------------------------------------------------------------------------------------------
+
+
+async def test_runs_are_compared_over_what_one_asks_and_seeds_become_one_line_with_its_spread(world) -> None:
+    async with world.page() as page:
+        await see(page, "grpo seed 2", "grpo seed 3", "apo")
+        chart = page.get_by_role("img", name=re.compile(r"^reward\. "))
+        await expect(chart).to_have_accessible_name(re.compile("grpo seed 3: last .*; grpo seed 2: last "))
+        await page.get_by_role("button", name="together").click()
+        await expect(chart).to_have_accessible_name(re.compile("grpo, 2 seeds: last "))
+        for axis in ("time", "rollouts", "tokens", "cost"):
+            await page.get_by_role("button", name=axis, exact=True).click()
+        await page.get_by_role("button", name="log", exact=True).click()
+        await page.get_by_label("Smoothing").fill("0.5")
+        await page.get_by_label("Compare apo run-apo").uncheck()
+        assert "x=cost" in page.url and "scale=log" in page.url and "smooth=0.5" in page.url
+        await page.get_by_label("Search metrics").fill("grad")
+        await expect(page.get_by_role("img", name=re.compile(r"^grad_norm\. "))).to_be_visible()
+        await page.get_by_role("link", name="grpo seed 2").click()
+        await page.get_by_text("Manifest").click()
+        await see(page, '"returns": "identical"')
+
+
+async def test_rollouts_are_found_by_what_they_are(world) -> None:
+    async with world.page() as page:
+        await world.show(page, "/rollouts", "Rollouts")
+        await see(page, "17 rollouts")
+        await page.get_by_label("Any status").select_option("failed")
+        await see(page, "1 rollout", "red")
+        await page.get_by_role("button", name="Clear").click()
+        await page.get_by_label("Search ids, inputs, errors").fill("Oslo")
+        await see(page, "8 rollouts")
+        await page.get_by_label("Reward from").fill("0.5")
+        await see(page, "1 rollout", "My flight to Oslo was cancelled.")
+        await page.get_by_role("link", name="My flight to Oslo was cancelled.").click()
+        await page.get_by_role("heading", name=ROLLOUT).wait_for()
+
+
+async def test_a_rollout_is_seen_as_conversation_time_tokens_credit_and_as_it_is_stored(world) -> None:
+    async with world.page() as page:
+        await world.show(page, f"/rollouts/{ROLLOUT}", ROLLOUT)
+        await see(page, "My flight to Oslo was cancelled.", "memory", "from: Lisbon, max: 400", "flight: IB35")
+        await page.get_by_role("link", name="Timeline").click()
+        await page.get_by_role("button", name=re.compile("^call ")).first.click()
+        await see(page, "Tokens read", "Began after")
+        await page.get_by_role("link", name="Tokens", exact=True).click()
+        await see(page, "37 tokens", "10 tokens, mean logprob")
+        await page.get_by_role("button", name="advantage").click()
+        await see(page, "full at 2.475")
+        await page.get_by_role("link", name="Attempts").click()
+        await see(page, "the tabs show this one")
+        await page.get_by_role("link", name="Logs").click()
+        await see(page, "wrote nothing")
+        await page.get_by_role("link", name="Raw").click()
+        await page.get_by_text("Spans, with their token ids").click()
+        await see(page, '"prompt_token_ids"')
+
+
+async def test_credit_is_shown_as_trained_and_as_it_would_be(world) -> None:
+    async with world.page() as page:
+        await world.show(page, f"/rollouts/{ROLLOUT}/credit")
+        await see(page, "This is what the run trains with.", "+2.475")
+        await page.get_by_role("button", name="discounted").click()
+        await page.get_by_label("Baseline").select_option("none")
+        await page.get_by_label("γ").fill("0.5")
+        await see(page, "This is a what-if: nothing changes.", "+0.25", "+0.5")
+        await page.get_by_role("button", name="air", exact=True).click()
+        await expect(page.get_by_label("search")).to_be_visible()
+        await page.get_by_role("button", name="as trained").click()
+        await see(page, "This is what the run trains with.")
+
+
+async def test_a_group_is_seen_side_by_side_and_as_a_tree_of_what_it_shares(world) -> None:
+    async with world.page() as page:
+        await world.show(page, f"/groups/{GROUP}", f"Group {GROUP}")
+        await see(page, "8 members", "0.125", "+2.475", "memory ✓")
+        await page.get_by_role("link", name="Prefix tree").click()
+        await see(page, "1,772", "86.9 %", "×8")
+        await page.get_by_role("link", name="#2.2").click()
+        await page.get_by_role("heading", name=ROLLOUT).wait_for()
+
+
+async def test_what_surrounds_rollouts_has_views_of_its_own(world) -> None:
+    async with world.page() as page:
+        await world.show(page, "/prompts", "Prompts")
+        await see(page, "1-0", "Too long.", "+Answer briefly.", "8 tasks")
+        await world.show(page, "/resources", "Resources")
+        await see(page, "Version 3", "Answer briefly.")
+        await world.store.update_worker("worker-1", {"running": 3, "finished": 40, "concurrency": 8})
+        await world.show(page, "/workers", "Workers")
+        await see(page, "worker-1", "3 of 8")
+        await world.show(page, "/backends", "Backends")
+        await see(page, "policy", "http://127.0.0.1:1/v1")
+        await world.show(page, f"/quality?run={RUN}", "Data quality")
+        await see(page, "Calls excluded", "trainable", "every step of the run")
+
+
+# --- live, and by hand --------------------------------------------------------------------------------------------
+
+
+async def test_what_happens_is_seen_without_a_reload(world) -> None:
+    async with world.page() as page:
+        await page.evaluate("window.stayed = true")
+        run = await world.store.start_run("grpo", {"seed": 7}, run_id="run-live")
+        await world.store.add_metrics(Metrics(run_id=run.run_id, step=1, time=1.0, values={"reward": 0.5}))
+        await see(page, "grpo seed 7")
+        await world.show(page, "/rollouts", "Rollouts")
+        asked = EnqueueRolloutRequest(input={"question": "Is this live?"}, run_id=run.run_id)
+        (waiting,) = await world.store.enqueue_many_rollouts([asked])
+        row = page.get_by_role("row", name=re.compile("Is this live"))
+        await expect(row).to_contain_text("queuing")
+        await world.show(page, f"/rollouts/{waiting.rollout_id}", waiting.rollout_id)
+        await page.get_by_role("button", name="Cancel").click()
+        await expect(page.locator(".view-head")).to_contain_text("cancelled")
+        await world.store.update_rollout(waiting.rollout_id, metadata={"tags": ["from elsewhere"]})
+        await see(page, "from elsewhere")
+        assert await page.evaluate("window.stayed")
+
+
+async def test_a_person_tags_scores_and_runs_a_rollout_again(world) -> None:
+    attempted = await world.store.start_rollout("by hand")
+    await world.store.update_attempt(attempted.rollout_id, attempted.attempt.attempt_id, status="succeeded")
+    async with world.page() as page:
+        await world.show(page, f"/rollouts/{attempted.rollout_id}", attempted.rollout_id)
+        await page.get_by_role("button", name="Tag").click()
+        await page.get_by_label("Tags, with commas").fill("good, checked")
+        await page.get_by_role("button", name="Save tags").click()
+        await see(page, "checked")
+        await page.get_by_role("button", name="Score").click()
+        await page.get_by_label("Reward, which").fill("0.75")
+        await page.get_by_label("Comment").fill("Right, but slow")
+        await page.get_by_role("button", name="Save score").click()
+        await see(page, "0.75", "Right, but slow")
+        await page.get_by_role("button", name="Retry").click()
+        await expect(page.get_by_role("heading", level=1)).not_to_have_text(attempted.rollout_id)
+        await world.show(page, "/rollouts?tag=checked", "Rollouts")
+        await see(page, "2 rollouts")
+        async with page.expect_download() as saved:
+            await page.get_by_label("Export these rollouts").select_option("CSV")
+        assert "by hand" in await anyio.Path(await (await saved.value).path()).read_text()
+
+
+async def test_the_keyboard_reaches_everything(world) -> None:
+    async with world.page() as page:
+        await page.keyboard.press("g")
+        await page.keyboard.press("o")
+        await page.get_by_role("heading", name="Rollouts").wait_for()
+        await page.get_by_role("link", name="My flight to Oslo").first.wait_for()
+        await page.keyboard.press("/")
+        await page.keyboard.type("Oslo")
+        await see(page, "8 rollouts")
+        await page.keyboard.press("Escape")
+        for key in ("j", "j", "j", "k"):
+            await page.keyboard.press(key)
+        await expect(page.locator("[data-row='1'] a").first).to_be_focused()
+        await page.keyboard.press("Enter")
+        await page.get_by_role("link", name="Conversation").wait_for()
+        await page.keyboard.press("3")
+        await see(page, "mean logprob")
+        await page.keyboard.press("u")
+        await page.get_by_role("heading", name="Rollouts").wait_for()
+        await page.keyboard.press("?")
+        await expect(page.get_by_role("dialog", name="Keyboard")).to_be_visible()
+        await page.keyboard.press("Escape")
+        await expect(page.get_by_role("dialog")).to_have_count(0)
+        before = await page.evaluate("document.documentElement.dataset.theme")
+        await page.keyboard.press("t")
+        assert await page.evaluate("document.documentElement.dataset.theme") != before
+
+
+# --- safety and size ----------------------------------------------------------------------------------------------
+
+
+async def test_hostile_content_does_nothing_in_any_view(world) -> None:
+    page_of = await world.store.query_rollouts(limit=200)
+    (target,) = [one for one in page_of if one.input == HOSTILE]
+    base = f"/rollouts/{target.rollout_id}"
+    async with world.page() as page:
+        for place in ("/rollouts", *(f"{base}/{tab}" for tab in ("conversation", "timeline", "attempts", "raw"))):
+            await world.show(page, place)
+            await see(page, "<script>window.hacked = 1</script>")
+            assert "\x1b" not in await page.inner_text("main")
+        await world.show(page, f"{base}/{HOSTILE}?call={HOSTILE}&x={HOSTILE}")
+        await page.evaluate("place => { location.hash = place }", f"/{HOSTILE}")
+        await see(page, "There is no view")
+        assert await page.evaluate("window.hacked") is None
+
+
+async def test_nothing_is_asked_of_others_and_the_key_is_in_no_url(world) -> None:
+    asked: list[str] = []
+    context = await world.browser.new_context()
+    page = await context.new_page()
+    page.on("request", lambda request: asked.append(request.url))
+    await page.goto(world.url)
+    await page.get_by_label("Key of this server").fill("a wrong key")
+    await page.get_by_role("button", name="Sign in").click()
+    await expect(page.get_by_role("alert")).to_be_visible()
+    await page.get_by_label("Key of this server").fill(KEY)
+    await page.get_by_role("button", name="Sign in").click()
+    await page.get_by_role("heading", name="Runs").wait_for()
+    assert asked and all(url.startswith(world.url) for url in asked)
+    assert not any("key" in url for url in asked)
+    assert KEY not in await page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])")
+    await page.get_by_role("button", name="log out").click()
+    await expect(page.get_by_label("Key of this server")).to_be_visible()
+    await context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_no_view_has_a_serious_fault_of_accessibility(world, scheme) -> None:
+    axe = installed(Path(__file__).parent / "package.json") / "node_modules" / "axe-core" / "axe.min.js"
+    places = ["/runs", "/rollouts", f"/groups/{GROUP}", f"/groups/{GROUP}/tree", "/prompts", "/quality"]
+    places += ["/resources", "/workers", "/backends", f"/runs/{RUN}"]
+    places += [f"/rollouts/{ROLLOUT}/{tab}" for tab in ("conversation", "timeline", "tokens", "credit", "raw")]
+    async with world.page(color_scheme=scheme, bypass_csp=True) as page:
+        await page.add_script_tag(path=axe)
+        for place in places:
+            await world.show(page, place)
+            await loaded(page)
+            found = await page.evaluate("axe.run().then(found => found.violations)")
+            serious = [one for one in found if one["impact"] in ("serious", "critical")]
+            said = [(one["id"], [node["html"][:120] for node in one["nodes"][:3]]) for one in serious]
+            assert said == [], place
+
+
+async def test_it_is_readable_on_a_phone(world) -> None:
+    async with world.page(viewport={"width": 390, "height": 844}, has_touch=True) as page:
+        for place in (
+            "/runs",
+            "/rollouts",
+            f"/rollouts/{ROLLOUT}",
+            f"/rollouts/{ROLLOUT}/timeline",
+            f"/groups/{GROUP}",
+        ):
+            await world.show(page, place)
+            await loaded(page)
+            assert await page.evaluate("document.documentElement.scrollWidth") <= 390, place
+
+
+async def test_a_hundred_thousand_rollouts_are_loaded_as_they_come_into_sight(chromium) -> None:
+    store = await SqlStore.open(":memory:")
+    for start in range(0, 100_000, 10_000):
+        some = [EnqueueRolloutRequest(input=f"task {number}") for number in range(start, start + 10_000)]
+        await store.enqueue_many_rollouts(some)
+    async with served(store) as url, World(store, url, chromium).page() as page:
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url) if "rollouts" in request.url else None)
+        await page.evaluate("location.hash = '/rollouts'")
+        await see(page, "100,000 rollouts", "task 99999")
+        assert await page.locator(".row").count() < 70
+        assert len(asked) == 1
+        await page.locator(".table").evaluate("table => { table.scrollTop = 80 * 30 }")
+        await see(page, "task 99899")
+        assert len(asked) == 2
+    await store.close()
