@@ -112,16 +112,22 @@ function prepared(lines: Line[], smoothing: number, log: boolean): { data: uPlot
     if (line.low && line.high) {
       add("high", smoothed(line.high, smoothing));
       add("low", smoothed(line.low, smoothing));
-    } else if (smoothing > 0) add("raw", line.y);
+    } else if (smoothing > 0 && !isFew(line.y)) add("raw", line.y);
     add("line", smoothed(line.y, smoothing));
     tables.push([line.x, ...columns] as uPlot.AlignedData);
   }
   return { data: tables.length ? uPlot.join(tables) : [[]], about };
 }
 
+const FEW = 12; // points, of which each has to be seen as it is
+
+function isFew(y: readonly (number | null | undefined)[]): boolean {
+  return y.filter((value) => value !== null && value !== undefined).length <= FEW;
+}
+
 /** An exponential moving average, without the pull of its start towards zero. */
-export function smoothed(y: (number | null)[], weight: number): (number | null)[] {
-  if (weight === 0) return y;
+function smoothed(y: (number | null)[], weight: number): (number | null)[] {
+  if (weight === 0 || isFew(y)) return y;
   let mean = 0;
   let mass = 0;
   return y.map((one) => {
@@ -177,9 +183,8 @@ function padded(_: uPlot, low: number | null, high: number | null): uPlot.Range.
   return low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
 }
 
-/** Of a line, whether it is so little that its points have to be seen. */
 function few(plot: uPlot, place: number): boolean {
-  return (plot.data[place] ?? []).filter((value) => value !== null && value !== undefined).length <= 12;
+  return isFew(Array.from(plot.data[place] ?? []));
 }
 
 /** The colour, mostly transparent. */

@@ -20,15 +20,13 @@ let stream: EventSource | undefined;
 export function connect(): void {
   stream?.close();
   stream = new EventSource("api/v1/events");
-  stream.onopen = () => {
-    connected.value = true;
-  };
   stream.onerror = () => {
     connected.value = false;
   };
   for (const kind of KINDS) {
     stream.addEventListener(kind, (event) => {
       const happened = { kind, ...JSON.parse(event.data) } as Happened;
+      connected.value = true; // each stream begins with a `reset`
       for (const told of [...listeners]) told(happened);
     });
   }

@@ -44,7 +44,7 @@ export function Table<Row>({ label, rows, columns, id, href, more, total, select
   const shown = virtual.getVirtualItems();
   const last = shown.at(-1)?.index ?? -1;
   useEffect(() => {
-    if (more && last >= rows.length - 20) more();
+    if (more && rows.length > 0 && last >= rows.length - 20) more();
   }, [last, rows.length, more]);
   const move = (by: number) => {
     const next = Math.max(0, Math.min(rows.length - 1, active + by));
