@@ -8,9 +8,7 @@ This module reads command lines and stores, and prints; what a line of a dataset
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -225,16 +223,17 @@ def export(
 
 async def _export(store: LightningStore, where: Filter, wanted: Wanted, kind: str, out: Path) -> tuple[int, _Dataset]:
     """How many rollouts were read, and what they gave. Without a line there is no file."""
+    from agentlightning.cli.display import counting
     from agentlightning.data.recorded import recorded_groups
 
-    rollouts = 0
+    rollouts, total = 0, (await store.page_rollouts(where, limit=0, with_total=True)).total
     with _writing(out) as (file, keep):
         dataset: _Dataset = _Parquet(file, wanted) if kind == "parquet" else _JsonLines(file, wanted, kind)
-        with contextlib.closing(dataset), _progress() as show:
+        with contextlib.closing(dataset), counting("rollouts", total) as advance:
             async for group in recorded_groups(store, where):
                 dataset.add(group)
                 rollouts += len(group)
-                show(f"{rollouts:,} rollouts, {dataset.written:,} {_UNITS[kind]}")
+                advance(rollouts)
         if dataset.written:
             keep()
     return rollouts, dataset
@@ -262,24 +261,6 @@ def _nothing(kind: str, rollouts: int, left_out: Counter[str], place: str) -> st
     reasons = "; ".join(f"{count:,} {reason}" for reason, count in left_out.most_common())
     hint = ". Name a model with --model to learn from it although it is not trained" if left_out[FROZEN] else ""
     return f"nothing was written: {rollouts:,} rollouts give no {_UNITS[kind]}. Left out: {reasons}{hint}"
-
-
-@contextlib.contextmanager
-def _progress() -> Generator[Callable[[str], None]]:
-    """Shows how far a job is in one line of a terminal; elsewhere nothing."""
-    if not sys.stderr.isatty():
-        yield lambda told: None
-        return
-    turns = itertools.count()
-
-    def show(told: str) -> None:
-        if next(turns) % 10 == 0:
-            click.echo(f"\r{told}\x1b[K", nl=False, err=True)
-
-    try:
-        yield show
-    finally:
-        click.echo("\r\x1b[K", nl=False, err=True)
 
 
 @data.command("check")

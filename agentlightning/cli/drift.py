@@ -74,19 +74,23 @@ async def _compare(
 ) -> tuple[DriftCheck, DriftReport]:
     async with open_store(address, server, key, reading=True) as store:
         chat = load_chat(source)
+        from agentlightning.cli.display import counting
         from agentlightning.gateway.chat.drift import DriftCheck, DriftReport, recorded_call
 
         check, report = DriftCheck(chat), DriftReport(examples)
-        cursor = None
-        while True:
-            # In the order of attempts, and in each as its calls were finished: earlier ones come before later ones.
-            page = await store.page_spans(where, limit=_AT_ONCE, cursor=cursor)
-            for call in filter(None, map(recorded_call, page.items)):
-                for comparison in check.compare(call):
-                    report.add(comparison)
-            cursor = page.next_cursor
-            if cursor is None:
-                break
+        cursor, done = None, 0
+        with counting("calls", (await store.page_spans(where, limit=0, with_total=True)).total) as advance:
+            while True:
+                # In the order of attempts, and in each as its calls were finished: earlier ones come before later ones.
+                page = await store.page_spans(where, limit=_AT_ONCE, cursor=cursor)
+                for call in filter(None, map(recorded_call, page.items)):
+                    for comparison in check.compare(call):
+                        report.add(comparison)
+                done += len(page.items)
+                advance(done)
+                cursor = page.next_cursor
+                if cursor is None:
+                    break
     if not report.compared["answer"].calls:
         asked = " of that run or model" if len(where.of) > 1 else ""
         raise ConfigError(

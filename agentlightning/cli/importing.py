@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from agentlightning.cli.store import open_store, run
+from agentlightning.cli.store import json_option, open_store, run, tell
 from agentlightning.errors import InvalidError
 from agentlightning.types import Mode
 
@@ -32,6 +32,7 @@ _AT_ONCE = 16  # rollouts that share a commit
 @click.option("--mode", type=click.Choice(["train", "val", "test"]), default="train", show_default=True,
               help="What the rollouts are for.")  # fmt: skip
 @click.option("--strict", is_flag=True, help="Store nothing if a part of the files cannot be read.")
+@json_option
 def import_(
     files: tuple[Path, ...],
     address: str,
@@ -41,11 +42,12 @@ def import_(
     reward: str | None,
     mode: Mode,
     strict: bool,
+    as_json: bool,
 ) -> int:
     """Store traces exported as OTLP JSON as finished rollouts, for fine-tuning, prompt optimisation and analysis.
 
     FILE holds one ExportTraceServiceRequest, a list of these, or one a line. What is stored already stays as it is."""
-    return run(_import(files, None if server else address, server, key, by, reward, mode, strict))
+    return run(_import(files, None if server else address, server, key, by, reward, mode, strict, as_json))
 
 
 async def _import(
@@ -57,7 +59,9 @@ async def _import(
     reward: str | None,
     mode: Mode,
     strict: bool,
+    as_json: bool,
 ) -> int:
+    from agentlightning.cli.display import counting
     from agentlightning.data.foreign_traces import read_traces, rollouts_of
     from agentlightning.store import calls
 
@@ -73,18 +77,22 @@ async def _import(
     records = rollouts_of(spans, by=by, reward=reward, mode=mode)
     new: list[Record] = []
     async with open_store(address, server, key, create=True) as opened:
-        for first in range(0, len(records), _AT_ONCE):
-            imports = [
-                calls.ImportRollout(rollout=record.rollout, attempts=record.attempts, spans=record.spans)
-                for record in records[first : first + _AT_ONCE]
-            ]
-            stored = await asyncio.gather(*map(opened.perform, imports))
-            new += itertools.compress(records[first : first + _AT_ONCE], stored)
-    _report(records, new, reward, problems)
+        with counting("rollouts", len(records)) as advance:
+            for first in range(0, len(records), _AT_ONCE):
+                imports = [
+                    calls.ImportRollout(rollout=record.rollout, attempts=record.attempts, spans=record.spans)
+                    for record in records[first : first + _AT_ONCE]
+                ]
+                stored = await asyncio.gather(*map(opened.perform, imports))
+                new += itertools.compress(records[first : first + _AT_ONCE], stored)
+                advance(first + len(imports))
+    _report(records, new, reward, problems, as_json)
     return 0
 
 
-def _report(records: Sequence[Record], new: Sequence[Record], reward: str | None, problems: Sequence[str]) -> None:
+def _report(
+    records: Sequence[Record], new: Sequence[Record], reward: str | None, problems: Sequence[str], as_json: bool
+) -> None:
     from agentlightning.tracing.rewards import find_final_reward
 
     count = sum(len(record.spans) for record in new)
@@ -95,7 +103,9 @@ def _report(records: Sequence[Record], new: Sequence[Record], reward: str | None
         told.append(f"{without} without a number as {reward!r}, so without a reward")
     if problems:
         told.append(f"{_parts(problems)} not be read")
-    click.echo("; ".join(told))
+    stored_already = len(records) - len(new)
+    what = {"rollouts": len(new), "spans": count, "stored_already": stored_already, "problems": list(problems)}
+    tell(as_json, what, "; ".join(told))
 
 
 def _number(count: int, what: str) -> str:

@@ -14,7 +14,7 @@ import click
 import msgspec
 
 from agentlightning.cli.durations import Duration
-from agentlightning.cli.store import open_store, run, store_options
+from agentlightning.cli.store import open_store, run, store_options, tell
 from agentlightning.errors import ConflictError, NotFoundError
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def issue(
     address: str | None,
     server: str | None,
     key: str | None,
+    as_json: bool,
     scopes: tuple[Any, ...],
     project: str | None,
     lifetime: float | None,
@@ -50,22 +51,22 @@ def issue(
     async def work() -> None:
         async with open_store(address, server, key) as opened:
             call = calls.IssueKey(name=name, scopes=list(scopes), project=project, lifetime_seconds=lifetime)
-            _hand_out(await opened.perform(call))
+            _hand_out(await opened.perform(call), as_json)
 
     return run(work())
 
 
-def _hand_out(issued: IssuedKey) -> None:
-    print(issued.api_key)
+def _hand_out(issued: IssuedKey, as_json: bool) -> None:
+    tell(as_json, issued, issued.api_key)
     sys.stdout.flush()
     click.echo(f"this is key {issued.key_id}; it is not shown again, and the store keeps no copy", err=True)
 
 
 @keys.command("list")
 @store_options
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per key.")
 def list_(address: str | None, server: str | None, key: str | None, as_json: bool) -> int:
     """List all keys, without their secrets."""
+    from agentlightning.cli.tables import make_table, print_table
     from agentlightning.store import calls
 
     async def work() -> None:
@@ -80,7 +81,7 @@ def list_(address: str | None, server: str | None, key: str | None, as_json: boo
             (one.key_id, one.name, " ".join(one.scopes), one.project or "all", _date(one.create_time), _state(one, now))
             for one in found
         ]
-        _table(("key", "name", "scopes", "project", "issued", "state"), rows)
+        print_table(make_table(("key", "name", "scopes", "project", "issued", "state"), rows))
 
     return run(work())
 
@@ -96,14 +97,14 @@ def _state(key: ApiKey, now: float) -> str:
 @keys.command()
 @click.argument("key_id", metavar="KEY_ID")
 @store_options
-def revoke(key_id: str, address: str | None, server: str | None, key: str | None) -> int:
+def revoke(key_id: str, address: str | None, server: str | None, key: str | None, as_json: bool) -> int:
     """End a key at once and for good."""
     from agentlightning.store import calls
 
     async def work() -> None:
         async with open_store(address, server, key) as opened:
             ended = await opened.perform(calls.RevokeKey(key_id=key_id))
-        print(f"{ended.key_id} ({ended.name}) {_state(ended, time.time())}")
+        tell(as_json, ended, f"{ended.key_id} ({ended.name}) {_state(ended, time.time())}")
 
     return run(work())
 
@@ -113,7 +114,7 @@ def revoke(key_id: str, address: str | None, server: str | None, key: str | None
 @store_options
 @click.option("--grace", type=Duration(zero=True), default="0s", show_default=True,
               help="How long the old key stays valid: 1h, 30m.")  # fmt: skip
-def rotate(key_id: str, address: str | None, server: str | None, key: str | None, grace: float) -> int:
+def rotate(key_id: str, address: str | None, server: str | None, key: str | None, as_json: bool, grace: float) -> int:
     """Replace a key by a new one, whose secret is printed.
 
     It has the same name, scopes, project and lifetime; the old one ends."""
@@ -128,13 +129,10 @@ def rotate(key_id: str, address: str | None, server: str | None, key: str | None
                 raise ConflictError(f"key {key_id} was revoked; issue a new one with `agl keys issue`")
             lifetime = None if old.expire_time is None else old.expire_time - old.create_time
             # The new key first: whatever happens in between, somebody holds a key that is valid.
-            _hand_out(
-                await opened.perform(
-                    calls.IssueKey(
-                        name=old.name, scopes=list(old.scopes), project=old.project, lifetime_seconds=lifetime
-                    )
-                )
+            call = calls.IssueKey(
+                name=old.name, scopes=list(old.scopes), project=old.project, lifetime_seconds=lifetime
             )
+            _hand_out(await opened.perform(call), as_json)
             ended = await opened.perform(calls.RevokeKey(key_id=key_id, after_seconds=grace))
             click.echo(f"{ended.key_id}, the old one: {_state(ended, time.time())}", err=True)
 
@@ -144,9 +142,9 @@ def rotate(key_id: str, address: str | None, server: str | None, key: str | None
 @keys.command()
 @store_options
 @click.option("--limit", type=click.IntRange(min=1), default=50, show_default=True, help="How many, newest first.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per record.")
 def audit(address: str | None, server: str | None, key: str | None, limit: int, as_json: bool) -> int:
     """Show who used administrative power, and for what."""
+    from agentlightning.cli.tables import make_table, print_table
     from agentlightning.store import calls
 
     async def work() -> None:
@@ -160,23 +158,10 @@ def audit(address: str | None, server: str | None, key: str | None, limit: int, 
             (str(one.number), _date(one.time), one.actor, one.action, msgspec.json.encode(one.detail).decode())
             for one in found
         ]
-        _table(("number", "time", "actor", "action", "detail"), rows)
+        print_table(make_table(("number", "time", "actor", "action", "detail"), rows))
 
     return run(work())
 
 
 def _date(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
-def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*names, box=box.SIMPLE_HEAD, pad_edge=False)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    # Ids are there to be copied: a narrow terminal wraps lines rather than cutting cells.
-    Console(width=max(Console().width, Console(width=10_000).measure(table).maximum)).print(table)

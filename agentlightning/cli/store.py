@@ -34,9 +34,20 @@ def store() -> None:
 # --- which store -------------------------------------------------------------------------------------------------
 
 
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object, or one a line of what there are several."
+)
+
+
+def tell(as_json: bool, what: object, words: str) -> None:
+    """Print what was done: as JSON, or in words."""
+    click.echo(msgspec.json.encode(what).decode() if as_json else words)
+
+
 def store_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--store`, `--server` and `--key`, as `open_store` takes them."""
+    """`--store`, `--server` and `--key`, as `open_store` takes them, and `--json`, as `tell` does."""
     for add in (
+        json_option,
         click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="An admin key of the server."),
         click.option("--server", metavar="URL", help="The `agl server` that has the store open."),
         click.option("--store", "address", metavar="PATH|URL", help="SQLite file, or postgresql:// URL, to open here."),
@@ -122,6 +133,7 @@ def gc(
     server: str | None,
     key: str | None,
     age: float,
+    as_json: bool,
     keep_rewards: bool,
     project: str | None,
     dry_run: bool,
@@ -136,12 +148,13 @@ def gc(
         async with open_store(address, server, key) as opened:
             if dry_run:
                 page = await opened.page_rollouts(where, limit=0, with_total=True, project=project)
-                print(f"{page.total} rollouts ended before that; nothing was removed")
+                words = f"{page.total} rollouts ended before that; nothing was removed"
+                tell(as_json, {"rollouts_found": page.total, **msgspec.structs.asdict(Deleted())}, words)
                 return
             deleted = await opened.perform(
                 calls.DeleteRollouts(where=where, keep_rewards=keep_rewards, project=project)
             )
-            print(_removed(deleted))
+            tell(as_json, deleted, _removed(deleted))
 
     return run(work())
 
@@ -162,6 +175,7 @@ def erase(
     run_id: str | None,
     project: str | None,
     yes: bool,
+    as_json: bool,
 ) -> int:
     """Remove rollouts for good, leaving no trace in the files.
 
@@ -175,26 +189,32 @@ def erase(
     given = [where for value, where in asked if value is not None]
     if len(given) != 1 or task == "":
         raise click.UsageError("say what to erase: one of --task TEXT, --rollout ID, --run ID")
-    return run(_erase(address, server, key, given[0], project, yes))
+    return run(_erase(address, server, key, given[0], project, yes, as_json))
 
 
 async def _erase(
-    address: str | None, server: str | None, key: str | None, where: Filter, project: str | None, yes: bool
+    address: str | None,
+    server: str | None,
+    key: str | None,
+    where: Filter,
+    project: str | None,
+    yes: bool,
+    as_json: bool,
 ) -> int:
     from agentlightning.store import calls
 
     async with open_store(address, server, key) as opened:
         total = (await opened.page_rollouts(where, limit=0, with_total=True, project=project)).total
         if not total:
-            print("no rollout matches; nothing was removed")
+            tell(as_json, Deleted(), "no rollout matches; nothing was removed")
             return 0
         if not yes and not await asyncio.to_thread(
             click.confirm, f"erase {total} rollouts with all that belongs to them, for good?", err=True
         ):
-            print("nothing was removed")
+            tell(as_json, Deleted(), "nothing was removed")
             return 1
         deleted = await opened.perform(calls.DeleteRollouts(where=where, unfinished=True, scrub=True, project=project))
-        print(_removed(deleted))
+        tell(as_json, deleted, _removed(deleted))
         return 0
 
 
@@ -208,17 +228,14 @@ def _removed(deleted: Deleted) -> str:
 
 @store.command()
 @store_options
-def check(address: str | None, server: str | None, key: str | None) -> int:
+def check(address: str | None, server: str | None, key: str | None, as_json: bool) -> int:
     """Look for damage and contradictions; exit with 1 if there are any."""
     from agentlightning.store import calls
 
     async def work() -> int:
         async with open_store(address, server, key) as opened:
             found = await opened.perform(calls.CheckStore())
-        for problem in found:
-            print(problem)
-        if not found:
-            print("nothing is wrong")
+        tell(as_json, {"problems": found}, "\n".join(found) or "nothing is wrong")
         return 1 if found else 0
 
     return run(work())
@@ -228,28 +245,32 @@ def check(address: str | None, server: str | None, key: str | None) -> int:
 @click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
 @click.option("--store", "address", metavar="PATH|URL", required=True, help="SQLite file of the store.")
 @click.option("--force", is_flag=True, help="Overwrite DEST.")
-def backup(destination: Path, address: str, force: bool) -> None:
+@json_option
+def backup(destination: Path, address: str, force: bool, as_json: bool) -> None:
     """Copy a store's SQLite file to DEST, also while a server writes to it."""
     from agentlightning.store.backup import back_up, postgres_advice
 
     if address.startswith(_POSTGRES):
         raise ConfigError(postgres_advice(address, destination))
     back_up(Path(address), destination, overwrite=force)
-    print(f"{destination}: {destination.stat().st_size} bytes, read through and in order")
+    size = destination.stat().st_size
+    told = {"file": str(destination), "bytes": size}
+    tell(as_json, told, f"{destination}: {size} bytes, read through and in order")
 
 
 @store.command()
 @click.argument("source", metavar="SOURCE", type=click.Path(path_type=Path))
 @click.argument("destination", metavar="DEST")
 @click.option("--force", is_flag=True, help="Overwrite the store DEST.")
-def restore(source: Path, destination: str, force: bool) -> None:
+@json_option
+def restore(source: Path, destination: str, force: bool, as_json: bool) -> None:
     """Make the copy SOURCE the store DEST."""
     from agentlightning.store import backup
 
     if destination.startswith(_POSTGRES):
         raise ConfigError(backup.postgres_advice(destination, source))
     backup.restore(source, Path(destination), overwrite=force)
-    print(f"{destination}: restored from {source}")
+    tell(as_json, {"file": destination, "source": str(source)}, f"{destination}: restored from {source}")
 
 
 # --- moving ------------------------------------------------------------------------------------------------------
@@ -271,8 +292,10 @@ def export(
     run_id: str | None,
     project: str | None,
     force: bool,
+    as_json: bool,
 ) -> int:
     """Write rollouts with their attempts and spans to DEST: .jsonl, .jsonl.gz or .parquet."""
+    from agentlightning.cli.display import counting
     from agentlightning.store.transfer import export_rollouts
 
     if where is not None and run_id is not None:
@@ -281,9 +304,14 @@ def export(
 
     async def work() -> None:
         async with open_store(address, server, key, reading=True) as opened:
-            done = await export_rollouts(opened, destination, where=wanted, project=project, overwrite=force)
+            total = (await opened.page_rollouts(wanted, limit=0, with_total=True, project=project)).total
+            with counting("rollouts", total) as advance:
+                done = await export_rollouts(
+                    opened, destination, where=wanted, project=project, overwrite=force, advance=advance
+                )
         unfinished = f"; {done.unfinished} had not ended, and an import leaves them out" if done.unfinished else ""
-        print(f"wrote {done.rollouts} rollouts, {done.attempts} attempts, {done.spans} spans{unfinished}")
+        words = f"wrote {done.rollouts} rollouts, {done.attempts} attempts, {done.spans} spans{unfinished}"
+        tell(as_json, done, words)
 
     return run(work())
 
@@ -301,18 +329,20 @@ def _filter(text: str | None) -> Filter | None:
 @store.command("import")
 @click.argument("source", metavar="SOURCE", type=click.Path(path_type=Path))
 @store_options
-def import_(source: Path, address: str | None, server: str | None, key: str | None) -> int:
+def import_(source: Path, address: str | None, server: str | None, key: str | None, as_json: bool) -> int:
     """Store the rollouts that an export wrote to SOURCE. Those stored already stay as they are."""
+    from agentlightning.cli.display import counting
     from agentlightning.store.transfer import import_rollouts
 
     async def work() -> None:
         async with open_store(address, server, key, create=True) as opened:
-            done = await import_rollouts(opened, source)
+            with counting("rollouts") as advance:
+                done = await import_rollouts(opened, source, advance)
         left = [
             f"{count} {why}"
             for count, why in ((done.stored_already, "were stored already"), (done.unfinished, "had not ended"))
             if count
         ]
-        print(f"stored {done.rollouts} rollouts{''.join(f'; {words}' for words in left)}")
+        tell(as_json, done, f"stored {done.rollouts} rollouts{''.join(f'; {words}' for words in left)}")
 
     return run(work())

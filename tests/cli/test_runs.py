@@ -118,15 +118,17 @@ def test_a_metric_that_was_not_measured_is_refused_with_the_nearest(capsys: pyte
 
 
 def test_what_others_wrote_does_nothing_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    async def work() -> None:
+    async def work() -> str:
         store = await SqlStore.open("agentlightning.sqlite")
-        await add_rollout(store, HOSTILE, 1.0)
+        rollout_id = await add_rollout(store, HOSTILE, 1.0)
         await store.start_run(f"kind{HOSTILE}", {"command": [HOSTILE], "commit": HOSTILE}, run_id="mine")
         await store.add_metrics(Metrics(run_id="mine", step=1, time=1.0, values={HOSTILE: 1.0}))
         await store.close()
+        return rollout_id
 
-    asyncio.run(work())
-    for words in (("runs",), ("runs", "show"), ("runs", "plot", "--metric", HOSTILE), ("rollouts", "ls")):
+    rollout_id = asyncio.run(work())
+    looks = ("runs",), ("runs", "show"), ("runs", "plot", "--metric", HOSTILE)
+    for words in (*looks, ("rollouts", "ls"), ("rollouts", "show", rollout_id)):
         shown = told(capsys, *words)
         assert not {"\x1b", "\x07", "\u202e"} & set(shown), words
         assert "[bold]" in shown, words

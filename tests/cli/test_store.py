@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -292,3 +294,22 @@ def test_a_running_server_is_asked_to_do_it(agl, path: Path) -> None:
         code, _, err = agl("store", "check", "--server", url, "--key", "another key")
         assert code == 1 and "key" in err
     assert len(inputs(copy)) == 3
+
+
+def test_whatever_is_done_can_be_told_as_json(agl, path: Path, tmp_path: Path) -> None:
+    fill(path, "old", ago=31 * DAY)
+    fill(path, "young")
+
+    def told(*arguments: object) -> dict[str, Any]:
+        code, out, _ = agl("store", *arguments, "--json")
+        assert code == 0
+        return json.loads(out)
+
+    assert told("check", "--store", path) == {"problems": []}
+    assert told("export", tmp_path / "all.jsonl", "--store", path)["rollouts"] == 2
+    assert told("import", tmp_path / "all.jsonl", "--store", path)["stored_already"] == 2
+    assert told("backup", tmp_path / "copy.db", "--store", path)["bytes"] > 0
+    assert told("restore", tmp_path / "copy.db", tmp_path / "new.db")["file"] == str(tmp_path / "new.db")
+    assert told("gc", "--store", path, "--older-than", "30d", "--dry-run")["rollouts_found"] == 1
+    assert told("gc", "--store", path, "--older-than", "30d")["rollouts"] == 1
+    assert told("erase", "--store", path, "--task", "young", "--yes")["rollouts"] == 1
