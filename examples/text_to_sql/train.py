@@ -1,11 +1,9 @@
-"""Train the text-to-SQL team: writer and rewriter at once, each a model of its own; the checker stays as it is.
-
-Without `--model` all begin as one tiny policy, made on the spot. Results are in OUT/result.json.
-"""
+"""Train the text-to-SQL team: writer and rewriter at once, each a model of its own; the checker stays as it is."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from pathlib import Path
@@ -16,26 +14,25 @@ from report import write_report
 from rich.console import Console
 from tasks import heldout_tasks, load_spider, save_tasks, train_tasks
 
-from agentlightning.cli.config import load_config
+from agentlightning.cli.config import FIELDS, load_config
 from agentlightning.cli.training import fit, make_algorithm, show_fit
 from agentlightning.errors import AgentLightningError, ConfigError
-
-HERE = Path(__file__).parent
 
 
 def main(given: argparse.Namespace) -> None:
     started, out = time.monotonic(), given.out.resolve()
-    if given.spider and not given.model:
-        raise ConfigError("--spider needs --model: the tiny policy knows only the words of the generated databases")
     if given.spider:
+        if not given.model:
+            raise ConfigError("--spider needs --model: the tiny policy knows only the words of the generated databases")
         train, heldout = load_spider(given.spider, "train_spider"), load_spider(given.spider, "dev")
     else:
         train, heldout = train_tasks(2000, given.seed, out / "databases"), heldout_tasks(128, out / "databases")
     flags = {"model": dict.fromkeys(ROLES, given.model or str(out / "start")), "run_dir": str(out / "run")}
     flags |= {"train_dataset": save_tasks(train, out / "train.jsonl"), "seed": given.seed}
     flags |= {"val_dataset": save_tasks(heldout, out / "heldout.jsonl")}
-    settings = [one if "." in one.partition("=")[0] else f"algorithm.{one}" for one in given.set]
-    config = load_config(given.run_file or HERE / ("llama.yaml" if given.model else "run.yaml"), settings, flags)
+    settings = [one if re.split("[.=]", one)[0] in FIELDS else f"algorithm.{one}" for one in given.set]
+    run_file = given.run_file or Path(__file__).with_name("llama.yaml" if given.model else "run.yaml")
+    config = load_config(run_file, settings, flags)
     make_algorithm(config.algorithm)  # what is wrong with the settings is said before minutes are spent
     if not given.model:
         make_start(out / "start", out / "databases", given.seed)
@@ -45,7 +42,7 @@ def main(given: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", dest="set", action="append", type="steps={}".format)
     parser.add_argument("--out", type=Path, default=Path("runs/text_to_sql"))

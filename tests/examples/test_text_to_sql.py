@@ -15,9 +15,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from tests.examples.loading import EXAMPLES, load_example
 
 from agentlightning.errors import ConfigError, InvalidError
+from tests.examples.loading import EXAMPLES, load_example
 from tests.frameworks.world import bin_of
 
 example = load_example("text_to_sql", "tasks", "grading")
