@@ -16,18 +16,6 @@ pytestmark = pytest.mark.anyio
 RETRIED = RolloutConfig(max_attempts=2, retry_condition=("failed",))
 
 
-@pytest.fixture
-def path(tmp_path) -> str:
-    return str(tmp_path / "store.sqlite")
-
-
-@pytest.fixture
-async def store(anyio_backend, path):
-    opened = await SqlStore.open(path)
-    yield opened
-    await opened.close()
-
-
 async def begin(store: SqlStore):
     leased = await store.dequeue_rollout("w")
     assert leased is not None
@@ -90,7 +78,8 @@ async def test_rollouts_are_sorted_by_reward_and_by_when_they_were_made(store):
     assert [one.rollout_id for one in newest.items] == made[::-1]
 
 
-async def test_an_older_store_learns_what_its_rollouts_came_to(path, anyio_backend):
+async def test_an_older_store_learns_what_its_rollouts_came_to(tmp_path):
+    path = str(tmp_path / "store.sqlite")
     store = await SqlStore.open(path)
     await store.enqueue_rollout("task")
     leased = await begin(store)

@@ -19,10 +19,11 @@ import msgspec
 import numpy as np
 
 from agentlightning.algorithm.base import RunContext
-from agentlightning.algorithm.rl.batch import rewarded_group, trace_group
+from agentlightning.algorithm.rl.batch import trace_group
 from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.algorithm.rl.sampling import TaskSampler
+from agentlightning.data.as_trained import rewarded_group
 from agentlightning.data.call_filter import OTHER_MODEL
 from agentlightning.data.conversations import chat_messages
 from agentlightning.data.recorded import Recorded, finished_rollouts, recorded_groups
