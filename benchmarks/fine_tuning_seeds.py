@@ -6,7 +6,7 @@ Two ways to spend the same number of training rollouts on the quickstart's fligh
 policy: best of 8 → fine-tuning on these traces → GRPO, as examples/sft_from_traces does it; and GRPO from the start.
 Rollouts of the best-of-8 stage count; held-out rollouts, which only measure, do not. Prints a Markdown table and writes
 `benchmarks/results/fine_tuning_seeds.json` and the curve, `docs/images/fine-tuning.png`. Each seed is a process of its
-own; one that was finished before is read, not run again.
+own; what was finished before is read, not run again.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 from quickstart_seeds import seeds_of
 
 ROOT = Path(__file__).parent.parent
-EXAMPLE = ROOT / "examples" / "sft_from_traces"
+EXAMPLE = ROOT / "examples" / "sft_from_traces" / "train.py"
 STEPS = 15  # of reinforcement learning, where all rollouts go into it
 EVERY = 5  # steps between two measurements
 Curve = list[tuple[int, float]]  # (training rollouts so far, held-out reward)
@@ -34,43 +34,47 @@ Curve = list[tuple[int, float]]  # (training rollouts so far, held-out reward)
 
 def measure(seed: int, directory: Path) -> dict[str, Any]:
     """Both ways with one seed, in this process."""
-    sys.path.insert(0, str(EXAMPLE))
-    import train as example
-
     from agentlightning.algorithm import NoProgress
+    from agentlightning.data.references import load_reference
+    from agentlightning.quickstart import load_flight_example
 
+    load_flight_example()  # first: it has a module of the same name
+    example = sys.modules[load_reference(f"{EXAMPLE}:main").__module__]
     recipe, tasks = example.FLIGHT.recipe, example.FLIGHT.tasks
-    agent, heldout = example.FLIGHT.train.flight, tasks.heldout_tasks(recipe.HELDOUT_TASKS)
-    train = tasks.train_tasks(recipe.TRAIN_TASKS, seed)
-    per_step = recipe.algorithm().tasks_per_step * recipe.algorithm().group_size
-    spent = 8 * example.SAMPLED
-    started = time.monotonic()
+    heldout, train = tasks.heldout_tasks(recipe.HELDOUT_TASKS), tasks.train_tasks(recipe.TRAIN_TASKS, seed)
+    per_step, spent = recipe.algorithm().tasks_per_step * recipe.algorithm().group_size, 8 * example.SAMPLED
+
+    def stage(name: str, model: Any, algorithm: Any, *data: Any, rate: float | None = None) -> dict[str, Any]:
+        """What a run came to; one that was finished before is not run again."""
+        report, run = directory / f"{name}.json", directory / name
+        if not report.is_file():
+            shutil.rmtree(run, ignore_errors=True)  # of a stage that was cut short
+            result = example.trainer(model, algorithm, run, seed, rate).fit(example.FLIGHT.train.flight, *data)
+            told = {"seconds": round(result.seconds, 1), "checkpoint": result.checkpoint and str(result.checkpoint)}
+            curve = [(one.step, round(one.reward, 4)) for one in result.evaluations]
+            report.write_text(json.dumps(told | {"curve": curve}))
+        return json.loads(report.read_text())
+
     start = directory / "start"
-    example.make_starting_policy(example.FLIGHT, seed, NoProgress()).save(start)
-    seconds = {"warm start": time.monotonic() - started}
-
-    def fit(name: str, model: Path, algorithm: Any, *data: Any, rate: float | None = None, **more: Any) -> Any:
-        result = example.trainer(model, algorithm, directory / name, seed, rate).fit(agent, *data, **more)
-        seconds[name] = result.seconds
-        return result
-
-    def learn(name: str, model: Path, steps: int, own: list[dict], before: int) -> Curve:
-        grpo = replace(recipe.algorithm(steps), evaluate_every=EVERY, target_reward=None)
-        found = fit(name, model, grpo, own, heldout).evaluations
-        return [(before + per_step * one.step, one.reward) for one in found]
-
-    fit("sampled", start, example.best_of_8, train[: example.SAMPLED])
+    if not (start / "config.json").is_file():
+        example.make_starting_policy(example.FLIGHT, seed, NoProgress()).save(start)
+    learning = replace(recipe.algorithm(STEPS), evaluate_every=EVERY, target_reward=None)
+    sampled = stage("sampled", start, example.best_of_8, train[: example.SAMPLED])
     imitation = example.agl.SFT(traces=str(directory / "sampled"), **example.KEPT, **example.FINE_TUNING)
-    tuned = fit("tuned", start, imitation, val_dataset=heldout, rate=example.RATE)
-    before, after = (one.reward for one in tuned.evaluations)
-    left = STEPS - spent // per_step
+    tuned = stage("tuned", start, imitation, None, heldout, rate=example.RATE)
+    left = replace(learning, steps=STEPS - spent // per_step)
+    learned = stage("learned", tuned["checkpoint"], left, train[example.SAMPLED :], heldout)
+    direct = stage("direct", start, learning, train, heldout)
+    stages = {"sampled": sampled, "tuned": tuned, "learned": learned, "direct": direct}
     return {
         "seed": seed,
-        "before": before,
-        "tuned": after,
-        "from_tuned": [(0, before), *learn("learned", tuned.checkpoint, left, train[example.SAMPLED :], spent)],
-        "from_start": learn("learned-from-start", start, STEPS, train, 0),
-        "seconds": {name: round(took, 1) for name, took in seconds.items()},
+        "from_tuned": [
+            (0, tuned["curve"][0][1]),
+            (spent, tuned["curve"][-1][1]),
+            *((spent + per_step * step, reward) for step, reward in learned["curve"][1:]),
+        ],
+        "from_start": [(per_step * step, reward) for step, reward in direct["curve"]],
+        "seconds": {name: one["seconds"] for name, one in stages.items()},
     }
 
 
@@ -120,7 +124,7 @@ def main() -> int:
     for seed in arguments.seeds:
         report = arguments.out / f"seed-{seed}.json"
         if arguments.one:
-            report.write_text(json.dumps(measure(seed, arguments.out / f"seed-{seed}-{time.time_ns():x}")))
+            report.write_text(json.dumps(measure(seed, report.with_suffix(""))))
             return 0
         arguments.out.mkdir(parents=True, exist_ok=True)
         if not report.is_file():
