@@ -1,7 +1,9 @@
-# Every target works from a fresh clone on a machine with Python >= 3.11, gcc and make; `ci` also installs PostgreSQL.
+# Every target works from a fresh clone on a machine with Python >= 3.11, gcc and make; `ci` also installs PostgreSQL and
+# Chromium.
 #   make quickstart    train a small tool-using agent, start to end, in minutes
 #   make test          what must pass before a commit
 #   make frameworks    environments in which the agents of examples/frameworks, and trackers, are tested
+#   make dashboard     build the dashboard's page from its source; needs Node 20 or newer
 #   make ci            what must pass before a merge
 
 VENV ?= .venv
@@ -22,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
 	scripts/setup.sh $(VENV)
 	@touch $@
 
-# Needs root or sudo on a machine without PostgreSQL; only `ci` insists on it.
+# Needs root or sudo on a machine without PostgreSQL or Chromium; only `ci` insists on them.
 packages:
 	scripts/system_packages.sh
 

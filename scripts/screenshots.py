@@ -25,8 +25,7 @@ from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import And, Condition, Rollout
 
-DESK = {"width": 1360, "height": 860}
-PHONE = {"width": 390, "height": 780}
+WINDOW = {"width": 1360, "height": 800}
 SETTLE = 1000  # milliseconds in which a view is surely drawn
 
 
@@ -41,15 +40,16 @@ def bring_together(store: Path, directories: list[Path]) -> None:
             connection.execute("DETACH other")
 
 
-async def first_success(store: SqlStore, run_id: str) -> Rollout:
-    """Early in training, when most of its group still failed."""
+async def telling(store: SqlStore, run_id: str) -> Rollout:
+    """The longest of the first successes of training, when most of its group still failed."""
     asked = [Condition("run_id", "eq", run_id), Condition("mode", "eq", "train"), Condition("reward", "ge", 1)]
-    (found,) = await store.query_rollouts(where=And(asked), limit=1)
-    return found
+    found = await store.query_rollouts(where=And(asked), limit=30)
+    lengths = {one.rollout_id: len(await store.query_spans(one.rollout_id)) for one in found}
+    return max(found, key=lambda one: lengths[one.rollout_id])
 
 
 async def shoot(browser: Browser, url: str, out: Path, places: dict[str, str], **options: Any) -> None:
-    context = await browser.new_context(**{"viewport": DESK, "color_scheme": "light", **options})
+    context = await browser.new_context(**{"viewport": WINDOW, "color_scheme": "light", **options})
     page = await context.new_page()
     await page.goto(url)
     await page.get_by_text("live", exact=True).wait_for(state="attached")
@@ -70,16 +70,15 @@ async def take(runs: list[Path], out: Path, program: str) -> None:
         await store.close()
         bring_together(copy / "store.sqlite", runs[1:])
         store = await SqlStore.open(str(copy / "store.sqlite"))
-        rollout = await first_success(store, run_id)
-        one, group = f"/rollouts/{rollout.rollout_id}", f"/groups/{rollout.group_id}"
-        light = {"runs": "/runs?smooth=0.4", "rollouts": "/rollouts", "rollout": one, "group": group}
-        dark = {"tokens": f"{one}/tokens?color=advantage", "credit": f"{one}/credit", "tree": f"{group}/tree"}
-        dark |= {"timeline": f"{one}/timeline", "quality": f"/quality?run={run_id}"}
+        rollout = await telling(store, run_id)
+        one = f"/rollouts/{rollout.rollout_id}"
+        light = {"runs": "/runs?smooth=0.4", "rollout": one}
+        dark = {"tokens": f"{one}/tokens?color=advantage", "credit": f"{one}/credit"}
+        dark["tree"] = f"/groups/{rollout.group_id}/tree"
         async with HttpServer(create_app(store)) as http, async_playwright() as playwright:
             browser = await playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
             await shoot(browser, http.url, out, light)
             await shoot(browser, http.url, out, dark, color_scheme="dark")
-            await shoot(browser, http.url, out, {"phone": one}, color_scheme="dark", viewport=PHONE)
         await store.close()
 
 

@@ -5,7 +5,8 @@ import { Refused } from "../request";
 
 const FORMATS = { rollouts: "JSON lines", csv: "CSV", sft: "SFT data", dpo: "DPO pairs" } as const;
 
-export function Export({ filter, rolloutIds }: { filter?: Filter | undefined; rolloutIds?: string[] }) {
+/** `rolloutIds`: these, where a filter does not say which. */
+export function Export({ filter, rolloutIds }: { filter: Filter | undefined; rolloutIds?: string[] | undefined }) {
   const [problem, setProblem] = useState("");
   const save = async (format: string) => {
     setProblem("");
@@ -29,7 +30,7 @@ export function Export({ filter, rolloutIds }: { filter?: Filter | undefined; ro
         }}
       >
         <option value="" disabled>
-          Export…
+          {rolloutIds ? `Export these ${rolloutIds.length}…` : "Export…"}
         </option>
         {Object.entries(FORMATS).map(([format, name]) => (
           <option value={format} key={format}>

@@ -63,7 +63,10 @@ export function Rollouts() {
             Show what is new
           </button>
         )}
-        <Export filter={filterOf(query)} />
+        <Export
+          filter={filterOf(query)}
+          rolloutIds={query.get("agent") ? pages.rows.map((row) => row.rollout.rollout_id) : undefined}
+        />
       </Head>
       <Filters />
       {pages.error ? (
