@@ -124,7 +124,9 @@ def _row(run: Run, measured: Sequence[Metrics]) -> RunRow:
 
 def _family(run: Run) -> str:
     config = {name: value for name, value in (run.manifest.get("config") or {}).items() if name not in _UNSHARED}
-    told = (run.kind, config, run.manifest.get("data")) if config else run.run_id
+    # Not what the tasks are: a seed may make them, as the quickstart's does.
+    data: dict[str, Any] = run.manifest.get("data") or {}
+    told = (run.kind, config, {name: (of or {}).get("tasks") for name, of in data.items()}) if config else run.run_id
     return hashlib.sha256(msgspec.json.encode(told, order="sorted")).hexdigest()[:12]
 
 

@@ -42,8 +42,8 @@ export function Chart({ title, lines, smoothing, log, x, height = 150 }: Propert
   const [pointed, setPointed] = useState<Pointed>();
   const drawn = useRef<uPlot | undefined>(undefined);
   const look = theme.value;
-  const shape = JSON.stringify([lines.map((line) => [line.name, line.color, line.low !== undefined]), log, x, look]);
   const { data, about } = prepared(lines, smoothing, log);
+  const shape = JSON.stringify([about.map(({ kind, name, color }) => [kind, name, color]), log, x, look]);
   const latest = useRef(about);
   latest.current = about;
   useEffect(() => {
