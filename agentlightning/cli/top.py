@@ -135,7 +135,7 @@ def _run_row(one: StoredRun) -> tuple[object, ...]:
     from agentlightning.cli.tables import sparkline, squeezed
 
     ended, newest = one.run.end_time or time.time(), one.newest
-    curve = sparkline(squeezed([value for _, value in one.curve("reward")], 20))
+    curve = sparkline(squeezed([value for _, value in one.curve("reward")], 10))
     speeds = (newest.get("rollouts_per_second"), newest.get("tokens_per_second"))
     took = duration(max(0.0, ended - one.run.start_time))
     return (
