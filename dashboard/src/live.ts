@@ -16,12 +16,14 @@ const listeners = new Set<(happened: Happened) => void>();
 export const connected = signal(false);
 let stream: EventSource | undefined;
 
-/** Listen from now on; after a break the browser connects again by itself, and `reset` says to read afresh. */
-export function connect(): void {
+/** Listen from now on. After a break the browser connects again by itself, and `reset` says to read afresh; where the
+ * server refused, `refused` is called. */
+export function connect(refused: () => void): void {
   stream?.close();
   stream = new EventSource("api/v1/events");
   stream.onerror = () => {
     connected.value = false;
+    if (stream?.readyState === EventSource.CLOSED) refused();
   };
   for (const kind of KINDS) {
     stream.addEventListener(kind, (event) => {

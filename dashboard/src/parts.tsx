@@ -124,13 +124,24 @@ export function Code({ text, label }: { text: string; label: string }) {
   );
 }
 
+async function put(text: string): Promise<void> {
+  if (window.isSecureContext) return navigator.clipboard.writeText(text);
+  // Over plain HTTP from another machine there is no clipboard but the old one.
+  const field = document.createElement("textarea");
+  field.value = text;
+  document.body.append(field);
+  field.select();
+  document.execCommand("copy");
+  field.remove();
+}
+
 /** Copies `text`, which may have to be fetched first. */
 export function Copy(properties: { text: string | (() => Promise<string>); label: string; name?: string }) {
   const { text, label, name = "copy" } = properties;
   const [said, setSaid] = useState("");
   const copy = async () => {
     try {
-      await navigator.clipboard.writeText(typeof text === "string" ? text : await text());
+      await put(typeof text === "string" ? text : await text());
       setSaid("copied");
     } catch {
       setSaid("not copied"); // the browser or the server refused

@@ -13,15 +13,19 @@ async function enter(method: string, body?: unknown): Promise<void> {
   session.value = await request<Session>(method, "dashboard/session", body);
   locked.value = false;
   trouble.value = "";
-  connect();
+  connect(() => void begin());
 }
+
+const AGAIN = 5000; // milliseconds
 
 export async function begin(): Promise<void> {
   try {
     await enter("GET");
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
-    if (!locked.value) trouble.value = error.message;
+    if (locked.value) return;
+    if (session.value === null) trouble.value = error.message;
+    else setTimeout(() => void begin(), AGAIN); // what is shown stays, until the server is back
   }
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -92,6 +93,13 @@ async def test_a_rollout_is_seen_as_conversation_time_tokens_credit_and_as_it_is
     async with world.page() as page:
         await world.show(page, f"/rollouts/{ROLLOUT}", ROLLOUT)
         await see(page, "My flight to Oslo was cancelled.", "memory", "from: Lisbon, max: 400", "flight: IB35")
+        await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        for name in ("Python", "a curl command"):
+            await page.get_by_role("button", name=f"Copy this call as {name}").first.click()
+            await see(page, "copied")
+            copied = await page.evaluate("navigator.clipboard.readText()")
+            assert "/v1/chat/completions" in copied and "My flight to Oslo was cancelled." in copied
+            assert compile(copied, "copied", "exec") if name == "Python" else shlex.split(copied)[0] == "curl"
         await page.get_by_role("link", name="Timeline").click()
         await page.get_by_role("button", name=re.compile("^call ")).first.click()
         await see(page, "Tokens read", "Began after")
@@ -253,7 +261,9 @@ async def test_nothing_is_asked_of_others_and_the_key_is_in_no_url(world) -> Non
     assert asked and all(url.startswith(world.url) for url in asked)
     assert not any("key" in url for url in asked)
     assert KEY not in await page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])")
-    await page.get_by_role("button", name="log out").click()
+    await page.evaluate("fetch('api/v1/dashboard/session', {method: 'DELETE'})")
+    await page.keyboard.press("g")
+    await page.keyboard.press("o")
     await expect(page.get_by_label("Key of this server")).to_be_visible()
     await context.close()
 

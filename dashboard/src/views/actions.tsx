@@ -1,6 +1,7 @@
 // What a person can do to a rollout: cancel, run again, tag, score. Each is shown to those who may.
 import { useState } from "preact/hooks";
 import type { Rollout } from "../api";
+import { useKeys } from "../keys";
 import { Refused, request } from "../request";
 import { go, href } from "../route";
 import { may } from "../session";
@@ -10,6 +11,7 @@ const ENDED = ["succeeded", "failed", "cancelled"];
 export function Actions({ rollout, reload }: { rollout: Rollout; reload: () => void }) {
   const [problem, setProblem] = useState("");
   const [form, setForm] = useState<"tags" | "score">();
+  useKeys(form ? { Escape: () => setForm(undefined) } : {});
   const path = `rollouts/${encodeURIComponent(rollout.rollout_id)}`;
   const attempt = async (work: () => Promise<unknown>) => {
     try {
@@ -71,6 +73,11 @@ async function runAgain(rollout: Rollout, ended: boolean): Promise<void> {
   if (made) go(href(["rollouts", made.rollout_id]));
 }
 
+/** Called once, when the field appears. */
+function focus(field: HTMLElement | null): void {
+  field?.focus();
+}
+
 function TagForm({ tags, save }: { tags: string[]; save: (tags: string[]) => void }) {
   const [text, setText] = useState(tags.join(", "));
   const given = text
@@ -87,7 +94,7 @@ function TagForm({ tags, save }: { tags: string[]; save: (tags: string[]) => voi
     >
       <label>
         Tags, with commas between
-        <input value={text} onInput={(event) => setText(event.currentTarget.value)} autofocus />
+        <input value={text} onInput={(event) => setText(event.currentTarget.value)} ref={focus} />
       </label>
       <button type="submit" class="main">
         Save tags
@@ -114,7 +121,7 @@ function ScoreForm({ save }: { save: (score: { reward: number | null; comment?: 
           step="any"
           value={reward}
           onInput={(event) => setReward(event.currentTarget.value)}
-          autofocus
+          ref={focus}
         />
       </label>
       <label>

@@ -184,11 +184,11 @@ function background(shade: Shade, sample: Sample, most: number, newest: number):
 
 function Legend({ shade, most, known }: { shade: Shade; most: number; known: boolean }) {
   const said = {
-    logprob: "The darker, the less likely the token was where it was sampled (full at a logprob of −6).",
+    logprob: "The stronger the colour, the less likely the token was where it was sampled (full at a logprob of −6).",
     advantage: known
       ? `Green was praised, red was blamed; full at ${number(most)}. Advantages are computed as the run trains with.`
       : "There are no advantages: the group is not complete, or nothing compares it.",
-    version: "The darker, the older the weights that sampled the token.",
+    version: "The stronger the colour, the older the weights that sampled the token.",
     none: "",
   }[shade];
   return said ? <p class="note">{said}</p> : null;
