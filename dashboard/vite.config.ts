@@ -11,5 +11,5 @@ export default defineConfig({
     modulePreload: { polyfill: false },
     target: "es2022",
   },
-  server: { proxy: { "/api": "http://127.0.0.1:4747" } },
+  server: { proxy: { "/api": "http://127.0.0.1:8123" } },
 });
