@@ -94,10 +94,11 @@ experiments: setup
 	$(BIN)/python benchmarks/algorithms_seeds.py --seeds 1-3 --out $(RUNS)/experiments/algorithms
 	$(BIN)/python benchmarks/quickstart_seeds.py --seeds 1-10 --out $(RUNS)/experiments
 
-benchmarks: setup .venv-trl/.setup
+benchmarks: setup .venv-trl/.setup .venv-experiments/.setup
 	set -e; for script in benchmarks/*.py; do \
-	    case $$script in *_seeds.py|*/_*) continue ;; esac; \
+	    case $$script in *_seeds.py|*/_*|*/retrieval.py) continue ;; esac; \
 	    echo "== $$script"; $(BIN)/python $$script; done
+	.venv-experiments/bin/python benchmarks/retrieval.py
 
 clean:
 	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-tracking .venv-trl .venv-experiments site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

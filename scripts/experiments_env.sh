@@ -11,5 +11,5 @@ site=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path(
 "$setup/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/setup.pth"
 "$setup/bin/python" -c 'import agentlightning, pathlib; print(pathlib.Path(agentlightning.__file__).parents[1])' >>"$site/setup.pth"
 "$environment/bin/python" -m pip --disable-pip-version-check install --quiet \
-    langchain-openai langgraph openai-agents 'autogen-agentchat' 'autogen-ext[openai]' 'mcp' bm25s \
+    langchain-openai langgraph openai-agents 'autogen-agentchat' 'autogen-ext[openai]' 'mcp' bm25s faiss-cpu \
     --constraint constraints-experiments.txt

@@ -1,0 +1,227 @@
+"""Multi-hop questions: the retriever, the MCP server, and the agent against a scripted endpoint.
+
+Run where bm25s, faiss, mcp and the OpenAI Agents SDK are: `make .venv-experiments/.setup`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for package in ("bm25s", "faiss", "mcp", "agents"):
+    pytest.importorskip(package)
+
+import torch  # noqa: E402
+from openai import AsyncOpenAI  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast  # noqa: E402
+
+from tests.examples.loading import load_example  # noqa: E402
+
+hop = load_example("multi_hop_rag", "tasks", "demonstrations", "retriever", "agent")
+Index = hop.retriever.Index
+FACTS = hop.tasks.facts()
+TEXTS = ["Ana Wirth: She lives in Graz.", "Graz: A town on the Mur.", "Steel Rain: A film by Ana Wirth.", "—"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world") / "index"
+    hop.retriever.build_index(hop.tasks.passages(), folder, dense="hashed")
+    return folder
+
+
+# --- retriever ---
+
+
+@pytest.mark.parametrize("method", ["bm25", "dense"])
+def test_a_query_of_entity_and_relation_finds_its_fact(world: Path, method: str) -> None:
+    index = Index(world, method)
+    for (entity, relation), value in FACTS.items():
+        assert index.search(f"{entity} {relation}") == [f"{entity} {relation}: {value}"]
+
+
+@pytest.mark.parametrize("method", ["bm25", "dense"])
+def test_no_question_is_answered_by_searching_for_it(world: Path, method: str) -> None:
+    index = Index(world, method)
+    for task in hop.tasks.heldout_tasks(300):
+        assert task["answers"][0] not in index.search(task["question"])[0]
+
+
+def test_passages_come_best_first_and_only_if_they_have_something_in_common(tmp_path: Path) -> None:
+    hop.retriever.build_index(iter(TEXTS), tmp_path)
+    index = Index(tmp_path)
+    assert index.search("where is it that Ana Wirth lives", 9) == [TEXTS[0], TEXTS[2]]
+    assert index.search("Mur", 1) == [TEXTS[1]]
+    assert index.search("Vienna", 3) == index.search("", 3) == index.search("the", 3) == []
+
+
+def test_an_encoder_from_a_directory_makes_unit_vectors_and_finds_a_text_by_itself(tmp_path: Path) -> None:
+    vocabulary = {word: number for number, word in enumerate(("[UNK]", "[PAD]", "Ana", "Wirth", "lives", "in", "Graz"))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    BertModel(
+        BertConfig(vocab_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    ).save_pretrained(tmp_path)
+    encode = hop.retriever.make_encoder(str(tmp_path))
+    vectors = encode(["Ana Wirth", "lives in Graz", "Graz"])
+    assert vectors.shape == (3, 16)
+    assert (vectors**2).sum(axis=1) == pytest.approx([1.0] * 3, abs=1e-5)
+    hop.retriever.build_index(["Ana Wirth", "lives in Graz"], tmp_path / "index", dense=str(tmp_path))
+    assert Index(tmp_path / "index", "dense").search("lives in Graz") == ["lives in Graz"]
+
+
+def test_an_index_that_is_not_there_says_how_to_make_it(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no bm25 index in .*; make one with: python retriever\.py PASSAGES"):
+        Index(tmp_path)
+    hop.retriever.build_index(TEXTS, tmp_path)
+    with pytest.raises(FileNotFoundError, match="--dense hashed"):
+        Index(tmp_path, "dense")
+    with pytest.raises(ValueError, match="no passages"):
+        hop.retriever.build_index([], tmp_path / "empty")
+
+
+def test_a_line_that_is_no_passage_is_told_with_its_number(tmp_path: Path) -> None:
+    file = tmp_path / "passages.jsonl"
+    file.write_text('{"title": "Graz", "text": "A town."}\n{"text": "No title."}\n{"title": "Graz"}\n')
+    read = hop.retriever.read_passages(file)
+    assert [next(read), next(read)] == ["Graz: A town.", "No title."]
+    with pytest.raises(ValueError, match="line 3: a passage is an object with text"):
+        next(read)
+
+
+# --- agent ---
+
+
+def calling(number: int, arguments: Any, name: str = "search") -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}
+    return {"tool_calls": [{"id": f"call_{number}", "type": "function", "function": function}]}
+
+
+class ScriptedEndpoint:
+    """A chat-completions server that gives to each conversation the script's next message."""
+
+    def __init__(self, *script: dict[str, Any]) -> None:
+        self.script = script
+        self.requests: list[dict[str, Any]] = []
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[AsyncOpenAI]:
+        server = await asyncio.start_server(self.answer, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        async with server, AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as client:
+            yield client
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        request = json.loads(await reader.readexactly(int(head.split("content-length: ")[1].split("\r\n")[0])))
+        self.requests.append(request)
+        said = self.script[sum(message["role"] == "assistant" for message in request["messages"])]
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": None, **said}}
+        body = {"id": "c", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
+        payload = json.dumps(body).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n")
+        writer.write(f"Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
+        await writer.drain()
+        writer.close()
+
+
+@asynccontextmanager
+async def searching(index: Path) -> AsyncIterator[Any]:
+    search = hop.agent.Search(index)
+    try:
+        yield search
+    finally:
+        await search.close()
+
+
+def children() -> set[int]:
+    """Processes that this one has started."""
+    return {int(one) for file in Path("/proc/self/task").glob("*/children") for one in file.read_text().split()}
+
+
+@pytest.mark.anyio
+async def test_the_agent_follows_hops_until_the_model_answers(world: Path) -> None:
+    film = hop.tasks.entities()[0][0]
+    artist = FACTS[film, "director"]
+    script = calling(1, {"query": f"{film} director"}), calling(2, {"query": f"{artist} home"})
+    endpoint = ScriptedEndpoint(*script, {"content": "answer: there"})
+    async with searching(world) as search, endpoint.client() as client:
+        assert await hop.agent.solve(f"home of director of {film}", search, client=client) == "answer: there"
+    messages = endpoint.requests[-1]["messages"]
+    assert [message["role"] for message in messages] == ["system", "user", *["assistant", "tool"] * 2]
+    told = [message["content"][0]["text"] for message in messages if message["role"] == "tool"]
+    assert told == [f"{film} director: {artist}", f"{artist} home: {FACTS[artist, 'home']}"]
+    (tool,) = (one["function"] for one in endpoint.requests[0]["tools"])
+    (shown,) = (one["function"] for one in hop.demonstrations.TOOLS)
+    assert (tool["name"], list(tool["parameters"]["properties"])) == ("search", ["query"])
+    assert (shown["name"], list(shown["parameters"]["properties"])) == ("search", ["query"])
+    assert messages[0]["content"] == hop.demonstrations.INSTRUCTIONS
+    assert hop.agent.MAX_TURNS == hop.demonstrations.MAX_TURNS
+
+
+@pytest.mark.anyio
+async def test_the_model_is_told_of_calls_that_make_no_sense_and_what_is_not_found(world: Path) -> None:
+    script = [calling(number, one) for number, one in enumerate(["{}", "nonsense", {"query": [1]}, {"query": "xyz"}])]
+    endpoint = ScriptedEndpoint(*script, {"content": "answer: none"})
+    async with searching(world) as search, endpoint.client() as client:
+        assert await hop.agent.solve("?", search, client=client) == "answer: none"
+    told = [message["content"] for message in endpoint.requests[-1]["messages"] if message["role"] == "tool"]
+    assert all("error" in str(one).lower() for one in told[:3])
+    assert "nothing found" in str(told[3])
+
+
+@pytest.mark.anyio
+async def test_calling_without_end_or_what_does_not_exist_is_no_answer(world: Path) -> None:
+    async with searching(world) as search:
+        for script in (
+            [calling(number, {"query": "film"}) for number in range(9)],
+            [calling(0, {"query": "film"}, name="teleport")],
+        ):
+            async with ScriptedEndpoint(*script).client() as client:
+                assert await hop.agent.solve("?", search, client=client) == ""
+
+
+@pytest.mark.anyio
+async def test_one_server_process_serves_all_and_after_its_death_another_does(world: Path) -> None:
+    endpoint = ScriptedEndpoint(calling(1, {"query": "director"}), {"content": "answer: yes"})
+    before = children()
+    async with searching(world) as search, endpoint.client() as client:
+
+        async def solve(_: int) -> str:
+            return await hop.agent.solve("?", search, client=client)
+
+        assert await asyncio.gather(*map(solve, range(8))) == ["answer: yes"] * 8
+        (server,) = children() - before
+        os.kill(server, signal.SIGKILL)
+        outcomes = await asyncio.gather(*map(solve, range(8)), return_exceptions=True)
+        lost = [one for one in outcomes if isinstance(one, hop.agent.SearchLost)]
+        assert lost and all(isinstance(one, hop.agent.SearchLost) or one == "answer: yes" for one in outcomes)
+        assert str(lost[0]).startswith("the search server was lost: ")
+        assert await solve(0) == "answer: yes"
+        assert len(children() - before) == 1
+
+
+@pytest.mark.anyio
+async def test_a_server_that_cannot_start_is_named(tmp_path: Path) -> None:
+    async with searching(tmp_path) as search:
+        with pytest.raises(hop.agent.SearchLost, match="the search server did not start"):
+            await search.connected()
+
+
+def test_the_agent_needs_nothing_of_agent_lightning() -> None:
+    import subprocess
+
+    script = "import agent, server, sys; sys.exit(any(name.startswith('agentlightning') for name in sys.modules))"
+    folder = Path(hop.agent.__file__).parent
+    assert subprocess.run([sys.executable, "-c", script], cwd=folder, timeout=60).returncode == 0
