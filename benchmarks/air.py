@@ -1,10 +1,10 @@
 """Automatic intermediate rewards against the final reward alone, on the flight task and on math with tools.
 
-    flock /tmp/train.lock python benchmarks/air.py --seeds 1-3 --out runs/air
+    python benchmarks/air.py --seeds 1-3 --out runs/air
 
-Prints a Markdown table and writes `benchmarks/results/air.json`. Every run is a process of its own; one that was
-finished before with the same settings is read, not run again. Steps are counted until the mean training reward of three
-is `--target` or more. Math needs the environment that `make .venv-experiments/.setup` makes.
+Prints a Markdown table, writes `benchmarks/results/air.json` and draws `docs/images/air.png`. Every run is a process of
+its own; one that was finished before with the same settings is read, not run again. Steps are counted until the mean
+training reward of three is `--target` or more. Math needs the environment that `make .venv-experiments/.setup` makes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -49,7 +50,7 @@ def run(task: str, variant: str, seed: int, options: argparse.Namespace) -> dict
     settings = {**VARIANTS[task][variant], "steps": options.steps}
     if not report.is_file() or not settings.items() <= json.loads(report.read_text())["settings"].items():
         print(f"{task}, {variant}, seed {seed}", file=sys.stderr, flush=True)
-        subprocess.run(["rm", "-rf", directory], check=True)
+        shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         changes = [part for key, value in settings.items() for part in ("--set", f"{key}={json.dumps(value)}")]
         python = ROOT / ".venv-experiments/bin/python"
@@ -92,6 +93,29 @@ def _spread(values: list[float | None]) -> str:
     return f"{statistics.mean(known):.3f}" + (f" ± {statistics.stdev(known):.3f}" if len(known) > 1 else "")
 
 
+def draw(reports: list[dict[str, Any]], path: Path) -> None:
+    """Mean over the seeds of each step's training reward and, where it was noted, of the share of tools that worked."""
+    from matplotlib.figure import Figure
+
+    tasks = list(dict.fromkeys(one["task"] for one in reports))
+    figure = Figure(figsize=(4.5 * len(tasks), 6), layout="constrained")
+    panels = figure.subplots(2, len(tasks), sharex="col", sharey=True, squeeze=False)
+    for column, task in enumerate(tasks):
+        for row, name in enumerate(("training reward", "tools that worked")):
+            axes = panels[row][column]
+            for index, variant in enumerate(VARIANTS[task]):
+                curves = [one["curve"] for one in reports if (one["task"], one["variant"]) == (task, variant)]
+                steps = list(zip(*curves, strict=False)) if curves and len(curves[0][0]) > row + 1 else []
+                means = [statistics.mean(point[row + 1] or 0.0 for point in points) for points in steps]
+                if means:
+                    axes.plot(range(1, len(means) + 1), means, color=f"C{index}", label=f"{variant} ({len(curves)})")
+            axes.set(title=task if row == 0 else "", xlabel="step" if row else "", ylabel=name if column == 0 else "")
+            axes.grid(alpha=0.3)
+    panels[0][0].legend(title="rewarded by (seeds)", fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", default=",".join(VARIANTS), help=f"of {', '.join(VARIANTS)}")
@@ -102,6 +126,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/air"))
     parser.add_argument("--python", help="of the environment with AutoGen; default .venv-experiments")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/air.json")
+    parser.add_argument("--picture", type=Path, default=ROOT / "docs/images/air.png")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--set", action="append", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -120,6 +145,8 @@ def main() -> int:
     options.results.write_text(
         json.dumps({"steps": options.steps, "target": options.target, "reports": reports}, indent=1) + "\n"
     )
+    if reports:
+        draw(reports, options.picture)
     return 0 if len(reports) == len(made) else 1
 
 
