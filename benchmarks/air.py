@@ -26,10 +26,10 @@ ROOT = Path(__file__).parent.parent
 MATH = ROOT / "examples" / "math_tools" / "train.py"
 WINDOW = 3  # steps
 
-FINAL: dict[str, Any] = {"returns": "identical"}
-AIR: dict[str, Any] = {"returns": "air", "returns_options": {"alpha": 0.2}}
-DENSE: dict[str, Any] = {"returns": "air_dense", "returns_options": {"tool_weights": 0.2}}
-WORKED = {"returns": "air_dense", "returns_options": {"tool_weights": {"memory": 0.3, "search": 0.2}}}
+FINAL: dict[str, Any] = {"returns": "identical", "baseline": "dr_grpo"}
+AIR: dict[str, Any] = {**FINAL, "returns": "air", "returns_options": {"alpha": 0.2}}
+DENSE: dict[str, Any] = {**FINAL, "returns": "air_dense", "returns_options": {"tool_weights": 0.2}}
+WORKED = {**DENSE, "returns_options": {"tool_weights": {"memory": 0.3, "search": 0.2}}}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "math": {"final reward": FINAL, "air": AIR, "air_dense": DENSE},
     "flight": {"final reward": FINAL, "air": AIR, "air_dense": WORKED},

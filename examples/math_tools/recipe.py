@@ -25,10 +25,11 @@ MAX_SEQUENCE_LENGTH = 512
 ALGORITHM: dict[str, Any] = {
     "name": "grpo",
     "steps": 30,
-    "tasks_per_step": 12,
+    "tasks_per_step": 16,
     "group_size": 8,
     "minibatches": 2,
     "clip_high": 0.28,
+    "baseline": "dr_grpo",  # dividing by what rollouts differ by would blow up what calls differ by under AIR
     "max_tokens": 48,
     "evaluate_every": 10,
 }
@@ -97,7 +98,8 @@ def starting_policy(options: argparse.Namespace, progress: Any) -> Policy:
 def report(result: FitResult, options: argparse.Namespace, seconds: float) -> None:
     """Write result.json and the learning curve below --out, and say in a line what was reached."""
     heldout = series(result, "val_reward", "val_tool_success")
-    (_, before, worked_before), (_, after, worked_after) = heldout[0], heldout[-1]
+    _, before, worked_before = heldout[0] if heldout else (0, None, None)
+    _, after, worked_after = heldout[-1] if len(heldout) > 1 else (0, None, None)  # a run that was cut short has none
     summary = {
         "example": "math_tools",
         "seed": options.seed,

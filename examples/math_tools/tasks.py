@@ -26,14 +26,14 @@ from agentlightning.rewards import extract_number
 KINDS = ("word", "equation", "product", "steps")
 RIGHT_FIRST_TOOL = {"word": "calculate", "equation": "solve", "product": "expand", "steps": "solve"}
 OPENINGS = {
-    "+": ("Total of the", "Sum of the", "Count all"),
-    "-": ("Surplus of the", "Difference of the", "Missing"),
-    "*": ("Grid of", "Rows of", "Stacks of"),
-    "/": ("Share the", "Split the", "Divide the"),
+    "+": ("Total of the", "Total number of", "Total, over all"),
+    "-": ("Difference of the", "Difference between the", "Difference, counting"),
+    "*": ("Rows of", "Rows with equal", "Rows full of"),
+    "/": ("Share the", "Share out the", "Share, equally,"),
 }
 THINGS = ("apples", "books", "boxes", "cards", "coins", "pens", "seats", "stamps", "tiles", "trees")
-SOLVING = ("Solve the", "Find the root of the", "Give x in the")
-EXPANDING = ("Expand the", "Open the", "Rewrite the")
+SOLVING = ("Solve the", "Solve this", "Solve for x the")
+EXPANDING = ("Expand the", "Expand this", "Expand and collect the")
 STEPPING = {"+": "Raise the root of the", "-": "Lower the root of the", "*": "Scale the root of the"}
 CALC_X = "https://huggingface.co/datasets/MU-NLPC/Calc-X"
 CALC_X_SPLITS = ("train", "validation", "test")
@@ -94,7 +94,7 @@ def _equation(generator: random.Random) -> tuple[str, str, str, None]:
 
 def _product(generator: random.Random) -> tuple[str, str, str, None]:
     factor, added = generator.sample(range(2, 30), 2)
-    product = f"{factor}*(x+{added})"
+    product = f"{factor}*({added}+x)"
     return f"{generator.choice(EXPANDING)} product {product}.", f"{factor}*x+{factor * added}", product, None
 
 
