@@ -27,7 +27,7 @@ from quickstart_seeds import seeds_of
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "sft_from_traces" / "train.py"
-STEPS = 15  # of reinforcement learning, where all rollouts go into it
+STEPS = 10  # of reinforcement learning, where all rollouts go into it
 EVERY = 5  # steps between two measurements
 Curve = list[tuple[int, float]]  # (training rollouts so far, held-out reward)
 
@@ -35,6 +35,7 @@ Curve = list[tuple[int, float]]  # (training rollouts so far, held-out reward)
 def measure(seed: int, directory: Path) -> dict[str, Any]:
     """Both ways with one seed, in this process."""
     from agentlightning.algorithm import NoProgress
+    from agentlightning.algorithm.base import STOPPED_BY_USER
     from agentlightning.data.references import load_reference
     from agentlightning.quickstart import load_flight_example
 
@@ -50,6 +51,8 @@ def measure(seed: int, directory: Path) -> dict[str, Any]:
         if not report.is_file():
             shutil.rmtree(run, ignore_errors=True)  # of a stage that was cut short
             result = example.trainer(model, algorithm, run, seed, rate).fit(example.FLIGHT.train.flight, *data)
+            if result.stopped_because == STOPPED_BY_USER:
+                raise SystemExit(f"{name} was stopped; start again to go on")
             told = {"seconds": round(result.seconds, 1), "checkpoint": result.checkpoint and str(result.checkpoint)}
             curve = [(one.step, round(one.reward, 4)) for one in result.evaluations]
             report.write_text(json.dumps(told | {"curve": curve}))
