@@ -43,7 +43,9 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help=f"training steps; default {ALGORITHM['steps']}")
     parser.add_argument("--out", default="runs/math_tools", help="directory of the run and of result.json")
     parser.add_argument("--air", action="store_true", help=f"reward tools that work, by {json.dumps(AIR)}")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the algorithm")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="such as returns=air, or algorithm.returns=air"
+    )
     parser.add_argument("--model", help="a Hugging Face id or directory instead of the tiny transformer")
     parser.add_argument("--start", metavar="FOLDER", help="keeps the warm-started transformer, for runs of one seed")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train an adapter instead of all weights")
@@ -62,7 +64,10 @@ def arguments(description: str | None) -> argparse.Namespace:
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """The algorithm as a run file would describe it."""
     try:
-        changed = {key.strip(): yaml.safe_load(value) for key, _, value in (one.partition("=") for one in options.set)}
+        changed = {
+            key.strip().removeprefix("algorithm."): yaml.safe_load(value)
+            for key, _, value in (one.partition("=") for one in options.set)
+        }
     except yaml.YAMLError as error:
         raise ConfigError(f"--set: a value is no YAML: {' '.join(str(error).split())}") from None
     steps = {"steps": options.steps} if options.steps is not None else {}
