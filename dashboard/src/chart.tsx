@@ -155,10 +155,18 @@ function options(
     legend: { show: false },
     padding: [8, 8, 0, 0],
     cursor: { sync: { key: pointer.key }, points: { size: 5 }, drag: { x: true, y: false } },
-    scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: log ? (_, low, high) => uPlot.rangeLog(low, high, 10, false) : padded } },
+    scales: {
+      x: { time: false },
+      y: { distr: log ? 3 : 1, range: log ? (_, low, high) => uPlot.rangeLog(low, high, 10, false) : padded },
+    },
     hooks: { setCursor: [told] },
     axes: [
-      { ...axis, size: 24, ...(x === "time" ? { incrs: SECONDS } : {}), values: (_, ticks) => ticks.map((tick) => (x === "time" ? clock(tick) : short(tick))) },
+      {
+        ...axis,
+        size: 24,
+        ...(x === "time" ? { incrs: SECONDS } : {}),
+        values: (_, ticks) => ticks.map((tick) => (x === "time" ? clock(tick) : short(tick))),
+      },
       { ...axis, size: 46, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) },
     ],
     bands: about.flatMap((one, place) =>

@@ -19,10 +19,7 @@ export const SECTIONS: [title: string, names: string[]][] = [
   ["Length", ["response_tokens_mean", "response_tokens_max", "prompt_tokens_mean"]],
   ["Fidelity", ["inference_mismatch", "inference_kl", "unmerged/rollouts", "calls_excluded", "unrewarded"]],
   ["Staleness", ["staleness/0", "staleness/1", "staleness/2", "staleness_mean", "policy_version_oldest"]],
-  [
-    "Speed",
-    ["tokens_per_second", "rollouts_per_second", "engine_tokens_per_second", "learner_tokens_per_second"],
-  ],
+  ["Speed", ["tokens_per_second", "rollouts_per_second", "engine_tokens_per_second", "learner_tokens_per_second"]],
   ["Idle", ["engine_idle", "learner_idle", "tree_savings"]],
 ];
 

@@ -35,7 +35,8 @@ interface Properties<Row> {
   onTop?: (top: boolean) => void;
 }
 
-const ROW_HEIGHT = 30; // pixels; `.row` in style.css has the same
+const ROW_HEIGHT = 30; // pixels; `.row` in style/tables.css has the same
+const GAP = 12; // pixels between columns and beside them, as there
 
 export function Table<Row>({ label, rows, columns, id, href, more, total, selected, onTop }: Properties<Row>) {
   const scroller = useRef<HTMLDivElement>(null);
@@ -65,9 +66,24 @@ export function Table<Row>({ label, rows, columns, id, href, more, total, select
     }
   });
   const tracks = columns.map((column) => column.width).join(" ");
+  const least = columns.reduce(
+    (sum, column) => sum + Number.parseInt(/\d+/.exec(column.width)?.[0] ?? "0", 10) + GAP,
+    GAP,
+  );
   return (
-    <div class="table" role="table" aria-label={label} aria-rowcount={(total ?? rows.length) + 1} tabIndex={0} ref={scroller}>
-      <div class="sized" role="rowgroup" style={{ height: `${virtual.getTotalSize() + ROW_HEIGHT}px` }}>
+    <div
+      class="table"
+      role="table"
+      aria-label={label}
+      aria-rowcount={(total ?? rows.length) + 1}
+      tabIndex={0}
+      ref={scroller}
+    >
+      <div
+        class="sized"
+        role="rowgroup"
+        style={{ height: `${virtual.getTotalSize() + ROW_HEIGHT}px`, minWidth: `${least}px` }}
+      >
         <div class="row head" role="row" style={{ gridTemplateColumns: tracks }}>
           {columns.map((column) => (
             <span role="columnheader" class={column.align} title={column.title} key={column.name}>

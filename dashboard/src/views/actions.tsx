@@ -38,13 +38,21 @@ export function Actions({ rollout, reload }: { rollout: Rollout; reload: () => v
           <button type="button" onClick={() => void attempt(() => runAgain(rollout, ended))}>
             Retry
           </button>
-          <button type="button" aria-expanded={form === "tags"} onClick={() => setForm(form === "tags" ? undefined : "tags")}>
+          <button
+            type="button"
+            aria-expanded={form === "tags"}
+            onClick={() => setForm(form === "tags" ? undefined : "tags")}
+          >
             Tag
           </button>
         </>
       )}
       {may("grader") && (
-        <button type="button" aria-expanded={form === "score"} onClick={() => setForm(form === "score" ? undefined : "score")}>
+        <button
+          type="button"
+          aria-expanded={form === "score"}
+          onClick={() => setForm(form === "score" ? undefined : "score")}
+        >
           Score
         </button>
       )}

@@ -12,7 +12,12 @@ export function Attempts({ view }: { view: RolloutView }) {
   return (
     <ol class="attempts">
       {view.attempts.map((attempt) => (
-        <OneAttempt attempt={attempt} rolloutId={id} shown={attempt.sequence_id === view.shown} key={attempt.attempt_id} />
+        <OneAttempt
+          attempt={attempt}
+          rolloutId={id}
+          shown={attempt.sequence_id === view.shown}
+          key={attempt.attempt_id}
+        />
       ))}
     </ol>
   );

@@ -95,6 +95,8 @@ function OneModel({ model }: { model: Model }) {
 }
 
 function sampling(given: Record<string, unknown>): string {
-  const set = Object.entries(given).filter(([, value]) => value !== null && value !== 0 && !(Array.isArray(value) && value.length === 0));
+  const set = Object.entries(given).filter(
+    ([, value]) => value !== null && value !== 0 && !(Array.isArray(value) && value.length === 0),
+  );
   return set.map(([name, value]) => `${name} ${oneLine(value, 20)}`).join(", ");
 }

@@ -30,7 +30,9 @@ export function OfRun({ title, fits = () => true, none, children }: Properties) 
                   Run{" "}
                   <select value={run.run_id} onChange={(event) => ask({ run: event.currentTarget.value })}>
                     {fitting.map((row) => (
-                      <option value={row.run_id} key={row.run_id}>{row.seed === null ? label(row) : `${label(row)} · ${row.run_id}`}</option>
+                      <option value={row.run_id} key={row.run_id}>
+                        {row.seed === null ? label(row) : `${label(row)} · ${row.run_id}`}
+                      </option>
                     ))}
                   </select>
                 </label>

@@ -119,7 +119,9 @@ function OneCandidate({ one, read }: { one: Candidate; read: Read }) {
       {scored.length > 1 && (
         <>
           <h3>Scores by round</h3>
-          <Facts facts={scored.map(([round, score]) => [`Round ${round}`, `${number(score.mean)} of ${score.tasks}`])} />
+          <Facts
+            facts={scored.map(([round, score]) => [`Round ${round}`, `${number(score.mean)} of ${score.tasks}`])}
+          />
         </>
       )}
     </article>

@@ -13,7 +13,11 @@ import { Export } from "./export";
 const PAGE = 100;
 
 const COLUMNS: Column<RolloutRow>[] = [
-  { name: "Task", width: "minmax(170px, 3fr)", cell: ({ rollout }) => <span title={rollout.rollout_id}>{taskLine(rollout.input)}</span> },
+  {
+    name: "Task",
+    width: "minmax(170px, 3fr)",
+    cell: ({ rollout }) => <span title={rollout.rollout_id}>{taskLine(rollout.input)}</span>,
+  },
   { name: "Reward", width: "70px", align: "end", cell: (row) => <Reward value={row.reward} /> },
   { name: "Status", width: "104px", cell: ({ rollout }) => <Status value={rollout.status} /> },
   { name: "Mode", width: "52px", cell: ({ rollout }) => rollout.mode },
@@ -104,7 +108,11 @@ function Filters() {
     onInput: typed(name),
   });
   const pick = (name: string, hint: string, options: string[]) => (
-    <select aria-label={hint} value={query.get(name) ?? ""} onChange={(event) => ask({ [name]: event.currentTarget.value })}>
+    <select
+      aria-label={hint}
+      value={query.get(name) ?? ""}
+      onChange={(event) => ask({ [name]: event.currentTarget.value })}
+    >
       <option value="">{hint}</option>
       {options.map((option) => (
         <option key={option}>{option}</option>

@@ -65,9 +65,7 @@ function Hold({ run }: { run: RunRow }) {
     const body = held ? { holder: "dashboard" } : { seconds: 3600, holder: "dashboard" };
     try {
       const verb = held ? "release" : "hold";
-      await Promise.all(
-        run.models.map((name) => request("POST", `models/${encodeURIComponent(name)}/${verb}`, body)),
-      );
+      await Promise.all(run.models.map((name) => request("POST", `models/${encodeURIComponent(name)}/${verb}`, body)));
       setProblem("");
       models.reload();
     } catch (error) {
@@ -78,7 +76,15 @@ function Hold({ run }: { run: RunRow }) {
   return (
     <>
       {problem && <span role="alert">{problem}</span>}
-      {held && <span class="note">{plural(own.reduce((sum, one) => sum + one.waiting, 0), "call")} waiting</span>}
+      {held && (
+        <span class="note">
+          {plural(
+            own.reduce((sum, one) => sum + one.waiting, 0),
+            "call",
+          )}{" "}
+          waiting
+        </span>
+      )}
       <button type="button" onClick={() => void turn()} disabled={own.length === 0}>
         {held ? "Resume" : "Pause"}
       </button>

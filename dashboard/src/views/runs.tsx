@@ -32,8 +32,8 @@ function NoRuns() {
       <Head title="Runs" />
       <Empty>
         <p>
-          No runs yet. Start one with <code>agl train</code>, or try <code>agl quickstart</code>: it trains a small agent
-          in minutes. It appears here as soon as it has started.
+          No runs yet. Start one with <code>agl train</code>, or try <code>agl quickstart</code>: it trains a small
+          agent in minutes. It appears here as soon as it has started.
         </p>
       </Empty>
     </section>
@@ -242,6 +242,8 @@ function chosenSections(names: string[], search: string): [string, string[]][] {
   }
   return SECTIONS.map(([title, inside]): [string, string[]] => [
     title,
-    title === "Staleness" ? names.filter((name) => /stale|oldest/.test(name)) : inside.filter((name) => names.includes(name)),
+    title === "Staleness"
+      ? names.filter((name) => /stale|oldest/.test(name))
+      : inside.filter((name) => names.includes(name)),
   ]).filter(([, inside]) => inside.length > 0);
 }

@@ -72,7 +72,9 @@ export function Timeline({ steps }: { steps: StepView[] }) {
                 }}
               />
             </span>
-            <span class="took">{step.kind === "reward" ? signed(step.reward) : duration(step.end_time - step.start_time)}</span>
+            <span class="took">
+              {step.kind === "reward" ? signed(step.reward) : duration(step.end_time - step.start_time)}
+            </span>
           </li>
         ))}
       </ol>
@@ -82,7 +84,7 @@ export function Timeline({ steps }: { steps: StepView[] }) {
 }
 
 function isFolded(step: StepView, steps: StepView[], folded: ReadonlySet<string>): boolean {
-  for (let parent = step.parent; parent !== null; ) {
+  for (let parent = step.parent; parent !== null;) {
     const above = steps[parent];
     if (!above) return false;
     if (folded.has(above.span_id)) return true;

@@ -93,15 +93,13 @@ interface Sample {
 function Sampled({ view, shade }: { view: TokenView; shade: Shade }) {
   const { ids, texts, logprobs, versions, advantages } = view.sampled;
   const [pointed, setPointed] = useState(0);
-  const samples = ids.map(
-    (id, index): Sample => ({
-      id,
-      text: texts?.[index],
-      logprob: logprobs[index],
-      version: versions[index],
-      advantage: advantages?.[index],
-    }),
-  );
+  const samples = ids.map((id, index): Sample => ({
+    id,
+    text: texts?.[index],
+    logprob: logprobs[index],
+    version: versions[index],
+    advantage: advantages?.[index],
+  }));
   const most = Math.max(1e-9, ...(advantages ?? []).map(Math.abs));
   const newest = Math.max(...versions);
   const sum = logprobs.reduce((total, one) => total + one, 0);
@@ -138,7 +136,10 @@ function Sampled({ view, shade }: { view: TokenView; shade: Shade }) {
   return (
     <section aria-label="Sampled">
       <h2>
-        Sampled <span class="muted">{count(ids.length)} tokens, mean logprob {number(sum / ids.length)}</span>
+        Sampled{" "}
+        <span class="muted">
+          {count(ids.length)} tokens, mean logprob {number(sum / ids.length)}
+        </span>
       </h2>
       <Legend shade={shade} most={most} known={advantages !== null} />
       <p class="ids sampled" tabIndex={0} ref={line} onMouseOver={over} onClick={over}>

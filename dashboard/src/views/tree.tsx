@@ -71,7 +71,10 @@ function Node({ node, level, only, range: [low, high], places }: Properties) {
   const share = node.value === null ? 0 : (node.value - low) / (high - low);
   const color = `color-mix(in oklab, var(--good) ${Math.round(share * 100)}%, var(--bad))`;
   return (
-    <li class={`node ${node.sampled ? "sampled" : "given"} ${only ? "only" : ""}`} style={{ paddingLeft: `${level * 18}px` }}>
+    <li
+      class={`node ${node.sampled ? "sampled" : "given"} ${only ? "only" : ""}`}
+      style={{ paddingLeft: `${level * 18}px` }}
+    >
       <span class="value" style={{ borderColor: node.value === null ? "transparent" : color }}>
         {number(node.value)}
       </span>
