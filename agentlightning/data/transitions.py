@@ -183,7 +183,8 @@ def _sort_calls(spans: Sequence[Span], steps: Sequence[Step], given: GivenReward
         against = next((reason for reason in reasons if not calls.keeps(reason)), None)
         if against is None and transition is not None and span.tokens is not None:
             found.transitions.append(transition)
-            found.kept.update(reasons)
+            if reasons:
+                found.kept.update(reasons)
             found.unused += len(span.tokens.choices) - 1
         else:
             found.left_out[span.span_id] = against or NO_TOKEN_IDS
