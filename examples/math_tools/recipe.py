@@ -102,32 +102,22 @@ def starting_policy(options: argparse.Namespace, progress: Any) -> Policy:
 
 def report(result: FitResult, options: argparse.Namespace, seconds: float) -> None:
     """Write result.json and the learning curve below --out, and say in a line what was reached."""
-    heldout = series(result, "val_reward", "val_tool_success")
-    _, before, worked_before = heldout[0] if heldout else (0, None, None)
-    _, after, worked_after = heldout[-1] if len(heldout) > 1 else (0, None, None)  # a run that was cut short has none
+    heldout = [one.values for one in result.metrics if "val_reward" in one.values]
+    before, after = heldout[0], heldout[-1]
     summary = {
-        "example": "math_tools",
         "seed": options.seed,
-        "model": options.model or "tiny",
-        "before": before,
-        "after": after,
-        "tool_success": {"before": worked_before, "after": worked_after},
-        "heldout": heldout,
-        "curve": series(result, "reward", "tool_success"),
-        "seconds": round(seconds, 1),
-        "stopped_because": result.stopped_because,
+        "before": before["val_reward"],
+        "after": after["val_reward"],
+        "tool_success": after.get("val_tool_success"),
+        "curve": [{"step": one.step, **one.values} for one in result.metrics],
+        "seconds": seconds,
         "settings": settings(options),
     }
     out = Path(options.out)
     (out / "result.json").write_text(json.dumps(summary, indent=1) + "\n")
     draw_learning_curve(result.metrics, out / "learning_curve.png", f"math with tools, seed {options.seed}")
+    worked = [one.get("val_tool_success", 0.0) for one in (before, after)]
     print(
-        f"held-out reward {before} → {after}, tool calls that worked {worked_before} → {worked_after}, "
-        f"in {seconds:.0f} s; {out / 'result.json'}"
+        f"held-out reward {summary['before']:.3f} → {summary['after']:.3f}, tool calls that worked {worked[0]:.0%} → "
+        f"{worked[1]:.0%}, in {seconds:.0f} s; {out / 'result.json'}"
     )
-
-
-def series(result: FitResult, *names: str) -> list[list[float | None]]:
-    """[step, value, …] for each step that has the first of these metrics; None where one is missing."""
-    rows = [(one.step, [one.values.get(name) for name in names]) for one in result.metrics if names[0] in one.values]
-    return [[step, *(None if value is None else round(value, 4) for value in values)] for step, values in rows]
