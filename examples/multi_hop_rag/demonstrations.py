@@ -32,7 +32,7 @@ TOOLS = [
 ]
 
 DEMONSTRATIONS = 2000
-WARM_START = WarmStart(max_steps=150, cool_down=50)
+WARM_START = WarmStart(max_steps=110, cool_down=35)
 KNOWS_RELATION = 0.3  # how often it knows which relation is next, beyond chance
 ANSWERS_AT_END = 0.6  # how often it answers once it has followed the last relation
 ANSWERS_TOO_EARLY = 0.15  # and after any other

@@ -221,7 +221,9 @@ def bm25_ranking(folder: Path) -> Callable[[str, int], list[tuple[int, float]]]:
     index = bm25s.BM25.load(folder / "bm25", mmap=True, show_progress=False)
 
     def rank(query: str, top: int) -> list[tuple[int, float]]:
-        numbers, scores = index.retrieve([words(query)], k=top, show_progress=False)
+        if not (asked := words(query)):
+            return []
+        numbers, scores = index.retrieve([asked], k=top, show_progress=False)
         return list(zip(numbers[0].tolist(), scores[0].tolist(), strict=True))
 
     return rank
