@@ -68,9 +68,9 @@ class Search:
     async def explain(self, server: MCPServerStdio, context: RunContextWrapper[Any], error: Exception) -> str:
         """What the model is told of a search that failed because of what it asked for. SearchLost if it was not: the
         rollout ends there, and the next that begins gets a new server."""
-        if isinstance(error, (ModelBehaviorError, UserError)):
-            return default_tool_error_function(context, error)
         if self.server is server:
+            if isinstance(error, (ModelBehaviorError, UserError)):
+                return default_tool_error_function(context, error)
             await self.close()
         raise SearchLost(f"the search server was lost: {error}") from error
 
@@ -88,11 +88,12 @@ async def run(
     if client is None:
         async with AsyncOpenAI() as own:
             return await run(question, search, client=own, model=model)
+    server = await search.connected()
     agent = Agent(
         "researcher",
         instructions=INSTRUCTIONS,
         model=OpenAIChatCompletionsModel(model, client),
-        mcp_servers=[await search.connected()],
+        mcp_servers=[server],
     )
     try:
         # The SDK sends its traces to api.openai.com, wherever the model is.
@@ -102,6 +103,8 @@ async def run(
     except UserError as error:  # what the SDK makes of an exception in a tool
         if isinstance(error.__cause__, SearchLost):
             raise error.__cause__ from None
+        if search.server is not server:
+            raise SearchLost(f"the search server was lost to another agent: {error}") from error
         raise
 
 

@@ -213,6 +213,23 @@ async def test_one_server_process_serves_all_and_after_its_death_another_does(wo
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("turn", [1, 2])
+async def test_an_agent_whose_server_another_found_dead_fails_by_name_too(world: Path, turn: int) -> None:
+    async with searching(world) as search:
+
+        class Closing(ScriptedEndpoint):
+            async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                if len(self.requests) == turn - 1:
+                    await search.close()  # as an agent does that has met the dead server
+                await super().answer(reader, writer)
+
+        script = [calling(number, {"query": "director"}) for number in range(3)]
+        async with Closing(*script, {"content": "answer: yes"}).client() as client:
+            with pytest.raises(hop.agent.SearchLost, match="the search server was lost"):
+                await hop.agent.solve("?", search, client=client)
+
+
+@pytest.mark.anyio
 async def test_a_server_that_cannot_start_is_named(tmp_path: Path) -> None:
     async with searching(tmp_path) as search:
         with pytest.raises(hop.agent.SearchLost, match="the search server did not start"):
