@@ -24,10 +24,10 @@ def check_request(request: GenerationRequest, *, vocabulary_size: int, max_seque
 
     Raises BackendError(status=400) that names the field; its code is `context_length_exceeded` where the prompt or an
     explicit `max_tokens` does not fit into `max_sequence_length` (prompt and sampled tokens together)."""
-    prompt = _token_ids("prompt_token_ids", request.prompt_token_ids, vocabulary_size)
+    prompt = token_ids("prompt_token_ids", request.prompt_token_ids, vocabulary_size)
     if prompt.size == 0:
         raise _invalid("prompt_token_ids is empty; give at least one token id")
-    _token_ids("stop_token_ids", request.stop_token_ids, vocabulary_size)
+    token_ids("stop_token_ids", request.stop_token_ids, vocabulary_size)
     for name in ("max_tokens", "seed"):
         value = getattr(request, name)
         if value is not None and type(value) is not int:
@@ -58,9 +58,10 @@ def _check_room(prompt_length: int, max_tokens: int | None, max_sequence_length:
     )
 
 
-def _token_ids(name: str, token_ids: Iterable[int], vocabulary_size: int) -> TokenArray:
+def token_ids(name: str, ids: Iterable[int], vocabulary_size: int) -> TokenArray:
+    """`ids` as an array `[n]`; BackendError(status=400) with their `name` where the model does not know one."""
     try:
-        array = np.array(list(token_ids))
+        array = np.array(list(ids))
     except (TypeError, ValueError, OverflowError) as error:
         raise _invalid(f"{name} is not a sequence of token ids: {error}") from None
     if array.size == 0:

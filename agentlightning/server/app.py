@@ -21,6 +21,7 @@ from starlette.routing import BaseRoute, Mount
 from agentlightning.dashboard.tokens import SpellsTokens, Tokenizers
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.models import ModelTable
 from agentlightning.server.access import Access
 from agentlightning.server.dashboard import DashboardRoutes
 from agentlightning.server.events import EventRoutes
@@ -131,16 +132,16 @@ def _parts_of(
     if gateway is not None:
         beside += ModelRoutes(gateway.models, access, body_limit).routes()
         beside += HoldingRoutes(gateway, access, body_limit).routes()
-    dashboard = DashboardRoutes(store, access, body_limit, _tokenizers(store, gateway), protected=protected)
+    models = ModelTable() if gateway is None else gateway.models
+    dashboard = DashboardRoutes(store, access, body_limit, _tokenizers(store, models), models, protected=protected)
     beside += dashboard.routes()
     given = [*dashboard.page_routes(), *OtlpRoutes(store, access, body_limit).routes(), reward_route(store)]
     parts.routes = [Mount(PREFIX, routes=beside), *given]
     return parts
 
 
-def _tokenizers(store: LightningStore, gateway: Gateway | None) -> Tokenizers:
-    entries = [] if gateway is None else gateway.models
-    served = {one.name: one.backend.token_bytes for one in entries if isinstance(one.backend, SpellsTokens)}
+def _tokenizers(store: LightningStore, models: ModelTable) -> Tokenizers:
+    served = {one.name: one.backend.token_bytes for one in models if isinstance(one.backend, SpellsTokens)}
     return Tokenizers(store.address if isinstance(store, SqlStore) else None, served)
 
 

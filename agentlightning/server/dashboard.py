@@ -19,6 +19,7 @@ from starlette.routing import BaseRoute, Route
 from agentlightning.dashboard import credit, page, rollouts, runs, scores, tokens
 from agentlightning.data.as_trained import CreditSettings
 from agentlightning.errors import ForbiddenError, InvalidError, NotFoundError
+from agentlightning.gateway.models import ModelTable
 from agentlightning.server.access import Access, Scope, UnauthenticatedError
 from agentlightning.server.observing import note_caller
 from agentlightning.server.rest import read_body
@@ -83,15 +84,24 @@ class ConfinedStore(LightningStore):
 
 
 class DashboardRoutes:
-    """The routes over one store. `tokenizers` tell the texts of tokens; a body above `body_limit` bytes is refused."""
+    """The routes over one store. `tokenizers` tell the texts of tokens, `models` who answers for a model here; a body
+    above `body_limit` bytes is refused."""
 
     def __init__(
-        self, store: LightningStore, access: Access, body_limit: int, tokenizers: tokens.Tokenizers, *, protected: bool
+        self,
+        store: LightningStore,
+        access: Access,
+        body_limit: int,
+        tokenizers: tokens.Tokenizers,
+        models: ModelTable,
+        *,
+        protected: bool,
     ) -> None:
         self._store = store
         self._access = access
         self._body_limit = body_limit
         self._tokenizers = tokenizers
+        self._models = models
         self._protected = protected
         self._runs = runs.Runs()
 
@@ -223,7 +233,16 @@ class DashboardRoutes:
         spans = await store.query_spans(rollout.rollout_id, "latest")
         traced = next(one for one in group.traced if one.rollout.rollout_id == rollout.rollout_id)
         found = await asyncio.to_thread(self._tokenizers.find)
-        return await asyncio.to_thread(tokens.token_view, traced, spans, group, request.query_params.get("call"), found)
+        asked = request.query_params.get("call")
+        view = await asyncio.to_thread(tokens.token_view, traced, spans, group, asked, found)
+        if request.query_params.get("now") != "true":
+            return view
+        call = next(one for one in traced.transitions if one.span_id == view.span_id)
+        span = next(one for one in spans if one.span_id == view.span_id)
+        # Versions count the weights of one run: those of another have the same numbers.
+        running = {None, *(run.run_id for run in await store.query_runs() if run.status == "running")}
+        entry = self._models.get(call.model) if rollout.run_id in running else None
+        return await tokens.with_present(view, span, entry and entry.backend)
 
     async def _tree(self, store: ConfinedStore, request: Request) -> Any:
         group = await credit.find_group(store, request.path_params["group_id"])

@@ -12,10 +12,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from agentlightning.dashboard import page
+from agentlightning.dashboard import page, tokens
 from agentlightning.dashboard.scores import csv_line
+from agentlightning.engine.engine import Engine
+from agentlightning.engine.service import EngineService
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.models import ModelTable
+from agentlightning.gateway.chat.backend import TokenBackend
+from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.learner.tiny import make_tokenizer
 from agentlightning.server.app import create_app
 from agentlightning.server.dashboard import POLICY
 from agentlightning.server.serve import HttpServer
@@ -23,6 +28,7 @@ from agentlightning.store import calls
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import EnqueueRolloutRequest, Metrics, Rollout
 from tests.data.recorded import SYSTEM, asks_for, call, reward, says, tool_says
+from tests.models import tiny_model
 
 pytestmark = pytest.mark.anyio
 KEY = "the admin's key"
@@ -37,8 +43,8 @@ MANIFEST = {
 class Place:
     """A server, its store, and a browser of its origin."""
 
-    def __init__(self, store: SqlStore, http: aiohttp.ClientSession, url: str) -> None:
-        self.store, self.http, self.url = store, http, url
+    def __init__(self, store: SqlStore, http: aiohttp.ClientSession, url: str, models: ModelTable) -> None:
+        self.store, self.http, self.url, self.models = store, http, url, models
         self.headers = {"authorization": f"Bearer {KEY}"}
 
     async def ask(self, method: str, path: str, body: Any = None, status: int = 200, **headers: str) -> Any:
@@ -59,7 +65,7 @@ class Place:
             assert answer.status == 200, await answer.text()
             cookie = answer.headers["set-cookie"]
         assert key not in cookie and "HttpOnly" in cookie and "SameSite=Strict" in cookie
-        browser = Place(self.store, self.http, self.url)
+        browser = Place(self.store, self.http, self.url, self.models)
         browser.headers = {"cookie": cookie.partition(";")[0]}
         return browser
 
@@ -73,12 +79,14 @@ async def place(anyio_backend) -> AsyncIterator[Place]:
         HttpServer(create_app(store, gateway=gateway, admin_key=KEY)) as http,
         aiohttp.ClientSession(http.url, cookie_jar=jar) as session,
     ):
-        yield Place(store, session, http.url)
+        yield Place(store, session, http.url, gateway.models)
     await gateway.close()
     await store.close()
 
 
-async def record(store: SqlStore, rewards: list[float | None], project: str | None = None) -> list[Rollout]:
+async def record(
+    store: SqlStore, rewards: list[float | None], project: str | None = None, sampling: str | None = None
+) -> list[Rollout]:
     """A group of one run, in which each rollout calls twice: for a tool, which the first one's fails, and to answer."""
     run = await store.start_run("grpo", MANIFEST, project=project)
     group = await store.create_group(len(rewards), run_id=run.run_id)
@@ -94,7 +102,9 @@ async def record(store: SqlStore, rewards: list[float | None], project: str | No
         ids = leased.rollout_id, leased.attempt.attempt_id
         result = tool_says("t", '{"is_error": true}' if n == 0 else "sunny")
         spans = [
-            call(0, question, asks_for("t"), CALL_REQUEST='{"model": "policy", "temperature": 1}'),
+            call(
+                0, question, asks_for("t"), CALL_REQUEST='{"model": "policy", "temperature": 1}', CALL_SAMPLING=sampling
+            ),
             call(1, [*question, asks_for("t"), result], says("assistant", HOSTILE)),
             *([] if value is None else [reward(value)]),
         ]
@@ -273,6 +283,52 @@ async def test_tokens_are_those_that_were_sampled(place):
     later = await place.get(f"/rollouts/{one.rollout_id}/tokens?call={view['calls'][1]['span_id']}")
     assert (later["prompt"]["ids"], later["prompt"]["shared"]) == ([1, 2, 1], 2)
     await place.get(f"/rollouts/{one.rollout_id}/tokens?call=none", status=404)
+
+
+@pytest.fixture
+async def service(place) -> AsyncIterator[EngineService]:
+    """The policy of the recorded calls, served beside the store: version 4."""
+    tokenizer = make_tokenizer(["a few words"], 300)
+    model = tiny_model(vocab_size=len(tokenizer))
+    service = EngineService(Engine(model, eos_token_ids=[1], max_sequence_length=8, slots=1))
+    service.start()
+    await service.update_weights(4)
+    backend = TokenBackend(ChatTemplate.from_pretrained(tokenizer), service, name="embedded")
+    place.models.put(ModelEntry("policy", backend))
+    yield service
+    service.close()
+
+
+async def test_tokens_are_compared_with_what_the_present_weights_give_them(place, service):
+    one, _ = await record(place.store, [1.0, 0.0], sampling='{"temperature": 0.5}')
+    path = f"/rollouts/{one.rollout_id}/tokens"
+    now = (await place.get(f"{path}?now=true"))["now"]
+    async with service.exclusive() as engine:
+        assert now["logprobs"] == pytest.approx(engine.logprobs([1, 2, 0], [7, 8], 0.5).tolist(), abs=1e-5)
+    assert now["policy_version"] == 4
+    assert (await place.get(path))["now"] is None
+
+
+async def test_why_tokens_cannot_be_compared_is_said(place, service, monkeypatch):
+    monkeypatch.setattr(tokens, "_PATIENCE", 0.01)
+    one, _ = await record(place.store, [1.0, 0.0])
+    cut, _ = await record(place.store, [1.0, 0.0], sampling='{"top_p": 0.9}')
+
+    async def said(rollout: Rollout = one) -> str:
+        view = await place.get(f"/rollouts/{rollout.rollout_id}/tokens?now=true")
+        assert view["now"] is None and view["sampled"]["logprobs"] == [-0.5, -0.25]
+        return view["now_problem"]
+
+    assert "sampled with top_p" in await said(cut)
+    async with service.exclusive() as engine:
+        assert "training step has the weights" in await said()
+        engine.max_sequence_length = 4
+    assert "holds sequences of 4 tokens" in await said()
+    assert one.run_id is not None
+    await place.store.update_run(one.run_id, "succeeded")
+    assert "are not in this process" in await said()
+    place.models.remove("policy")
+    assert "are not in this process" in await said(cut)
 
 
 # --- groups and credit --------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class TokenBackend:
 
     def __init__(self, chat: ChatTemplate, generator: TokenGenerator, *, name: str) -> None:
         self.name = name
-        self._generator = generator
+        self.generator = generator
         self._chat = chat
         self._recorded = RecordedAnswers(chat)
 
@@ -129,18 +129,18 @@ class TokenBackend:
         request = self._request(call, index, prompt)
         writer = _ChoiceWriter(call, index, self._chat, parse_tools=parse_tools)
         if call.stream or call.sampling.stop:
-            async with aclosing(self._generator.generate(request)) as tokens:
+            async with aclosing(self.generator.generate(request)) as tokens:
                 async for token in tokens:
                     yield writer.delta([token])
                     if writer.stop_string is not None:
                         break
         else:
-            tokens = await self._generator.complete(request)
+            tokens = await self.generator.complete(request)
             for _, run in groupby(tokens, key=lambda token: token.version):
                 yield writer.delta(list(run))
         if call.prompt is None:
             self._recorded.record(call.session, prompt, writer.token_ids)
-        yield writer.finished(self._generator.untrainable(request))
+        yield writer.finished(self.generator.untrainable(request))
 
 
 class _ChoiceWriter:
