@@ -13,7 +13,7 @@ RUNS ?= runs
 # Most tests wait for servers and processes of their own; those of a module share what is dear to make.
 SIDE_BY_SIDE ?= -n 3 --dist loadscope
 
-.PHONY: help setup packages quickstart format lint types contracts test frameworks docs dashboard screenshots smoke ci soak experiments benchmarks clean
+.PHONY: help setup packages quickstart format lint types contracts test frameworks docs dashboard screenshots smoke ci soak experiments seeds benchmarks clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -90,9 +90,13 @@ soak: setup
 	$(BIN)/pytest -m soak --timeout=7200
 
 # A run that was finished before is read, not run again.
-experiments: setup
-	$(BIN)/python benchmarks/algorithms_seeds.py --seeds 1-3 --out $(RUNS)/experiments/algorithms
-	$(BIN)/python benchmarks/quickstart_seeds.py --seeds 1-10 --out $(RUNS)/experiments
+experiments: setup .venv-experiments/.setup
+	$(BIN)/python benchmarks/experiments.py --seeds 1-3 --out $(RUNS)/experiments
+
+seeds: setup
+	$(BIN)/python benchmarks/algorithms_seeds.py --seeds 1-3 --out $(RUNS)/seeds/algorithms
+	$(BIN)/python benchmarks/fine_tuning_seeds.py --seeds 1-3 --out $(RUNS)/seeds/fine_tuning
+	$(BIN)/python benchmarks/quickstart_seeds.py --seeds 1-10 --out $(RUNS)/seeds/quickstart
 
 benchmarks: setup .venv-trl/.setup .venv-experiments/.setup
 	set -e; for script in benchmarks/*.py; do \

@@ -13,20 +13,14 @@ from agentlightning.trainer import FitResult
 
 
 def write_report(result: FitResult, config: TrainConfig, out: Path, seconds: float) -> None:
-    """Write both into `out`. `curve` has the mean reward of each step's rollouts, `heldout` that of held-out tasks."""
-    curve, heldout = (
-        [[one.step, round(one.values[name], 4)] for one in result.metrics if name in one.values]
-        for name in ("reward", "val_reward")
-    )
+    """Write both into `out`: held-out rewards before and after, and all that was measured of each step."""
+    rewards = [evaluation.reward for evaluation in result.evaluations]
     summary = {
-        "example": "text_to_sql",
         "seed": config.seed,
-        "before": heldout[0][1],
-        "after": heldout[-1][1],
-        "heldout": heldout,
-        "curve": curve,
-        "seconds": round(seconds, 1),
-        "stopped_because": result.stopped_because,
+        "before": rewards[0],
+        "after": rewards[-1],
+        "curve": [{"step": one.step, **one.values} for one in result.metrics],
+        "seconds": seconds,
         "settings": msgspec.to_builtins(config),
     }
     (out / "result.json").write_text(json.dumps(summary, indent=1) + "\n")
