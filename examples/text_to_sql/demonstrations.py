@@ -21,7 +21,7 @@ DEMONSTRATIONS = 2500
 WARM_START_STEPS = 300
 # How often the script knows what a word means, instead of guessing. Comparisons and keys of joins must be shown: reward
 # teaches a small transformer nothing of what its warm start left no trace of.
-KNOWS = {"function": 0.05, "operator": 0.85, "direction": 0.05, "key": 0.85}
+KNOWS = {"function": 0.2, "operator": 0.9, "direction": 0.2, "key": 0.9}
 ACCEPTED = {True: 0.9, False: 0.6}  # how often its checker lets a right and a wrong query pass
 ROLES = ("writer", "writer", "rewriter", "rewriter", "checker")
 
