@@ -20,10 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.dashboard.world import World, browser, served  # noqa: E402
-
 from agentlightning.store.sql import SqlStore  # noqa: E402
 from agentlightning.types import EnqueueRolloutRequest  # noqa: E402
+from tests.dashboard.world import World, browser, served  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "dashboard.json"
 AT_ONCE = 10_000
