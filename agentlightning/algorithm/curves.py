@@ -40,8 +40,8 @@ def _draw(
             axes.plot(*zip(*points, strict=True), style, label=_literal(label), markersize=4)
     axes.set(xlabel=_literal(along), ylabel=_literal(measured), title=_literal(title))
     axes.grid(alpha=0.3)
-    if axes.has_data():
-        axes.legend()
+    if len(axes.lines) > 1:
+        figure.legend(loc="outside lower center", ncols=2)  # below, where it covers nothing
     figure.savefig(path, dpi=120)
     return path
 

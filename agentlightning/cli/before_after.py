@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentlightning.algorithm.traces import render_message
+from agentlightning.tracing.tree import printable
 
 if TYPE_CHECKING:
     from agentlightning.quickstart import BeforeAfter, QuickstartReport
@@ -62,7 +63,7 @@ def _reward_line(report: QuickstartReport) -> Text:
 
 def _conversation(messages: list[dict[str, Any]]) -> Text:
     lines = [render_message(message) for message in messages if message.get("role") != "system"]
-    return Text("\n".join(lines) if lines else "no call was made")
+    return Text(printable("\n".join(lines)) if lines else "no call was made")
 
 
 def _show_places(console: Console, report: QuickstartReport) -> None:

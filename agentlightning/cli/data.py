@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
 import click
 import msgspec
 
+from agentlightning.cli.as_json import json_option, print_json
+from agentlightning.cli.drift import visible
 from agentlightning.cli.explain import explain
 from agentlightning.cli.replay import replay
 from agentlightning.cli.rollouts import newest_store
@@ -162,7 +164,7 @@ _UNITS: Final = {"parquet": "rows", "sft": "conversations", "sharegpt": "convers
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @click.option("--server", metavar="URL", help="The `agl server` that has the store open, instead of STORE.")
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object about what was written.")
+@json_option
 def export(
     address: str | None,
     kind: str,
@@ -244,7 +246,7 @@ def _tell(kind: str, rollouts: int, dataset: _Dataset, out: Path, as_json: bool)
 
     if as_json:
         told = {"file": str(out), _UNITS[kind]: dataset.written, "rollouts": rollouts}
-        print(msgspec.json.encode(told | {"left_out": dict(dataset.left_out)}).decode())
+        print_json(told | {"left_out": dict(dataset.left_out)})
         return
     print(f"wrote {dataset.written:,} {_UNITS[kind]} of {rollouts:,} rollouts to {out}")
     for reason, count in dataset.left_out.most_common():
@@ -266,7 +268,7 @@ def _nothing(kind: str, rollouts: int, left_out: Counter[str], place: str) -> st
 @data.command("check")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE.jsonl")
 @click.option("--most", type=click.IntRange(min=1), default=20, show_default=True, help="Problems to show.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@json_option
 def check(file: Path, most: int, as_json: bool) -> int:
     """Check a fine-tuning file, whoever wrote it, for what OpenAI and Azure would refuse.
 
@@ -280,12 +282,12 @@ def check(file: Path, most: int, as_json: bool) -> int:
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from None
     if as_json:
         problems = [{"line": one.line, "problem": one.problem.what, "where": one.problem.where} for one in found]
-        print(msgspec.json.encode({"file": str(file), "problems": problems}).decode())
+        print_json({"file": str(file), "problems": problems})
     elif not found:
         print(f"{file}: nothing wrong")
     else:
         for one in found[:most]:
-            print(f"{file}{'' if one.line is None else f':{one.line}'}: {one.problem}")
+            print(f"{file}{'' if one.line is None else f':{one.line}'}: {visible(str(one.problem))}")
         if len(found) > most:
             print(f"{len(found) - most:,} more")
     return WRONG if found else 0

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import click
 import msgspec
 
+from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.asking import ask_server
 from agentlightning.cli.backends import backend_options, open_backend
 from agentlightning.cli.runs import RUNS
@@ -55,7 +56,7 @@ class Check:
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
 @backend_options(required=False, left_out="none is looked at")
 @click.option("--model", metavar="NAME", help="What to ask the backend for; default the first that it lists.")
-@click.option("--json", "as_json", is_flag=True, help="JSON, one check a line.")
+@json_option
 def doctor(
     server: str | None,
     key: str | None,
@@ -87,7 +88,7 @@ def doctor(
 
 def _tell(check: Check, as_json: bool) -> None:
     if as_json:
-        click.echo(msgspec.json.encode(check))
+        print_json(check)
         return
     from rich.console import Console
     from rich.text import Text

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-import msgspec
 
 from agentlightning import semconv
+from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.store import open_store
 from agentlightning.errors import ConfigError
 from agentlightning.types import And, Condition, Filter
@@ -37,7 +37,7 @@ _UNITS: Final = {"answer": "answers", "history": "histories", "prompt": "prompts
 @click.option("--examples", type=click.IntRange(min=0), default=1, show_default=True, help="Per check and kind.")
 @click.option("--server", metavar="URL", help="The `agl server` that has the store open, instead of STORE.")
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@json_option
 def drift(
     address: str | None,
     source: str,
@@ -55,7 +55,7 @@ def drift(
         raise click.UsageError("say which store: either STORE (a file or a postgresql:// URL), or --server URL")
     check, report = asyncio.run(_compare(address, server, key, source, _calls(run_id, model), examples))
     if as_json:
-        print(msgspec.json.encode(_summary(check, report)).decode())
+        print_json(_summary(check, report))
         return
     _show(check, report)
 
@@ -142,7 +142,8 @@ def _show(check: DriftCheck, report: DriftReport) -> None:
     compared = [f"{tally.calls:,} {_UNITS[name]} ({tally.tokens:,} tokens)" for name, tally in report.compared.items()]
     print(f"compared {', '.join(compared)}")
     if check.refused:
-        print(f"{check.refused:,} prompts were left out, which this tokenizer's template refuses: {check.refusal}")
+        refusal = visible(check.refusal)
+        print(f"{check.refused:,} prompts were left out, which this tokenizer's template refuses: {refusal}")
     found = report.found()
     if not found:
         print("no drift")

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentlightning.algorithm.measures import Comparison, Difference, Estimate, Summary
+from agentlightning.tracing.tree import printable
 
 _ALL = "all tasks"
 
@@ -20,7 +21,7 @@ def show_summary(console: Console, summary: Summary, confidence: float) -> None:
     table = _table("value", f"{confidence:.0%} interval")
     for tag, estimates in [(_ALL, summary.estimates), *summary.tags.items()]:
         for name, estimate in estimates.items():
-            table.add_row(Text(tag), name, str(estimate.tasks), f"{estimate.value:.3f}", _interval(estimate))
+            table.add_row(Text(printable(tag)), name, str(estimate.tasks), f"{estimate.value:.3f}", _interval(estimate))
             tag = ""
     _print(console, table)
     if summary.tasks == 1:
@@ -30,7 +31,7 @@ def show_summary(console: Console, summary: Summary, confidence: float) -> None:
 def show_comparison(console: Console, names: Sequence[str], comparison: Comparison, confidence: float) -> None:
     """The same of two, with what the second has over the first."""
     for letter, name, summary in zip("AB", names, (comparison.first, comparison.second), strict=True):
-        console.print(f"{letter}: {name}", markup=False, soft_wrap=True)
+        console.print(f"{letter}: {printable(name)}", markup=False, soft_wrap=True)
         _show_rollouts(console, "   ", summary)
     if comparison.unpaired:
         console.print(f"Tasks of one of them alone, left out: {comparison.unpaired}")
@@ -43,7 +44,7 @@ def show_comparison(console: Console, names: Sequence[str], comparison: Comparis
         for name, one in differences.items():
             values = [f"{side[name].value:.3f}" if name in side else "" for side in (ours, theirs)]
             values += [f"{one.value:+.3f}", _interval(one, "+"), "<0.001" if one.p < 0.001 else f"{one.p:.3f}"]
-            table.add_row(Text(tag), name, str(one.tasks), *values)
+            table.add_row(Text(printable(tag)), name, str(one.tasks), *values)
             tag = ""
     _print(console, table)
 
@@ -61,7 +62,7 @@ def _print(console: Console, table: Table) -> None:
 def _show_rollouts(console: Console, indent: str, summary: Summary) -> None:
     console.print(f"{indent}{summary}", markup=False, soft_wrap=True)
     if summary.problem:
-        console.print(f"{indent}first failure: {summary.problem}", markup=False, soft_wrap=True)
+        console.print(f"{indent}first failure: {printable(summary.problem)}", markup=False, soft_wrap=True)
 
 
 def _interval(estimate: Estimate | Difference, sign: str = "") -> str:

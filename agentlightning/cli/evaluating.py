@@ -17,6 +17,7 @@ import click
 import msgspec
 from rich.console import Console
 
+from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.config import TrainConfig, load_config
 from agentlightning.cli.training import INTERRUPTED, answering, answering_options, fit, running_flags
 from agentlightning.errors import ConfigError, NotFoundError
@@ -58,7 +59,7 @@ class Counts(click.ParamType):
 @click.option("--threshold", type=float, default=1.0, show_default=True, help="The least reward that passes.")
 @click.option("--confidence", type=float, default=0.95, show_default=True, help="Of the intervals.")
 @click.option("--by", multiple=True, metavar="FIELD", help="Break down by this field of tasks; default tags and kind.")
-@click.option("--json", "as_json", is_flag=True, help="End stdout with one JSON object; everything else to stderr.")
+@json_option
 @running_flags
 @click.pass_context
 def eval(
@@ -227,6 +228,7 @@ async def _stored(
 ) -> list[Measured]:
     """The rollouts of `RUN`, or of its evaluation after step N, or with version N of its resources: `RUN@N`."""
     from agentlightning.algorithm.measures import measured
+    from agentlightning.cli.display import counting
     from agentlightning.cli.repeating import open_run
     from agentlightning.data.transitions import trace_rollout
 
@@ -242,8 +244,13 @@ async def _stored(
             chosen = _last(run_name, parts)
         if not chosen:
             raise NotFoundError(f"{run_name} has measured no {wanted!r}; it has {', '.join(parts)}")
-        traced = [(one, await store.query_spans(one.rollout_id, "latest")) for one in chosen]
-    return [measured(trace_rollout(one, spans), spans, fields) for one, spans in traced]
+        found: list[Measured] = []
+        with counting("rollouts", len(chosen)) as advance:
+            for one in chosen:
+                spans = await store.query_spans(one.rollout_id, "latest")
+                found.append(measured(trace_rollout(one, spans), spans, fields))
+                advance(len(found))
+    return found
 
 
 async def _parts(store: LightningStore, project: str, rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
@@ -290,5 +297,5 @@ def _tell(
         summaries = [told]
     if as_json:
         asked = {"names": names, "threshold": measures.threshold, "confidence": measures.confidence}
-        print(msgspec.json.encode(asked | msgspec.to_builtins(told)).decode())
+        print_json(asked | msgspec.to_builtins(told))
     return 0 if all(summary.ended.get("rewarded") for summary in summaries) else 1

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
-import msgspec
 
+from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.drift import load_chat, visible
 from agentlightning.cli.rollouts import newest_store
 from agentlightning.cli.store import open_store, run
@@ -51,7 +51,7 @@ _WORDS: Final = ("agent", "model", "trains", "tools")
 @click.option("--tokenizer", "source", metavar="ID|DIR", help="The model's; default the run's own, beside its store.")
 @click.option("--server", metavar="URL", help="The `agl server` that has the store open, instead of STORE.")
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@json_option
 def explain(
     rollout_id: str, address: str | None, source: str | None, server: str | None, key: str | None, as_json: bool
 ) -> int:
@@ -64,7 +64,7 @@ def explain(
         async with open_store(place, server, key, reading=True) as store:
             explanation, classifier = await _explanation(store, rollout_id, source or _own_tokenizer(place))
         if as_json:
-            click.echo(msgspec.json.encode(explanation))
+            print_json(explanation)
             return
         _show(explanation, classifier)
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from agentlightning.cli.store import json_option, open_store, run, tell
+from agentlightning.cli.as_json import json_option, tell
+from agentlightning.cli.store import open_store, run
 from agentlightning.errors import InvalidError
 from agentlightning.types import Mode
 
@@ -64,11 +65,12 @@ async def _import(
     from agentlightning.cli.display import counting
     from agentlightning.data.foreign_traces import read_traces, rollouts_of
     from agentlightning.store import calls
+    from agentlightning.tracing.tree import printable
 
     read = [read_traces(file) for file in files]
     problems = [problem for one in read for problem in one.problems]
     for problem in problems[:_PROBLEMS_SHOWN]:
-        click.echo(problem, err=True)
+        click.echo(printable(problem), err=True)
     if len(problems) > _PROBLEMS_SHOWN:
         click.echo(f"… and {len(problems) - _PROBLEMS_SHOWN} more", err=True)
     spans = [span for one in read for span in one.spans]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.errors import ConfigError
 
 TEMPLATE = Path(__file__).parents[1] / "templates" / "agent"
@@ -15,9 +16,13 @@ RENAMED = {"gitignore": ".gitignore"}  # under its own name it would hide files 
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path), default=".", metavar="[FOLDER]")
-def init(folder: Path) -> None:
+@json_option
+def init(folder: Path, as_json: bool) -> None:
     """Make a project in FOLDER (default: here) that trains at once: an agent, tasks, a reward, a run file, tests."""
     make_project(folder)
+    if as_json:
+        print_json({"folder": str(folder.resolve())})
+        return
     here = folder.resolve() == Path.cwd()
     click.echo(f"An agent with tasks, a reward and tests is in {folder.resolve()}. Now:\n")
     if not here:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
+from agentlightning.cli.as_json import print_json, tell
 from agentlightning.cli.durations import Duration
-from agentlightning.cli.store import open_store, run, store_options, tell
+from agentlightning.cli.store import open_store, run, store_options
 from agentlightning.errors import ConflictError, NotFoundError
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def list_(address: str | None, server: str | None, key: str | None, as_json: boo
             found = await opened.perform(calls.QueryKeys())
         if as_json:
             for one in found:
-                print(msgspec.json.encode(one).decode())
+                print_json(one)
             return
         now = time.time()
         rows = [
@@ -152,7 +153,7 @@ def audit(address: str | None, server: str | None, key: str | None, limit: int, 
             found = await opened.perform(calls.QueryAudit(limit=limit))
         if as_json:
             for one in found:
-                print(msgspec.json.encode(one).decode())
+                print_json(one)
             return
         rows = [
             (str(one.number), _date(one.time), one.actor, one.action, msgspec.json.encode(one.detail).decode())

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.backends import backend_options, open_backend
 from agentlightning.cli.serving import KEY_HELP, address_options, forwarding_options, until_stopped
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 @address_options(8124)
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help=KEY_HELP)
 @forwarding_options
-def proxy(backend: str, kind: Kind | None, backend_key: str | None, address: str, **others: Any) -> None:
+@json_option
+def proxy(backend: str, kind: Kind | None, backend_key: str | None, address: str, as_json: bool, **others: Any) -> None:
     """Pass an agent's calls on to a server, and record them.
 
     Nothing is changed on the way, and recording never delays an answer. From vLLM the exact token ids are recorded too.
@@ -33,10 +35,10 @@ def proxy(backend: str, kind: Kind | None, backend_key: str | None, address: str
 
     configure_logging("text")
     settings = ServerSettings(store=address, record="queue", **others)
-    run_on_fastest_loop(_proxy(backend, kind, backend_key, settings))
+    run_on_fastest_loop(_proxy(backend, kind, backend_key, settings, as_json))
 
 
-async def _proxy(url: str, kind: Kind | None, key: str | None, settings: ServerSettings) -> None:
+async def _proxy(url: str, kind: Kind | None, key: str | None, settings: ServerSettings, as_json: bool) -> None:
     from agentlightning.gateway.models import ANY, ModelEntry
     from agentlightning.server.service import running_server
     from agentlightning.store.redaction import text_without_secrets
@@ -44,11 +46,16 @@ async def _proxy(url: str, kind: Kind | None, key: str | None, settings: ServerS
     backend = await open_backend(url, kind, key)
     entry = ModelEntry(ANY, backend, trainable=False, train=None, val=None)
     async with running_server(dataclasses.replace(settings, models=(entry,))) as running:
+        store = text_without_secrets(settings.store)
+        told = {"url": running.url, "backend": backend.name, "kind": backend.kind, "store": store}
         await until_stopped(
-            f"calls to {backend.name} ({backend.kind}) are recorded in {text_without_secrets(settings.store)}\n"
+            f"calls to {backend.name} ({backend.kind}) are recorded in {store}\n"
             f"    OPENAI_BASE_URL={running.url}/v1 OPENAI_API_KEY=any python your_agent.py\n"
-            f"    ANTHROPIC_BASE_URL={running.url} ANTHROPIC_API_KEY=any python your_agent.py"
+            f"    ANTHROPIC_BASE_URL={running.url} ANTHROPIC_API_KEY=any python your_agent.py",
+            told if as_json else None,
         )
         calls = sum(running.gateway.statistics.calls.values())
     shed = running.gateway.shed
     click.echo(f"calls: {calls}, recorded: {calls - shed}", err=True)
+    if as_json:
+        print_json({"calls": calls, "recorded": calls - shed})

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
+from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.config import build, load_config
 from agentlightning.cli.runs import STORE_FILE
 from agentlightning.cli.store import open_store, run
@@ -55,7 +56,7 @@ class _Steps(click.ParamType):
 @click.option("--store", "address", metavar="PATH|URL", help="The run's store, if it is not in RUN_DIR.")
 @click.option("--server", metavar="URL", help="The `agl server` that has the store open.")
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@json_option
 def replay(
     directory: Path,
     steps: tuple[int, int] | None,
@@ -191,7 +192,7 @@ def _conclude(plan: ReplayPlan, trained: list[ReplayedStep], digests: list[str],
     equal = len(set(digests)) == 1 if plan.goal is not None else None
     if as_json:
         told = {"steps": trained, "sha256": digests[0], "checkpoint": plan.goal and str(plan.goal), "equal": equal}
-        print(msgspec.json.encode(told).decode())
+        print_json(told)
     elif plan.goal is None:
         print(f"weights {digests[0]}; no checkpoint was kept after step {trained[-1].step} to compare them with")
     elif equal:

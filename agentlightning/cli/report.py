@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
+from agentlightning.cli.as_json import print_json
 from agentlightning.cli.rollouts import ENDED, with_rewards
 from agentlightning.cli.runs import CURVES, StoredRun, choose_runs, count_rollouts
 from agentlightning.cli.store import open_store, reading_options, run
@@ -43,20 +44,26 @@ _METRICS: Final = (
 _LOOKED_THROUGH: Final = 200  # rollouts, for examples
 _LONGEST: Final = 4000  # characters of a message
 _STYLE: Final = """
-:root { color-scheme: light dark; }
+:root { color-scheme: light dark; --back: #fff; --text: #1c1c20; --link: #4338ca; }
+@media (prefers-color-scheme: dark) { :root { --back: #121316; --text: #e6e6ea; --link: #a5b4fc; } }
+body { background: var(--back); color: var(--text); }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #8884; vertical-align: top; }
-td { overflow-wrap: anywhere; }
-.n { text-align: right; overflow-wrap: normal; }
-.dim { opacity: .7; }
-.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(22rem, 1fr)); gap: 1rem; }
+.settings td { overflow-wrap: anywhere; }
+.n { text-align: right; white-space: nowrap; }
+a { color: var(--link); }
+.dim { opacity: .75; }
+.wide { overflow-x: auto; }
+h1, code { overflow-wrap: anywhere; }
+.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(22rem, 100%), 1fr)); gap: 1rem; }
 figure { margin: 0; }
 img { width: 100%; border-radius: 6px; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0; font-size: 13px; }
 summary { cursor: pointer; padding: .3rem 0; }
 .message { border-left: 3px solid #8886; padding: .1rem .8rem; margin: .5rem 0; }
 .assistant { border-color: #4a8; }
+@media (prefers-color-scheme: dark) { img { filter: invert(.92) hue-rotate(180deg); } }
 """
 
 
@@ -91,9 +98,7 @@ def report(
                 told.append(await _described(store, one, examples))
         files = _write(directory, chosen, told, metrics)
         if as_json:
-            click.echo(
-                msgspec.json.encode({"runs": [one.run.run_id for one in chosen], "files": list(map(str, files))})
-            )
+            print_json({"runs": [one.run.run_id for one in chosen], "files": list(map(str, files))})
         else:
             click.echo(f"{files[0]}, and {len(files) - 1} pictures beside it")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
+from agentlightning.cli.as_json import print_json
 from agentlightning.cli.prices import PRICE_HELP, read_prices
 from agentlightning.cli.runs import RUNS, SERVER_STORE, STATUSES, STORE_FILE, ListingGroup
 from agentlightning.cli.store import open_store, reading_options, run
@@ -105,7 +106,7 @@ def ls(
             listed = await with_rewards(store, page.items, with_calls=calls)
         if as_json:
             for one in listed:
-                click.echo(msgspec.json.encode(one))
+                print_json(one)
             return
         _print_list(listed, place or str(server), (page.total or 0) - len(listed))
 
@@ -237,7 +238,7 @@ async def _end_of_feed(store: LightningStore, run_id: str | None) -> int:
 
 def _print_ended(one: ListedRollout, as_json: bool) -> None:
     if as_json:
-        click.echo(msgspec.json.encode(one))
+        print_json(one)
         return
     from rich.console import Console
     from rich.text import Text
@@ -288,7 +289,7 @@ def show(
             spans = await store.query_spans(rollout_id, shown.attempt_id) if shown else []
         if as_json:
             told = {"rollout": rollout, "attempts": attempts, "spans": spans}
-            click.echo(msgspec.json.encode(told, enc_hook=plain))
+            print_json(told, enc_hook=plain)
             return
         from rich.console import Console
 

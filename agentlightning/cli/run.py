@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import shlex
 import signal
@@ -14,12 +15,13 @@ import tty
 from collections.abc import AsyncGenerator, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TextIO
 from urllib.parse import quote
 
 import click
 import msgspec
 
+from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.backends import backend_of_environment, backend_options, open_backend
 from agentlightning.cli.prices import PRICE_HELP, read_prices
 from agentlightning.cli.store import open_store
@@ -27,12 +29,13 @@ from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.runner.agent import LitAgent
 from agentlightning.semconv import CALL_ENDPOINT
 from agentlightning.store.redaction import text_without_secrets
-from agentlightning.types import LLM, AttemptedRollout, NamedResources
+from agentlightning.types import LLM, AttemptedRollout, NamedResources, Rollout, Span
 
 if TYPE_CHECKING:
     from agentlightning.gateway.backends.http import Kind
     from agentlightning.store.base import LightningStore
     from agentlightning.tracing.logs import Excerpt
+    from agentlightning.tracing.tree import Prices
 
 _OUTPUT_SECONDS: Final = 1.0  # how long what the program left running may hold its output open
 _NO_CALLS: Final = (
@@ -53,6 +56,7 @@ _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "AGL_MODEL")  # the
               help="Record tools and agents of Python frameworks too: all there are, or langchain,…")  # fmt: skip
 @click.option("--task", metavar="JSON", help="What to store as the rollout's input instead of the command.")
 @click.option("--price", multiple=True, metavar="MODEL=IN,OUT|FILE", help=PRICE_HELP)
+@json_option
 def run(
     command: tuple[str, ...],
     backend: str | None,
@@ -64,11 +68,12 @@ def run(
     instrument: str | None,
     task: str | None,
     price: tuple[str, ...],
+    as_json: bool,
 ) -> int:
     """Run a program as it is and record its calls of language models, and what else it tells.
 
     The program needs no change if it finds its API by OPENAI_BASE_URL or ANTHROPIC_BASE_URL, as the SDKs do. Its exit
-    code is passed on. The tree of what it did is printed on stderr.
+    code is passed on. The tree of what it did is printed on stderr, and with --json what the program prints as well.
 
     \b
     agl run -- python my_agent.py
@@ -76,7 +81,8 @@ def run(
     from agentlightning.tracing.tree import rollout_tree
 
     prices = read_prices(price)
-    program = Program(command, None if instrument is None else tuple(filter(None, instrument.split(","))))
+    names = None if instrument is None else tuple(filter(None, instrument.split(",")))
+    program = Program(command, names, sys.stderr if as_json else sys.stdout)
     given = shlex.join(command) if task is None else _task(task)
 
     async def work() -> int:
@@ -94,6 +100,8 @@ def run(
         page = f"/#/rollouts/{quote(rollout.rollout_id, safe='')}"
         served = server.rstrip("/") + page if server else f"http://127.0.0.1:8123{page} while `agl server {where}` runs"
         click.echo(f"dashboard: {served}", err=True)
+        if as_json:
+            print_json(_told(ended or rollout, spans, prices) | {"exit_code": program.exit_code})
         return program.exit_code
 
     return asyncio.run(work())
@@ -104,6 +112,17 @@ def _task(text: str) -> Any:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         raise click.BadParameter(f"{error}; a task is JSON, text in quotes", param_hint="'--task'") from None
+
+
+def _told(rollout: Rollout, spans: Sequence[Span], prices: Prices) -> dict[str, Any]:
+    """What `--json` prints of it."""
+    from agentlightning.tracing.rewards import find_final_reward
+    from agentlightning.tracing.steps import read_steps
+    from agentlightning.tracing.tree import totals
+
+    took = totals(read_steps(spans), prices)
+    told = {"rollout_id": rollout.rollout_id, "status": rollout.status, "reward": find_final_reward(spans)}
+    return told | dataclasses.asdict(took)
 
 
 def _show(tree: Any) -> None:
@@ -137,11 +156,12 @@ class ProgramFailed(AgentLightningError):
 
 @dataclass
 class Program(LitAgent[Any]):
-    """A command as an agent that is run once. `exit_code` is as a shell says it: 128 and the signal's number for one
-    that was killed. ConfigError for one that cannot be started."""
+    """A command as an agent that is run once; what it prints goes to `output`. `exit_code` is as a shell says it: 128
+    and the signal's number for one that was killed. ConfigError for one that cannot be started."""
 
     command: Sequence[str]
-    instrument: tuple[str, ...] | None = None
+    instrument: tuple[str, ...] | None
+    output: TextIO
     exit_code: int = 0
     _url: str = ""
     _rollout: AttemptedRollout | None = field(default=None, repr=False)
@@ -190,7 +210,7 @@ class Program(LitAgent[Any]):
 
     async def _executed(self, environment: dict[str, str]) -> dict[str, Excerpt]:
         """Run the process to its end; what it wrote."""
-        passing = {name: Passing(own) for name, own in (("stdout", sys.stdout), ("stderr", sys.stderr))}
+        passing = {name: Passing(own) for name, own in (("stdout", self.output), ("stderr", sys.stderr))}
         try:
             process = await asyncio.create_subprocess_exec(
                 *self.command, env=environment, stdout=passing["stdout"].theirs, stderr=passing["stderr"].theirs

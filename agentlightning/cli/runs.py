@@ -11,12 +11,13 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import click
-import msgspec
 
+from agentlightning.cli.as_json import print_json
 from agentlightning.cli.store import open_store, reading_options, run
 from agentlightning.errors import ConfigError, NotFoundError, nearest
 from agentlightning.types import And, Condition, Metrics, Run
@@ -67,7 +68,8 @@ class ListingGroup(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args or (self.get_command(ctx, args[0]) is None and args[0] not in ctx.help_option_names):
-            args = ["ls", *args]
+            mistyped = args and get_close_matches(args[0], self.commands) and not Path(args[0]).exists()
+            args = args if mistyped else ["ls", *args]
         return super().parse_args(ctx, args)
 
 
@@ -158,7 +160,7 @@ def ls(path: Path, server: str | None, key: str | None, as_json: bool) -> int:
             for one in found:
                 steps = one.history[-1].step if one.history else 0
                 told = {"where": one.where, "run": one.run, "metrics": one.newest, "steps": steps}
-                click.echo(msgspec.json.encode(told))
+                print_json(told)
             return
         from agentlightning.cli.tables import print_table
 
@@ -218,7 +220,7 @@ def show(
             counts = await count_rollouts(store, one.run.run_id)
         if as_json:
             told = {"where": one.where, "run": one.run, "rollouts": counts, "metrics": one.history}
-            click.echo(msgspec.json.encode(told))
+            print_json(told)
             return
         from agentlightning.cli.tables import print_table
 
@@ -303,7 +305,7 @@ def plot(
             if as_json:
                 for one, points in zip(chosen, curves, strict=True):
                     told = {"run_id": one.run.run_id, "metric": name, "by": axis, "points": points}
-                    click.echo(msgspec.json.encode(told))
+                    print_json(told)
             else:
                 _draw(name, axis, chosen, curves)
         if not wanted:

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from agentlightning.algorithm.base import STOPPED_BY_USER
 from agentlightning.algorithm.directory import MARK
+from agentlightning.cli.as_json import print_json
 from agentlightning.cli.config import TrainConfig
 from agentlightning.cli.training import exit_code, fit, fit_summary, show_fit
 from agentlightning.errors import ConfigError
@@ -53,7 +54,7 @@ def train_seeds(config: TrainConfig, seeds: Sequence[int], console: Console, *, 
     _show(console, directory, summaries, len(seeds))
     if as_json:
         whole = {"directory": str(directory), "reward": _over_seeds(summaries), "seeds": summaries}
-        print(msgspec.json.encode(whole).decode())
+        print_json(whole)
     return exit_code(stopped) or int(len(summaries) < len(seeds))
 
 

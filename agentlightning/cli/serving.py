@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import click
 import msgspec
 
+from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.durations import Duration
 from agentlightning.gateway.attribution import api_key_of
 
@@ -93,6 +94,7 @@ def forwarding_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--max-sequence-length", type=click.IntRange(min=1), metavar="TOKENS", help="Prompt and answer together.")
 @click.option("--threads", type=click.IntRange(min=1), help="Torch threads.")
 @click.option("--seed", type=int, default=0, show_default=True, help="For sampling, and for making MODEL.")
+@json_option
 def serve(
     model: str,
     host: str,
@@ -103,12 +105,15 @@ def serve(
     max_sequence_length: int | None,
     threads: int | None,
     seed: int,
+    as_json: bool,
 ) -> None:
     """Serve MODEL to clients of OpenAI's and Anthropic's APIs: a checkpoint's directory, a Hugging Face id, or
     FILE.py:NAME, a function that makes one."""
     from agentlightning.server.serve import run_on_fastest_loop
 
-    run_on_fastest_loop(_serve(model, host, port, key, model_name, concurrency, max_sequence_length, threads, seed))
+    run_on_fastest_loop(
+        _serve(model, host, port, key, model_name, concurrency, max_sequence_length, threads, seed, as_json)
+    )
 
 
 async def _serve(
@@ -121,6 +126,7 @@ async def _serve(
     max_sequence_length: int | None,
     threads: int | None,
     seed: int,
+    as_json: bool,
 ) -> None:
     from agentlightning.cli.display import hide_library_progress
     from agentlightning.gateway.app import Gateway
@@ -147,7 +153,8 @@ async def _serve(
             await until_stopped(
                 f"serving {model} as {model_name!r} at {http.url}/v1\n"
                 f"    OPENAI_BASE_URL={http.url}/v1 OPENAI_API_KEY={example} python your_agent.py\n"
-                f"    ANTHROPIC_BASE_URL={http.url} ANTHROPIC_API_KEY={example} python your_agent.py"
+                f"    ANTHROPIC_BASE_URL={http.url} ANTHROPIC_API_KEY={example} python your_agent.py",
+                {"url": http.url, "model": model_name} if as_json else None,
             )
     finally:
         served.service.close()
@@ -177,12 +184,14 @@ async def _serve(
 @click.option("--redact", metavar="FILE.py:NAME", help="Function that sees each span before it is written.")
 @click.option("--retain", type=Duration(), metavar="30d", help="Remove rollouts that ended longer ago than this.")
 @click.option("--retain-rewards", is_flag=True, help="Keep their rewards.")
+@json_option
 def server(
     address: str,
     body_limit: int,
     log_format: Literal["text", "json"],
     redact: str | None,
     retain: float | None,
+    as_json: bool,
     **others: Any,
 ) -> None:
     """Run the store and the gateway as a process of their own.
@@ -204,18 +213,20 @@ def server(
         retain_seconds=retain,
         **others,
     )
-    run_on_fastest_loop(_server(settings))
+    run_on_fastest_loop(_server(settings, as_json))
 
 
-async def _server(settings: ServerSettings) -> None:
+async def _server(settings: ServerSettings, as_json: bool) -> None:
     from agentlightning.server.service import running_server
     from agentlightning.store.redaction import text_without_secrets
 
     async with running_server(settings) as running:
-        greeting = f"store {text_without_secrets(settings.store)} at {running.url}"
+        store = text_without_secrets(settings.store)
+        greeting = f"store {store} at {running.url}"
         if running.otlp_grpc is not None:
             greeting += f", OTLP over gRPC at {running.otlp_grpc}"
-        await until_stopped(f"{greeting}\ndashboard: {running.url}/")
+        told = {"url": running.url, "store": store, "otlp_grpc": running.otlp_grpc}
+        await until_stopped(f"{greeting}\ndashboard: {running.url}/", told if as_json else None)
 
 
 @click.command()
@@ -241,6 +252,7 @@ async def _server(settings: ServerSettings) -> None:
               help="Let frameworks report tools and agents: langchain,crewai,… or all that can be.")  # fmt: skip
 @click.option("--settle", "settle_seconds", type=Duration(zero=True), metavar="2s", default="0s", show_default=True,
               help="End an attempt when no span has come for so long: for agents that export them.")  # fmt: skip
+@json_option
 def runner(
     agent: str | None,
     named: str | None,
@@ -291,6 +303,7 @@ async def _runner(
     key: str | None,
     concurrency: int | None,
     drain_seconds: float,
+    as_json: bool,
     **options: Any,
 ) -> None:
     from agentlightning.runner.processes import usual_concurrency
@@ -305,6 +318,8 @@ async def _runner(
         task = asyncio.current_task()
         assert task is not None
         click.echo(f"{working.worker_id} runs {name} for {url}, up to {concurrency} at once", err=True)
+        if as_json:
+            print_json({"worker_id": working.worker_id, "agent": name, "server": url, "concurrency": concurrency})
         async with asyncio.timeout(None) as limit:
 
             def drain() -> None:
@@ -318,11 +333,13 @@ async def _runner(
         await store.close()
 
 
-async def until_stopped(greeting: str) -> None:
-    """Say that the server is there, and return at Ctrl-C or SIGTERM."""
+async def until_stopped(greeting: str, told: object = None) -> None:
+    """Say that the server is there, with `told` as JSON too, and return at Ctrl-C or SIGTERM."""
     stopping = asyncio.Event()
     with _on_signal(stopping.set):
         click.echo(greeting, err=True)
+        if told is not None:
+            print_json(told)
         await stopping.wait()
     click.echo("stopping", err=True)
 

@@ -15,15 +15,18 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
+from agentlightning.cli.as_json import json_option, tell
 from agentlightning.cli.durations import Duration
 from agentlightning.errors import ConfigError, InUseError, InvalidError
 from agentlightning.types import Condition, Deleted, Filter
 
 if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
+    from agentlightning.store.calls import DeleteRollouts
 
 _POSTGRES: Final = ("postgresql://", "postgres://")
 _PATIENCE_SECONDS: Final = 10.0
+_LOOK_SECONDS: Final = 1.0
 
 
 @click.group()
@@ -32,16 +35,6 @@ def store() -> None:
 
 
 # --- which store -------------------------------------------------------------------------------------------------
-
-
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object, or one a line of what there are several."
-)
-
-
-def tell(as_json: bool, what: object, words: str) -> None:
-    """Print what was done: as JSON, or in words."""
-    click.echo(msgspec.json.encode(what).decode() if as_json else words)
 
 
 def store_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,7 +56,7 @@ def reading_options(*, store: bool = True) -> Callable[[Callable[..., Any]], Cal
         named = click.option("--store", "address", metavar="PATH|URL",
                              help="SQLite file or postgresql://…; default what is found below runs/.")  # fmt: skip
         for option in (
-            click.option("--json", "as_json", is_flag=True, help="JSON, one object a line."),
+            json_option,
             click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key."),
             click.option("--server", metavar="URL", help="Ask this `agl server` instead."),
             *([named] if store else []),
@@ -151,8 +144,8 @@ def gc(
                 words = f"{page.total} rollouts ended before that; nothing was removed"
                 tell(as_json, {"rollouts_found": page.total, **msgspec.structs.asdict(Deleted())}, words)
                 return
-            deleted = await opened.perform(
-                calls.DeleteRollouts(where=where, keep_rewards=keep_rewards, project=project)
+            deleted = await _delete(
+                opened, calls.DeleteRollouts(where=where, keep_rewards=keep_rewards, project=project)
             )
             tell(as_json, deleted, _removed(deleted))
 
@@ -213,9 +206,25 @@ async def _erase(
         ):
             tell(as_json, Deleted(), "nothing was removed")
             return 1
-        deleted = await opened.perform(calls.DeleteRollouts(where=where, unfinished=True, scrub=True, project=project))
+        deleted = await _delete(opened, calls.DeleteRollouts(where=where, unfinished=True, scrub=True, project=project))
         tell(as_json, deleted, _removed(deleted))
         return 0
+
+
+async def _delete(opened: LightningStore, call: DeleteRollouts) -> Deleted:
+    """Perform it and show meanwhile how far it is, which the number of those left tells, unless rewards are kept."""
+    from agentlightning.cli.display import counting
+
+    async def left() -> int:
+        return (await opened.page_rollouts(call.where, limit=0, with_total=True, project=call.project)).total or 0
+
+    total = None if call.keep_rewards else await left()
+    work = asyncio.ensure_future(opened.perform(call))
+    with counting("rollouts", total) as advance:
+        while not (await asyncio.wait([work], timeout=_LOOK_SECONDS))[0]:
+            if total is not None:
+                advance(total - await left())
+    return await work
 
 
 def _removed(deleted: Deleted) -> str:
@@ -241,6 +250,12 @@ def check(address: str | None, server: str | None, key: str | None, as_json: boo
     return run(work())
 
 
+def _copying(file: Path) -> contextlib.AbstractContextManager[Callable[[int], None]]:
+    from agentlightning.cli.display import counting
+
+    return counting("MiB", file.stat().st_size >> 20 if file.is_file() else None)
+
+
 @store.command()
 @click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
 @click.option("--store", "address", metavar="PATH|URL", required=True, help="SQLite file of the store.")
@@ -252,7 +267,8 @@ def backup(destination: Path, address: str, force: bool, as_json: bool) -> None:
 
     if address.startswith(_POSTGRES):
         raise ConfigError(postgres_advice(address, destination))
-    back_up(Path(address), destination, overwrite=force)
+    with _copying(Path(address)) as advance:
+        back_up(Path(address), destination, overwrite=force, advance=advance)
     size = destination.stat().st_size
     told = {"file": str(destination), "bytes": size}
     tell(as_json, told, f"{destination}: {size} bytes, read through and in order")
@@ -269,7 +285,8 @@ def restore(source: Path, destination: str, force: bool, as_json: bool) -> None:
 
     if destination.startswith(_POSTGRES):
         raise ConfigError(backup.postgres_advice(destination, source))
-    backup.restore(source, Path(destination), overwrite=force)
+    with _copying(source) as advance:
+        backup.restore(source, Path(destination), overwrite=force, advance=advance)
     tell(as_json, {"file": destination, "source": str(source)}, f"{destination}: restored from {source}")
 
 

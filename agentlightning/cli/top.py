@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-import msgspec
 
+from agentlightning.cli.as_json import print_json
 from agentlightning.cli.asking import ask_server
 from agentlightning.cli.rollouts import newest_store
 from agentlightning.cli.runs import STATUSES, StoredRun
@@ -66,7 +66,7 @@ def top(address: str | None, server: str | None, key: str | None, as_json: bool,
         async with open_store(place, server, key, reading=True) as store:
             first = await take_snapshot(store, place, server, key)
             if as_json:
-                click.echo(msgspec.json.encode(first.summary()))
+                print_json(first.summary())
             elif sys.stdout.isatty():
                 await _watch(store, place, server, key, first, interval)
             else:

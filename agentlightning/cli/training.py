@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import sys
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +14,7 @@ import click
 import msgspec
 from rich.console import Console
 
+from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.config import TrainConfig, build, kept, load_agent, load_config
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.types import LLM
@@ -147,7 +150,7 @@ def answering(
 @click.option("--from", "repeat", metavar="RUN_DIR|RUN_ID", help="Repeat this run: its settings instead of RUN.yaml's.")
 @click.option("--seeds", type=Seeds(), metavar="N|A,B,…", help="A run with each of N seeds, or of these; then a table.")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key: algorithm.group_size=4")
-@click.option("--json", "as_json", is_flag=True, help="End stdout with one JSON object; everything else to stderr.")
+@json_option
 @mirrored_flags
 def train(
     run_file: Path | None,
@@ -184,7 +187,7 @@ def train(
     result = fit(config, console)
     show_fit(console, result)
     if as_json:
-        print(msgspec.json.encode(fit_summary(result, config)).decode())
+        print_json(fit_summary(result, config))
     return exit_code(result.stopped_because)
 
 
@@ -273,6 +276,7 @@ def fit_summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
 @click.option("--limit", type=click.IntRange(min=1), default=5, show_default=True, help="How many tasks to run.")
 @click.option("--run-dir", metavar="DIR", help="Directory of this run; default a new one below runs/.")
 @isolation_option("none")
+@json_option
 def dev(
     agent: str,
     dataset: str,
@@ -283,6 +287,7 @@ def dev(
     limit: int,
     run_dir: str | None,
     isolation: Isolation,
+    as_json: bool,
 ) -> None:
     """Run an agent on a few tasks without training and print what it did, call by call."""
     served, resources = answering(model, endpoint, endpoint_model, endpoint_key)
@@ -296,7 +301,16 @@ def dev(
         hide_library_progress()
     tasks = load_dataset(dataset)[:limit]
     trainer = Trainer(model=served, initial_resources=resources, run_dir=run_dir, isolation=isolation)
-    trainer.dev(load_agent(agent, isolation), tasks)
+    with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the agent prints, too
+        ended = trainer.dev(load_agent(agent, isolation), tasks)
+    if as_json:
+        from agentlightning.algorithm.measures import Measures, measured, summarise
+
+        told = [
+            {"rollout_id": one.rollout.rollout_id, "status": one.rollout.status, "reward": one.reward} for one in ended
+        ]
+        summary = summarise([measured(one.traced, one.spans) for one in ended], Measures())
+        print_json({"rollouts": told, **msgspec.to_builtins(summary)})
 
 
 @click.command()
@@ -306,7 +320,7 @@ def dev(
 @click.option("--resume", is_flag=True, help="Continue the newest quickstart, or the one in --out.")
 @click.option("--out", type=DIRECTORY, metavar="DIR", help="Directory of this run; default a new one below runs/.")
 @click.option("--model", metavar="ID|DIR", help="Train this Hugging Face model instead of one made on the spot.")
-@click.option("--json", "as_json", is_flag=True, help="End stdout with one JSON object; everything else to stderr.")
+@json_option
 def quickstart(
     seed: int | None,
     steps: int | None,
@@ -329,7 +343,7 @@ def quickstart(
         report = run_quickstart(options, progress)
     show_report(console, report)
     if as_json:
-        print(msgspec.json.encode(report.summary()).decode())
+        print_json(report.summary())
     return exit_code(report.stopped_because)
 
 

@@ -194,6 +194,7 @@ class ModelRoutes:
 
     async def _described(self, entry: ModelEntry) -> ModelDescription:
         gate = self._models.gate(entry.name)
+        own = getattr(getattr(entry.backend, "generator", None), "version", None)  # of an engine in this process
         return ModelDescription(
             name=entry.name,
             aliases=entry.aliases,
@@ -205,7 +206,7 @@ class ModelRoutes:
             held=gate.held,
             running=gate.running,
             waiting=gate.waiting,
-            policy_version=min((one.connection.version for one in servers_of(entry.backend)), default=None),
+            policy_version=min((one.connection.version for one in servers_of(entry.backend)), default=own),
         )
 
 

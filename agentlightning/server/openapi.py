@@ -88,6 +88,26 @@ _MODEL_ENDPOINTS: Final = {
     "messages/count_tokens": "How many tokens the prompt of a message has",
 }
 
+# Route and the names of its query → what it is. They serve the page and change with it, so in short.
+_DASHBOARD: Final = {
+    "GET /session": "Who looks, and what they may do",
+    "POST /session": 'Begin a session: a cookie for `{"key": …}`',
+    "DELETE /session": "End the session",
+    "GET /runs?project": "Runs, with what they measured last",
+    "GET /series?run&name&points": "Curves of runs, several steps in one point where there are more",
+    "GET /quality?run": "What a run left out of training, and why",
+    "GET /prompts?run": "The candidates of a search for prompts",
+    "POST /rollouts": "A page of rollouts, with reward, error, calls, tokens and agents of each",
+    "GET /rollouts/{rollout_id}?attempt": "A rollout as a conversation, and all that is stored of it",
+    "GET /rollouts/{rollout_id}/request?call": "The request of a call, to send it again",
+    "GET /rollouts/{rollout_id}/tokens?call&now": "The tokens of a call, with what is known of each",
+    "POST /rollouts/{rollout_id}/score": "Give a rollout a reward",
+    "GET /groups/{group_id}": "A group side by side",
+    "GET /groups/{group_id}/tree": "A group's calls over token ids",
+    "POST /credit": "Rewards, returns and advantages, as trained or with other settings",
+    "POST /export": "A selection of rollouts as a file",
+}
+
 
 def documentation_routes(*, with_store: bool, with_gateway: bool, protected: bool) -> list[BaseRoute]:
     """`/openapi.json` and `/docs` of a server with or without a store, a gateway and an admin key. They need no key."""
@@ -215,6 +235,18 @@ def _others(with_store: bool, with_gateway: bool) -> dict[tuple[str, str], Json]
             )  # fmt: skip
             refusals = {code: _answered(anything) for code in ("400", "401", "403", "404", "413", "415", "429", "503")}
             found["post", f"{prefix}/v1/traces"]["responses"] |= refusals  # a google.rpc.Status
+        for route, about in _DASHBOARD.items():
+            method, place = route.lower().split(" ")
+            path, _, names = place.partition("?")
+            content = {"application/octet-stream": {}} if path == "/export" else anything
+            one = found[method, f"{PREFIX}/dashboard{path}"] = _plain(
+                about, "dashboard", content, *_FAILURES, path=path, body=method == "post"
+            )
+            one["parameters"] += [
+                _parameter(name, "query", {"type": "string"}, required=False) for name in names.split("&") if name
+            ]
+            if method == "delete":
+                one["responses"]["204"] = {"description": "Done."}
     if with_gateway:
         for prefix in ("", _ATTEMPT) if with_store else ("",):
             for endpoint, about in _MODEL_ENDPOINTS.items():

@@ -1,6 +1,6 @@
 // Small things that every view is made of.
 import type { ComponentChildren } from "preact";
-import { useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { visible } from "./format";
 import type { Loaded } from "./request";
 
@@ -62,8 +62,9 @@ export function Empty({ children }: { children: ComponentChildren }) {
 }
 
 export function Tabs({ label, tabs, now }: { label: string; tabs: [name: string, href: string][]; now: string }) {
+  const bar = useCurrentInSight(now);
   return (
-    <nav class="tabs" aria-label={label}>
+    <nav class="tabs" aria-label={label} ref={bar}>
       {tabs.map(([name, href]) => (
         <a href={href} key={name} aria-current={name.toLowerCase() === now ? "page" : undefined}>
           {name}
@@ -71,6 +72,17 @@ export function Tabs({ label, tabs, now }: { label: string; tabs: [name: string,
       ))}
     </nav>
   );
+}
+
+/** For a bar of links that may be wider than a phone: the one to where we are, `now`, is brought into sight. */
+export function useCurrentInSight(now: string) {
+  const bar = useRef<HTMLElement>(null);
+  useEffect(() => {
+    const link = bar.current?.querySelector("[aria-current]")?.getBoundingClientRect();
+    const whole = bar.current?.getBoundingClientRect();
+    if (link && whole) bar.current?.scrollBy(link.left - whole.left - (whole.width - link.width) / 2, 0);
+  }, [now]);
+  return bar;
 }
 
 /** One of a few choices, side by side. */

@@ -3,7 +3,7 @@ import type { ComponentType } from "preact";
 import { useEffect, useErrorBoundary, useRef, useState } from "preact/hooks";
 import { useKeys } from "./keys";
 import { connected } from "./live";
-import { Failed } from "./parts";
+import { Failed, useCurrentInSight } from "./parts";
 import { locked, Refused } from "./request";
 import { go, href, place } from "./route";
 import { begin, logIn, logOut, session, trouble } from "./session";
@@ -99,8 +99,9 @@ function Content() {
 
 function Side() {
   const now = session.value;
+  const bar = useCurrentInSight(current());
   return (
-    <nav class="side" aria-label="Views">
+    <nav class="side" aria-label="Views" ref={bar}>
       <a class="brand" href={href(["runs"])}>
         <Bolt />
         Agent Lightning

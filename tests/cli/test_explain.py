@@ -21,7 +21,7 @@ from agentlightning.types import EnqueueRolloutRequest, SampledChoice, Span, Tok
 TOKENIZER = make_tokenizer(["there", "hello", "and then?"] * 4, 300)
 CHAT = ChatTemplate.from_pretrained(TOKENIZER)
 END = CHAT.encode("<|end|>")
-SYSTEM = {"role": "system", "content": "You are the writer\x1b[2J. Be there."}
+SYSTEM = {"role": "system", "content": "You are the writer\x1b[2J\u202e[bold]. Be there."}
 STORE = "store.sqlite"
 
 
@@ -124,7 +124,7 @@ def test_calls_conversations_sizes_and_breaks_are_shown(agl) -> None:
 
 def test_what_a_terminal_would_obey_is_spelled_out(agl) -> None:
     _, out, _ = agl(fill(), STORE)
-    assert "\x1b" not in out and "\\x1b" in out
+    assert not {"\x1b", "\u202e"} & set(out) and "\\x1b[2J\\u202e[bold]" in out
 
 
 def test_without_a_tokenizer_ids_are_shown_and_it_is_said_what_is_missing(agl) -> None:

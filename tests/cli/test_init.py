@@ -58,6 +58,10 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     assert run(tmp_path, *AGL, "init", "notes.txt").returncode == 1
 
 
+def test_a_program_is_told_where_the_project_is(tmp_path: Path) -> None:
+    assert json.loads(run(tmp_path, *AGL, "init", "mine", "--json").stdout) == {"folder": str(tmp_path / "mine")}
+
+
 @pytest.mark.slow
 def test_the_project_trains_at_once_and_gets_better(project: Path) -> None:
     trained = run(project, *AGL, "train", "--steps", "12", "--json", timeout=110)

@@ -133,13 +133,16 @@ def test_dev_prints_each_trace_and_why_an_agent_failed(project: Path) -> None:
     common = ("tasks.jsonl", "--model", "model", "--limit", "2")
     out, _ = finish(start(project, "dev", "agent.py:agent", *common))
     assert out.count("├── input") == 2
-    out, _ = finish(start(project, "dev", "agent.py:broken", *common))
-    assert "no such city" in out
+    out, err = finish(start(project, "dev", "agent.py:broken", *common, "--json"))
+    assert "no such city" in err and [one["status"] for one in json.loads(out)["rollouts"]] == ["failed", "failed"]
 
 
 @pytest.mark.slow
 def test_serve_answers_openai_and_anthropic_clients_that_have_the_key(project: Path) -> None:
-    with staying_up(project, "serve", "model", "--port", "0", "--model-name", "mine", AGL_KEY="secret-key") as (_, url):
+    arguments = ("serve", "model", "--port", "0", "--model-name", "mine", "--json")
+    with staying_up(project, *arguments, AGL_KEY="secret-key") as (process, url):
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline()) == {"url": url, "model": "mine"}
         with OpenAI(base_url=f"{url}/v1", api_key="secret-key", max_retries=0) as client:
             assert [model.id for model in client.models.list()] == ["mine"]
             answer = client.chat.completions.create(
@@ -176,7 +179,7 @@ def test_serve_refuses_the_network_without_a_key_a_taken_port_and_a_path_without
 def test_server_runner_and_trainer_as_three_processes(project: Path) -> None:
     key = {"AGL_KEY": "the-admin-key"}
     with staying_up(project, "server", "--port", "0", "--store", "shared.sqlite", **key) as (_, url):
-        runner = start(project, "runner", "agent.py:agent", "--server", url, "--concurrency", "8", **key)
+        runner = start(project, "runner", "agent.py:agent", "--server", url, "--concurrency", "8", "--json", **key)
         arguments = ("--server", url, "--n-runners", "0", "--run-dir", "three", "--json")
         report = last_json(finish(start(project, "train", "run.yaml", *arguments, **key))[0])
         assert report["stopped_because"] == "all steps done"
@@ -185,7 +188,8 @@ def test_server_runner_and_trainer_as_three_processes(project: Path) -> None:
         _, err = finish(start(project, "runs", "--server", url, AGL_KEY="another-key"), code=1)
         assert "key" in err
         runner.send_signal(signal.SIGTERM)
-        finish(runner)
+        told = json.loads(finish(runner)[0])
+        assert (told["agent"], told["server"], told["concurrency"]) == ("agent.py:agent", url, 8)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -32,9 +33,30 @@ def test_every_command_explains_itself_and_each_of_its_options(name: str, capsys
     assert all(option.help for option in command.params if isinstance(option, click.Option))
 
 
+def commands(group: click.Group) -> Iterator[click.Command]:
+    """Those that do something, whatever group they are in."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        yield from commands(command) if isinstance(command, click.Group) else [command]
+
+
+def test_every_command_speaks_to_programs_too() -> None:
+    silent = [one.name for one in commands(agl) if not any("--json" in option.opts for option in one.params)]
+    assert silent == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "hint"),
-    [(["quikstart"], "did you mean 'quickstart'"), (["train", "--sede", "3"], "--seed"), (["dev"], "Missing argument")],
+    [
+        (["quikstart"], "did you mean 'quickstart'"),
+        (["train", "--sede", "3"], "--seed"),
+        (["dev"], "Missing argument"),
+        (["rollouts", "lss"], "Did you mean 'ls'"),
+        (["runs", "shwo"], "Did you mean 'show'"),
+        (["store", "bakup"], "Did you mean 'backup'"),
+    ],
 )
 def test_a_wrong_command_line_ends_with_2_and_the_nearest_right_one(
     arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]

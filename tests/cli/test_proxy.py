@@ -95,7 +95,10 @@ async def start(directory: Path, *arguments: str, **environment: str) -> asyncio
     variables = {name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
     command = ["-m", "agentlightning.cli.main", "proxy", "--store", str(directory / "store.sqlite"), *arguments]
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, *command), env=variables | environment, stderr=asyncio.subprocess.PIPE
+        *(sys.executable, *command),
+        env=variables | environment,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
 
 
@@ -181,6 +184,17 @@ async def test_each_sides_key_stays_on_its_side(tmp_path: Path, vllm: bool) -> N
     assert BACKEND_KEY not in received
     for key in (AGENT_KEY, BACKEND_KEY):
         assert key not in repr(spans) and key not in front.greeting and key not in front.said
+
+
+async def test_a_program_is_told_where_the_proxy_is_and_what_it_recorded(tmp_path: Path) -> None:
+    async with Server(vllm=False).served() as url, proxy(tmp_path, "--backend", url, "--json") as front:
+        async with front.client() as client:
+            await client.chat.completions.create(model="m", messages=user("hello"))
+        await front.stop()
+        assert front.process.stdout is not None
+        begun, ended = map(json.loads, (await front.process.stdout.read()).splitlines())
+    assert begun == {"url": front.url, "backend": url, "kind": "openai", "store": str(front.store)}
+    assert ended == {"calls": 1, "recorded": 1}
 
 
 async def test_a_proxy_with_a_key_serves_nobody_else(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from agentlightning.server.service import ServerSettings, running_server
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.transfer import Record
+from tests.cli.world import HOSTILE
 from tests.gateway.upstream import DONE, GOOD, Upstream, chunk
 from tests.gateway.world import serving
 
@@ -150,6 +152,35 @@ sys.exit(3)
     ):
         assert line in told
     assert "0.0030" in told and "no price for claude" in " ".join(told.split())
+
+
+def test_a_program_is_told_what_was_recorded_and_nothing_else(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
+    assert desk.run("print(ask('hello')); sys.exit(3)", "--json", "--price", "gpt=1,100") == 3
+    out, err = capfd.readouterr()
+    assert err.startswith("Hi!\n")
+    assert json.loads(out) == {
+        "rollout_id": desk.recorded().rollout.rollout_id,
+        "status": "failed",
+        "reward": None,
+        "exit_code": 3,
+        "calls": 1,
+        "tokens_read": 1000,
+        "tokens_written": 20,
+        "cost": 0.003,
+        "unpriced": [],
+    }
+    assert logs(desk.recorded())["stdout"] == "Hi!\n"
+
+
+def test_what_models_and_programs_wrote_does_nothing_to_the_terminal(
+    desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = {"index": 0, "delta": {"content": HOSTILE}, "finish_reason": "stop"}
+    desk.apis.events = [chunk(said), DONE]
+    assert desk.run(f"ask({HOSTILE!r})", "--task", json.dumps(HOSTILE)) == 0
+    told = capfd.readouterr().err
+    assert told.count("<script>alert(1)</script>") == 2 and told.count("[bold]") == 2
+    assert not {"\x1b", "\x07", "\u202e"} & set(told)
 
 
 def test_a_server_that_tells_token_ids_is_recorded_with_them(desk: Desk) -> None:

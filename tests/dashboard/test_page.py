@@ -297,11 +297,16 @@ async def test_it_is_readable_on_a_phone(world) -> None:
             "/rollouts",
             f"/rollouts/{ROLLOUT}",
             f"/rollouts/{ROLLOUT}/timeline",
+            f"/rollouts/{ROLLOUT}/credit",
             f"/groups/{GROUP}",
         ):
             await world.show(page, place)
             await loaded(page)
             assert await page.evaluate("document.documentElement.scrollWidth") <= 390, place
+        await world.show(page, f"/rollouts/{ROLLOUT}/raw", ROLLOUT)
+        await expect(page.get_by_role("link", name="Raw")).to_be_in_viewport(ratio=0.9)
+        await world.show(page, "/backends", "Backends")
+        await expect(page.get_by_role("link", name="Backends")).to_be_in_viewport(ratio=0.9)
 
 
 async def test_a_hundred_thousand_rollouts_are_loaded_as_they_come_into_sight(chromium) -> None:

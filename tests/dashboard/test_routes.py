@@ -309,6 +309,11 @@ async def test_tokens_are_compared_with_what_the_present_weights_give_them(place
     assert (await place.get(path))["now"] is None
 
 
+async def test_a_model_of_this_process_says_which_weights_it_answers_with(place, service):
+    [model] = await place.ask("GET", "/api/v1/models")
+    assert (model["name"], model["policy_version"]) == ("policy", 4)
+
+
 async def test_why_tokens_cannot_be_compared_is_said(place, service, monkeypatch):
     monkeypatch.setattr(tokens, "_PATIENCE", 0.01)
     one, _ = await record(place.store, [1.0, 0.0])

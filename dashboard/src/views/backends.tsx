@@ -16,8 +16,8 @@ export function Backends() {
       {loaded.error?.status === 404 ? (
         <Empty>
           <p>
-            This server answers no LLM calls: it has no gateway. Start one with <code>agl server --gateway</code>, or
-            look here while <code>agl train</code> runs.
+            This server answers no LLM calls: it has no gateway. <code>agl server</code> and <code>agl train</code> have
+            one.
           </p>
         </Empty>
       ) : loaded.error?.status === 403 ? (

@@ -7,12 +7,12 @@ import { href, place } from "../route";
 import { type Column, Table } from "../table";
 
 const COLUMNS: Column<ResourcesUpdate>[] = [
-  { name: "Version", width: "70px", cell: (row) => String(row.version) },
-  { name: "Id", width: "minmax(120px, 1fr)", cell: (row) => row.resources_id },
-  { name: "Holds", width: "minmax(140px, 2fr)", cell: (row) => oneLine(Object.keys(row.resources).join(", "), 80) },
-  { name: "Run", width: "minmax(90px, 1fr)", cell: (row) => row.run_id ?? "" },
-  { name: "Project", width: "100px", cell: (row) => row.project },
-  { name: "Made", width: "100px", align: "end", cell: (row) => ago(row.create_time) },
+  { name: "Version", width: "60px", cell: (row) => String(row.version) },
+  { name: "Id", width: "minmax(80px, 1fr)", cell: (row) => row.resources_id },
+  { name: "Holds", width: "minmax(80px, 2fr)", cell: (row) => oneLine(Object.keys(row.resources).join(", "), 80) },
+  { name: "Run", width: "minmax(60px, 1fr)", cell: (row) => row.run_id ?? "" },
+  { name: "Project", width: "70px", cell: (row) => row.project },
+  { name: "Made", width: "90px", align: "end", cell: (row) => ago(row.create_time) },
 ];
 
 export function Resources() {

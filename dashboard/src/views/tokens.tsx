@@ -12,6 +12,7 @@ type Shade = (typeof SHADES)[number];
 
 const CLIP = 1.2; // a ratio that PPO clips by default; less than that is shown pale
 const ROUNDING = 0.001; // a mismatch to expect in float32
+const LEAST = 1e-9; // an advantage
 const LONGEST_PROMPT = 2000; // tokens of a prompt that are shown, its last ones, unless all are asked for
 
 export function Tokens({ rolloutId }: { rolloutId: string }) {
@@ -191,7 +192,7 @@ function spoken(sample: Sample, index: number): string {
 function fullest(shade: Shade, samples: Sample[]): number {
   if (shade === "ratio") return Math.max(CLIP, ...samples.map(({ ratio }) => Math.max(ratio ?? 1, 1 / (ratio ?? 1))));
   if (shade === "mismatch") return Math.max(ROUNDING, ...samples.map((one) => one.mismatch ?? 0));
-  return Math.max(1e-9, ...samples.map((one) => Math.abs(one.advantage ?? 0)));
+  return Math.max(LEAST, ...samples.map((one) => Math.abs(one.advantage ?? 0)));
 }
 
 /** A token's colour: unlikely ones and blamed ones warm, praised ones cool. */
@@ -220,14 +221,16 @@ function Legend({ shade, most, view, same }: { shade: Shade; most: number; view:
   const said = {
     logprob: "The stronger the colour, the less likely the token was where it was sampled (full at a logprob of −6).",
     advantage: sampled.advantages
-      ? `Green was praised, red was blamed; full at ${number(most)}. Advantages are computed as the run trains with.`
+      ? `Green was praised, red was blamed; ${most > LEAST ? `full at ${number(most)}` : "here all are 0"}. Advantages are computed as the run trains with.`
       : "There are no advantages: the group is not complete, or nothing compares it.",
     ratio: now
       ? `Green is likelier by the weights of now, version ${now.policy_version}, than when it was sampled, red less likely; full at a ratio of ${number(most)} or ${number(1 / most)}.`
       : unknown,
-    mismatch: now
-      ? `How far the probability that the model's own forward gives, as in training, is from the one sampled with; full at ${number(most)}. Known of ${count(same)} of ${count(sampled.ids.length)} tokens, those sampled by version ${now.policy_version}, which computes: with others, training is part of the difference.`
-      : unknown,
+    mismatch: !now
+      ? unknown
+      : same === 0
+        ? `None of these tokens was sampled by version ${now.policy_version}, which is what can be computed now: with others, training is part of the difference. Newer rollouts have some.`
+        : `How far the probability that the model's own forward gives, as in training, is from the one sampled with; full at ${number(most)}. Known of ${count(same)} of ${count(sampled.ids.length)} tokens, those sampled by version ${now.policy_version}, which computes: with others, training is part of the difference.`,
     version: "The stronger the colour, the older the weights that sampled the token.",
     none: "",
   }[shade];
