@@ -46,6 +46,7 @@ class Outcome:
     learn_seconds: float = 0.0
     whole_seconds: float = 0.0
     cpu_seconds: float = 0.0
+    agents_cpu_seconds: float = 0.0  # of the agents, where they have a process of their own
     generated: float = 0.0
     trained: float = 0.0
     computed: float = 0.0

@@ -1,16 +1,15 @@
-"""One run of `Trainer.fit` on the travel desk: its agent on OpenAI's SDK, over HTTP, through gateway and store.
-`benchmarks/rl.py` starts it. It prints an `Outcome`."""
+"""One run of `Trainer.fit` on the travel desk: its agents on OpenAI's SDK, in a runner process of their own, over HTTP,
+through gateway and store. `benchmarks/rl.py` starts it. It prints an `Outcome`."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import resource
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,36 +53,29 @@ async def slow_desk(task: dict[str, Any], llm: agl.LLM) -> float:
     return 0.0
 
 
-@contextmanager
-def agents_apart(concurrency: int) -> Iterator[int]:
-    """Where the tools are slow the agents have a process of their own, as they have wherever many machines work: it
-    leases its rollouts from the port that this gives."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    command = [sys.executable, "-m", "agentlightning.cli.main", "runner", f"{__file__}:slow_desk"]
-    command += ["--server", f"http://127.0.0.1:{port}", "--concurrency", str(concurrency)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as runner:
-        try:
-            yield port
-        finally:
-            runner.kill()
-
-
 def main() -> None:
     options = Options.parse(sys.argv[1])
     random.seed(options.seed)
-    if not options.slow_tool:
-        train(options)
-        return
-    with agents_apart(options.tasks_per_step * options.group_size) as port:
-        train(options, port)
-
-
-def train(options: Options, port: int = 0) -> None:
-    """With a port, agents are in another process."""
-    started = time.perf_counter()
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
     rollouts = options.tasks_per_step * options.group_size
+    agents = f"{__file__}:{'slow_desk' if options.slow_tool else 'desk'}"
+    command = [sys.executable, "-m", "agentlightning.cli.main", "runner", agents]
+    command += ["--server", f"http://127.0.0.1:{port}", "--concurrency", str(rollouts)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as runner:
+        try:
+            outcome = train(options, port)
+        finally:
+            runner.kill()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    outcome.agents_cpu_seconds = used.ru_utime + used.ru_stime
+    outcome.tell()
+
+
+def train(options: Options, port: int) -> Outcome:
+    """The runner leases its rollouts at the port."""
+    started = time.perf_counter()
     trainer = agl.Trainer(
         model=options.start,
         algorithm=agl.GRPO(
@@ -98,7 +90,7 @@ def train(options: Options, port: int = 0) -> None:
             checkpoint_every=options.steps,
         ),
         optimizer=agl.AdamW(learning_rate=options.learning_rate),
-        n_runners=0 if port else rollouts,
+        n_runners=0,
         port=port,
         max_sequence_length=512,
         run_dir=options.directory,
@@ -123,7 +115,7 @@ def train(options: Options, port: int = 0) -> None:
             outcome.rollouts += values["rollouts"]
         if "val_reward" in values:
             outcome.curve.append((one.step, outcome.train_seconds, values["val_reward"]))
-    outcome.tell()
+    return outcome
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import re
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -132,6 +133,14 @@ def run_all(
     return {name: runs for name, runs in found.items() if runs}
 
 
+def measured(directory: Path) -> Run:
+    """What the run in a directory measured."""
+    steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    heldout = [step for step in steps if "val_reward" in step]
+    before, after = heldout[0]["val_reward"], heldout[-1]["val_reward"]
+    return {"before": before, "after": after, "tool_success": heldout[-1].get("val_tool_success", 0.0), "curve": steps}
+
+
 def run(name: str, seed: int, out: Path, command: Callable[[str, int, Path], list[Any]]) -> Run | None:
     directory = out / f"{re.sub('[^a-zA-Z]+', '-', name).strip('-')}-seed-{seed}"
     report = directory / "result.json"
@@ -141,12 +150,16 @@ def run(name: str, seed: int, out: Path, command: Callable[[str, int, Path], lis
         with (directory / "log.txt").open("w") as log:
             # Two runs share the cores: threads of their own would only get in each other's way.
             environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            began = time.monotonic()
             done = subprocess.run(
                 [*map(str, command(name, seed, directory))], stdout=log, stderr=log, check=False, env=environment
             )
-        if done.returncode or not report.is_file():
+        if done.returncode:
             print(f"{name}, seed {seed} failed: see {directory / 'log.txt'}", file=sys.stderr, flush=True)
             return None
+        if not report.is_file():  # which the variants write
+            seconds = time.monotonic() - began
+            report.write_text(json.dumps(measured(directory / "run") | {"seed": seed, "seconds": seconds}))
     found = json.loads(report.read_text())
     print(f"{name}, seed {seed}: {found['before']:.3f} → {found['after']:.3f}", file=sys.stderr, flush=True)
     kept = ("seed", "before", "after", "seconds", "tool_success", "changed", "settings")

@@ -1,14 +1,14 @@
 """Reinforcement learning from end to end: against TRL's GRPOTrainer, and asynchronous against synchronous.
 
     make .venv-trl/.setup
-    python benchmarks/rl.py [--part trl,async] [--seeds 1] [--steps 25] [--threads 1] [--profile]
+    python benchmarks/rl.py [--part trl,async] [--seeds 1] [--steps 25] [--threads 1]
 
 The task is the travel desk of examples/flight: one to five turns, with three tools.
 
 `trl`: a Qwen3 model of 5M parameters, warm-started once, is trained by TRL (its own tool loop and environment) and by
 `Trainer.fit` (OpenAI's SDK over HTTP, gateway, store), the same tasks, group size, lengths, learning rate, loss and
-threads, in turns, each in a process of its own. What counts is the seconds of training, without evaluation, until the
-held-out reward is at least the target. `--profile` also runs ours under py-spy, to tell the CPU of the SDK's clients.
+threads, in turns. The SDK's clients are in a runner process, whose CPU seconds are told apart. What counts is the
+seconds of training, without evaluation, until the held-out reward is at least the target.
 
 `async`: a model of 0.5M parameters, 64 rollouts at once, and a tool whose latency is log-normal (mean 0.5 s, 99th
 percentile 5 s): `max_staleness=4` against 0, as many steps of both.
@@ -45,7 +45,6 @@ def main() -> None:
     parser.add_argument("--size", default="5M", choices=["5M", "0.5M"], help="of the model against TRL")
     parser.add_argument("--threads", type=int, default=1, help="of torch, for both")
     parser.add_argument("--level", default="tree", help="of this package's learner")
-    parser.add_argument("--profile", action="store_true")
     chosen = parser.parse_args()
     parts = chosen.part.split(",")
     if unknown := set(parts) - {"trl", "async"}:
@@ -76,21 +75,41 @@ def against_trl(chosen: argparse.Namespace) -> dict[str, Any]:
     )
     ours, theirs = [HERE / "_rl_ours.py"], [HERE / "_rl_trl.py"]
     runs: dict[str, list[Outcome]] = {"TRL": [], "here": []}
-    print(
-        f"{'':>6} {'seed':>4} {'to target':>9} {'last':>5} {'train':>6} {'sample':>7} {'learn':>6} {'CPU':>6}", end=""
+    titles = (
+        "",
+        "seed",
+        "to target",
+        "last",
+        "train",
+        "sample",
+        "learn",
+        "CPU",
+        "agents",
+        "gen/s",
+        "trained/s",
+        "computed",
     )
-    print(f" {'gen/s':>6} {'trained/s':>9} {'computed':>9}")
+    print("".join(f"{title:>10}" for title in titles))
     for seed in range(chosen.seeds):
         for name, command in (("TRL", [TRL, *theirs]), ("here", [sys.executable, *ours])):
             one = run(command, replace(options, seed=seed))
             runs[name].append(one)
-            print(
-                f"{name:>4} {seed:>4} {shown(reached(one)):>9} {one.curve[-1][2]:>5.2f} {one.train_seconds:>6.1f}"
-                f" {one.sample_seconds:>7.1f} {one.learn_seconds:>6.1f} {one.cpu_seconds:>6.1f}"
-                f" {one.generated / one.sample_seconds:>6.0f} {one.trained / one.learn_seconds:>9.0f}"
-                f" {one.computed:>9,.0f}",
-                flush=True,
+            seconds = (
+                one.train_seconds,
+                one.sample_seconds,
+                one.learn_seconds,
+                one.cpu_seconds,
+                one.agents_cpu_seconds,
             )
+            cells = [
+                name,
+                str(seed),
+                shown(reached(one)),
+                f"{one.curve[-1][2]:.2f}",
+                *(f"{one:.1f}" for one in seconds),
+            ]
+            cells += [f"{one.generated / one.sample_seconds:.0f}", f"{one.trained / one.learn_seconds:.0f}"]
+            print("".join(f"{cell:>10}" for cell in (*cells, f"{one.computed:,.0f}")), flush=True)
     times = {name: [reached(one) for one in some] for name, some in runs.items()}
     if all(one is not None for some in times.values() for one in some):
         means = {name: statistics.mean(one for one in some if one is not None) for name, some in times.items()}
@@ -100,8 +119,6 @@ def against_trl(chosen: argparse.Namespace) -> dict[str, Any]:
                  for name, some in runs.items()}  # fmt: skip
         print(f"{what} tokens per second: {speed['here'] / speed['TRL']:.2f} times TRL's")
     found = {name: [vars(one) | {"to_target": reached(one)} for one in some] for name, some in runs.items()}
-    if chosen.profile:
-        found["profile"] = profiled(replace(options, steps=10, evaluate_every=0))
     return {"options": vars(options) | {"start": chosen.size}, "target": TARGET, "runs": found}
 
 
@@ -154,23 +171,6 @@ def run(command: list[Any], options: Options) -> Outcome:
         if done.returncode:
             sys.exit(f"{command[-1]} failed:\n{done.stderr[-4000:]}")
         return Outcome(**json.loads(done.stdout.splitlines()[-1]))
-
-
-def profiled(options: Options) -> dict[str, float]:
-    """CPU seconds of the parts of this package's process, by samples of its stacks."""
-    from quickstart_cpu import RATE, divide, watch_threads
-
-    with tempfile.TemporaryDirectory() as folder:
-        stacks = Path(folder) / "stacks"
-        command = [str(Path(sys.executable).parent / "py-spy"), "record", "--format", "raw", "--full-filenames"]
-        command += ["--rate", str(RATE), "--threads", "--output", str(stacks), "--", sys.executable]
-        command += [str(HERE / "_rl_ours.py"), replace(options, directory=f"{folder}/run").text()]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=HERE) as process:
-            cpu_of_thread = watch_threads(process)
-        parts = divide(stacks.read_text().splitlines(), cpu_of_thread)
-    for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
-        print(f"{part:<34} {seconds:>6.1f} CPU s {seconds / sum(parts.values()):>6.1%}")
-    return {part: round(seconds, 1) for part, seconds in parts.items()}
 
 
 def reached(one: Outcome) -> float | None:

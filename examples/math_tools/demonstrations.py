@@ -10,11 +10,16 @@ from __future__ import annotations
 import json
 import random
 import re
+from pathlib import Path
 
 from calculator import MAX_CALLS, OPERATORS, PARAMETERS, SYSTEM, Calculator
 from grading import grade
 from tasks import RIGHT_FIRST_TOOL, operator_of, train_tasks
 
+from agentlightning.learner.warm_start import WarmStart, make_policy
+
+DEMONSTRATIONS = 2000
+WARM_START = WarmStart(copying=0.95)
 KNOWS_TOOL = 0.35  # how often it picks the right tool, beyond chance
 KNOWS_OPERATOR = 0.4  # how often it picks the right operator, beyond chance
 SLOPPY = 0.2  # how often an argument is malformed
@@ -104,3 +109,10 @@ def tool_schemas() -> list[dict]:
         {"type": "function", "function": {"name": name, "parameters": {"properties": {one: {} for one in parameters}}}}
         for name, parameters in PARAMETERS.items()
     ]
+
+
+def make_start(folder: Path, seed: int) -> None:
+    """Save the tiny policy that training begins with to `folder`; the same for the same seed."""
+    print("making a tiny policy from demonstrations …", flush=True)
+    shown = demonstrations(DEMONSTRATIONS, seed)
+    make_policy(shown, tools=tool_schemas(), seed=seed, options=WARM_START).save(folder)

@@ -1,57 +1,58 @@
-"""Train the calculating assistant. Without --model, a tiny transformer is made on the spot and warm-started first.
+"""Train the calculating assistant: by default on problems made here, and from a tiny policy made on the spot.
 
-python examples/math_tools/train.py --air --out runs/math-air
-python examples/math_tools/train.py --model meta-llama/Llama-3.2-3B-Instruct --lora 16 --calc-x data/calc-x
+Settings are in run.yaml, or gpu.yaml with `--model`.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
-import time
 from pathlib import Path
 
-import recipe
-from agent import answer
-from grading import grade
+from demonstrations import make_start
 from rich.console import Console
 from tasks import calc_x_tasks, heldout_tasks, train_tasks
 
-import agentlightning as agl
-from agentlightning.cli.display import LiveProgress
-from agentlightning.errors import AgentLightningError
+from agentlightning.cli.config import load_config
+from agentlightning.cli.training import fit, make_algorithm, show_fit
+from agentlightning.errors import AgentLightningError, ConfigError
+
+# Automatic intermediate rewards: of each call, what becomes of the tools it asks for, beside the reward of the rollout.
+AIR = ["algorithm.returns=air", "algorithm.returns_options={alpha: 0.2, tool_weights: 1.0}"]
 
 
-@agl.rollout
-async def mathematician(task: dict, llm: agl.LLM) -> float:
-    return grade(task, await answer(task["question"], client=agl.openai_client(llm), model=llm.model))
-
-
-def main() -> None:
-    started = time.monotonic()
-    options = recipe.arguments(__doc__)
-    algorithm = recipe.make_algorithm(options)
-    if options.calc_x:
-        train, heldout = calc_x_tasks(options.calc_x, "train"), calc_x_tasks(options.calc_x, "test")[:500]
+def main(given: argparse.Namespace) -> None:
+    out = given.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    if given.calc_x:
+        if not given.model:
+            raise ConfigError("--calc-x needs --model: the tiny policy knows only the words of the generated problems")
+        train, heldout = calc_x_tasks(given.calc_x, "train"), calc_x_tasks(given.calc_x, "test")[:500]
     else:
-        train, heldout = train_tasks(3000, options.seed), heldout_tasks(recipe.HELDOUT_TASKS)
-    with LiveProgress(Console(stderr=True), steps=algorithm.steps, time_limit=None) as progress:
-        trainer = agl.Trainer(
-            model=options.model or recipe.starting_policy(options, progress),
-            algorithm=algorithm,
-            optimizer=recipe.optimizer(options),
-            lora=agl.LoRA(rank=options.lora) if options.lora else None,
-            n_runners=96,
-            max_sequence_length=None if options.model else recipe.MAX_SEQUENCE_LENGTH,
-            run_dir=Path(options.out, "run"),
-            seed=options.seed,
-            progress=progress,
-        )
-        result = trainer.fit(mathematician, train, heldout)
-    recipe.report(result, options, seconds=time.monotonic() - started)
+        train, heldout = train_tasks(3000, given.seed), heldout_tasks(120)
+    flags = {"model": given.model or str(out / "start"), "seed": given.seed, "run_dir": str(out / "run")}
+    for key, tasks in (("train_dataset", train), ("val_dataset", heldout)):
+        flags[key] = str(out / f"{key}.jsonl")
+        Path(flags[key]).write_text("".join(json.dumps(task) + "\n" for task in tasks), encoding="utf-8")
+    changed = (AIR if given.air else []) + given.set
+    config = load_config(Path(__file__).with_name("gpu.yaml" if given.model else "run.yaml"), changed, flags)
+    make_algorithm(config.algorithm)  # what is wrong with the settings is said before minutes are spent
+    if not given.model:
+        make_start(out / "start", given.seed)
+    show_fit(Console(), fit(config, Console()))
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", dest="set", action="append", type="algorithm.steps={}".format, default=[])
+    parser.add_argument("--out", type=Path, default=Path("runs/math_tools"))
+    parser.add_argument("--air", action="store_true", help="reward tools that work")
+    parser.add_argument("--model", help="a Hugging Face id or a directory instead of the tiny policy")
+    parser.add_argument("--calc-x", metavar="FOLDER", help="problems of Calc-X, for a --model")
+    parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="such as algorithm.returns=air_dense")
     try:
-        main()
+        main(parser.parse_args())
     except AgentLightningError as error:
         sys.exit(f"error: {error}")

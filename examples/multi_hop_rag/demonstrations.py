@@ -32,7 +32,7 @@ TOOLS = [
 ]
 
 DEMONSTRATIONS = 2000
-WARM_START = WarmStart(max_steps=110, cool_down=35)
+WARM_START = WarmStart(max_steps=160, cool_down=50)
 KNOWS_RELATION = 0.3  # how often it knows which relation is next, beyond chance
 ANSWERS_AT_END = 0.6  # how often it answers once it has followed the last relation
 ANSWERS_TOO_EARLY = 0.15  # and after any other
@@ -75,15 +75,14 @@ def choose_relation(task: dict, entity: str, generator: random.Random) -> str:
     return generator.choice(own if own and generator.random() < KNOWS_RELATION else task["relations"])
 
 
-def make_start(out: Path, seed: int) -> str:
-    """A tiny policy warm-started on demonstrations over the index in `out`; the directory it is saved to."""
+def make_start(out: Path, seed: int) -> None:
+    """Save the tiny policy that training begins with, warm-started on demonstrations over the index in `out`."""
     from retriever import Index
 
     index = Index(out / "index")
     shown = demonstrations(DEMONSTRATIONS, seed, lambda query: "".join(index.search(query)))
     print("making a tiny policy from demonstrations …", flush=True)
     make_policy(shown, tools=TOOLS, seed=seed, options=WARM_START, on_step=tell).save(out / "start")
-    return str(out / "start")
 
 
 def tell(progress: Progress) -> None:

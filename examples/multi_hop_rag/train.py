@@ -1,6 +1,6 @@
 """Train the question answerer: by default on a world of facts made here, and from a tiny policy made on the spot.
 
-Settings are in run.yaml, or gpu.yaml with `--model`; what was reached is in OUT/result.json and OUT/curve.png.
+Settings are in run.yaml, or gpu.yaml with `--model`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from pathlib import Path
 
 from demonstrations import make_start
@@ -16,30 +15,26 @@ from retriever import build_index
 from rich.console import Console
 from tasks import load
 
-from agentlightning.algorithm.curves import draw_learning_curve
-from agentlightning.cli.config import kept, load_config
-from agentlightning.cli.training import fit, show_fit
+from agentlightning.cli.config import load_config
+from agentlightning.cli.training import fit, make_algorithm, show_fit
 from agentlightning.errors import AgentLightningError
 
 
 def main(given: argparse.Namespace) -> None:
-    started, out = time.monotonic(), given.out.resolve()
+    out = given.out.resolve()
     train, heldout, passages = load(given.musique, given.seed)
     build_index(passages, out / "index", dense=given.dense)
     options = ["--top", "4" if given.musique else "1", "--method", "dense" if given.dense else "bm25"]
     search = {"index": str(out / "index"), "search_options": options}
-    flags = {"model": given.model or make_start(out, given.seed), "seed": given.seed, "run_dir": str(out / "run")}
+    flags = {"model": given.model or str(out / "start"), "seed": given.seed, "run_dir": str(out / "run")}
     for key, tasks in (("train_dataset", train), ("val_dataset", heldout)):
         flags[key] = str(out / f"{key}.jsonl")
         Path(flags[key]).write_text("".join(json.dumps(task | search) + "\n" for task in tasks), encoding="utf-8")
     config = load_config(Path(__file__).with_name("gpu.yaml" if given.model else "run.yaml"), given.set, flags)
-    result = fit(config, Console())
-    show_fit(Console(), result)
-    before, after = (result.evaluations[index].reward for index in (0, -1))
-    report = {"seed": given.seed, "before": before, "after": after, "seconds": time.monotonic() - started}
-    report |= {"curve": [{"step": one.step, **one.values} for one in result.metrics], "settings": kept(config)}
-    (out / "result.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-    draw_learning_curve(result.metrics, out / "curve.png", f"multi-hop questions, seed {given.seed}")
+    make_algorithm(config.algorithm)  # what is wrong with the settings is said before minutes are spent
+    if not given.model:
+        make_start(out, given.seed)
+    show_fit(Console(), fit(config, Console()))
 
 
 if __name__ == "__main__":

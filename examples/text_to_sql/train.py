@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-import time
 from pathlib import Path
 
 from agent import ROLES
 from demonstrations import make_start
-from report import write_report
 from rich.console import Console
 from tasks import heldout_tasks, load_spider, save_tasks, train_tasks
 
@@ -20,7 +18,7 @@ from agentlightning.errors import AgentLightningError, ConfigError
 
 
 def main(given: argparse.Namespace) -> None:
-    started, out = time.monotonic(), given.out.resolve()
+    out = given.out.resolve()
     if given.spider:
         if not given.model:
             raise ConfigError("--spider needs --model: the tiny policy knows only the words of the generated databases")
@@ -36,9 +34,7 @@ def main(given: argparse.Namespace) -> None:
     make_algorithm(config.algorithm)  # what is wrong with the settings is said before minutes are spent
     if not given.model:
         make_start(out / "start", out / "databases", given.seed)
-    show_fit(Console(), result := fit(config, Console()))
-    if result.evaluations:
-        write_report(result, config, out, time.monotonic() - started)
+    show_fit(Console(), fit(config, Console()))
 
 
 if __name__ == "__main__":

@@ -272,12 +272,12 @@ def test_a_model_from_a_folder_is_trained_with_an_adapter_on_problems_of_calc_x(
     tokenizer.save_pretrained(tmp_path / "llama")
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:2]))
-    command = [bin_of("experiments") / "python", "train.py", "--air", "--steps", "1", "--lora", "4", "--out", tmp_path]
+    command = [bin_of("experiments") / "python", "train.py", "--air", "--steps", "1", "--out", tmp_path]
     command += ["--model", tmp_path / "llama", "--calc-x", tmp_path]
-    command += ["--set", "tasks_per_step=2", "--set", "group_size=2", "--set", "max_tokens=8"]
+    for change in ("lora.rank=4", "algorithm.tasks_per_step=2", "algorithm.group_size=2", "algorithm.max_tokens=8"):
+        command += ["--set", change]
     done = subprocess.run(command, cwd=MATH, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["settings"]["returns_options"] == {"alpha": 0.2, "tool_weights": 1.0}
-    assert [one["step"] for one in result["curve"] if "reward" in one] == [1]
-    assert (tmp_path / "learning_curve.png").stat().st_size > 0
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in steps if "reward" in one] == [1]
+    assert list((tmp_path / "run" / "checkpoints").glob("*/adapter_config.json"))
