@@ -79,7 +79,6 @@ VARIANTS: Final = {
     # One thing off.
     "no baseline": Variant({"baseline": "none"}),
     "no clip-higher": Variant({"clip_high": None}),
-    "one minibatch": Variant({"minibatches": 1}),
     "no prefix tree": Variant({"level": "transition"}),
     "mean per call": Variant({"aggregation": "sequence-mean"}),
     "asynchronous": Variant({"max_staleness": 4}),

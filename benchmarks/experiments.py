@@ -34,7 +34,6 @@ PYTHON = ROOT / ".venv-experiments" / "bin" / "python"
 
 TASKS: Final[dict[str, list[str]]] = {
     "text to SQL": ["text_to_sql"],
-    "text to SQL (writer only)": ["text_to_sql", "--only-writer"],
     "multi-hop questions": ["multi_hop_rag"],
     "math": ["math_tools"],
     "math with AIR": ["math_tools", "--air"],
