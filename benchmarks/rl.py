@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -110,10 +111,8 @@ def against_trl(chosen: argparse.Namespace) -> dict[str, Any]:
             ]
             cells += [f"{one.generated / one.sample_seconds:.0f}", f"{one.trained / one.learn_seconds:.0f}"]
             print("".join(f"{cell:>10}" for cell in (*cells, f"{one.computed:,.0f}")), flush=True)
-    times = {name: [reached(one) for one in some] for name, some in runs.items()}
-    if all(one is not None for some in times.values() for one in some):
-        means = {name: statistics.mean(one for one in some if one is not None) for name, some in times.items()}
-        print(f"to a held-out reward of {TARGET}: {means['TRL'] / means['here']:.2f} times as fast as TRL")
+    times = {name: statistics.median(reached(one) or math.inf for one in some) for name, some in runs.items()}
+    print(f"to a held-out reward of {TARGET}: {times['TRL'] / times['here']:.2f} times as fast as TRL, by the medians")
     for what, of in (("generated", "sample_seconds"), ("trained", "learn_seconds")):
         speed = {name: sum(getattr(o, what) for o in some) / sum(getattr(o, of) for o in some)
                  for name, some in runs.items()}  # fmt: skip
