@@ -4,7 +4,7 @@ import type { RunRow, RunSeries } from "../api";
 import { Chart } from "../chart";
 import { AXES, type Axis, colors, label, lines, type Prices, SECTIONS } from "../compare";
 import { ago, count, duration, number, plural } from "../format";
-import { Choice, Empty, Head, Status, Waiting } from "../parts";
+import { Choice, Empty, Failed, Head, Status, Waiting } from "../parts";
 import { useGet } from "../request";
 import { ask, href, place } from "../route";
 import { type Column, Table } from "../table";
@@ -136,10 +136,11 @@ export function Charts({ rows }: { rows: RunRow[] }) {
   const spread = query.get("seeds") === "together";
   const prices: Prices = { read: Number(query.get("read") ?? 0.15), written: Number(query.get("written") ?? 0.6) };
   const ids = rows.map((row) => row.run_id);
-  const names = useNames(ids);
+  const known = useGet<RunSeries[]>(ids.length ? asked(ids, []) : undefined, measured);
+  const names = [...new Set((known.data ?? []).flatMap((one) => one.names))].sort();
   const sections = chosenSections(names, search);
   const wanted = sections.flatMap(([, inside]) => inside);
-  const series = useSeries(ids, wanted);
+  const series = useGet<RunSeries[]>(wanted.length ? asked(ids, wanted) : undefined, measured);
   return (
     <div class="compare">
       <div class="toolbar">
@@ -177,16 +178,23 @@ export function Charts({ rows }: { rows: RunRow[] }) {
           onInput={(event) => setSearch(event.currentTarget.value)}
         />
       </div>
-      {rows.length === 0 && <Empty>Choose runs to compare in the table above.</Empty>}
+      {rows.length === 0 ? (
+        <Empty>Choose runs to compare in the table above.</Empty>
+      ) : (
+        <Waiting loaded={known}>
+          {() => names.length === 0 && <Empty>Nothing was measured yet. Curves begin with the first step.</Empty>}
+        </Waiting>
+      )}
+      {series.error && <Failed message={series.error.message} again={series.reload} />}
       {sections.map(([title, inside]) => (
-        <section class="charts" key={title} aria-label={title}>
+        <section class="charts" key={title} aria-label={title} aria-busy={series.data ? undefined : true}>
           <h2>{title}</h2>
           <div class="grid">
             {inside.map((name) => (
               <Chart
                 key={name}
                 title={name}
-                lines={lines(name, rows, series, axis, prices, spread)}
+                lines={lines(name, rows, series.data ?? [], axis, prices, spread)}
                 smoothing={smoothing}
                 log={log}
                 x={axis}
@@ -223,16 +231,6 @@ const measured = (happened: { kind: string }) => ["reset", "metrics"].includes(h
 function asked(ids: string[], names: string[]): string {
   const pairs = [...ids.map((id) => ["run", id]), ...names.map((name) => ["name", name]), ["points", "400"]];
   return `dashboard/series?${new URLSearchParams(pairs)}`;
-}
-
-function useNames(ids: string[]): string[] {
-  const loaded = useGet<RunSeries[]>(ids.length ? asked(ids, []) : undefined, measured);
-  return [...new Set((loaded.data ?? []).flatMap((one) => one.names))].sort();
-}
-
-function useSeries(ids: string[], names: string[]): RunSeries[] {
-  const loaded = useGet<RunSeries[]>(ids.length && names.length ? asked(ids, names) : undefined, measured);
-  return loaded.data ?? [];
 }
 
 function chosenSections(names: string[], search: string): [string, string[]][] {

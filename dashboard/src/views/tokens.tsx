@@ -157,7 +157,7 @@ function Sampled({ view, shade }: { view: TokenView; shade: Shade }) {
           {count(ids.length)} tokens, mean logprob {number(sum / ids.length)}
         </span>
       </h2>
-      <Legend shade={shade} most={most} view={view} same={samples.filter((one) => one.mismatch !== undefined).length} />
+      <Legend shade={shade} most={most} view={view} mismatches={samples.flatMap((one) => one.mismatch ?? [])} />
       <p class="ids sampled" tabIndex={0} ref={line} onMouseOver={over} onClick={over}>
         {pieces}
       </p>
@@ -215,7 +215,8 @@ function background(shade: Shade, sample: Sample, most: number, newest: number):
   }
 }
 
-function Legend({ shade, most, view, same }: { shade: Shade; most: number; view: TokenView; same: number }) {
+function Legend(properties: { shade: Shade; most: number; view: TokenView; mismatches: number[] }) {
+  const { shade, most, view, mismatches } = properties;
   const { now, sampled } = view;
   const unknown = `Nothing can be computed now: ${view.now_problem}.`;
   const said = {
@@ -228,9 +229,9 @@ function Legend({ shade, most, view, same }: { shade: Shade; most: number; view:
       : unknown,
     mismatch: !now
       ? unknown
-      : same === 0
+      : mismatches.length === 0
         ? `None of these tokens was sampled by version ${now.policy_version}, which is what can be computed now: with others, training is part of the difference. Newer rollouts have some.`
-        : `How far the probability that the model's own forward gives, as in training, is from the one sampled with; full at ${number(most)}. Known of ${count(same)} of ${count(sampled.ids.length)} tokens, those sampled by version ${now.policy_version}, which computes: with others, training is part of the difference.`,
+        : `How far the probability that the model's own forward gives, as in training, is from the one sampled with; full at ${number(most)}, and at most ${number(Math.max(...mismatches))} here. Known of ${count(mismatches.length)} of ${count(sampled.ids.length)} tokens, those sampled by version ${now.policy_version}, which computes: with others, training is part of the difference.`,
     version: "The stronger the colour, the older the weights that sampled the token.",
     none: "",
   }[shade];
