@@ -23,6 +23,7 @@ from agentlightning.cli.store import store
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Rollout
+from tests.cli.world import on_a_terminal
 
 KEY = "an admin's key"
 DAY = 86400.0
@@ -157,6 +158,16 @@ def test_gc_removes_what_ended_long_ago(agl, path: Path) -> None:
     assert agl(*arguments, "--project", "another")[1].startswith("removed 0 rollouts")
     assert agl(*arguments)[:2] == (0, "removed 2 rollouts, 2 attempts, 0 spans\n")
     assert inputs(path) == ["young"]
+
+
+def test_what_takes_long_has_a_bar_on_a_terminal(path: Path) -> None:
+    fill(path, "old", "older", ago=31 * DAY)
+    copying = ("backup", str(path.with_name("copy.db")), "--store", str(path))
+    removing = ("gc", "--store", str(path), "--older-than", "30d")
+    for arguments, bar, told in ((copying, "MiB", "in order"), (removing, "0/2", "removed 2 rollouts")):
+        with on_a_terminal(path.parent, "store", *arguments) as terminal:
+            assert terminal.end() == 0
+            assert bar in terminal.shown and told in terminal.shown
 
 
 def test_gc_can_keep_the_rewards(agl, path: Path) -> None:
