@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -47,9 +47,14 @@ class Reply:
         self._began = False
 
     async def json(self, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
+        self._began = True
         length = (b"content-length", str(len(body)).encode())
-        await self.start(status, (b"content-type", b"application/json"), length, *headers)
-        await self.body(body, more=False)
+        about = [(b"content-type", b"application/json"), length, *headers]
+        try:
+            await self._send({"type": "http.response.start", "status": status, "headers": about})
+            await self._send({"type": "http.response.body", "body": body})
+        except OSError as error:
+            raise ClientGone from error
 
     async def part(self, chunk: bytes, *, more: bool = True) -> None:
         """One part of an event stream."""
@@ -102,7 +107,7 @@ class ClientWatch:
 
     def _listen(self) -> None:
         """Ask for the next message, which for a request that has been read is its client's disconnect."""
-        self._listening = cast("Coroutine[Any, Any, Message]", self._receive())
+        self._listening = self._receive()  # pyright: ignore[reportAttributeAccessIssue]  # all servers' are coroutines
         self._step()
 
     def _step(self, _: object = None) -> None:

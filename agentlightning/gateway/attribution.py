@@ -32,7 +32,8 @@ class Caller:
     """The attempt a call belongs to, with what its rollout says about sampling; numbers the attempt's calls.
 
     `mode` is None for calls that no attempt made. `sample` names the rollout within its run: what the algorithm called
-    it (`metadata["sample"]`), so that a repeated run draws the same random numbers, or else its id."""
+    it (`metadata["sample"]`), so that a repeated run draws the same random numbers, or else its id. `attempt` is
+    (rollout_id, attempt_id), None for nobody's."""
 
     rollout_id: str
     attempt_id: str
@@ -45,10 +46,8 @@ class Caller:
     _next_index: int = field(default=0, repr=False)
     _ended: OrderedDict[int, list[int | None]] = field(default_factory=OrderedDict[int, "list[int | None]"], repr=False)
 
-    @property
-    def attempt(self) -> tuple[str, str] | None:
-        """(rollout_id, attempt_id), None for nobody's."""
-        return None if self.mode is None else (self.rollout_id, self.attempt_id)
+    def __post_init__(self) -> None:
+        self.attempt = None if self.mode is None else (self.rollout_id, self.attempt_id)
 
     def take_call_index(self) -> int:
         """0, 1, 2 …, each given once."""
@@ -68,6 +67,8 @@ class Caller:
         failed, it is that one which is tried again, and no answer was lost. Of several that were answered it cannot be
         told which one was lost: all are named."""
         ended = self._ended.get(body, [])
+        if not retry and None not in ended:
+            return []
         answered = [index for index in ended if index is not None]
         if retry and len(answered) == len(ended):
             self._ended.pop(body, None)

@@ -97,7 +97,7 @@ def untrainable_reason(answer: Answer, captures_tokens: bool) -> str | None:
         if not all(map(math.isfinite, choice.logprobs)):
             return NOT_FINITE
     if answer.usage is not None:
-        sampled = sum(len(choice.token_ids) for choice in answer.choices)
+        sampled = sum([len(choice.token_ids) for choice in answer.choices])
         if (answer.usage.prompt_tokens, answer.usage.completion_tokens) != (len(answer.prompt_token_ids), sampled):
             return COUNTS_DIFFER
     return None
@@ -151,23 +151,26 @@ def _attributes(record: CallRecord, answer: Answer) -> Attributes:
     elif isinstance(request.prompt, str):
         attributes[semconv.CALL_PROMPT] = request.prompt
     sampled = [choice for choice in answer.choices if choice.versions]
-    optional = {
-        semconv.GEN_AI_TEMPERATURE: sampling.temperature,
-        semconv.GEN_AI_TOP_P: sampling.top_p,
-        semconv.GEN_AI_MAX_TOKENS: sampling.max_tokens,
-        semconv.CALL_RESPONSE: answer.response_json,
-        semconv.CALL_INDEX: record.call_index,
-        semconv.CALL_DISCARDS: record.discards or None,
-        semconv.CALL_HELD_SECONDS: record.held_seconds or None,
-        semconv.CALL_OVERRIDDEN: _json(record.overridden) if record.overridden else None,
-        semconv.GEN_AI_TOOL_DEFINITIONS: request.tools_json or (_json(request.tools) if request.tools else None),
-        semconv.RECORDED_SPLICE: answer.spliced_tokens or None,
-        semconv.CALL_FIRST_VERSION: min((choice.versions[0][0] for choice in sampled), default=None),
-        semconv.CALL_LAST_VERSION: max(
-            (max(choice.versions[-1][0], choice.last_version or 0) for choice in sampled), default=None
-        ),
-    }
-    return attributes | {name: value for name, value in optional.items() if value is not None}
+    if sampled:
+        attributes[semconv.CALL_FIRST_VERSION] = min([choice.versions[0][0] for choice in sampled])
+        last = [max(choice.versions[-1][0], choice.last_version or 0) for choice in sampled]
+        attributes[semconv.CALL_LAST_VERSION] = max(last)
+    optional = (
+        (semconv.GEN_AI_TEMPERATURE, sampling.temperature),
+        (semconv.GEN_AI_TOP_P, sampling.top_p),
+        (semconv.GEN_AI_MAX_TOKENS, sampling.max_tokens),
+        (semconv.CALL_RESPONSE, answer.response_json),
+        (semconv.CALL_INDEX, record.call_index),
+        (semconv.CALL_DISCARDS, record.discards or None),
+        (semconv.CALL_HELD_SECONDS, record.held_seconds or None),
+        (semconv.CALL_OVERRIDDEN, _json(record.overridden) if record.overridden else None),
+        (semconv.GEN_AI_TOOL_DEFINITIONS, request.tools_json or (_json(request.tools) if request.tools else None)),
+        (semconv.RECORDED_SPLICE, answer.spliced_tokens or None),
+    )
+    for name, value in optional:
+        if value is not None:
+            attributes[name] = value
+    return attributes
 
 
 def _tokens(answer: Answer) -> TokenCapture | None:
@@ -178,7 +181,7 @@ def _tokens(answer: Answer) -> TokenCapture | None:
             token_ids=tuple(choice.token_ids),
             logprobs=tuple(choice.logprobs),
             finish_reason=choice.finish_reason or "abort",
-            versions=tuple((version, count) for version, count in choice.versions),
+            versions=tuple(map(tuple, choice.versions)),
         )
         for choice in answer.choices
     ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from typing import Final, TypeAlias
@@ -35,7 +34,7 @@ class Gate:
     def __init__(self, name: str) -> None:
         self.name = name
         self.running = self.waiting = 0
-        self.attempts: Counter[AttemptIds] = Counter()
+        self.attempts: dict[AttemptIds, int] = {}
         self._holders: dict[Hashable, asyncio.TimerHandle | None] = {}
         self._open = asyncio.Event()
         self._open.set()
@@ -95,8 +94,8 @@ class Gate:
 
     def note(self, attempt: AttemptIds | None, more: int) -> None:
         if attempt is not None:
-            self.attempts[attempt] += more
-            if not self.attempts[attempt]:
+            self.attempts[attempt] = count = self.attempts.get(attempt, 0) + more
+            if not count:
                 del self.attempts[attempt]
 
 

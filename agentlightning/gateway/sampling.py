@@ -30,13 +30,15 @@ def effective_sampling(
     asked, decided, overridden = request.sampling, run_sampling(entry, caller), dict[str, Any]()
     sampling = asked
     if decided is not None:
-        limits = [limit for limit in (asked.max_tokens, decided.max_tokens) if limit is not None]
-        sampling = replace(decided, max_tokens=min(limits, default=None), stop=asked.stop, seed=asked.seed, n=asked.n)
-        names = ("temperature", "top_p", "top_k", "max_tokens")
-        wanted = {name: getattr(asked, name) for name in names} | request.shaping
-        overridden = {
-            name: value for name, value in wanted.items() if value not in (None, getattr(sampling, name, None))
-        }
+        limit = decided.max_tokens if asked.max_tokens is None else asked.max_tokens
+        if decided.max_tokens is not None and limit is not None:
+            limit = min(limit, decided.max_tokens)
+        sampling = replace(decided, max_tokens=limit, stop=asked.stop, seed=asked.seed, n=asked.n)
+        for name in ("temperature", "top_p", "top_k", "max_tokens"):
+            value = getattr(asked, name)
+            if value is not None and value != getattr(sampling, name):
+                overridden[name] = value
+        overridden |= request.shaping
     if sampling.seed is None and call_index is not None and entry.backend.captures_tokens:
         sampling = replace(sampling, seed=call_seed(caller.run_seed, caller.sample, call_index))
     return sampling, overridden

@@ -17,6 +17,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount
+from starlette.types import ASGIApp
 
 from agentlightning.dashboard.tokens import SpellsTokens, Tokenizers
 from agentlightning.errors import AgentLightningError, ConfigError
@@ -76,7 +77,7 @@ def create_app(
     if gateway is not None:
         parts.stops.append(gateway.turn_away)
         own = gateway.routes()
-        parts.innermost.append(Middleware(Shortcut, routes=own))
+        parts.inner.insert(0, Middleware(Shortcut, routes=own))
         routes.extend(own)
     counts = [*collectors, *([] if gateway is None else [GatewayMetrics(gateway)])]
     metrics = ServerMetrics(store, parts.access, parts.gauges, counts)
@@ -86,17 +87,29 @@ def create_app(
     )
     label_routes(routes)
     listeners = [metrics.count, log_request] if access_log else [metrics.count]
-    outermost = [Middleware(Observed, listeners=listeners)]
+    outer = [Middleware(Observed, listeners=listeners)]
     if rate_limit is not None:
-        outermost.append(Middleware(RateLimit, buckets=Buckets(rate_limit)))
-    app = Starlette(
+        outer.append(Middleware(RateLimit, buckets=Buckets(rate_limit)))
+    app = _Application(
         routes=routes,
-        middleware=[*outermost, *parts.innermost],
+        middleware=[*outer, *parts.inner],
         exception_handlers={AgentLightningError: _typed_error, HTTPException: _http_error, Exception: _defect},
     )
     app.state.protected = admin_key is not None
     app.state.stop_waiting = tuple(parts.stops)
     return app
+
+
+class _Application(Starlette):
+    """Its middleware is around what the framework brings of its own, so that what a layer answers passes no other."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        layers, self.user_middleware = self.user_middleware, []
+        app = super().build_middleware_stack()
+        self.user_middleware = layers
+        for kind, arguments, named in reversed(layers):
+            app = kind(app, *arguments, **named)
+        return app
 
 
 @dataclass
@@ -105,7 +118,7 @@ class _Parts:
 
     access: Access | None = None
     routes: list[BaseRoute] = field(default_factory=list[BaseRoute])
-    innermost: list[Middleware] = field(default_factory=list[Middleware])
+    inner: list[Middleware] = field(default_factory=list[Middleware])
     gauges: dict[str, tuple[str, Callable[[], int]]] = field(default_factory=dict[str, tuple[str, Callable[[], int]]])
     stops: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
 
@@ -122,7 +135,7 @@ def _parts_of(
     polls = LongPolls(longest_poll)
     parts = _Parts(access, stops=[polls.stop])
     parts.gauges["agl_long_polls"] = "Calls that wait for something to answer with.", polls.__len__
-    parts.innermost.append(Middleware(StoreRest, store=store, access=access, polls=polls, body_limit=body_limit))
+    parts.inner.append(Middleware(StoreRest, store=store, access=access, polls=polls, body_limit=body_limit))
     beside: list[BaseRoute] = []
     if isinstance(store, SqlStore):
         events = EventRoutes(store, access)

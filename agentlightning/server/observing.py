@@ -6,7 +6,7 @@ This module knows ASGI. It does not know what is done with what it sees.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from starlette.routing import BaseRoute, Mount, Route
@@ -29,9 +29,9 @@ def label_routes(routes: Sequence[BaseRoute], prefix: str = "") -> None:
 
 
 def _noting(app: ASGIApp, template: str) -> ASGIApp:
-    async def noted(scope: Scope, receive: Receive, send: Send) -> None:
-        note_route(scope, template)
-        await app(scope, receive, send)
+    def noted(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        scope[_ROUTE] = template
+        return app(scope, receive, send)
 
     return noted
 

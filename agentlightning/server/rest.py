@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import parse_qsl
@@ -131,9 +131,9 @@ class StoreRest:
             endpoint = Endpoint.of(kind)
             self._by_length.setdefault(len(endpoint.segments), []).append(endpoint)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http" or not scope["path"].startswith(f"{PREFIX}/"):
-            return await self._app(scope, receive, send)
+            return self._app(scope, receive, send)
         segments = scope["path"][len(PREFIX) + 1 :].split("/")
         allowed: list[str] = []
         for endpoint in self._by_length.get(len(segments), ()):
@@ -141,12 +141,12 @@ class StoreRest:
             if fields is not None:
                 if endpoint.method == scope["method"]:
                     note_route(scope, endpoint.template)
-                    return await self._answer(endpoint, fields, scope, receive, send)
+                    return self._answer(endpoint, fields, scope, receive, send)
                 allowed.append(endpoint.method)
         if not allowed:
-            return await self._app(scope, receive, send)
+            return self._app(scope, receive, send)
         message = f"{scope['path']} takes {' or '.join(allowed)}, not {scope['method']}"
-        return await refusal(405, "http", message, {"Allow": ", ".join(allowed)})(scope, receive, send)
+        return refusal(405, "http", message, {"Allow": ", ".join(allowed)})(scope, receive, send)
 
     async def _answer(
         self, endpoint: Endpoint, fields: dict[str, Any], scope: Scope, receive: Receive, send: Send

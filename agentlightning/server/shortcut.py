@@ -5,7 +5,7 @@ This module knows two forms of paths, and hands on whatever has another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from typing import Final
 
 from starlette.routing import BaseRoute, Route
@@ -28,7 +28,7 @@ class Shortcut:
                 prefix, _, name = route.path.partition(_VERSION)
                 {"": self._plain, _PREFIX: self._attributed}[prefix][name] = route
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] == "http" and scope["method"] == "POST":
             prefix, _, name = scope["path"].partition(_VERSION)
             parts = prefix.split("/")
@@ -39,5 +39,5 @@ class Shortcut:
                 params = {"rollout_id": parts[2], "attempt_id": parts[4]}
             if route is not None:
                 scope["path_params"] = params
-                return await route.app(scope, receive, send)
-        return await self._app(scope, receive, send)
+                return route.app(scope, receive, send)
+        return self._app(scope, receive, send)

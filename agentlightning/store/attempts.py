@@ -48,6 +48,7 @@ SELECT a.number, r.rollout_id, a.attempt_id, r.status, a.status, a.sequence_id, 
        a.span_sequence
 FROM attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id
 """
+_MOVING: Final = ("last_activity", "end_time", "lease_expires", "last_heartbeat_time", "held_until", "held_seconds")
 _LOCKED_SECONDS: Final = 0.25  # until another look at what another server had locked
 _QUEUED: Final = "('queuing', 'requeuing')"
 _ACTIVE: Final = "('preparing', 'running')"
@@ -107,17 +108,13 @@ def save_standing(
 ) -> None:
     """Write what the lifecycle changed of an attempt and of its rollout, and the sequence id its spans have reached."""
     columns: dict[str, Any] = {}
+    for name in _MOVING:  # what has not changed is left alone, and so are the indexes that it is in
+        value = getattr(after, name)
+        if value != getattr(before, name):
+            columns[name] = value
     moved = after.attempt_status != before.attempt_status
-    if after != before:
-        columns = {
-            "status": after.attempt_status,
-            "end_time": after.end_time,
-            "last_activity": after.last_activity,
-            "lease_expires": after.lease_expires,
-            "last_heartbeat_time": after.last_heartbeat_time,
-            "held_until": after.held_until,
-            "held_seconds": after.held_seconds,
-        }
+    if moved:
+        columns["status"] = after.attempt_status
     if moved and after.attempt_status in lifecycle.ACTIVE:
         columns["check_time"] = lifecycle.deadline(after)
         tx.changes.set_deadline(columns["check_time"])

@@ -192,7 +192,7 @@ def _text(text: str) -> str:
 
 def _attributes_json(attributes: Attributes, place: str) -> str:
     for name, value in attributes.items():
-        if isinstance(value, (float, list, tuple)):
+        if isinstance(value, (list, tuple)) or (isinstance(value, float) and not math.isfinite(value)):
             _check_finite(value, f"attribute {name!r} {place}")
     try:
         return _encoder.encode(attributes).decode()
@@ -205,16 +205,12 @@ def _attributes_json(attributes: Attributes, place: str) -> str:
 
 def token_columns(tokens: TokenCapture) -> Tokens:
     """Binary columns of a capture. InvalidError if an id is not an int32."""
-    choices = tuple(
-        _Choice(len(choice.token_ids), len(choice.logprobs), choice.finish_reason, choice.versions)
-        for choice in tokens.choices
-    )
-    return Tokens(
-        _pack(_INT32, tokens.prompt_token_ids),
-        b"".join(_pack(_INT32, choice.token_ids) for choice in tokens.choices),
-        b"".join(_pack(_FLOAT32, choice.logprobs) for choice in tokens.choices),
-        _encoder.encode(choices).decode(),
-    )
+    ids, logprobs, choices = b"", b"", list[_Choice]()
+    for one in tokens.choices:
+        ids += _pack(_INT32, one.token_ids)
+        logprobs += _pack(_FLOAT32, one.logprobs)
+        choices.append(_Choice(len(one.token_ids), len(one.logprobs), one.finish_reason, one.versions))
+    return Tokens(_pack(_INT32, tokens.prompt_token_ids), ids, logprobs, _encoder.encode(choices).decode())
 
 
 class Column(Sequence[Any]):

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from agentlightning.errors import ConflictError
 from agentlightning.types import AttemptStatus, RolloutConfig, RolloutStatus
@@ -57,8 +59,7 @@ SETTABLE: Final[frozenset[RolloutStatus]] = frozenset({"requeuing", *TERMINAL})
 """What a caller may set a rollout to; `preparing` and `running` are only ever reached by an attempt."""
 
 
-@dataclass(frozen=True)
-class Standing:
+class Standing(msgspec.Struct, frozen=True):
     """All that decides what happens next to one attempt and its rollout. Times are seconds since the epoch.
 
     `attempts` counts the attempts made on the rollout so far: the attempt is the latest iff it equals `sequence_id`.

@@ -45,7 +45,7 @@ def add_spans(tx: Transaction, spans: Sequence[Span], columns: Sequence[SpanColu
             if row is None:
                 continue
             sequence_id = row.sequence_id or highest + 1
-            if tx.connection.execute(_INSERT, (number, *row._replace(sequence_id=sequence_id))).rowcount == 0:
+            if tx.connection.execute(_INSERT, (number, row[0], sequence_id, *row[2:])).rowcount == 0:
                 stored[index] = _stored_sequence_id(tx.connection, number, row.span_id)
                 continue
             highest = max(highest, sequence_id)

@@ -77,10 +77,12 @@ def to_json(what: str, value: Any) -> str:
 
 
 def _put(flat: Attributes, name: str, value: Any) -> None:
-    if isinstance(value, Mapping):
+    if isinstance(value, str | bool | int | float):
+        flat[name] = _scalar(name, value)
+    elif isinstance(value, Mapping):
         for key, item in cast(Mapping[Any, Any], value).items():
             _put(flat, checked_text("the name of an attribute", f"{name}.{key}"), item)
-    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
+    elif isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
         values = cast(Sequence[Any], value)
         kinds = {type(item) for item in values}
         if len(kinds) <= 1 and kinds <= {str, bool, int, float}:

@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple
 
 import msgspec
 
@@ -123,8 +124,7 @@ class AttemptTracer:
         self._deliver(span)
 
 
-@dataclass(frozen=True)
-class Binding:
+class Binding(NamedTuple):
     """The attempt's tracer, and the span that encloses the running code (in the contextvar: the operation)."""
 
     tracer: AttemptTracer
@@ -152,16 +152,34 @@ def require_binding(what: str) -> Binding:
     return binding
 
 
-@contextmanager
-def bind(tracer: AttemptTracer, parent_id: str | None = None) -> Generator[AttemptTracer]:
+class Bound:
     """Within the block, and in tasks and `to_thread` calls started there, spans go to `tracer`."""
-    token = _current.set(Binding(tracer, parent_id))
-    try:
-        with tracer.entered(parent_id):
-            yield tracer
-    finally:
-        with suppress(ValueError):  # a generator that was begun here is ended in another task, as abandoned ones are
-            _current.reset(token)
+
+    def __init__(self, tracer: AttemptTracer, parent_id: str | None) -> None:
+        self._binding = Binding(tracer, parent_id)
+
+    def __enter__(self) -> AttemptTracer:
+        tracer, parent_id = self._binding
+        self._token = _current.set(self._binding)
+        self._entered = tracer.entered(parent_id)
+        self._entered.__enter__()
+        return tracer
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._entered.__exit__(kind, error, trace)
+        finally:
+            with suppress(
+                ValueError
+            ):  # a generator begun here is ended in another task, as abandoned ones are
+                _current.reset(self._token)
+
+
+def bind(tracer: AttemptTracer, parent_id: str | None = None) -> Bound:
+    """For a `with` statement: see `Bound`."""
+    return Bound(tracer, parent_id)
 
 
 @contextmanager

@@ -12,13 +12,12 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import Any, Final, Self, TypeVar, cast, overload
 
 from agentlightning.errors import ConfigError
 from agentlightning.semconv import OPERATION, OPERATION_INPUT, OPERATION_NAME, OPERATION_OUTPUT
 from agentlightning.tracing.attributes import flatten
-from agentlightning.tracing.context import Binding, bind, current_binding, new_span_id
+from agentlightning.tracing.context import Binding, Bound, bind, current_binding, new_span_id
 from agentlightning.tracing.emit import exception_attributes, shown
 from agentlightning.types import Attributes, AttributeValue, Span, SpanStatus
 
@@ -36,7 +35,7 @@ class Operation:
         self._propagate = propagate
         self._span: Span | None = None
         self._binding: Binding | None = None
-        self._stack = ExitStack()
+        self._bound: Bound | None = None
         self._span_id = new_span_id()
         self._start_time = self._started = 0.0
 
@@ -62,14 +61,15 @@ class Operation:
     def __enter__(self) -> Self:
         self._binding = current_binding() if self._propagate else None
         if self._binding is not None:
-            self._stack.enter_context(bind(self._binding.tracer, self._span_id))
+            self._bound = bind(self._binding.tracer, self._span_id)
+            self._bound.__enter__()
         self._start_time, self._started = time.time(), time.perf_counter()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._stack.close()
-        if self._binding is None:
+        if self._binding is None or self._bound is None:
             return
+        self._bound.__exit__(None, None, None)
         status = SpanStatus()
         if error is not None and not isinstance(error, GeneratorExit):  # a generator that is read no further is well
             self._attributes.update(exception_attributes(error))

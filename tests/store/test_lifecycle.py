@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import typing
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from agentlightning.errors import ConflictError
 from agentlightning.store import lifecycle

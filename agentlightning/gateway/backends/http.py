@@ -285,9 +285,12 @@ class _AnswerReader:
         events: list[BackendEvent] = []
         if not self._started:
             self._started = True
-            of_choices = (choice.prompt_token_ids for choice in chunk.choices if choice.prompt_token_ids)
-            prompt = next(of_choices, ()) if chunk.prompt_token_ids is None else chunk.prompt_token_ids
-            extra = given(system_fingerprint=chunk.system_fingerprint, service_tier=chunk.service_tier)
+            prompt = chunk.prompt_token_ids
+            if prompt is None:
+                of_choices = (choice.prompt_token_ids for choice in chunk.choices if choice.prompt_token_ids)
+                prompt = next(of_choices, ())
+            told = chunk.system_fingerprint or chunk.service_tier
+            extra = given(system_fingerprint=chunk.system_fingerprint, service_tier=chunk.service_tier) if told else {}
             events.append(Started(prompt, extra=extra))
         self._usage = chunk.usage or self._usage
         if chunk.policy_version is not None:
@@ -368,7 +371,11 @@ class _AnswerReader:
 
 def constrained(call: ModelCall) -> bool:
     """Whether something narrows what may be sampled: a forced tool call, JSON, vLLM's structured outputs and lists."""
-    if call.tool_choice not in (None, "none", "auto") or any(map(call.extra.get, _CONSTRAINTS)):
+    if call.tool_choice not in (None, "none", "auto"):
+        return True
+    if not call.extra:
+        return False
+    if any(map(call.extra.get, _CONSTRAINTS)):
         return True
     response_format = call.extra.get("response_format")
     if response_format is not None and response_format != {"type": "text"}:

@@ -10,7 +10,6 @@ import asyncio
 import functools
 import ssl
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import suppress
 from typing import Final, cast
 from urllib.parse import SplitResult, quote
 
@@ -55,9 +54,10 @@ class Wire:
         head = "".join(lines).encode("latin-1", "replace")
         message = head if body is None else head + body
         while self._idle:
-            response = self._idle.pop()
-            with suppress(UnreachableError):  # closed by the server meanwhile
-                return await response.send(message)
+            try:
+                return await self._idle.pop().send(message)
+            except UnreachableError:
+                pass  # closed by the server meanwhile
         return await (await self._connect()).send(message)
 
     async def _connect(self) -> Response:
