@@ -67,9 +67,7 @@ class Choice:
         """The assistant message of the chat-completions protocol; content is None beside tool calls without text."""
         content = self.string("content")
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if self.tool_calls else "")}
-        for name, parts in self.text.items():
-            if name != "content":
-                message[name] = "".join(parts)
+        message |= {name: "".join(parts) for name, parts in self.text.items() if name != "content"}
         message |= self.other
         if self.tool_calls:
             message["tool_calls"] = self.tool_calls

@@ -130,7 +130,7 @@ class CallOpener:
     ) -> tuple[Caller, CallRequest, ModelEntry, dict[str, msgspec.Raw] | None]:
         """Who asks, what, and who answers it; and the request's fields, if that one does so in the agent's protocol."""
         caller = await self.caller(headers, path_ids)
-        if endpoint.path in self._models.relays:
+        if any(endpoint.path in entry.backend.relays for entry in self._models):
             fields = read_fields(body)
             request = read_request(fields)
             entry = self._resolve(request.model, headers)

@@ -181,7 +181,7 @@ def _tokens(answer: Answer) -> TokenCapture | None:
             token_ids=tuple(choice.token_ids),
             logprobs=tuple(choice.logprobs),
             finish_reason=choice.finish_reason or "abort",
-            versions=tuple(map(tuple, choice.versions)),
+            versions=tuple([(version, count) for version, count in choice.versions]),
         )
         for choice in answer.choices
     ]

@@ -44,14 +44,12 @@ class ModelEntry:
 
 
 class ModelTable:
-    """Model entries by name, which may change while calls run. `relays` are the endpoints that any of their backends
-    answers in the agent's own protocol. ConfigError for a name given twice."""
+    """Model entries by name, which may change while calls run. ConfigError for a name given twice."""
 
     def __init__(self, entries: Iterable[ModelEntry] = ()) -> None:
         self._entries: dict[str, ModelEntry] = {}
         self._names: dict[str, ModelEntry] = {}  # aliases too
         self._gates: dict[str, Gate] = {}
-        self.relays: frozenset[str] = frozenset()
         self._noticed: set[str] = set()
         for entry in entries:
             if entry.name in self._entries:
@@ -75,7 +73,6 @@ class ModelTable:
         replaced = self.remove(entry.name)
         self._entries[entry.name] = entry
         self._names |= dict.fromkeys((entry.name, *entry.aliases), entry)
-        self._note_relays()
         return replaced
 
     def remove(self, name: str) -> ModelEntry | None:
@@ -83,11 +80,7 @@ class ModelTable:
         entry = self._entries.pop(name, None)
         if entry is not None:
             self._names = {name: one for name, one in self._names.items() if one is not entry}
-            self._note_relays()
         return entry
-
-    def _note_relays(self) -> None:
-        self.relays = frozenset[str]().union(*(entry.backend.relays for entry in self))
 
     def gate(self, name: str) -> Gate:
         """The gate in front of the model of this name; it outlives the entry, which may be replaced behind it."""

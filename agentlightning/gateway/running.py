@@ -85,7 +85,8 @@ class RunningCall:
     async def commit(self, body: bytes | None) -> None:
         """Store the finished call. When this returns the call is durable; only then may its end be sent."""
         self._recorded = True
-        await self._store(self.refused)
+        if self._recorder is not None:
+            await self._recorder.record(self._span(self.refused))
         self._statistics.calls[self._record.entry.name, "failed" if self.refused else "answered"] += 1
         if self.remember is not None:
             self.remember(self.answer, body)
@@ -96,10 +97,9 @@ class RunningCall:
             self._statistics.undelivered += 1
             await self._recorder.record(undelivered_span(self._record, time=time.time()))
 
-    async def _store(self, error: BaseException | None) -> None:
+    def _span(self, error: BaseException | None) -> Span:
+        """What is stored of the call, which has ended."""
         record, first = self._record, self.answer.first_token_time
-        if self._recorder is None:
-            return
         if record.call_index is not None:
             record.caller.note_ended(record.body_hash, None if error else record.call_index)
         span = call_span(
@@ -110,7 +110,7 @@ class RunningCall:
             error=error,
         )
         self._statistics.captured(record, span)
-        await self._recorder.record(span)
+        return span
 
     async def __aenter__(self) -> RunningCall:
         self._record.caller.running += 1
@@ -125,7 +125,8 @@ class RunningCall:
                 aborted = isinstance(error, ClientGone | asyncio.CancelledError)
                 self._statistics.calls[self._record.entry.name, "aborted" if aborted else "failed"] += 1
                 self.answer.abort(ABORTED if aborted else FAILED)
-                await self._store(error)
+                if self._recorder is not None:
+                    await self._recorder.record(self._span(error))
         finally:
             self._gate.leave(self._record.caller.attempt)
             self._record.caller.running -= 1

@@ -171,9 +171,7 @@ class Bound:
         try:
             self._entered.__exit__(kind, error, trace)
         finally:
-            with suppress(
-                ValueError
-            ):  # a generator begun here is ended in another task, as abandoned ones are
+            with suppress(ValueError):  # a generator begun here is ended in another task, as abandoned ones are
                 _current.reset(self._token)
 
 

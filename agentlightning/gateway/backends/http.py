@@ -289,8 +289,7 @@ class _AnswerReader:
             if prompt is None:
                 of_choices = (choice.prompt_token_ids for choice in chunk.choices if choice.prompt_token_ids)
                 prompt = next(of_choices, ())
-            told = chunk.system_fingerprint or chunk.service_tier
-            extra = given(system_fingerprint=chunk.system_fingerprint, service_tier=chunk.service_tier) if told else {}
+            extra = given(system_fingerprint=chunk.system_fingerprint, service_tier=chunk.service_tier)
             events.append(Started(prompt, extra=extra))
         self._usage = chunk.usage or self._usage
         if chunk.policy_version is not None:
