@@ -318,7 +318,7 @@ class Trainer:
             seed=self.seed,
             # Others add theirs to a shared store; in the run's own, the latest has the address of this very process.
             resources_id=None if self.server is None else stored.resources_id,
-            policies={name: TrainedPolicy(learner, served) for name, (served, learner) in opened.items()},
+            policies={name: TrainedPolicy(learner, served.service) for name, (served, learner) in opened.items()},
             calls_held=calls_held,
             progress=self.progress,
             trackers=self.trackers,

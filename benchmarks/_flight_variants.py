@@ -24,7 +24,7 @@ from agentlightning.algorithm.evaluation import Evaluation
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.algorithm.traces import conversation
 from agentlightning.cli.training import make_algorithm
-from agentlightning.data.credit.table import RewardedGroup
+from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import CreditedTransition
 from agentlightning.data.transitions import Transition
 from agentlightning.learner.policy import Policy, load_policy

@@ -3,17 +3,20 @@
 from agentlightning.algorithm.apo import APO
 from agentlightning.algorithm.base import Algorithm, NoProgress, Progress, RunContext
 from agentlightning.algorithm.baseline import Baseline
-from agentlightning.algorithm.cispo import CISPO
-from agentlightning.algorithm.dapo import DAPO
-from agentlightning.algorithm.dr_grpo import DrGRPO
 from agentlightning.algorithm.function import algo
 from agentlightning.algorithm.gepa import GEPA
-from agentlightning.algorithm.grpo import GRPO
-from agentlightning.algorithm.gspo import GSPO
+from agentlightning.algorithm.grpo import (
+    CISPO,
+    DAPO,
+    GRPO,
+    GSPO,
+    RLOO,
+    DrGRPO,
+    REINFORCEPlusPlus,
+    REINFORCEPlusPlusBaseline,
+)
 from agentlightning.algorithm.ppo import PPO
-from agentlightning.algorithm.reinforce_plus_plus import REINFORCEPlusPlus, REINFORCEPlusPlusBaseline
 from agentlightning.algorithm.rl import Reinforcement
-from agentlightning.algorithm.rloo import RLOO
 from agentlightning.algorithm.sft import SFT
 
 __all__ = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
-from agentlightning.data.credit.table import RewardedGroup, make_credit
+from agentlightning.data.credit_table import RewardedGroup, make_credit
 from agentlightning.data.sequences import CreditedTransition
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError
@@ -26,7 +26,7 @@ class PPO(Reinforcement):
     `value_clip` of what it was (None: no such limit). `critic_learning_rate` is by default ten times the policy's; for
     the first `critic_warmup` steps the critic alone is trained.
 
-    Each call is an episode that ends in what `returns` gives it (`data/credit/table.py`); with `across_calls` the
+    Each call is an episode that ends in what `returns` gives it (`data/credit_table.py`); with `across_calls` the
     rollout is one, whose calls end in rewards."""
 
     returns: Any = "identical"  # str or function: what reads run files knows no such union

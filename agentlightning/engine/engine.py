@@ -22,15 +22,13 @@ from transformers import PreTrainedModel
 
 from agentlightning.data.transitions import FloatArray
 from agentlightning.engine.fallback import ModelForward
-from agentlightning.engine.forward import DecoderForward, Piece, cache_bytes
+from agentlightning.engine.forward import DecoderForward, Piece
 from agentlightning.engine.request import TokenArray, check_request, token_ids
 from agentlightning.engine.sampler import Sampler
 from agentlightning.engine.slots import SlotTable
 from agentlightning.engine.weights import why_unsupported
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.generation import GenerationRequest, SampledToken
-
-__all__ = ["Engine", "Generation", "GenerationRequest", "SampledToken", "Statistics"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +54,6 @@ class Statistics:
     prompt_tokens: int = 0
     reused_tokens: int = 0
     generated_tokens: int = 0
-    failed_steps: int = 0
 
 
 @dataclass(eq=False)
@@ -80,10 +77,10 @@ class Generation:
 class Engine:
     """Samples from `model`, at most `slots` sequences at a time, each of at most `max_sequence_length` tokens.
 
-    `dtype` is that of the model unless given. With `deterministic` what a request samples depends on it, its seed and
+    With `deterministic` what a request samples depends on it, its seed and
     the weights alone, to the last bit: sequences are computed one by one, each from its first token on, as sums in
     floating point differ with the shape of what is computed together. The key-value cache is allocated once and takes
-    `cache_bytes`; ConfigError where that is above `memory_limit_bytes` or the lengths do not suit the model."""
+    `cache_bytes`; ConfigError where the lengths do not suit the model."""
 
     def __init__(
         self,
@@ -92,35 +89,25 @@ class Engine:
         eos_token_ids: Iterable[int],
         max_sequence_length: int,
         slots: int = 128,
-        memory_limit_bytes: int | None = None,
-        dtype: torch.dtype | None = None,
-        prefix_cache: bool = True,
         deterministic: bool = False,
         seed: int = 0,
     ) -> None:
         self._model = model
         self._deterministic = deterministic
-        prefix_cache = prefix_cache and not deterministic
         self._eos_token_ids = frozenset(eos_token_ids)
         self.max_sequence_length = max_sequence_length
         self.version = 0
         self.statistics = Statistics()
         self._vocabulary_size: int = model.get_output_embeddings().weight.shape[0]  # type: ignore[union-attr]
-        dtype = dtype or model.dtype
-        self.cache_bytes = cache_bytes(model, slots, max_sequence_length, dtype)
-        self._check_sizes(slots, memory_limit_bytes)
+        self._check_sizes(slots)
         reason = why_unsupported(model)
         if reason is None:
-            self._forward: DecoderForward | ModelForward = DecoderForward(model, slots, max_sequence_length, dtype)
+            self._forward: DecoderForward | ModelForward = DecoderForward(model, slots, max_sequence_length)
         else:
-            if dtype != model.dtype:
-                raise ConfigError(f"the engine runs this model through its own forward ({reason}), hence in "
-                                  f"{model.dtype}; leave dtype out or convert the model")  # fmt: skip
             logger.warning("The engine runs this model through its own forward, sequence by sequence: %s.", reason)
             self._forward = ModelForward(model, slots)
-        self._slots = SlotTable(
-            slots, max_sequence_length, reuse=prefix_cache, share=prefix_cache and self._forward.shares_prefixes
-        )
+        reuse = not deterministic
+        self._slots = SlotTable(slots, max_sequence_length, reuse=reuse, share=reuse and self._forward.shares_prefixes)
         self._sampler = Sampler(slots, seed)
         self._waiting: deque[Generation] = deque()
         self._running: dict[int, Generation] = {}
@@ -336,7 +323,6 @@ class Engine:
 
     def _fail(self, error: Exception) -> None:
         """Give up every running request, since the step left their caches undefined, and be ready for new ones."""
-        self.statistics.failed_steps += 1
         failed = list(self._running.values())
         for generation in failed:
             self._end(generation)
@@ -359,7 +345,7 @@ class Engine:
         """Whether just the last sampled token remains to be computed."""
         return generation.placed and generation.sampled > 0 and generation.length - generation.cached == 1
 
-    def _check_sizes(self, slots: int, memory_limit_bytes: int | None) -> None:
+    def _check_sizes(self, slots: int) -> None:
         if slots < 1:
             raise ConfigError(f"slots is {slots}; the engine needs at least 1")
         if self.max_sequence_length < 2:
@@ -368,9 +354,3 @@ class Engine:
         if known is not None and self.max_sequence_length > known:
             raise ConfigError(f"max_sequence_length is {self.max_sequence_length}, but the model was made for {known} "
                               f"positions; use at most {known}")  # fmt: skip
-        if memory_limit_bytes is not None and self.cache_bytes > memory_limit_bytes:
-            raise ConfigError(
-                f"the key-value cache of {slots} slots of {self.max_sequence_length} tokens takes "
-                f"{self.cache_bytes / 2**20:.0f} MiB, above the limit of {memory_limit_bytes / 2**20:.0f} MiB; lower "
-                "slots or max_sequence_length, or raise memory_limit_bytes"
-            )

@@ -41,11 +41,11 @@ class Piece:
         return self.start + len(self.token_ids)
 
 
-def cache_bytes(model: PreTrainedModel, slots: int, max_sequence_length: int, dtype: torch.dtype) -> int:
+def cache_bytes(model: PreTrainedModel, slots: int, max_sequence_length: int) -> int:
     """Size of the key-value cache in bytes: keys and values of every layer, slot, position and head."""
     shape = shape_of(model)
     positions = slots * (max_sequence_length + 1)
-    return 2 * shape.layers * positions * shape.kv_heads * shape.head_dim * dtype.itemsize
+    return 2 * shape.layers * positions * shape.kv_heads * shape.head_dim * model.dtype.itemsize
 
 
 class DecoderForward:
@@ -53,10 +53,9 @@ class DecoderForward:
 
     shares_prefixes = True
 
-    def __init__(self, model: PreTrainedModel, slots: int, max_sequence_length: int, dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, slots: int, max_sequence_length: int) -> None:
         self._model = model
-        self._dtype = dtype
-        self._device = model.device
+        self._device, dtype = model.device, model.dtype
         self._shape = shape_of(model)
         shape = self._shape
         # One column more than sequences have: idle rows of a decode write there.
@@ -64,7 +63,7 @@ class DecoderForward:
         size = (shape.layers, slots, shape.kv_heads, max_sequence_length + 1, shape.head_dim)
         self._keys = _allocate(size, dtype, self._device)
         self._values = _allocate(size, dtype, self._device)
-        self._cosine, self._sine = rotary_tables(model, max_sequence_length + 1, dtype)
+        self._cosine, self._sine = rotary_tables(model, max_sequence_length + 1)
         self._positions = torch.arange(max_sequence_length + 1, device=self._device)
         self._minus_infinity = torch.tensor(float("-inf"), dtype=dtype, device=self._device)
         self._zero = torch.zeros((), dtype=dtype, device=self._device)
@@ -72,7 +71,7 @@ class DecoderForward:
 
     def reload(self) -> None:
         """Read the model's weights again; what the cache holds is stale from here on."""
-        self._weights = read_weights(self._model, self._dtype)
+        self._weights = read_weights(self._model)
 
     def exchange(self, first: int, second: int, first_length: int, second_length: int) -> None:
         """Two slots change places; their lengths tell how much there is to move."""

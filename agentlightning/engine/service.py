@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import torch
 
@@ -55,10 +55,12 @@ class _Stream:
 
 class EngineService:
     """Generates with an engine from coroutines: a `TokenGenerator`. `start` and `close` are called once each;
-    all coroutines belong to one loop."""
+    all coroutines belong to one loop. `write` brings the engine's weights up to date where they are not the trained
+    ones themselves."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, write: Callable[[], object] = lambda: None) -> None:
         self._engine = engine
+        self._write = write
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._changed = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
@@ -92,6 +94,11 @@ class EngineService:
     def version(self) -> int:
         """The policy version that is sampled from now."""
         return self._engine.version
+
+    @property
+    def generated_tokens(self) -> int:
+        """How many were sampled so far."""
+        return self._engine.statistics.generated_tokens
 
     @property
     def idle_seconds(self) -> float:
@@ -182,16 +189,13 @@ class EngineService:
                 self._owner = None
                 self._set_hold(None)
 
-    async def update_weights(self, version: int, write: Callable[[], object] = lambda: None) -> None:
+    async def update_weights(self, version: int) -> None:
         """Sample with the model's present weights, those that `write` leaves, and call them `version`; inside or
-        outside of `exclusive`."""
-        if self._owner is not None and self._owner is asyncio.current_task():
-            write()
+        outside of `exclusive`. Calls that are being answered go on with them."""
+        inside = self._owner is not None and self._owner is asyncio.current_task()
+        async with nullcontext() if inside else self.exclusive():
+            self._write()
             self._engine.update_weights(version)
-            return
-        async with self.exclusive() as engine:
-            write()
-            engine.update_weights(version)
 
     # --- on the loop ---
 

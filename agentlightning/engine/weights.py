@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from agentlightning.errors import ConfigError
 
-FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # Kinds of rotary embedding whose frequencies do not change with the length of the sequence.
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 # Above this many parameters joined projections gain nothing, and their copies would take memory.
@@ -34,7 +34,6 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
-    vocabulary: int
     norm_eps: float
 
     @property
@@ -68,7 +67,7 @@ def why_unsupported(model: PreTrainedModel) -> str | None:
     """Why the engine cannot compute this model itself; None if it can."""
     config: Any = model.config
     if type(model).__name__ not in FAMILIES:
-        return f"{type(model).__name__} is not one of {', '.join(sorted(FAMILIES))}"
+        return f"{type(model).__name__} is not one of {', '.join(FAMILIES)}"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act!r}, not 'silu'"
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -103,22 +102,18 @@ def shape_of(model: PreTrainedModel) -> Shape:
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        vocabulary=config.vocab_size,
         norm_eps=getattr(config, "rms_norm_eps", 0.0),
     )
 
 
-def read_weights(model: PreTrainedModel, dtype: torch.dtype) -> DecoderWeights:
-    """The weights as they are now. Tensors that need neither joining nor another dtype are the model's own."""
+def read_weights(model: PreTrainedModel) -> DecoderWeights:
+    """The weights as they are now. Tensors that need no joining are the model's own."""
     shape = shape_of(model)
     joined = sum(parameter.numel() for parameter in model.parameters()) <= LARGEST_JOINED
     decoder: Any = model.get_submodule("model")
 
-    def read(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(dtype)
-
     def linear(module: Any) -> Linear:
-        return read(module.weight), None if module.bias is None else read(module.bias)
+        return module.weight.detach(), None if module.bias is None else module.bias.detach()
 
     def together(*modules: Any) -> tuple[Linear, ...]:
         parts = tuple(linear(module) for module in modules)
@@ -130,30 +125,31 @@ def read_weights(model: PreTrainedModel, dtype: torch.dtype) -> DecoderWeights:
     def head_norm(attention: Any) -> Tensor | None:
         if not hasattr(attention, "q_norm"):
             return None
-        query, key = read(attention.q_norm.weight), read(attention.k_norm.weight)
+        query, key = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
         return torch.cat([query.expand(shape.heads, -1), key.expand(shape.kv_heads, -1)])
 
     layers = tuple(
         LayerWeights(
-            input_norm=read(layer.input_layernorm.weight),
+            input_norm=layer.input_layernorm.weight.detach(),
             qkv=together(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
             head_norm=head_norm(layer.self_attn),
             output=linear(layer.self_attn.o_proj),
-            mlp_norm=read(layer.post_attention_layernorm.weight),
+            mlp_norm=layer.post_attention_layernorm.weight.detach(),
             gate_up=together(layer.mlp.gate_proj, layer.mlp.up_proj),
             down=linear(layer.mlp.down_proj),
         )
         for layer in decoder.layers
     )
     head = cast(nn.Linear, model.get_output_embeddings())
-    return DecoderWeights(read(decoder.embed_tokens.weight), layers, read(decoder.norm.weight), read(head.weight))
+    embedding, norm = decoder.embed_tokens.weight.detach(), decoder.norm.weight.detach()
+    return DecoderWeights(embedding, layers, norm, head.weight.detach())
 
 
-def rotary_tables(model: PreTrainedModel, positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_tables(model: PreTrainedModel, positions: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines `[positions, head_dim]` of the model's own frequencies; the sines of the first half of a head
     are negated, so that rotating is `x · cos + swap_halves(x) · sin`."""
     rotary: Any = model.get_submodule("model.rotary_emb")
-    frequencies: Tensor = rotary.inv_freq.float()
+    dtype, frequencies = model.dtype, cast(Tensor, rotary.inv_freq).float()
     angles = torch.outer(torch.arange(positions, device=frequencies.device).float(), frequencies)
     cosine, sine = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
     return torch.cat([cosine, cosine], -1).to(dtype), torch.cat([-sine, sine], -1).to(dtype)

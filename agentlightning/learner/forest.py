@@ -22,13 +22,12 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from agentlightning.data.forest import Forest, prefix_order
 from agentlightning.data.sequences import TrainingSequence
+from agentlightning.engine.weights import STATIC_ROPE
 
 ATTENTION: Final = "agentlightning_forest"
 
 # Pre-norm decoders with rotary positions, in which a token is known to others by its keys and values alone.
 ARCHITECTURES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-# Others turn by angles that depend on the longest sequence of the batch.
-ROTATIONS: Final = frozenset({"default", "linear", "llama3", "yarn"})
 
 BLOCK_MASKED: Final = frozenset({"cuda"})  # kinds of devices for which torch has the fused kernel, gradient included
 BLOCK: Final = 128  # slots to a side of what that kernel computes or skips
@@ -45,7 +44,7 @@ def unsupported(model: PreTrainedModel) -> str | None:
     if getattr(config, "sliding_window", None) is not None:
         return "the model attends to a sliding window"
     rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rotation not in ROTATIONS:
+    if rotation not in STATIC_ROPE:
         return f"positions are turned by {rotation!r}, which depends on what is in the batch"
     return None
 
@@ -57,7 +56,7 @@ def forest_hidden(model: PreTrainedModel, forest: Forest) -> Tensor:
     ids = torch.from_numpy(forest.token_ids.astype("int64"))[None].to(device)
     positions = torch.from_numpy(forest.depths)[None].to(device)
     attention = (_BlockMasked if device.type in BLOCK_MASKED else _Gathered)(forest, device)
-    with _attention(model):
+    with attention_of(model.config, ATTENTION):
         return model.base_model(
             input_ids=ids, position_ids=positions, use_cache=False, forest=attention
         ).last_hidden_state
@@ -133,10 +132,9 @@ def _fused() -> Callable[..., Tensor]:
 
 
 @contextmanager
-def _attention(model: PreTrainedModel) -> Generator[None]:
-    config: Any = model.config
-    usual = config._attn_implementation
-    config._attn_implementation = ATTENTION
+def attention_of(config: Any, implementation: str) -> Generator[None]:
+    """Inside, the model of this config attends by what `transformers` knows under that name."""
+    usual, config._attn_implementation = config._attn_implementation, implementation
     try:
         yield
     finally:

@@ -26,7 +26,6 @@ from agentlightning.errors import ConfigError
 from agentlightning.learner.base import LoRA
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
 
 
 class Adapter:

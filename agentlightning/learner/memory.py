@@ -109,7 +109,7 @@ def estimate_memory(
         reference=weights if reference and lora is None else 0,
         critic=own + gradients + optimizer + activations if separate else 0,
         engine=engine,
-        cache=cache_bytes(model, slots, max_sequence_length, model.dtype),
+        cache=cache_bytes(model, slots, max_sequence_length),
         activations=activations,
         logits=LOGITS_HELD * FLOAT32 * min(tokens * vocabulary, LOGITS_AT_ONCE),
     )

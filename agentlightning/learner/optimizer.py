@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentlightning.errors import ConfigError
+from agentlightning.learner.forest import attention_of
 
 
 class MasterWeights:
@@ -85,13 +86,4 @@ def recomputed(model: PreTrainedModel) -> Generator[None]:
 
 def _as_in_forward(config: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of a forward, which is now, and of its repetition in a backward: with the attention of now."""
-    return nullcontext(), _attention(config, config._attn_implementation)
-
-
-@contextmanager
-def _attention(config: Any, implementation: str) -> Generator[None]:
-    usual, config._attn_implementation = config._attn_implementation, implementation
-    try:
-        yield
-    finally:
-        config._attn_implementation = usual
+    return nullcontext(), attention_of(config, config._attn_implementation)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,40 +28,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServedPolicy:
-    """A running engine over `policy`, whose weights it reads in place, or over a `model` of its own: a copy, or the one
-    that an adapter is merged into. Whoever made it calls `service.close()`."""
+    """A running engine over a policy's `model`: its own, whose weights are read in place, a copy, or the one that an
+    adapter is merged into. Whoever made it calls `service.close()`."""
 
-    policy: Policy
     service: EngineService
     backend: TokenBackend
     model: PreTrainedModel
-
-    @property
-    def generated_tokens(self) -> int:
-        """See `Serving.generated_tokens`."""
-        return self.service.engine.statistics.generated_tokens
-
-    @property
-    def idle_seconds(self) -> float:
-        """See `Serving.idle_seconds`."""
-        return self.service.idle_seconds
-
-    def exclusive(self) -> AbstractAsyncContextManager[Engine]:
-        """See `Serving.exclusive`."""
-        return self.service.exclusive()
-
-    async def update_weights(self, version: int) -> None:
-        """See `Serving.update_weights`. Weights of its own are brought up to date between two steps of the engine:
-        calls that are being answered go on with the new ones."""
-        await self.service.update_weights(version, self._write)
-
-    def _write(self) -> None:
-        if self.policy.adapter is not None:
-            self.policy.adapter.publish()
-        elif self.model is not self.policy.model:
-            with torch.no_grad():
-                for own, trained in zip(self.model.parameters(), self.policy.model.parameters(), strict=True):
-                    own.copy_(trained)
 
 
 def serve_policy(
@@ -95,14 +67,22 @@ def serve_policy(
         eos_token_ids=_end_ids(policy),
         max_sequence_length=length,
         slots=slots,
-        memory_limit_bytes=CACHE_LIMIT_BYTES,
         deterministic=deterministic,
         seed=seed,
     )
-    service = EngineService(engine)
+    service = EngineService(engine, partial(_bring_up_to_date, model, policy))
     service.start()
     chat = ChatTemplate.from_pretrained(policy.tokenizer)
-    return ServedPolicy(policy, service, TokenBackend(chat, service, name="embedded"), model)
+    return ServedPolicy(service, TokenBackend(chat, service, name="embedded"), model)
+
+
+def _bring_up_to_date(model: PreTrainedModel, policy: Policy) -> None:
+    if policy.adapter is not None:
+        policy.adapter.publish()
+    elif model is not policy.model:
+        with torch.no_grad():
+            for own, trained in zip(model.parameters(), policy.model.parameters(), strict=True):
+                own.copy_(trained)
 
 
 def engine_size(model: PreTrainedModel, concurrency: int, max_sequence_length: int | None) -> tuple[int, int]:
@@ -111,7 +91,7 @@ def engine_size(model: PreTrainedModel, concurrency: int, max_sequence_length: i
     length = max_sequence_length or min(own, 4096)
     if length > own:
         raise ConfigError(f"max_sequence_length is {length}, but the model was made for at most {own} tokens")
-    return max(1, min(concurrency, CACHE_LIMIT_BYTES // cache_bytes(model, 1, length, model.dtype))), length
+    return max(1, min(concurrency, CACHE_LIMIT_BYTES // cache_bytes(model, 1, length))), length
 
 
 def choose_threads(model: PreTrainedModel, threads: int | None) -> None:

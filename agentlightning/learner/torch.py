@@ -63,7 +63,7 @@ class TorchLearner:
         self.model = policy.model
         self.model.eval()  # no dropout: what is trained is the distribution that was sampled
         self.keeps_reference = reference
-        self.reference = _frozen_copy(self.model) if reference and policy.adapter is None else None
+        self.reference = copy.deepcopy(self.model) if reference and policy.adapter is None else None
         self.critic = None if critic is None else ValueModel(self.model, critic)
         self._masters, self._trained = _trained(self.model, self.critic)
         own_rate = critic.learning_rate if critic else None
@@ -122,11 +122,11 @@ class TorchLearner:
             name: float(torch.nn.utils.clip_grad_norm_(tensors, self.config.max_grad_norm))
             for name, tensors in self._trained.items()
         }
-        if not np.isfinite([*norms.values(), totals.loss]).all():
+        if not np.isfinite([*norms.values(), totals.sums["loss"]]).all():
             self._forget_gradient()
             told = " and ".join(f"{norm}" for norm in norms.values())
             raise TrainingError(
-                f"the step was not taken: loss {totals.loss}, gradient norm {told}. The weights are unchanged; lower "
+                f"the step was not taken: loss {totals.sums['loss']}, gradient norm {told}. The weights are unchanged; lower "
                 "the learning rate, or look for extreme rewards in the run's metrics"
             )
         self.steps += 1
@@ -198,7 +198,7 @@ class TorchLearner:
         if reference is not None:
             divergence = losses.kl(logprobs, reference, loss.kl_estimator)
             per_token = per_token + loss.kl_coefficient * divergence
-            totals.reference_kl += float((divergence.detach() * weights).sum())
+            totals.sums["reference_kl"] += float((divergence.detach() * weights).sum())
         if loss.entropy_coefficient:
             per_token = per_token - loss.entropy_coefficient * entropy
         total = (per_token * weights).sum()
@@ -206,7 +206,7 @@ class TorchLearner:
             total = total + loss.value_coefficient * self._value_loss(self.critic, micro, states, loss, totals)
         torch.autograd.backward(total)
         log_ratio = logprobs.detach() - old
-        totals.add(float(total.detach()), log_ratio, clipped, entropy.detach())
+        totals.add(float(total.detach()), log_ratio, clip_fraction=clipped, entropy=entropy.detach())
         totals.mismatch.add(log_ratio, torch.from_numpy(micro.versions).to(device))
 
     def _value_loss(self, critic: ValueModel, micro: MicroBatch, states: States, loss: Loss, totals: Totals) -> Tensor:
@@ -219,7 +219,8 @@ class TorchLearner:
             values = critic(micro, states)
         per_token, clipped = losses.value_loss(values, old, targets, loss.value_clip)
         total = (per_token * weights).sum()
-        totals.add_values(float(total.detach()), clipped)
+        totals.sums["value_loss"] += float(total.detach())
+        totals.add_means(value_clip_fraction=clipped)
         return total
 
     def _recomputed(self, model: PreTrainedModel | None) -> AbstractContextManager[None]:
@@ -318,17 +319,11 @@ class TorchLearner:
             self.policy.adapter.load(directory)
             return []
         files = [file for file in sorted(directory.glob("*.safetensors")) if file.name != CRITIC_FILE]
-        weights = {name: tensor for file in files for name, tensor in _read(file)}
+        weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
         missing, unexpected = self.model.load_state_dict(weights, strict=False)
         self.model.tie_weights()
         tied = set(getattr(self.model, "_tied_weights_keys", None) or ())
         return [*sorted(set(missing) - tied), *unexpected]
-
-
-def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    reference = copy.deepcopy(model)
-    reference.requires_grad_(False)
-    return reference.eval()
 
 
 def _trained(model: PreTrainedModel, critic: ValueModel | None) -> tuple[MasterWeights, dict[str, list[Tensor]]]:
@@ -338,7 +333,3 @@ def _trained(model: PreTrainedModel, critic: ValueModel | None) -> tuple[MasterW
     masters = MasterWeights([*own, *of_critic])
     parts = {"grad_norm": masters.trained[: len(own)], "critic_grad_norm": masters.trained[len(own) :]}
     return masters, {name: tensors for name, tensors in parts.items() if tensors}
-
-
-def _read(file: Path) -> Iterator[tuple[str, Tensor]]:
-    yield from load_file(file).items()

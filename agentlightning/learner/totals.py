@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 
 from torch import Tensor
 
@@ -34,54 +35,33 @@ class Mismatch:
 
 
 class Totals:
-    """Of all tokens."""
+    """`sums` are over the batch, `per_token` too, of what is told as a mean."""
 
     def __init__(self, mismatch: Mismatch) -> None:
         self.mismatch = mismatch
-        self.loss = 0.0
-        self.reference_kl = 0.0
-        self.tokens = 0
-        self.clipped = 0
-        self.entropy = 0.0
-        self.k3 = 0.0
-        self.value_loss: float | None = None  # where there is no critic
-        self.values_clipped = 0
-        self.ratio = 0.0
+        self.sums: defaultdict[str, float] = defaultdict(float, loss=0.0, tokens=0.0, reference_kl=0.0)
+        self.per_token: defaultdict[str, float] = defaultdict(float)
         self.ratio_min = math.inf
         self.ratio_max = 0.0
 
-    def add(self, loss: float, log_ratio: Tensor, clipped: Tensor, entropy: Tensor) -> None:
+    def add(self, loss: float, log_ratio: Tensor, **per_token: Tensor) -> None:
         ratio = log_ratio.exp()
-        self.loss += loss
-        self.tokens += log_ratio.numel()
-        self.clipped += int(clipped.sum())
-        self.entropy += float(entropy.sum())
-        self.k3 += float((ratio - 1 - log_ratio).sum())
-        self.ratio += float(ratio.sum())
+        self.sums["loss"] += loss
+        self.sums["tokens"] += log_ratio.numel()
+        self.add_means(behaviour_kl=ratio - 1 - log_ratio, ratio_mean=ratio, **per_token)
         low, high = ratio.aminmax()
         self.ratio_min, self.ratio_max = min(self.ratio_min, float(low)), max(self.ratio_max, float(high))
 
-    def add_values(self, loss: float, clipped: Tensor) -> None:
-        self.value_loss = (self.value_loss or 0.0) + loss
-        self.values_clipped += int(clipped.sum())
+    def add_means(self, **per_token: Tensor) -> None:
+        for name, values in per_token.items():
+            self.per_token[name] += float(values.sum())
 
     def metrics(self) -> dict[str, float]:
         return {
-            "loss": self.loss,
-            "tokens": float(self.tokens),
-            "entropy": self.entropy / self.tokens,
-            "clip_fraction": self.clipped / self.tokens,
-            "behaviour_kl": self.k3 / self.tokens,
-            "ratio_mean": self.ratio / self.tokens,
+            **self.sums,
+            **{name: total / self.sums["tokens"] for name, total in self.per_token.items()},
             "ratio_min": self.ratio_min,
             "ratio_max": self.ratio_max,
             "max_ratio_error": max(self.ratio_max - 1, 1 - self.ratio_min),
-            "reference_kl": self.reference_kl,
-            **self._of_critic(),
             **self.mismatch.metrics(),
         }
-
-    def _of_critic(self) -> dict[str, float]:
-        if self.value_loss is None:
-            return {}
-        return {"value_loss": self.value_loss, "value_clip_fraction": self.values_clipped / self.tokens}

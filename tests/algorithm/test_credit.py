@@ -13,7 +13,7 @@ import torch
 
 import agentlightning as agl
 from agentlightning import semconv
-from agentlightning.data.credit.table import RewardedGroup
+from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import build_sequences
 from agentlightning.data.transitions import Transition, trace_rollout
 from agentlightning.errors import ConfigError

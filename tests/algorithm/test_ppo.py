@@ -17,7 +17,7 @@ from agentlightning.algorithm.rl.batch import make_batch
 from agentlightning.algorithm.rl.replay import weights_digest
 from agentlightning.cli.main import run
 from agentlightning.data import credit
-from agentlightning.data.credit.table import RewardedGroup
+from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import ConfigError

@@ -15,7 +15,7 @@ import agentlightning as agl
 from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch
 from agentlightning.cli.config import load_config
 from agentlightning.cli.main import run
-from agentlightning.data.credit.table import RewardedGroup
+from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError, TrainingError

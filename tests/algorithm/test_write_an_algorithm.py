@@ -12,7 +12,7 @@ import torch
 
 import agentlightning as agl
 from agentlightning.cli.training import make_algorithm
-from agentlightning.data.credit.table import RewardedGroup
+from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.references import load_reference
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError

@@ -12,7 +12,7 @@ import pytest
 
 from agentlightning.data import credit
 from agentlightning.data.credit import Returns
-from agentlightning.data.credit.table import BASELINES, RETURNS, RewardedGroup, make_credit
+from agentlightning.data.credit_table import BASELINES, RETURNS, RewardedGroup, make_credit
 from agentlightning.data.tool_calls import ToolStatus
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError

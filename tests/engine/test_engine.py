@@ -22,6 +22,7 @@ from transformers import (
 
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.engine.engine import Engine, Generation, GenerationRequest, SampledToken
+from agentlightning.engine.forward import cache_bytes
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.torch import TorchLearner
@@ -207,14 +208,6 @@ def test_prompts_longer_than_a_step_computes_are_split(monkeypatch: pytest.Monke
         assert worst_error(model, request, output) < 1e-4
 
 
-def test_without_prefix_cache_every_prompt_is_computed() -> None:
-    engine = make_engine(tiny_model(), prefix_cache=False)
-    request = GenerationRequest(prompt(random.Random(2), 30), max_tokens=2)
-    run(engine, *[request] * 4)
-    assert engine.statistics.prompt_tokens == 4 * 30
-    assert engine.statistics.reused_tokens == 0
-
-
 @torch.no_grad()
 def disturb(model: PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -277,14 +270,6 @@ def test_bfloat16_stays_within_its_measured_tolerance() -> None:
     assert sum(ours) < 1.25 * sum(theirs)
     assert sum(apart) / len(apart) < 0.05
     assert max(apart) < 0.5
-
-
-def test_weights_can_be_sampled_in_another_dtype_than_they_are_trained_in() -> None:
-    model = tiny_model().to(torch.bfloat16)
-    exact = tiny_model().to(torch.bfloat16).float()
-    request = GenerationRequest([5, 6, 7], max_tokens=20)
-    [output] = run(make_engine(model, dtype=torch.float32), request)
-    assert worst_error(exact, request, output) < 1e-4
 
 
 def windowed_model() -> PreTrainedModel:
@@ -455,14 +440,9 @@ def test_a_request_that_cannot_fit_is_refused(length: int, max_tokens: int | Non
     assert (raised.value.status, raised.value.code) == (400, "context_length_exceeded")
 
 
-def test_the_cache_is_bounded_by_configuration() -> None:
-    model = tiny_model()
-    engine = make_engine(model)
+def test_the_size_of_the_cache_is_known_before_it_is_made() -> None:
     # keys and values · layers · slots · positions · key heads · head size · bytes
-    assert engine.cache_bytes == 2 * 2 * 6 * 129 * 2 * 32 * 4
-    with pytest.raises(ConfigError, match="lower slots or max_sequence_length"):
-        make_engine(model, memory_limit_bytes=engine.cache_bytes - 1)
-    make_engine(model, memory_limit_bytes=engine.cache_bytes)
+    assert cache_bytes(tiny_model(), 6, 128) == 2 * 2 * 6 * 129 * 2 * 32 * 4
 
 
 @pytest.mark.parametrize("changes", [{"slots": 0}, {"max_sequence_length": 1}, {"max_sequence_length": 257}])

@@ -19,7 +19,7 @@ from torch.nn.attention import flex_attention as torch_flex_attention
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import agentlightning as agl
-from agentlightning.data.credit.table import RewardedGroup
+from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.forest import Forest, plant, prefix_order
 from agentlightning.data.sequences import (
     Aggregation,

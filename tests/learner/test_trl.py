@@ -23,10 +23,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentlightning.algorithm import GRPO
-from agentlightning.algorithm.cispo import CISPO
-from agentlightning.algorithm.dapo import DAPO
-from agentlightning.algorithm.dr_grpo import DrGRPO
-from agentlightning.data.credit.table import RewardedGroup
+from agentlightning.algorithm.grpo import CISPO, DAPO, DrGRPO
+from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import Level, TrainingSequence, build_sequences
 from agentlightning.data.transitions import Transition
 from agentlightning.learner.base import AdamW

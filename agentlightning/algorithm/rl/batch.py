@@ -19,7 +19,7 @@ import numpy as np
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.as_trained import rewarded_group
 from agentlightning.data.continuity import continuity
-from agentlightning.data.credit.table import RewardedGroup
+from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.limits import cut_sequences
 from agentlightning.data.sequences import CreditedTransition, Level, TrainingSequence, build_sequences
 from agentlightning.data.transitions import FloatArray, TracedRollout, tool_success, trace_rollout

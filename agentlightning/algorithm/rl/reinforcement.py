@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.evaluation import Evaluation
 from agentlightning.data.call_filter import CallFilter
-from agentlightning.data.credit.table import RewardedGroup
+from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.limits import TrajectoryLimits, read_trace_aggregator
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.data.rewards import PLAIN, RewardSpec

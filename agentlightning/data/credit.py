@@ -1,13 +1,18 @@
-"""Baselines: what the returns of a batch are compared with.
+"""Credit: rewards → return per transition → baseline → advantage per sampled token, each arrow one pure function.
 
-A baseline is a function `(returns, **options) → advantages`, float64[N] for each transition or float64[M] for each
-sampled token. Statistics are over rollouts, by their mean return, so that a long rollout weighs no more than a short
-one; a group of one has nothing to be compared with and gets 0.
+A return is a function `(reward, transitions, **options) → float64[T]` of R and the transitions of ONE rollout; only
+`tree` sees a group. A baseline is a function `(returns, **options) → advantages`, float64[N] for each transition or
+float64[M] for each sampled token of a batch. Its statistics are over rollouts, by their mean return, so that a long
+rollout weighs no more than a short one; a group of one has nothing to be compared with and gets 0. A function of the
+same signature may stand in for any of them; `credit_table` says which go together.
+
+Suffixes give shapes: T transitions of a rollout, in call order; R rollouts and N transitions of a batch; M its sampled
+tokens, transition by transition; G rollouts of a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
@@ -15,11 +20,106 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from agentlightning.data.credit.returns import Float64Array, discount
+from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
 
+Float64Array: TypeAlias = npt.NDArray[np.float64]
 IndexArray: TypeAlias = npt.NDArray[np.int64]
+ToolWeights: TypeAlias = float | Mapping[str, float]
+WhitenOver: TypeAlias = Literal["rollouts", "tokens"]
+
 ROUNDING = 1e-9  # spreads below this share of the values are those of rounding
+
+
+# --- returns -----------------------------------------------------------------------------------------------------
+
+
+def identical(reward: float, transitions: Sequence[Transition]) -> Float64Array:
+    """x_t = R: each call is as good as the whole (LightningRL, arXiv:2508.03680)."""
+    return np.full(len(transitions), reward, np.float64)
+
+
+def air(
+    reward: float, transitions: Sequence[Transition], *, alpha: float = 0.2, tool_weights: ToolWeights = 1.0
+) -> Float64Array:
+    """x_t = α·r_t + (1 − α)·R: automatic intermediate rewarding (LightningRL), with r_t of `intermediate`."""
+    _check_share("alpha", alpha)
+    return alpha * intermediate(transitions, tool_weights) + (1 - alpha) * reward
+
+
+def air_dense(reward: float, transitions: Sequence[Transition], *, tool_weights: ToolWeights = 1.0) -> Float64Array:
+    """x_t = r_t of `intermediate`, and R on the last transition, with what it was given itself (not its tools' status).
+
+    Flight: memory 0.3, search 0.2 and an answer worth 1.0 → [0.3, 0.2, 1.0]."""
+    values = intermediate(transitions, tool_weights)
+    values[-1] = reward + (transitions[-1].reward or 0.0)
+    return values
+
+
+def discounted(reward: float, transitions: Sequence[Transition], *, gamma: float = 0.9) -> Float64Array:
+    """x_t = Σ_k γ^k·r_{t+k} over the rewards the transitions were given, with R added to the last."""
+    _check_share("gamma", gamma)
+    given = np.array([transition.reward or 0.0 for transition in transitions])
+    given[-1] += reward
+    return discount(given, np.full(len(given), gamma))
+
+
+def tree(rewards_G: Sequence[float], transitions_G: Sequence[Sequence[Transition]]) -> list[Float64Array]:
+    """x_t = R_i − the mean R of the other rollouts that reached the same state; one float64[T] per rollout.
+
+    A state is the prompt of a call, and a rollout reached it if a prompt of its own begins with it, once however often.
+    Of the states on the way to a call, the deepest that two rollouts reached counts; without one, the whole group does.
+    Whatever calls followed, it is a baseline that the call itself has no part in."""
+    prompts = [{transition.prompt_ids.tobytes() for transition in transitions} for transitions in transitions_G]
+    states = set[bytes]().union(*prompts)
+    reached = {
+        state: [rollout for rollout, own in enumerate(prompts) if any(prompt.startswith(state) for prompt in own)]
+        for state in states
+    }
+    shared = sorted((state for state in states if len(reached[state]) > 1), key=len, reverse=True)
+    rewards = np.asarray(rewards_G, np.float64)
+
+    def advantage(rollout: int, prompt: bytes) -> float:
+        state = next((state for state in shared if prompt.startswith(state)), None)
+        members = range(len(rewards)) if state is None else reached[state]
+        others = [member for member in members if member != rollout]
+        return float((rewards[rollout] - rewards[others]).mean()) if others else 0.0
+
+    return [
+        np.array([advantage(rollout, transition.prompt_ids.tobytes()) for transition in transitions], np.float64)
+        for rollout, transitions in enumerate(transitions_G)
+    ]
+
+
+def intermediate(transitions: Sequence[Transition], tool_weights: ToolWeights = 1.0) -> Float64Array:
+    """r_t of each transition, float64[T]: the rewards it was given, else the mean of w_tool · status (+1 returned, −1
+    failed) over the tool calls it made, else 0.
+
+    `tool_weights` is one w for all tools, or those that count by name. A mean, lest calling more tools at once earn
+    more."""
+    return np.array([_earned(transition, tool_weights) for transition in transitions], np.float64)
+
+
+def _earned(transition: Transition, tool_weights: ToolWeights) -> float:
+    if transition.reward is not None:
+        return transition.reward
+    statuses = [
+        tool.status * (tool_weights.get(tool.tool, 0.0) if isinstance(tool_weights, Mapping) else tool_weights)
+        for tool in transition.tools
+    ]
+    return sum(statuses) / len(statuses) if statuses else 0.0
+
+
+def discount(rewards_T: npt.ArrayLike, gammas_T: npt.ArrayLike) -> Float64Array:
+    """G_t = r_t + γ_t·G_{t+1}, with γ_t what lies between t and the next."""
+    values = np.array(rewards_T, np.float64)
+    gammas = np.asarray(gammas_T, np.float64)
+    for index in range(len(values) - 2, -1, -1):
+        values[index] += gammas[index] * values[index + 1]
+    return values
+
+
+# --- baselines ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -89,7 +189,7 @@ def reinforce_plus_plus(
     *,
     gamma: float = 1.0,
     across_calls: bool = False,
-    whiten_over: Literal["rollouts", "tokens"] = "rollouts",
+    whiten_over: WhitenOver = "rollouts",
 ) -> Float64Array:
     """Discounted token by token from the end of the episode, then whitened over the batch (REINFORCE++,
     arXiv:2501.03262), float64[M].
@@ -105,19 +205,24 @@ def reinforce_plus_plus(
     return whiten(np.repeat(ends, returns.tokens) * gamma ** _remaining(returns), returns.token_rollouts, whiten_over)
 
 
-def reinforce_plus_plus_baseline(
-    returns: Returns, *, whiten_over: Literal["rollouts", "tokens"] = "rollouts"
-) -> Float64Array:
+def reinforce_plus_plus_baseline(returns: Returns, *, whiten_over: WhitenOver = "rollouts") -> Float64Array:
     """A_t = x_t − mean over the group, whitened over the batch (REINFORCE++-baseline, arXiv:2501.03262), float64[M]."""
     whitened = whiten(np.repeat(dr_grpo(returns), returns.tokens), returns.token_rollouts, whiten_over)
     return np.where(np.repeat(returns.compared, returns.tokens), whitened, 0.0)
 
 
 def gae(
-    returns: Returns, values_M: npt.ArrayLike, *, gamma: float = 1.0, lam: float = 0.95, across_calls: bool = False
+    returns: Returns,
+    values_M: npt.ArrayLike,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    across_calls: bool = False,
+    whiten_over: WhitenOver | None = None,
 ) -> tuple[Float64Array, Float64Array]:
     """(advantages, targets of the values), float64[M] each, from a critic's values of the sampled tokens:
-    δ_k = r_k + γ·V_{k+1} − V_k, A_k = δ_k + γλ·A_{k+1} (GAE, arXiv:1506.02438). Not whitened.
+    δ_k = r_k + γ·V_{k+1} − V_k, A_k = δ_k + γλ·A_{k+1} (GAE, arXiv:1506.02438). With `whiten_over` the advantages, and
+    not the targets, are whitened over the batch, as PPO has it.
 
     Episodes and what lies between calls are those of `reinforce_plus_plus`."""
     _check_share("gamma", gamma)
@@ -132,26 +237,11 @@ def gae(
     goes_on[ends] = np.append(np.diff(returns.rollouts) == 0, False) if across_calls else 0.0
     deltas = rewards + gamma * goes_on * np.append(values[1:], 0.0) - values
     advantages = discount(deltas, gamma * lam * goes_on)
-    return advantages, advantages + values
+    targets = advantages + values
+    return advantages if whiten_over is None else whiten(advantages, returns.token_rollouts, whiten_over), targets
 
 
-def whitened_gae(
-    returns: Returns,
-    values_M: npt.ArrayLike,
-    *,
-    whiten_over: Literal["rollouts", "tokens"] = "rollouts",
-    gamma: float = 1.0,
-    lam: float = 0.95,
-    across_calls: bool = False,
-) -> tuple[Float64Array, Float64Array]:
-    """`gae` with its advantages, and not the targets, whitened over the batch, as PPO has it."""
-    advantages, targets = gae(returns, values_M, gamma=gamma, lam=lam, across_calls=across_calls)
-    return whiten(advantages, returns.token_rollouts, whiten_over), targets
-
-
-def whiten(
-    values_M: npt.ArrayLike, rollouts_M: IndexArray, over: Literal["rollouts", "tokens"] = "rollouts"
-) -> Float64Array:
+def whiten(values_M: npt.ArrayLike, rollouts_M: IndexArray, over: WhitenOver = "rollouts") -> Float64Array:
     """(v − mean) / sqrt(variance + 1e-8), one less in its denominator: over the means of the rollouts, or, as verl has
     it, over all tokens. 0 where nothing differs."""
     if over not in ("rollouts", "tokens"):

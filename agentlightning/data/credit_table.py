@@ -20,10 +20,8 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from agentlightning.data.credit import baselines
-from agentlightning.data.credit import returns as returns_of
-from agentlightning.data.credit.baselines import Returns
-from agentlightning.data.credit.returns import Float64Array
+from agentlightning.data import credit as formulas
+from agentlightning.data.credit import Float64Array, Returns
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.sequences import CreditedTransition
@@ -34,30 +32,26 @@ from agentlightning.errors import ConfigError, nearest
 CreditFunction: TypeAlias = Callable[..., Any]
 
 RETURNS: Final[dict[str, CreditFunction]] = {
-    "identical": returns_of.identical,
-    "air": returns_of.air,
-    "air_dense": returns_of.air_dense,
-    "discounted": returns_of.discounted,
-    "tree": returns_of.tree,
+    "identical": formulas.identical,
+    "air": formulas.air,
+    "air_dense": formulas.air_dense,
+    "discounted": formulas.discounted,
+    "tree": formulas.tree,
 }
 BASELINES: Final[dict[str, CreditFunction]] = {
-    "none": baselines.no_baseline,
-    "grpo": baselines.grpo,
-    "dr_grpo": baselines.dr_grpo,
-    "rloo": baselines.rloo,
-    "reinforce++": baselines.reinforce_plus_plus,
-    "reinforce++_baseline": baselines.reinforce_plus_plus_baseline,
-    "gae": baselines.whitened_gae,
+    "none": formulas.no_baseline,
+    "grpo": formulas.grpo,
+    "dr_grpo": formulas.dr_grpo,
+    "rloo": formulas.rloo,
+    "reinforce++": formulas.reinforce_plus_plus,
+    "reinforce++_baseline": formulas.reinforce_plus_plus_baseline,
+    "gae": formulas.gae,
 }
-_HOLD_R_IN_EVERY_CALL: Final = (returns_of.identical, returns_of.air, returns_of.discounted)
-_READ_INTERMEDIATE: Final = (returns_of.air, returns_of.air_dense, returns_of.discounted)
+_HOLD_R_IN_EVERY_CALL: Final = (formulas.identical, formulas.air, formulas.discounted)
+_READ_INTERMEDIATE: Final = (formulas.air, formulas.air_dense, formulas.discounted)
 _COMPARE_A_GROUP: Final = (
-    returns_of.tree,
-    baselines.grpo,
-    baselines.dr_grpo,
-    baselines.rloo,
-    baselines.reinforce_plus_plus_baseline,
-)
+    formulas.tree, formulas.grpo, formulas.dr_grpo, formulas.rloo, formulas.reinforce_plus_plus_baseline
+)  # fmt: skip
 _ONE: Final = np.ones(1, np.int32)
 _TRIAL: Final = Transition(
     "rollout", "attempt", "span", 0, 0, "policy", _ONE, _ONE, np.zeros(1, np.float32), _ONE, "stop",
@@ -90,7 +84,7 @@ class Credit:
     @property
     def needs_values(self) -> bool:
         """Whether a critic must say first what each sampled token is worth."""
-        return self.baseline is baselines.whitened_gae
+        return self.baseline is formulas.gae
 
     @property
     def reads_intermediate(self) -> bool:
@@ -134,8 +128,8 @@ class Credit:
         return [np.split(one.astype(np.float32), np.cumsum(tokens)[:-1]) for one in found]
 
     def _values(self, group: RewardedGroup) -> list[Float64Array]:
-        if self.returns is returns_of.tree:
-            return returns_of.tree(group.rewards, group.transitions)
+        if self.returns is formulas.tree:
+            return formulas.tree(group.rewards, group.transitions)
         nothing = np.zeros(0)
         pairs = zip(group.rewards, group.transitions, strict=True)
         return [self._of_one(reward, of) if of else nothing for reward, of in pairs]
@@ -160,12 +154,12 @@ def make_credit(
     first = _function("returns", returns, returns_options, RETURNS)
     second = _function("baseline", baseline, baseline_options, BASELINES)
     credit = Credit(first, second, dict(returns_options), dict(baseline_options))
-    if second is baselines.gae or (credit.needs_values and not critic):
+    if credit.needs_values and not critic:
         raise ConfigError(
             "baseline 'gae' needs the values of a critic: take algorithm ppo (agl.PPO), which trains one, or call "
             "credit.gae in a baseline of your own that knows them"
         )
-    if first is returns_of.tree and second is not baselines.no_baseline:
+    if first is formulas.tree and second is not formulas.no_baseline:
         raise ConfigError(
             "returns 'tree' subtracts what other rollouts got from the same state, and a second baseline would take it "
             "away again; give baseline='none'"
