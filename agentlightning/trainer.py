@@ -30,8 +30,7 @@ from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.algorithm.function import with_adapter
 from agentlightning.algorithm.manifest import check_data, make_manifest
 from agentlightning.algorithm.measures import Measures, measured, summarise
-from agentlightning.algorithm.trackers import make_tracker
-from agentlightning.algorithm.tracking import Tracker
+from agentlightning.algorithm.tracking import Tracker, make_tracker
 from agentlightning.data.datasets import load_dataset
 from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.gateway.app import Gateway

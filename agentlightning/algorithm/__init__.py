@@ -2,7 +2,7 @@
 
 from agentlightning.algorithm.apo import APO
 from agentlightning.algorithm.base import Algorithm, NoProgress, Progress, RunContext
-from agentlightning.algorithm.baseline import Baseline
+from agentlightning.algorithm.evaluation import Baseline
 from agentlightning.algorithm.function import algo
 from agentlightning.algorithm.gepa import GEPA
 from agentlightning.algorithm.grpo import (

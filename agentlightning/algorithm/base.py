@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from agentlightning.algorithm.trackers import JSONLines
-from agentlightning.algorithm.tracking import Tracker, Tracking
+from agentlightning.algorithm.tracking import JSONLines, Tracker, Tracking
 from agentlightning.errors import AgentLightningError
 from agentlightning.learner.base import Learner
 from agentlightning.store.base import LightningStore

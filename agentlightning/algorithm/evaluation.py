@@ -1,16 +1,17 @@
-"""Running the agent over a list of tasks without training: used before, beside and after training, and alone."""
+"""Running the agent over a list of tasks without training: used before, beside and after training, and alone
+(`Baseline`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.measures import exception_of
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.transitions import TracedRollout, trace_rollout
-from agentlightning.errors import TrainingError
+from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.store.base import LightningStore
 from agentlightning.types import EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
 
@@ -120,3 +121,37 @@ async def why_unrewarded(store: LightningStore, rollouts: Sequence[TracedRollout
         f"none of {len(rollouts)} rollouts was rewarded. The first to fail, {failed.rollout_id}, ended as {ended}"
         f"{': ' + reason if reason else ''}. Mend the agent (agl dev runs it on a few tasks) and try again"
     )
+
+
+@dataclass
+class Baseline:
+    """Changes nothing: the measure that training is compared with. Runs the agent `samples` times on each validation
+    task. The result is in `evaluations` afterwards."""
+
+    samples: int = 1
+    rollout: RolloutConfig = field(
+        default_factory=lambda: RolloutConfig(timeout_seconds=300.0, max_attempts=3, retry_condition=("unresponsive",))
+    )
+    mode: Mode = "val"
+    name: str = "baseline"
+    evaluations: list[Evaluation] = field(default_factory=list[Evaluation], init=False)
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ConfigError(f"samples is {self.samples}; it is how often each task is run: at least 1")
+
+    async def run(self, context: RunContext) -> None:
+        if not context.val_tasks:
+            raise ConfigError("there is nothing to evaluate: the validation dataset is missing or empty")
+        evaluation = await evaluate(
+            context,
+            context.val_tasks,
+            step=0,
+            version=context.run.policy_version,
+            mode=self.mode,
+            config=self.rollout,
+            samples=self.samples,
+        )
+        self.evaluations = [evaluation]
+        values = {"val_reward": evaluation.reward, "val_unrewarded": float(evaluation.unrewarded)}
+        await context.tracking.record(0, values)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from agentlightning.algorithm.apo.budget import OutOfBudget
-from agentlightning.algorithm.apo.editing import Rejected, critique, edit, in_words
-from agentlightning.algorithm.apo.lineage import Candidate, Round
-from agentlightning.algorithm.apo.optimizer import Parts, PromptOptimizer, Search, named_by_texts
+from agentlightning.algorithm.apo.editing import Rejected, critique, edit
+from agentlightning.algorithm.apo.lineage import Round
+from agentlightning.algorithm.apo.optimizer import Parts, PromptOptimizer, Search
 from agentlightning.errors import BackendError, ConfigError, TrainingError
 from agentlightning.types import Mode
 
@@ -90,14 +90,13 @@ class Evolution(Search):
         )
         if self._ended is not None and not isinstance(self._ended, OutOfBudget):
             raise self._ended
-        self.best = named_by_texts(self.lineage, result.best_candidate) or self.seed
+        self.best = self.lineage.of_texts(result.best_candidate) or self.seed
         measured = [one for one in self.lineage.candidates.values() if self.measuring.measured(one.name)]
         scores = {one.name: self.measuring.score(one.name) for one in measured}
         calls = dict(self.budget.optimizer)
         await self.lineage.publish(Round(number=1, beam=[self.best.name], scores=scores, calls=calls, final=True))
         values = {"val_reward": scores[self.best.name].mean, "candidates": float(len(self.lineage.candidates))}
-        spent = {"rollouts": float(self.budget.rollouts), "tokens": float(self.budget.tokens), "usd": self.budget.usd}
-        await self.context.tracking.record(1, values | spent)
+        await self.context.tracking.record(1, values | self.budget.spent)
         if self._ended is not None:
             raise self._ended
 
@@ -135,18 +134,15 @@ class Evolution(Search):
     # --- in our event loop ---
 
     async def _measure(self, items: list[tuple[Texts, list[Task]]]) -> list[Any]:
-        known = [named_by_texts(self.lineage, texts) or await self._add(texts, None, None, None) for texts, _ in items]
+        known = [self.lineage.of_texts(texts) or await self.add(self._next_name(), 1, texts) for texts, _ in items]
         await self.measuring.measure(
             [(one, mode, number) for one, (_, batch) in zip(known, items, strict=True) for mode, number in batch]
         )
         batches: list[Any] = []
         for one, (_, batch) in zip(known, items, strict=True):
-            outcomes = [self.measuring.outcomes[one.name, mode, number] for mode, number in batch]
-            words = [
-                in_words(each.rollout.input, await self.measuring.spans(each.rollout), each.reward, each.rollout.status)
-                for each in outcomes
-            ]
-            rewards = [each.reward for each in outcomes]
+            measures = [(one.name, *task) for task in batch]
+            words = [await self.measuring.in_words(measure) for measure in measures]
+            rewards = [self.measuring.outcomes[measure].reward for measure in measures]
             batches.append(self._gepa.EvaluationBatch(outputs=words, scores=rewards, trajectories=words))
         return batches
 
@@ -160,7 +156,7 @@ class Evolution(Search):
         return [one if isinstance(one, dict) else {} for one in made]
 
     async def _edit(self, texts: Texts, shown: Any, changed: list[str]) -> Texts | Rejected | BackendError:
-        parent = named_by_texts(self.lineage, texts) or self.seed
+        parent = self.lineage.of_texts(texts) or self.seed
         templates, (name, *_), model = self.lineage.templates(parent), changed, self.settings.reflection_model
         self._edits += 1
         try:
@@ -170,16 +166,9 @@ class Evolution(Search):
         except (Rejected, BackendError) as error:
             return error
         new = {**texts, name: edited.template}
-        if named_by_texts(self.lineage, new) is None:
-            await self._add(new, parent, name, said)
+        if self.lineage.of_texts(new) is None:
+            await self.add(self._next_name(), 1, new, parent, name, said)
         return {name: edited.template}
 
-    async def _add(self, texts: Texts, parent: Candidate | None, changed: str | None, said: str | None) -> Candidate:
-        name, above = f"g{len(self.lineage.candidates)}", None if parent is None else parent.name
-        calls = dict(self.budget.optimizer)
-        candidate = Candidate(
-            name=name, round=1, texts=texts, parent=above, changed=changed, critique=said, calls=calls
-        )
-        self.lineage.candidates[name] = candidate
-        await self.lineage.version(candidate)
-        return candidate
+    def _next_name(self) -> str:
+        return f"g{len(self.lineage.candidates)}"

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from agentlightning import semconv
+from agentlightning.data.conversations import read_calls
 from agentlightning.types import Span
 
 
-def conversation(spans: tuple[Span, ...]) -> list[dict[str, Any]]:
+def conversation(spans: Sequence[Span]) -> list[dict[str, Any]]:
     """The messages of the longest conversation in the trace, the last answer included; empty without a call."""
-    longest: list[dict[str, Any]] = []
-    for span in spans:
-        sent, answered = (
-            span.attributes.get(name) for name in (semconv.GEN_AI_INPUT_MESSAGES, semconv.GEN_AI_OUTPUT_MESSAGES)
-        )
-        if isinstance(sent, str) and isinstance(answered, str):
-            messages = [*msgspec.json.decode(sent), *msgspec.json.decode(answered)[:1]]
-            if len(messages) >= len(longest):
-                longest = messages
-    return longest
+    longest = max(reversed(read_calls(spans)[0]), key=lambda call: len(call.messages), default=None)
+    return [] if longest is None else [*longest.messages, longest.answer]
 
 
-def first_tool(spans: tuple[Span, ...]) -> str | None:
+def first_tool(spans: Sequence[Span]) -> str | None:
     """The name of the first tool the agent's model called, or None."""
     for message in conversation(spans):
         for call in message.get("tool_calls") or []:
@@ -32,7 +25,7 @@ def first_tool(spans: tuple[Span, ...]) -> str | None:
     return None
 
 
-def render_message(message: dict[str, Any]) -> str:
+def render_message(message: Mapping[str, Any]) -> str:
     """`assistant → search({"from": "Oslo"})` or `user: Find a flight.`"""
     calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or []]
     role = str(message.get("role"))

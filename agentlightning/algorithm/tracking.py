@@ -1,21 +1,31 @@
 """Where the measurements of a run go: into the store, and to every tracker.
 
 A tracker is told of them in a thread of its own, one after the other: what it waits for, nothing else waits for, and
-what goes wrong in it is told once and stops no training. This module knows no tracker by name (see `trackers`).
+what goes wrong in it is told once and stops no training. There are a file of JSON lines, TensorBoard, Weights & Biases
+and MLflow, or one of your own; each knows its package, which is imported when a run starts and not before. None knows
+what is measured.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
+import inspect
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, cast, runtime_checkable
 
+import msgspec
+
+from agentlightning.data.references import is_reference, load_reference
+from agentlightning.errors import ConfigError, nearest
 from agentlightning.store.base import LightningStore
 from agentlightning.types import Metrics, Run
 
@@ -153,3 +163,201 @@ class _Outbox:
     def _tell(self, message: str) -> None:
         with contextlib.suppress(RuntimeError):  # the run has ended without it
             self._loop.call_soon_threadsafe(self._note, f"{self._tracker.name}: {message}")
+
+
+# --- the trackers that are there ---------------------------------------------------------------------------------
+
+METRICS_FILE: Final = "metrics.jsonl"  # in the run's directory
+MLFLOW_PARAMS: Final = 100  # at once; MLflow takes no more
+MLFLOW_VALUE: Final = 500  # characters that MLflow shows of a setting in every version
+
+
+class JSONLines:
+    """One object a step in `metrics.jsonl`: `step` and what was measured at it, in order of steps."""
+
+    name = "jsonl"
+
+    def start(self, run: TrackedRun) -> None:
+        self._path = run.directory / METRICS_FILE
+        self._rows = {one.step: {"step": one.step, **one.values} for one in run.history}
+        self._rewrite()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """The line of a step that is there already is written anew."""
+        is_newest = step > max(self._rows, default=-1)
+        row = self._rows.setdefault(step, {"step": step})
+        row.update(values)
+        if is_newest:
+            with self._path.open("ab") as file:
+                file.write(_line(row))
+        else:
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        partial = self._path.with_suffix(".partial")
+        partial.write_bytes(b"".join(_line(self._rows[step]) for step in sorted(self._rows)))
+        partial.replace(self._path)
+
+    def close(self) -> None: ...
+
+
+def _line(row: Mapping[str, float]) -> bytes:
+    return msgspec.json.encode(row) + b"\n"
+
+
+@dataclass(kw_only=True)
+class TensorBoard:
+    """Event files for TensorBoard in `directory`, by default `tensorboard/` in the run's."""
+
+    directory: str | None = None
+    name = "tensorboard"
+
+    def __post_init__(self) -> None:
+        _require(self.name, "tensorboardX")
+
+    def start(self, run: TrackedRun) -> str:
+        from tensorboardX import SummaryWriter
+
+        directory = Path(self.directory or run.directory / "tensorboard").expanduser()
+        # What another process wrote of later steps is not shown: they are made again.
+        again = run.history[-1].step + 1 if run.history else None
+        self._writer = SummaryWriter(str(directory), purge_step=again, write_to_disk=True)
+        return f"tensorboard --logdir {directory}"
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@dataclass(kw_only=True)
+class WandB:
+    """A run of Weights & Biases, of the same id as here. Its own environment variables hold, such as
+    `WANDB_MODE=offline`; what it keeps locally is in the run's directory."""
+
+    project: str = "agentlightning"
+    entity: str | None = None
+    group: str | None = None
+    name = "wandb"
+
+    def __post_init__(self) -> None:
+        _require(self.name, "wandb")
+
+    def start(self, run: TrackedRun) -> str | None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        wandb.setup(settings=wandb.Settings(silent=True))  # without a key it must not stop and ask for one
+        self._run = wandb.init(
+            project=self.project,
+            entity=self.entity,
+            group=self.group,
+            name=run.directory.name,
+            id=run.run_id,
+            resume="allow",
+            config=dict(run.config),
+            dir=os.environ.get("WANDB_DIR") or str(run.directory),
+            settings=wandb.Settings(console="off"),
+        )
+        # Our steps, rather than those it counts itself: an evaluation may be late, which it would refuse.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        return f"wandb sync {Path(self._run.dir).parent}" if self._run.offline else self._run.url
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+@dataclass(kw_only=True)
+class MLflow:
+    """A run of MLflow at `uri`, by default what `MLFLOW_TRACKING_URI` says, or MLflow itself. A run that is resumed
+    here goes on there."""
+
+    experiment: str = "agentlightning"
+    uri: str | None = None
+    name = "mlflow"
+
+    def __post_init__(self) -> None:
+        _require(self.name, "mlflow")
+
+    def start(self, run: TrackedRun) -> str:
+        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+        from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
+
+        self._client = MlflowClient(tracking_uri=self.uri)
+        found = self._client.get_experiment_by_name(self.experiment)
+        experiment = found.experiment_id if found else self._client.create_experiment(self.experiment)
+        tag = "agentlightning.run_id"
+        known = self._client.search_runs([experiment], f"tags.`{tag}` = '{run.run_id}'", max_results=1)
+        if known:
+            self._id = known[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            made = self._client.create_run(experiment, tags={tag: run.run_id}, run_name=run.directory.name)
+            self._id = made.info.run_id
+            params = [Param(_allowed(name), str(value)[:MLFLOW_VALUE]) for name, value in _flat(run.config)]
+            for start in range(0, len(params), MLFLOW_PARAMS):
+                self._client.log_batch(self._id, params=params[start : start + MLFLOW_PARAMS])
+        return f"run {self._id} of experiment {self.experiment!r} at {self._client.tracking_uri}"
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._id, [Metric(_allowed(name), value, now, step) for name, value in values.items()])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+TRACKERS: Final[dict[str, type[Tracker]]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+
+
+def make_tracker(spec: str | Mapping[str, Any] | Tracker) -> Tracker:
+    """A tracker from its name, from `{"name": …, option: value}`, or as it is. A name is one of `TRACKERS`, or a
+    reference such as `file.py:Class`.
+
+    ConfigError for an unknown name or option, or where the package is not installed."""
+    if not isinstance(spec, str | Mapping):
+        return _checked(spec)
+    options: dict[str, Any] = {"name": spec} if isinstance(spec, str) else dict(spec)
+    name = options.pop("name", None)
+    if not isinstance(name, str) or (name not in TRACKERS and not is_reference(name)):
+        raise ConfigError(f"trackers: no tracker {name!r}; {nearest(str(name), TRACKERS)} or file.py:Class")
+    maker: Any = TRACKERS.get(name) or load_reference(name)
+    known = inspect.signature(maker).parameters
+    if (unknown := next((option for option in options if option not in known), None)) is not None:
+        raise ConfigError(f"trackers: {name} has no option {unknown!r}; {nearest(unknown, known)}")
+    return _checked(maker(**options))
+
+
+def _checked(tracker: object) -> Tracker:
+    if not isinstance(tracker, Tracker):
+        raise ConfigError(f"{tracker!r} is no tracker: it needs a name, and the methods start, log and close")
+    return tracker
+
+
+def _require(tracker: str, package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"the tracker {tracker!r} needs a package that is not installed: pip install {package}")
+
+
+def _allowed(name: str) -> str:
+    """Names of reasons and rewards may hold what MLflow refuses."""
+    return re.sub(r"[^\w\-./: ]", "_", name)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """`{"a": {"b": 1}}` → `[("a.b", 1)]`."""
+    flat: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat += _flat(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
+        else:
+            flat.append((f"{prefix}{name}", value))
+    return flat

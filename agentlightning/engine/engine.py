@@ -21,8 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentlightning.data.transitions import FloatArray
-from agentlightning.engine.fallback import ModelForward
-from agentlightning.engine.forward import DecoderForward, Piece
+from agentlightning.engine.forward import DecoderForward, ModelForward, Piece
 from agentlightning.engine.request import TokenArray, check_request, token_ids
 from agentlightning.engine.sampler import Sampler
 from agentlightning.engine.slots import SlotTable

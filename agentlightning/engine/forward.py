@@ -1,4 +1,4 @@
-"""The engine's own forward pass of a Llama-like decoder over a static key-value cache.
+"""Forward passes over slots: the engine's own, of Llama-like decoders over a static key-value cache, and the model's.
 
 Two shapes of work: `prefill` computes pieces of sequences laid end to end without padding, `decode` one token for each
 of many slots. Knows weights and slots; knows nothing of requests, sampling or prefixes beyond the copies it is told.
@@ -11,12 +11,13 @@ import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from agentlightning.engine.request import TokenArray
 from agentlightning.engine.slots import Placement
@@ -261,3 +262,42 @@ def _add(x: Tensor, linear: Linear, inputs: Tensor) -> Tensor:
     if bias is None:
         return torch.addmm(x, inputs, weight.t())
     return x + F.linear(inputs, weight, bias)
+
+
+class ModelForward:
+    """Logits of models that the engine does not compute itself: from `model.forward`, with one transformers cache per
+    slot, which can be continued and nothing else: not cut back, not copied.
+
+    Sequences run one after another, so nothing is padded and positions, windows and recurrent states are the model's
+    own business: exact for every architecture, and slow."""
+
+    shares_prefixes = False
+
+    def __init__(self, model: PreTrainedModel, slots: int) -> None:
+        self._model = model
+        self._caches: list[DynamicCache | None] = [None] * slots
+
+    def reload(self) -> None:
+        """The model is its own weights: only what was computed with the old ones has to go."""
+        self._caches = [None] * len(self._caches)
+
+    def exchange(self, first: int, second: int, first_length: int, second_length: int) -> None:
+        """Two slots change places."""
+        self._caches[first], self._caches[second] = self._caches[second], self._caches[first]
+
+    def prefill(self, pieces: Sequence[Piece]) -> Tensor:
+        """Logits `[pieces, vocabulary]` after the last token of each piece."""
+        return torch.stack([self._advance(piece.slot, piece.token_ids, piece.start) for piece in pieces])
+
+    def decode(self, slots: TokenArray, token_ids: TokenArray, positions: TokenArray) -> Tensor:
+        """Logits `[n, vocabulary]` after one more token in each of the slots `[n]`."""
+        rows = zip(slots.tolist(), token_ids[:, None], positions.tolist(), strict=True)
+        return torch.stack([self._advance(slot, token_id, position) for slot, token_id, position in rows])
+
+    def _advance(self, slot: int, token_ids: TokenArray, start: int) -> Tensor:
+        cache = self._caches[slot] if start > 0 else None
+        if cache is None:
+            cache = self._caches[slot] = DynamicCache(config=self._model.config)
+        model: Any = self._model
+        inputs = torch.from_numpy(token_ids).to(self._model.device)[None]
+        return model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]

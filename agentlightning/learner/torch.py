@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -29,12 +31,17 @@ from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner import losses
 from agentlightning.learner.base import CRITIC_RATE, TRUNCATION, AdamW, Critic, Loss
 from agentlightning.learner.critic import CRITIC_FILE, ValueModel
-from agentlightning.learner.distributions import LOGITS_AT_ONCE, Sampled, has_plain_head, sampled
+from agentlightning.learner.distributions import (
+    LOGITS_AT_ONCE,
+    Sampled,
+    States,
+    has_plain_head,
+    predicting_states,
+    sampled,
+)
 from agentlightning.learner.forest import branching_pair, unsupported
 from agentlightning.learner.optimizer import MasterWeights, recomputed
 from agentlightning.learner.policy import Policy
-from agentlightning.learner.states import States, predicting_states
-from agentlightning.learner.totals import Mismatch, Totals
 
 _log = logging.getLogger(__name__)
 
@@ -124,9 +131,9 @@ class TorchLearner:
         }
         if not np.isfinite([*norms.values(), totals.sums["loss"]]).all():
             self._forget_gradient()
-            told = " and ".join(f"{norm}" for norm in norms.values())
+            loss_was, told = totals.sums["loss"], " and ".join(f"{norm}" for norm in norms.values())
             raise TrainingError(
-                f"the step was not taken: loss {totals.sums['loss']}, gradient norm {told}. The weights are unchanged; lower "
+                f"the step was not taken: loss {loss_was}, gradient norm {told}. The weights are unchanged; lower "
                 "the learning rate, or look for extreme rewards in the run's metrics"
             )
         self.steps += 1
@@ -333,3 +340,62 @@ def _trained(model: PreTrainedModel, critic: ValueModel | None) -> tuple[MasterW
     masters = MasterWeights([*own, *of_critic])
     parts = {"grad_norm": masters.trained[: len(own)], "critic_grad_norm": masters.trained[len(own) :]}
     return masters, {name: tensors for name, tensors in parts.items() if tensors}
+
+
+class Mismatch:
+    """How far the learner's log-probabilities are from the engine's where both hold the same weights: of the tokens
+    that `version` sampled, none where it is None."""
+
+    def __init__(self, version: int | None) -> None:
+        self.version = version
+        self.tokens = 0
+        self.k3 = 0.0
+        self.worst = 0.0
+
+    def add(self, difference: Tensor, versions: Tensor) -> None:
+        """`difference` float[N] is learner − engine, `versions` int[N] who sampled the tokens."""
+        if self.version is None:
+            return
+        own = difference[versions == self.version]
+        if len(own):
+            self.tokens += len(own)
+            self.k3 += float((own.expm1() - own).sum())
+            self.worst = max(self.worst, float(own.expm1().abs().max()))
+
+    def metrics(self) -> dict[str, float]:
+        if not self.tokens:
+            return {}
+        return {"inference_kl": self.k3 / self.tokens, "inference_mismatch": self.worst}
+
+
+class Totals:
+    """`sums` are over the batch, `per_token` too, of what is told as a mean."""
+
+    def __init__(self, mismatch: Mismatch) -> None:
+        self.mismatch = mismatch
+        self.sums: defaultdict[str, float] = defaultdict(float, loss=0.0, tokens=0.0, reference_kl=0.0)
+        self.per_token: defaultdict[str, float] = defaultdict(float)
+        self.ratio_min = math.inf
+        self.ratio_max = 0.0
+
+    def add(self, loss: float, log_ratio: Tensor, **per_token: Tensor) -> None:
+        ratio = log_ratio.exp()
+        self.sums["loss"] += loss
+        self.sums["tokens"] += log_ratio.numel()
+        self.add_means(behaviour_kl=ratio - 1 - log_ratio, ratio_mean=ratio, **per_token)
+        low, high = ratio.aminmax()
+        self.ratio_min, self.ratio_max = min(self.ratio_min, float(low)), max(self.ratio_max, float(high))
+
+    def add_means(self, **per_token: Tensor) -> None:
+        for name, values in per_token.items():
+            self.per_token[name] += float(values.sum())
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            **self.sums,
+            **{name: total / self.sums["tokens"] for name, total in self.per_token.items()},
+            "ratio_min": self.ratio_min,
+            "ratio_max": self.ratio_max,
+            "max_ratio_error": max(self.ratio_max - 1, 1 - self.ratio_min),
+            **self.mismatch.metrics(),
+        }

@@ -14,8 +14,7 @@ from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
-from agentlightning.algorithm.trackers import MLflow, TensorBoard, WandB
-from agentlightning.algorithm.tracking import Tracking
+from agentlightning.algorithm.tracking import MLflow, TensorBoard, Tracking, WandB
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Run
 

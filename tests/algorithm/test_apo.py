@@ -19,7 +19,7 @@ from openai import AsyncOpenAI, OpenAI
 import agentlightning as agl
 from agentlightning.algorithm.apo import editing, model
 from agentlightning.algorithm.apo.budget import Budget, OutOfBudget
-from agentlightning.algorithm.apo.placeholders import check_edit, placeholders
+from agentlightning.algorithm.apo.editing import check_edit, placeholders
 from agentlightning.algorithm.apo.racing import Standing, going_on, rungs
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.store.sql import SqlStore

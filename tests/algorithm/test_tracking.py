@@ -17,9 +17,8 @@ import pytest
 
 from agentlightning.algorithm.base import NoProgress
 from agentlightning.algorithm.checkpoints import Checkpoints
-from agentlightning.algorithm.rl.stability import exploding_steps
-from agentlightning.algorithm.trackers import JSONLines, make_tracker
-from agentlightning.algorithm.tracking import TrackedRun
+from agentlightning.algorithm.rl.policies import exploding_steps
+from agentlightning.algorithm.tracking import JSONLines, TrackedRun, make_tracker
 from agentlightning.cli.config import load_config
 from agentlightning.cli.main import run
 from agentlightning.errors import ConfigError, TrainingError

@@ -12,9 +12,8 @@ from pyarrow import parquet
 
 from agentlightning.data import export
 from agentlightning.data.conversations import CUT, FROZEN
-from agentlightning.data.export import Wanted, dpo_lines, sft_lines, sharegpt_lines
+from agentlightning.data.export import UNSAYABLE, Wanted, dpo_lines, sft_lines, sharegpt_lines
 from agentlightning.data.recorded import Recorded
-from agentlightning.data.sharegpt import UNSAYABLE
 from agentlightning.data.transition_table import COLUMNS, TransitionFile, transition_rows
 from agentlightning.types import Span, TokenCapture
 from tests.data.recorded import SYSTEM, TOOL, asks_for, call, recorded, reward, says, tool_says

@@ -53,6 +53,11 @@ class Budget:
         return _tokens(self.agents) + _tokens(self.optimizer)
 
     @property
+    def spent(self) -> dict[str, float]:
+        """As metrics."""
+        return {"rollouts": float(self.rollouts), "tokens": float(self.tokens), "usd": self.usd}
+
+    @property
     def usd(self) -> float:
         """What models with a price have cost."""
         return self._cost(self.agents) + self._cost(self.optimizer)

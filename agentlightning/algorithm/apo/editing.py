@@ -1,20 +1,23 @@
 """From what an agent did with a prompt to a better prompt: a critique, and an edit that follows it.
 
 This is the textual gradient of ProTeGi (Pryzant et al., EMNLP 2023). Knows what the optimiser's model is told and what
-of its answers can be used. Does not know candidates, rounds or scores.
+of its answers can be used, in each of the three template languages. Does not know candidates, rounds or scores.
 """
 
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import jinja2.meta
+import jinja2.sandbox
 import msgspec
 
 from agentlightning import semconv
 from agentlightning.algorithm.apo.model import OptimizerModel
-from agentlightning.algorithm.apo.placeholders import check_edit, placeholders
+from agentlightning.algorithm.traces import render_message
 from agentlightning.data.conversations import conversations, read_calls
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.types import PromptTemplate, Span
@@ -107,9 +110,9 @@ def read_edit(answer: str, original: PromptTemplate) -> PromptTemplate:
 
 def in_words(task: Any, spans: Sequence[Span], reward: float, status: str) -> str:
     """A rollout for a reader: its task, its conversations, its errors and its reward."""
-    lines = [f"task: {_text(task)}"]
+    lines = [f"task: {task if isinstance(task, str) else msgspec.json.encode(task).decode()}"]
     for chain in conversations(read_calls(spans)[0]):
-        lines += [_said(message) for message in (*chain[-1].messages, chain[-1].answer)]
+        lines += map(render_message, (*chain[-1].messages, chain[-1].answer))
     for error in (span.attributes for span in spans if span.name == semconv.EXCEPTION):
         lines.append(f"error: {error.get(semconv.EXCEPTION_TYPE)}: {error.get(semconv.EXCEPTION_MESSAGE)}")
     return f"{cut_middle(chr(10).join(lines))}\nended: {status}; reward: {reward:.3g}"
@@ -121,12 +124,51 @@ def cut_middle(text: str, limit: int = SHOWN_CHARACTERS) -> str:
     return f"{text[: limit // 2]}\n[… {len(text) - limit:,} characters left out …]\n{text[-limit // 2 :]}"
 
 
-def _said(message: Mapping[str, Any]) -> str:
-    called = [call["function"] for call in message.get("tool_calls") or ()]
-    calls = [f"calls {function['name']}({function['arguments']})" for function in called]
-    content = message.get("content")
-    return f"{message['role']}: {' '.join([*([] if content is None else [_text(content)]), *calls])}"
+# --- placeholders ------------------------------------------------------------------------------------------------
+
+_POML_EXPRESSION: Final = re.compile(r"\{\{(.*?)\}\}|\bfor\s*=\s*\"([^\"]*)\"|\bif\s*=\s*\"([^\"]*)\"", re.DOTALL)
+_NAME: Final = re.compile(r"(?<![\w.'\"])[A-Za-z_]\w*(?!\w*['\"])")
+_POML_OWN: Final = frozenset(("in", "loop", "true", "false", "null", "undefined", "typeof"))
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+def placeholders(template: PromptTemplate) -> frozenset[str]:
+    """Names of the values that filling the template takes. ConfigError where it is not well formed."""
+    text = template.template
+    try:
+        if template.engine == "jinja":
+            tree = jinja2.sandbox.SandboxedEnvironment().parse(text)
+            return frozenset(jinja2.meta.find_undeclared_variables(tree))
+        if template.engine == "poml":
+            return _of_poml(text)
+        fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
+    except (ValueError, jinja2.TemplateError) as error:
+        raise ConfigError(f"it is no {template.engine} template: {error}") from None
+    return frozenset(re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields)
+
+
+def check_edit(edited: PromptTemplate, original: PromptTemplate) -> None:
+    """ConfigError that says why `edited` cannot take the place of `original`."""
+    has, wanted = placeholders(edited), placeholders(original)
+    lost, invented = sorted(wanted - has), sorted(has - wanted)
+    complaints = [f"it lost the placeholder {_shown(name, original)}" for name in lost]
+    complaints += [f"it has the placeholder {_shown(name, original)}, which nothing fills" for name in invented]
+    if complaints:
+        raise ConfigError("; ".join(complaints))
+    if edited.template.strip() == original.template.strip():
+        raise ConfigError("it is the same as before")
+
+
+def _shown(name: str, template: PromptTemplate) -> str:
+    return f"{{{name}}}" if template.engine == "f-string" else f"{{{{ {name} }}}}"
+
+
+def _of_poml(text: str) -> frozenset[str]:
+    """Names in `{{ … }}`, `for="item in items"` and `if="…"`, without those that a loop gives."""
+    names: set[str] = set()
+    given: set[str] = set()
+    for shown, loop, condition in _POML_EXPRESSION.findall(text):
+        if loop:
+            item, _, loop = loop.partition(" in ")
+            given.add(item.strip())
+        names.update(_NAME.findall(shown or loop or condition))
+    return frozenset(names - given - _POML_OWN)

@@ -82,6 +82,10 @@ class Lineage:
         texts = {name: self._template(name).template for name in self.tuned}
         return self.candidates.get("seed") or Candidate(name="seed", round=0, texts=texts)
 
+    def of_texts(self, texts: dict[str, str]) -> Candidate | None:
+        """The candidate of exactly these texts, if there is one."""
+        return next((one for one in self.candidates.values() if one.texts == texts), None)
+
     def templates(self, candidate: Candidate) -> dict[str, PromptTemplate]:
         return {
             name: msgspec.structs.replace(self._template(name), template=text) for name, text in candidate.texts.items()

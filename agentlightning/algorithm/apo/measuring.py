@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from agentlightning.algorithm.apo.budget import Budget, Usage
+from agentlightning.algorithm.apo.editing import in_words
 from agentlightning.algorithm.apo.lineage import Candidate, Lineage, Score
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
@@ -106,6 +107,12 @@ class Measuring:
             spans = await self.spans(rollout)
             tasks.append(EvaluatedTask(trace_rollout(rollout, spans), tuple(spans)))
         return Evaluation(step, 0, tuple(tasks))
+
+    async def in_words(self, measure: Measure) -> str:
+        """What became of a measure, for a reader."""
+        outcome = self.outcomes[measure]
+        spans = await self.spans(outcome.rollout)
+        return in_words(outcome.rollout.input, spans, outcome.reward, outcome.rollout.status)
 
     async def spans(self, rollout: Rollout) -> list[Span]:
         return await self._context.store.query_spans(rollout.rollout_id, "latest")

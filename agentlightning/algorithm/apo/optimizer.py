@@ -10,10 +10,10 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import NamedTuple
 
 from agentlightning.algorithm.apo.budget import Budget, OutOfBudget, Price
+from agentlightning.algorithm.apo.editing import placeholders
 from agentlightning.algorithm.apo.lineage import Candidate, Lineage
 from agentlightning.algorithm.apo.measuring import Measuring
 from agentlightning.algorithm.apo.model import API, OptimizerModel
-from agentlightning.algorithm.apo.placeholders import placeholders
 from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.evaluation import Evaluation
 from agentlightning.errors import ConfigError
@@ -40,6 +40,29 @@ class Search(abc.ABC):
     @abc.abstractmethod
     async def run(self) -> None:
         """Go on from what the store holds, to the end. OutOfBudget and Stopped leave `best` as it was then."""
+
+    async def add(
+        self,
+        name: str,
+        number: int,
+        texts: dict[str, str],
+        parent: Candidate | None = None,
+        changed: str | None = None,
+        said: str | None = None,
+    ) -> Candidate:
+        """A new candidate of round `number`; known before it is stored, as others may come to the same."""
+        candidate = Candidate(
+            name=name,
+            round=number,
+            texts=texts,
+            parent=None if parent is None else parent.name,
+            changed=changed,
+            critique=said,
+            calls=dict(self.budget.optimizer),
+        )
+        self.lineage.candidates[name] = candidate
+        await self.lineage.version(candidate)
+        return candidate
 
 
 @dataclass
@@ -142,8 +165,3 @@ class PromptOptimizer(abc.ABC):
         measuring = Measuring(context, lineage, budget, timeout=self.rollout_batch_timeout, samples=self.val_samples)
         await measuring.open()
         return Parts(context, lineage, measuring, model, budget)
-
-
-def named_by_texts(lineage: Lineage, texts: dict[str, str]) -> Candidate | None:
-    """The candidate of exactly these texts, if there is one."""
-    return next((one for one in lineage.candidates.values() if one.texts == texts), None)

@@ -25,11 +25,9 @@ from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.checkpoints import Checkpoints, LoopState, explained
 from agentlightning.algorithm.evaluation import Evaluation, evaluate, evaluation_id, why_unrewarded
 from agentlightning.algorithm.rl.batch import BATCHES_FILE, Batch, RecordedBatch, make_batches, rollout_metrics
-from agentlightning.algorithm.rl.experience import Experience
-from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups, Ticket, withdraw_rollouts
-from agentlightning.algorithm.rl.policies import Policies, Usage, over_steps
+from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Experience, Groups, Ticket, withdraw_rollouts
+from agentlightning.algorithm.rl.policies import EXPLOSION, Policies, Usage, exploding_steps, over_steps
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
-from agentlightning.algorithm.rl.stability import EXPLOSION, exploding_steps
 from agentlightning.data.rewards import RewardSpec
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import TracedRollout, tool_success

@@ -43,24 +43,19 @@ _STORE_FILE: Final = "store.sqlite"
 async def open_traces(place: str) -> AsyncGenerator[LightningStore]:
     """The store in the directory of a run, in a SQLite file, at a postgresql:// URL, or behind a server's URL (whose
     key is in AGL_KEY). ConfigError where there is none, or another has it open."""
-    store = await _open(place)
-    try:
-        yield store
-    finally:
-        await store.close()
-
-
-async def _open(place: str) -> LightningStore:
-    if place.startswith(("http://", "https://")):
-        return LightningStoreClient(place, os.environ.get("AGL_KEY"))
     file = place if "://" in place else _file(Path(place))
     try:
-        return await SqlStore.open(file)
+        remote = place.startswith(("http://", "https://"))
+        store = LightningStoreClient(place, os.environ.get("AGL_KEY")) if remote else await SqlStore.open(file)
     except InUseError:
         raise InUseError(
             f"traces: the store {file} is open already; give this run a store of its own, or give the URL of the "
             "server that has it open"
         ) from None
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
 def _file(path: Path) -> Path:
@@ -112,18 +107,15 @@ def _of_unknown_weights(traced: TracedRollout) -> TracedRollout:
 @dataclass
 class _Read:
     """What the traces come to. `groups` are the rollouts of those that teach something, by id; `kept` counts rollouts
-    that may be trained, `spelled` those whose prompts the tokenizer spells as they were said, and `misspelled` those
-    that it does not."""
+    that may be trained; `spelled` says of how many prompts the tokenizer spells what was said, and of how many not."""
 
     groups: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
-    rollouts: int = 0
     kept: int = 0
     outcomes: Counter[str] = field(default_factory=Counter[str])
     excluded: Counter[str] = field(default_factory=Counter[str])
     rewards: list[float] = field(default_factory=list[float])
     models: set[str] = field(default_factory=set[str])
-    spelled: int = 0
-    misspelled: int = 0
+    spelled: Counter[bool] = field(default_factory=Counter[bool])
 
 
 async def read_groups(
@@ -141,24 +133,24 @@ async def read_groups(
         traced = [trace_rollout(one.rollout, one.spans, calls=calls, reward=algorithm.reward) for one in group]
         for one, recorded in zip(traced, group, strict=True):
             _note(read, one, recorded, tokens, place)
-        context.progress.advance(read.rollouts)
+        context.progress.advance(read.outcomes.total())
         rewarded = rewarded_group(traced, algorithm.unrewarded)
         read.rewards += rewarded.rewards
         if algorithm.why_useless(rewarded) is None:
             kept = sum(any(item.teaches for item in calls) for calls in algorithm.advantages([rewarded])[0])
             read.kept += kept
             read.groups += [tuple(one.rollout.rollout_id for one in traced)] if kept else []
-    if read.misspelled and not read.spelled:
+    if read.spelled[False] and not read.spelled[True]:
         raise ConfigError(
-            f"the prompts in {place} do not say what was asked when the tokenizer of {_names(context)} reads them: "
-            f"another one made these ids. {_OTHERWISE}"
+            f"the prompts in {place} do not say what was asked when the tokenizer of {', '.join(context.policies)} reads "
+            f"them: another one made these ids. {_OTHERWISE}"
         )
     if not read.groups:
         raise TrainingError(_nothing(read, context, place, run_id))
     a_pass = math.ceil(len(read.groups) / algorithm.tasks_per_step)
     context.progress.note(
-        f"{read.kept:,} of {read.rollouts:,} recorded rollouts are learned from; to go through their groups takes "
-        f"{a_pass} step{'s'[: a_pass > 1]}, and there are {algorithm.steps}"
+        f"{read.kept:,} of {read.outcomes.total():,} recorded rollouts are learned from; to go through their groups "
+        f"takes {a_pass} step{'s'[: a_pass > 1]}, and there are {algorithm.steps}"
     )
     return read.groups
 
@@ -169,7 +161,6 @@ _OTHERWISE: Final = (
 
 
 def _note(read: _Read, traced: TracedRollout, recorded: Recorded, tokens: TokenBytes | None, place: str) -> None:
-    read.rollouts += 1
     read.outcomes[traced.outcome] += 1
     read.excluded += traced.excluded
     sampled = [span for span in recorded.spans if span.tokens is not None]
@@ -188,8 +179,7 @@ def _note(read: _Read, traced: TracedRollout, recorded: Recorded, tokens: TokenB
         (fits for span in sampled if span.span_id in ours and (fits := _spells(tokens, span)) is not None), None
     )
     if spelled is not None:
-        read.spelled += spelled
-        read.misspelled += not spelled
+        read.spelled[spelled] += 1
 
 
 def _spells(tokens: TokenBytes, span: Span) -> bool | None:
@@ -202,13 +192,9 @@ def _spells(tokens: TokenBytes, span: Span) -> bool | None:
     return any(text in prompt for text in said if text)
 
 
-def _names(context: RunContext) -> str:
-    return ", ".join(context.policies)
-
-
 def _nothing(read: _Read, context: RunContext, place: str, run_id: str | None) -> str:
     where = place if run_id is None else f"{place}, run {run_id}"
-    if not read.rollouts:
+    if not read.outcomes:
         return f"nothing to learn from: there is no finished rollout in {where}, held-out ones aside"
     told = [f"{count:,} {outcome}" for outcome, count in read.outcomes.most_common()]
     if read.rewards:
@@ -216,6 +202,6 @@ def _nothing(read: _Read, context: RunContext, place: str, run_id: str | None) -
     told += [f"{count:,} calls left out ({reason})" for reason, count in read.excluded.most_common()]
     hint = f". Their model is called {', '.join(sorted(read.models))}: give model_name" if read.models else ""
     return (
-        f"nothing to learn from: none of the {read.rollouts:,} rollouts in {where} is kept for {_names(context)}: "
-        f"{'; '.join(told)}{hint}. Nothing was trained"
+        f"nothing to learn from: none of the {read.outcomes.total():,} rollouts in {where} is kept for "
+        f"{', '.join(context.policies)}: {'; '.join(told)}{hint}. Nothing was trained"
     )

@@ -61,7 +61,7 @@ class Reinforcement(abc.ABC):
     `replay_groups` recent groups, up to `replay_staleness` publications old, are trained again in every step.
     Training stops after `steps`, or once the mean training reward of three steps reaches `target_reward`; and with an
     error where a loss or gradient is not finite, or, if `stop_on_explosion` is not 0, after that many steps in a row
-    whose gradient is over 20 times as large as usual (`stability.py`). Without, the first of them is told."""
+    whose gradient is over 20 times as large as usual (`exploding_steps`). Without, the first of them is told."""
 
     steps: int = 100
     tasks_per_step: int = 16

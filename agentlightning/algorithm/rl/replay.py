@@ -7,11 +7,12 @@ from.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from safetensors import deserialize
 
 from agentlightning.algorithm.checkpoints import STATE_FILE
 from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batches, trace_group
@@ -136,18 +137,7 @@ def _recorded(directory: Path) -> dict[int, RecordedBatch]:
 def weights_digest(directory: Path) -> str:
     """SHA-256 of all tensors in a directory's safetensors files: their names, types, shapes and bytes, by name."""
     digest = hashlib.sha256()
-    for name, kind, shape, data in sorted(_tensors(sorted(directory.rglob("*.safetensors")))):
-        digest.update(f"{name} {kind} {shape}\n".encode() + data)
+    tensors = [one for file in sorted(directory.rglob("*.safetensors")) for one in deserialize(file.read_bytes())]
+    for name, tensor in sorted(tensors, key=lambda one: one[0]):
+        digest.update(f"{name} {tensor['dtype']} {tensor['shape']}\n".encode() + tensor["data"])
     return digest.hexdigest()
-
-
-def _tensors(files: Sequence[Path]) -> Iterator[tuple[str, str, str, bytes]]:
-    """The format: 8 bytes that count the header's, the header as JSON, and the tensors' bytes at its offsets."""
-    for file in files:
-        content = file.read_bytes()
-        start = 8 + int.from_bytes(content[:8], "little")
-        header = msgspec.json.decode(content[8:start], type=dict[str, dict[str, object]])
-        for name, told in header.items():
-            if name != "__metadata__":
-                begin, end = msgspec.convert(told["data_offsets"], tuple[int, int])
-                yield name, str(told["dtype"]), str(told["shape"]), content[start + begin : start + end]

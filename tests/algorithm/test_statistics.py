@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.data.statistics import mean_interval, paired_p_value, pass_at_k
+from agentlightning.algorithm.measures import mean_interval, paired_p_value, pass_at_k
 from agentlightning.errors import ConfigError
 
 SCORES = np.array([(7 * i % 11) / 10 for i in range(60)])  # 0.0, 0.7, 0.3 …, of mean 0.49
