@@ -23,9 +23,6 @@ from agentlightning.engine.request import TokenArray
 from agentlightning.engine.slots import Placement
 from agentlightning.engine.weights import LayerWeights, Linear, read_weights, rotary_tables, shape_of
 
-# Up to this many idle slots between two busy ones are computed along: cheaper than another round of kernels.
-WIDEST_GAP = 2
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -96,30 +93,31 @@ class DecoderForward:
         return self._logits(x[self._tensor(last)])
 
     def decode(self, slots: TokenArray, token_ids: TokenArray, positions: TokenArray) -> Tensor:
-        """Logits `[n, vocabulary]` after one more token in each of the slots `[n]`, which are in ascending order.
-        `token_ids` and `positions` `[n]` are that token and where it stands."""
-        segments = _segments(slots)
-        rows = np.concatenate([np.arange(first, stop) for first, stop in segments])
+        """Logits `[n, vocabulary]` after one more token in each of the slots `[n]`, which are in ascending order; idle
+        ones between them are computed along. `token_ids` and `positions` `[n]` are that token and where it stands."""
+        rows = np.arange(slots[0], slots[-1] + 1)
+        busy = slots - slots[0]
         whole = len(rows) == len(slots)
-        if whole:
-            write = positions
-        else:
-            busy = np.searchsorted(rows, slots)
+        write = positions
+        if not whole:
             token_ids, positions, write = (
                 _spread(values, busy, len(rows), idle)
                 for values, idle in ((token_ids, 0), (positions, 0), (positions, self._spare))
             )
         where = (self._tensor(rows), slice(None), self._tensor(write))
         place = self._tensor(positions)
-        masks = self._decode_masks(segments, positions, place)
+        hidden = (
+            self._positions[: int(positions.max()) + 1] > place.repeat_interleave(self._shape.kv_heads)[:, None, None]
+        )
+        mask = torch.where(hidden, self._minus_infinity, self._zero)
         x = F.embedding(self._tensor(token_ids), self._weights.embedding)
         cosine, sine = self._cosine[place][:, None], self._sine[place][:, None]
         for index, layer in enumerate(self._weights.layers):
             query, key, value = self._project(layer, x, cosine, sine)
             self._keys[index][where] = key
             self._values[index][where] = value
-            x = self._finish(layer, x, self._attend_segments(index, segments, masks, query))
-        return self._logits(x if whole else x[self._tensor(np.searchsorted(rows, slots))])
+            x = self._finish(layer, x, self._attend_slots(index, rows, mask, query))
+        return self._logits(x if whole else x[self._tensor(busy)])
 
     # --- one layer ---
 
@@ -183,40 +181,17 @@ class DecoderForward:
             return None
         return self._positions[: piece.stop] <= self._positions[piece.start : piece.stop, None]
 
-    def _attend_segments(
-        self, index: int, segments: list[tuple[int, int]], masks: list[Tensor], query: Tensor
-    ) -> Tensor:
-        """Attend from one query per slot `[n, heads, d]` to the slot's cache: `[n, heads · d]`."""
-        shape = self._shape
+    def _attend_slots(self, index: int, rows: TokenArray, mask: Tensor, query: Tensor) -> Tensor:
+        """Attend from one query for each of neighbouring slots `[n, heads, d]` to its cache: `[n, heads · d]`. `mask`
+        `[n · kv_heads, 1, length]` is what is added to the scores: −∞ beyond a row's position."""
+        shape, length = self._shape, mask.shape[-1]
         query = query.reshape(len(query) * shape.kv_heads, shape.groups, shape.head_dim)
-        keys, values = self._keys[index].flatten(0, 1), self._values[index].flatten(0, 1)
-        parts: list[Tensor] = []
-        row = 0
-        for (first, stop), mask in zip(segments, masks, strict=True):
-            cached = slice(first * shape.kv_heads, stop * shape.kv_heads)
-            rows = slice(row, row + (stop - first) * shape.kv_heads)
-            length = mask.shape[-1]
-            # Batched products of three-dimensional views: on CPU about three times as fast as the fused attention
-            # kernel for single queries.
-            scores = torch.baddbmm(mask, query[rows], keys[cached, :length].transpose(1, 2), alpha=shape.head_dim**-0.5)
-            weights = scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
-            parts.append(torch.bmm(weights, values[cached, :length]))
-            row = rows.stop
-        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return attended.view(-1, shape.heads * shape.head_dim)
-
-    def _decode_masks(self, segments: list[tuple[int, int]], positions: TokenArray, place: Tensor) -> list[Tensor]:
-        """Per segment what is added to the scores, `[slots · kv_heads, 1, length]`: −∞ beyond a row's position."""
-        kv_heads = self._shape.kv_heads
-        masks: list[Tensor] = []
-        row = 0
-        for first, stop in segments:
-            rows = slice(row, row + stop - first)
-            length = int(positions[rows].max()) + 1
-            hidden = self._positions[:length] > place[rows].repeat_interleave(kv_heads)[:, None, None]
-            masks.append(torch.where(hidden, self._minus_infinity, self._zero))
-            row = rows.stop
-        return masks
+        keys, values = (side[index, rows[0] : rows[-1] + 1].flatten(0, 1) for side in (self._keys, self._values))
+        # Batched products of three-dimensional views: on CPU about three times as fast as the fused attention kernel
+        # for single queries.
+        scores = torch.baddbmm(mask, query, keys[:, :length].transpose(1, 2), alpha=shape.head_dim**-0.5)
+        weights = scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
+        return torch.bmm(weights, values[:, :length]).view(-1, shape.heads * shape.head_dim)
 
     def _tensor(self, array: TokenArray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -232,16 +207,6 @@ def _allocate(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(size)
-
-
-def _segments(slots: TokenArray) -> list[tuple[int, int]]:
-    """Ascending slots as ranges `first … stop`, where gaps too narrow to pay for a range are included.
-
-    `[0, 1, 2, 5, 9]` with gaps of up to 2 → `(0, 6), (9, 10)`."""
-    breaks = np.flatnonzero(np.diff(slots) > WIDEST_GAP + 1)
-    firsts = [int(slots[0]), *slots[breaks + 1].tolist()]
-    stops = [*(slots[breaks] + 1).tolist(), int(slots[-1]) + 1]
-    return list(zip(firsts, stops, strict=True))
 
 
 def _spread(values: TokenArray, places: TokenArray, size: int, idle: int) -> TokenArray:

@@ -142,8 +142,8 @@ async def read_groups(
             read.groups += [tuple(one.rollout.rollout_id for one in traced)] if kept else []
     if read.spelled[False] and not read.spelled[True]:
         raise ConfigError(
-            f"the prompts in {place} do not say what was asked when the tokenizer of {', '.join(context.policies)} reads "
-            f"them: another one made these ids. {_OTHERWISE}"
+            f"the prompts in {place} do not say what was asked when the tokenizer of "
+            f"{', '.join(context.policies)} reads them: another one made these ids. {_OTHERWISE}"
         )
     if not read.groups:
         raise TrainingError(_nothing(read, context, place, run_id))
