@@ -62,10 +62,10 @@ def read_calls(
     `models` are those to learn from, frozen or not; None takes all that are not frozen. `agents` are the agents to
     learn from, None takes all."""
     steps = [step for step in read_steps(spans) if step.kind == "call" and not _is_no_call(step.span)]
-    discarded = {index for span in spans for index in _integers(span.attributes.get(semconv.CALL_DISCARDS))}
+    discarded = discarded_calls(spans)
     calls: list[ChatCall] = []
     unread: list[str] = []
-    for step in sorted(steps, key=_order):
+    for step in sorted(steps, key=lambda step: call_order(step.span)):
         attributes = step.span.attributes
         messages, answers = _sent(step.span), chat_messages(output_messages(attributes)[:1], answer=True)
         if not messages or not answers:
@@ -73,7 +73,7 @@ def read_calls(
         elif _continues_elsewhere(step.span):
             unread.append(EARLIER_ELSEWHERE)
         else:
-            received = attributes.get(semconv.CALL_INDEX) not in discarded
+            received = call_index(step.span) not in discarded
             reason = _unlearnable(step, models, agents) if received else NOT_RECEIVED
             tools = chat_tools(step.span)
             told = _signatures([*messages, *answers[:1]])
@@ -101,14 +101,21 @@ def _continues(call: ChatCall, earlier: ChatCall) -> bool:
     return call.sent[: len(whole)] == whole
 
 
-def _integers(value: object) -> list[int]:
-    """The integers in an attribute that is a list."""
-    return [one for one in value if isinstance(one, int)] if isinstance(value, Sequence) else []
+def call_index(span: Span) -> int | None:
+    """0, 1, 2 … within the attempt; None where the gateway did not count it."""
+    index = span.attributes.get(semconv.CALL_INDEX)
+    return index if isinstance(index, int) else None
 
 
-def _order(step: Step) -> tuple[int, float, int]:
-    index = step.span.attributes.get(semconv.CALL_INDEX)
-    return index if isinstance(index, int) else 0, step.span.start_time, step.span.sequence_id
+def call_order(span: Span) -> tuple[int, float, int]:
+    """What the calls of an attempt are sorted by."""
+    return call_index(span) or 0, span.start_time, span.sequence_id
+
+
+def discarded_calls(spans: Iterable[Span]) -> set[int]:
+    """Indices of calls whose answers nobody received: the client asked again, or had left."""
+    named = [indices for span in spans if (indices := span.attributes.get(semconv.CALL_DISCARDS))]
+    return {index for indices in named if isinstance(indices, Sequence) for index in indices if isinstance(index, int)}
 
 
 def _is_no_call(span: Span) -> bool:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from agentlightning import semconv
 from agentlightning.data.agents import agent_of
 from agentlightning.data.continuity import Break, Continuity, continuity
+from agentlightning.data.conversations import call_index
 from agentlightning.data.forest import prefix_order, shared_length
 from agentlightning.data.sequences import CreditedTransition, Level, build_sequences
 from agentlightning.data.transitions import IntArray, TracedRollout, Transition
@@ -127,13 +127,12 @@ def _left_out(traced: TracedRollout, spans: Sequence[Span]) -> Iterable[Explaine
         span = step.span
         if span.span_id not in traced.left_out:
             continue
-        index = span.attributes.get(semconv.CALL_INDEX)
         read, written = token_counts(span.attributes) or (0, 0)
         if span.tokens is not None:
             read = len(span.tokens.prompt_token_ids)
             written = sum(len(choice.token_ids) for choice in span.tokens.choices)
         yield ExplainedCall(
-            call_index=index if isinstance(index, int) else 0,
+            call_index=call_index(span) or 0,
             agent=agent_of(step).name,
             model=model_name(span.attributes),
             prompt_tokens=read,

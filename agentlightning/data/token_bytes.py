@@ -13,6 +13,8 @@ from tokenizers import Tokenizer
 # Special tokens that begin tool calls in some formats: kept in the text while tool calls are looked for.
 MARKERS = frozenset({"[TOOL_CALLS]", "<|python_tag|>", "<tool_call>", "</tool_call>"})
 
+_AT_THE_BEGINNING = ("Metaspace", "Prepend", "Strip", "Precompiled", "BertNormalizer")
+
 
 class TokenBytes:
     """The bytes behind every token id, and which ids are special (not part of the visible text).
@@ -22,7 +24,7 @@ class TokenBytes:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.exact = "ByteLevel" in _component_types(tokenizer.decoder)
+        self.exact = '"type":"ByteLevel"' in _state(tokenizer.decoder)
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.hidden_ids = frozenset(i for i in self.special_ids if added[i].content not in MARKERS)
@@ -54,38 +56,16 @@ def splits_at_special_tokens(tokenizer: Tokenizer) -> bool:
 
     True where nothing is put before or taken from a text's beginning: no Metaspace, no Prepend or Strip normaliser, no
     `add_prefix_space`, and no special token that swallows the space beside it."""
-    parts = [_state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer)]
-    kinds = {kind for part in parts for kind in _types(part)}
-    if kinds & {"Metaspace", "Prepend", "Strip", "Precompiled", "BertNormalizer"}:
-        return False
-    if any(_holds(part, "add_prefix_space", True) for part in parts):
+    parts = _state(tokenizer.normalizer) + _state(tokenizer.pre_tokenizer)
+    if '"add_prefix_space":true' in parts or any(f'"type":"{kind}"' in parts for kind in _AT_THE_BEGINNING):
         return False
     added = tokenizer.get_added_tokens_decoder().values()
     return not any(token.rstrip or token.lstrip for token in added)
 
 
-def _component_types(component: Any) -> set[str]:
-    return _types(_state(component))
-
-
-def _state(component: Any) -> Any:
-    """A tokenizer's component as the JSON it is saved as."""
-    return None if component is None else json.loads(component.__getstate__())
-
-
-def _types(state: Any) -> set[str]:
-    if isinstance(state, dict):
-        inner = {kind for value in state.values() for kind in _types(value)}
-        return inner | ({state["type"]} if isinstance(state.get("type"), str) else set())
-    if isinstance(state, list):
-        return {kind for value in state for kind in _types(value)}
-    return set()
-
-
-def _holds(state: Any, name: str, value: Any) -> bool:
-    if isinstance(state, dict):
-        return state.get(name) == value or any(_holds(inner, name, value) for inner in state.values())
-    return isinstance(state, list) and any(_holds(inner, name, value) for inner in state)
+def _state(component: Any) -> str:
+    """A tokenizer's component as the JSON it is saved as, without white space."""
+    return "" if component is None else json.dumps(json.loads(component.__getstate__()), separators=(",", ":"))
 
 
 def _byte_characters() -> dict[str, int]:

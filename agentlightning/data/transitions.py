@@ -35,6 +35,7 @@ from agentlightning.data.call_filter import (
     token_problem,
 )
 from agentlightning.data.clocks import align_clocks
+from agentlightning.data.conversations import call_index, call_order, discarded_calls
 from agentlightning.data.images import image_references
 from agentlightning.data.rewards import NOT_TRAINED, PLAIN, GivenRewards, RewardSpec, given_rewards
 from agentlightning.data.tool_calls import ToolStatus, tool_statuses
@@ -165,11 +166,11 @@ def _sort_calls(spans: Sequence[Span], steps: Sequence[Step], given: GivenReward
     names = agents_of(step for step in steps if step.call is step.span)
     tools = tool_statuses(steps)
     pattern = None if calls.agents is None else agent_pattern(calls.agents)
-    incomplete, discarded = _lacks_a_call(spans), _discarded(spans)
+    incomplete, discarded = _lacks_a_call(spans), discarded_calls(spans)
     plain = ""  # the latest messages without images
-    for span in sorted((one for one in spans if one.span_id in names and _samples(one)), key=_call_order):
+    for span in sorted((one for one in spans if one.span_id in names and _samples(one)), key=call_order):
         agent = names[span.span_id]
-        reasons = list(_call_reasons(span, calls, incomplete=incomplete, discarded=_index(span) in discarded))
+        reasons = list(_call_reasons(span, calls, incomplete=incomplete, discarded=call_index(span) in discarded))
         if pattern is not None and not chosen(pattern, agent):
             reasons.append(OTHER_AGENT)
         transition = None
@@ -232,25 +233,10 @@ def _final_attempt(spans: Sequence[Span]) -> list[Span]:
     return [span for span in spans if span.attempt_id == last]
 
 
-def _index(span: Span) -> int | None:
-    index = span.attributes.get(semconv.CALL_INDEX)
-    return index if isinstance(index, int) else None
-
-
-def _call_order(span: Span) -> tuple[int, float, int]:
-    return _index(span) or 0, span.start_time, span.sequence_id
-
-
 def _lacks_a_call(spans: Sequence[Span]) -> bool:
     """Calls 0, 1 and 3 without 2 are not what the agent did: nothing of such an attempt trains."""
-    indices = {index for span in spans if (index := _index(span)) is not None}
+    indices = {index for span in spans if (index := call_index(span)) is not None}
     return any(index not in indices for index in range(len(indices)))
-
-
-def _discarded(spans: Sequence[Span]) -> set[int]:
-    """Indices of calls whose answers nobody received: the client asked again, or had left."""
-    named = [indices for span in spans if (indices := span.attributes.get(semconv.CALL_DISCARDS))]
-    return {index for indices in named if isinstance(indices, Sequence) for index in indices if isinstance(index, int)}
 
 
 def _call_reasons(span: Span, calls: CallFilter, *, incomplete: bool, discarded: bool) -> Iterator[str]:
@@ -298,7 +284,7 @@ def _transition(
         rollout_id=span.rollout_id,
         attempt_id=span.attempt_id,
         span_id=span.span_id,
-        call_index=_index(span) or 0,
+        call_index=call_index(span) or 0,
         choice=0,
         model=_model(span),
         prompt_ids=np.asarray(tokens.prompt_token_ids, np.int32),
