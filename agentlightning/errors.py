@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class AgentLightningError(Exception):
@@ -62,3 +62,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}Known: {', '.join(known)}"
+
+
+def check_settings(
+    settings: object,
+    *,
+    least: Mapping[str, float] = {},
+    above: Mapping[str, float] = {},
+    choices: Mapping[str, Sequence[str]] = {},
+) -> None:
+    """ConfigError unless each setting that is named has at least, or is above, its number, or is one of its choices.
+    What is None is not looked at."""
+    given = {name: value for name in (*least, *above, *choices) if (value := getattr(settings, name)) is not None}
+    for name, value in given.items():
+        if name in choices and value not in choices[name]:
+            raise ConfigError(f"{name} is {value!r}; known: {', '.join(choices[name])}")
+        if name in least and not value >= least[name]:
+            raise ConfigError(f"{name} is {value}; it must be at least {least[name]:g}")
+        if name in above and not value > above[name]:
+            raise ConfigError(f"{name} is {value}; it must be above {above[name]:g}")

@@ -11,7 +11,7 @@ from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.measures import exception_of
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.transitions import TracedRollout, trace_rollout
-from agentlightning.errors import ConfigError, TrainingError
+from agentlightning.errors import ConfigError, TrainingError, check_settings
 from agentlightning.store.base import LightningStore
 from agentlightning.types import EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
 
@@ -137,8 +137,7 @@ class Baseline:
     evaluations: list[Evaluation] = field(default_factory=list[Evaluation], init=False)
 
     def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise ConfigError(f"samples is {self.samples}; it is how often each task is run: at least 1")
+        check_settings(self, least={"samples": 1})
 
     async def run(self, context: RunContext) -> None:
         if not context.val_tasks:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.credit_table import RewardedGroup, make_credit
 from agentlightning.data.sequences import CreditedTransition
 from agentlightning.data.transitions import FloatArray
-from agentlightning.errors import ConfigError
+from agentlightning.errors import check_settings
 from agentlightning.learner.base import Critic, CriticTrunk, Loss
 
 
@@ -49,9 +49,9 @@ class PPO(Reinforcement):
         super().__post_init__()
         options = {name: getattr(self, name) for name in ("gamma", "lam", "across_calls", "whiten_over")}
         self.credit = make_credit(self.returns, self.returns_options, "gae", options, reward=self.reward, critic=True)
+        trunks = {"critic": get_args(CriticTrunk)}
+        check_settings(self, least={"critic_warmup": 0}, above={"critic_learning_rate": 0}, choices=trunks)
         self._critic = Critic(self.critic, self.critic_learning_rate)
-        if self.critic_warmup < 0:
-            raise ConfigError(f"critic_warmup is {self.critic_warmup}; it must be 0 or more")
 
     @property
     def trained_critic(self) -> Critic:

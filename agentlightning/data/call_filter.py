@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentlightning.data.agents import agent_pattern
-from agentlightning.errors import ConfigError, nearest
+from agentlightning.errors import ConfigError, check_settings, nearest
 
 # Why a call does not train, beyond what the gateway says of it.
 NOT_RECEIVED: Final = "nobody received the answer"
@@ -79,10 +79,7 @@ class CallFilter:
         for reason in self.keep:
             if reason not in KEEPABLE:
                 raise ConfigError(f"keep names {reason!r}, which cannot be kept; {nearest(reason, KEEPABLE)}")
-        for name in ("max_prompt_length", "max_response_length"):
-            limit = getattr(self, name)
-            if limit is not None and limit < 1:
-                raise ConfigError(f"{name} is {limit}; give a number of tokens, at least 1")
+        check_settings(self, least={"max_prompt_length": 1, "max_response_length": 1})
 
     def keeps(self, reason: str) -> bool:
         """Whether a call trains although this speaks against it."""

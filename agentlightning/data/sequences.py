@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from agentlightning.data.forest import Forest, cut, plant, prefix_order, shared_length
 from agentlightning.data.transitions import FloatArray, IntArray, Transition
-from agentlightning.errors import ConfigError
 
 Level: TypeAlias = Literal["transition", "trajectory", "tree", "concat"]
 Aggregation: TypeAlias = Literal["token-mean", "sequence-mean", "rollout-mean", "constant"]
@@ -119,8 +118,6 @@ def build_sequences(credited: Sequence[CreditedTransition], level: Level) -> lis
         return [_sequence([item], tree=level == "tree") for item in credited]
     if level == "concat":
         return [_concatenated(credited)] if credited else []
-    if level != "trajectory":
-        raise ConfigError(f"unknown level {level!r}; known: transition, trajectory, tree, concat")
     chains: list[list[CreditedTransition]] = []
     tails: list[IntArray] = []  # all tokens of each chain so far
     for item in credited:
@@ -190,7 +187,7 @@ def _or_empty(values: FloatArray | None) -> FloatArray:
 
 
 def aggregation_weights(
-    sequences: Sequence[TrainingSequence], aggregation: Aggregation, constant: int | None = None
+    sequences: Sequence[TrainingSequence], aggregation: Aggregation, constant: int = 0
 ) -> list[FloatArray]:
     """Weight of each sampled token in the loss of this batch, one float32[N] per sequence.
 
@@ -213,12 +210,6 @@ def aggregation_weights(
             (1.0 / (total * count[s.transitions])).astype(np.float32)
             for s, count in zip(sequences, counts, strict=True)
         ]
-    if aggregation != "constant":
-        raise ConfigError(
-            f"unknown aggregation {aggregation!r}; known: token-mean, sequence-mean, rollout-mean, constant"
-        )
-    if not constant or constant < 1:
-        raise ConfigError("aggregation 'constant' needs constant_length, the length to divide by (at least 1)")
     return [np.full(len(s.positions), 1.0 / (total * constant), np.float32) for s in sequences]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, get_args
 
 from agentlightning.data.sequences import Aggregation, TrainingSequence
 from agentlightning.data.transitions import FloatArray
-from agentlightning.errors import ConfigError, nearest
+from agentlightning.errors import ConfigError, check_settings, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,25 +97,19 @@ class Loss:
             raise ConfigError(f"clip range ({low}, {high}): low must lie in (0, 1], high above 0")
         if self.dual_clip is not None and self.kind != "ppo_clip":
             raise ConfigError(f"dual_clip is set, but the loss is {self.name}: it bounds ppo_clip alone")
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ConfigError(f"dual_clip is {self.dual_clip}; it must be above 1, or None")
-        if not self.temperature > 0:
-            raise ConfigError(f"temperature is {self.temperature}; training needs sampling at a positive temperature")
-        if self.kl_coefficient < 0:
-            raise ConfigError(f"kl_coefficient is {self.kl_coefficient}; it must be 0 or positive")
-        if self.old not in get_args(Old):
-            raise ConfigError(f"old is {self.old!r}; known: {', '.join(get_args(Old))}")
+        check_settings(
+            self,
+            least={"kl_coefficient": 0},
+            above={"dual_clip": 1, "temperature": 0, "truncation": 0, "value_coefficient": 0, "value_clip": 0},
+            choices={"old": get_args(Old), "aggregation": get_args(Aggregation), "kl_estimator": get_args(KLEstimator)},
+        )
+        if self.aggregation == "constant" and not (self.constant_length and self.constant_length >= 1):
+            raise ConfigError("aggregation 'constant' needs constant_length, the length to divide by (at least 1)")
         if self.truncation is not None and self.old == "behaviour":
             raise ConfigError(
                 "truncation is set, but with old='behaviour' the importance ratio corrects for what sampled already: "
                 "leave truncation out, or give old='proximal'"
             )
-        if self.truncation is not None and not self.truncation > 0:
-            raise ConfigError(f"truncation is {self.truncation}; it must be positive, or None for {TRUNCATION}")
-        if not self.value_coefficient > 0:
-            raise ConfigError(f"value_coefficient is {self.value_coefficient}; it must be positive")
-        if self.value_clip is not None and not self.value_clip > 0:
-            raise ConfigError(f"value_clip is {self.value_clip}; it must be positive, or None")
         if callable(self.kind):
             from agentlightning.learner.losses import try_loss
 
@@ -147,18 +141,12 @@ class AdamW:
     gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        if not self.learning_rate > 0:
-            raise ConfigError(f"learning_rate is {self.learning_rate}; it must be positive")
-        if self.warmup_steps < 0:
-            raise ConfigError(f"warmup_steps is {self.warmup_steps}; it must be 0 or positive")
-        if self.schedule not in get_args(Schedule):
-            raise ConfigError(f"schedule is {self.schedule!r}; known: {', '.join(get_args(Schedule))}")
+        least = {"warmup_steps": 0, "micro_batch_tokens": 1}
+        check_settings(self, least=least, above={"learning_rate": 0}, choices={"schedule": get_args(Schedule)})
         if self.total_steps is not None and not self.total_steps > self.warmup_steps:
             raise ConfigError(
                 f"total_steps is {self.total_steps}; it must be more than warmup_steps ({self.warmup_steps})"
             )
-        if self.micro_batch_tokens < 1:
-            raise ConfigError(f"micro_batch_tokens is {self.micro_batch_tokens}; it must be at least 1")
 
     def until(self, steps: int) -> AdamW:
         """This one, whose schedule ends after so many steps unless it says when."""
@@ -189,10 +177,7 @@ class LoRA:
     targets: str | tuple[str, ...] = "all-linear"
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigError(f"LoRA rank is {self.rank}; it must be at least 1")
-        if not self.alpha > 0:
-            raise ConfigError(f"LoRA alpha is {self.alpha}; it must be positive")
+        check_settings(self, least={"rank": 1}, above={"alpha": 0})
 
 
 @dataclass(frozen=True)
@@ -208,10 +193,7 @@ class Critic:
     learning_rate: float | None = None
 
     def __post_init__(self) -> None:
-        if self.trunk not in get_args(CriticTrunk):
-            raise ConfigError(f"critic is {self.trunk!r}; known: {', '.join(get_args(CriticTrunk))}")
-        if self.learning_rate is not None and not self.learning_rate > 0:
-            raise ConfigError(f"the critic's learning rate is {self.learning_rate}; it must be positive")
+        check_settings(self, above={"learning_rate": 0}, choices={"trunk": get_args(CriticTrunk)})
 
 
 class Learner(Protocol):

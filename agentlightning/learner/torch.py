@@ -118,7 +118,7 @@ class TorchLearner:
         if loss.kl_coefficient and not self.keeps_reference:
             raise ConfigError("kl_coefficient is set but the learner keeps no reference; pass reference=True")
         batch = self._as_exact(batch)
-        weights = aggregation_weights(batch, loss.aggregation, loss.constant_length)
+        weights = aggregation_weights(batch, loss.aggregation, loss.constant_length or 0)
         self._forget_gradient()
         totals = Totals(Mismatch(version if loss.old == "behaviour" else None))
         computed = 0

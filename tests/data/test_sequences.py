@@ -18,7 +18,6 @@ from agentlightning.data.sequences import (
     micro_batches,
 )
 from agentlightning.data.transitions import Transition
-from agentlightning.errors import ConfigError
 
 
 def credited(prompt: list[int], response: list[int], advantage: float = 1.0, rollout: str = "r") -> CreditedTransition:
@@ -111,8 +110,6 @@ def test_rollout_mean_and_constant() -> None:
     assert [*merged, *alone] == pytest.approx([1 / 6] * 6)
     merged, alone = aggregation_weights(two_rollouts(), "constant", constant=10)
     assert [*merged, *alone] == pytest.approx([1 / 30] * 6)
-    with pytest.raises(ConfigError, match="constant_length"):
-        aggregation_weights(two_rollouts(), "constant")
 
 
 def two_rollouts() -> list[TrainingSequence]:

@@ -36,12 +36,12 @@ def golden_sequences() -> list[TrainingSequence]:
     return out
 
 
-def check(key: str, loss: Loss, constant: int | None = None, old_shift: float = 0.0) -> None:
+def check(key: str, loss: Loss, old_shift: float = 0.0) -> None:
     """The value of `loss` on the golden inputs and its gradient are those stored under `key`."""
     logprobs = sampled(INPUTS["log_prob"]).requires_grad_()
     old, advantages = sampled(INPUTS["old_log_prob"]) + old_shift, sampled(INPUTS["advantages"])
     per_token, _ = losses.policy_loss(logprobs, old, advantages, ROWS, loss)
-    weights = np.concatenate(aggregation_weights(golden_sequences(), loss.aggregation, constant))
+    weights = np.concatenate(aggregation_weights(golden_sequences(), loss.aggregation, loss.constant_length or 0))
     total = (per_token * torch.from_numpy(weights)).sum()
     total.backward()
     assert float(total.detach()) == pytest.approx(OUTPUTS[f"{key}.loss"], abs=1e-5)
@@ -61,8 +61,8 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.28}
     ],
 )
 def test_clip_loss_and_gradient_equal_verl(verl_name: str, aggregation: Aggregation, constant: int | None) -> None:
-    loss = Loss(**CLIP, dual_clip=3.0, aggregation=aggregation)
-    check(f"verl.ppo_clip[.2,.28]dual3.{verl_name}", loss, constant)
+    loss = Loss(**CLIP, dual_clip=3.0, aggregation=aggregation, constant_length=constant)
+    check(f"verl.ppo_clip[.2,.28]dual3.{verl_name}", loss)
 
 
 @pytest.mark.parametrize("key", ["verl.ppo_clip.dual_active(old-1.2)", "areal.ppo_clip.c3(old-1.2)"])
@@ -130,7 +130,8 @@ def test_entropy_is_that_of_the_distribution() -> None:
 
 
 def test_settings_out_of_range_are_refused_by_name() -> None:
-    for wrong in ({"clip_low": 0.0}, {"dual_clip": 1.0}, {"temperature": 0.0}, {"kl_coefficient": -1.0}):
+    out_of_range = ({"clip_low": 0.0}, {"dual_clip": 1.0}, {"temperature": 0.0}, {"kl_coefficient": -1.0})
+    for wrong in (*out_of_range, {"aggregation": "median"}, {"kl_estimator": "k4"}, {"aggregation": "constant"}):
         with pytest.raises(ConfigError, match=next(iter(wrong)).split("_")[0]):
             Loss(**wrong)
 

@@ -79,7 +79,7 @@ def test_both_at_once_are_refused() -> None:
         Loss(truncation=2.0)
     with pytest.raises(ConfigError, match="behaviour, proximal"):
         Loss(old="previous")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="must be positive"):
+    with pytest.raises(ConfigError, match="must be above 0"):
         Loss(old="proximal", truncation=0.0)
 
 

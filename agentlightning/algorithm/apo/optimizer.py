@@ -16,7 +16,7 @@ from agentlightning.algorithm.apo.measuring import Measuring
 from agentlightning.algorithm.apo.model import API, OptimizerModel
 from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.evaluation import Evaluation
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, check_settings
 from agentlightning.types import PromptTemplate
 
 
@@ -100,9 +100,7 @@ class PromptOptimizer(abc.ABC):
         self.evaluations: list[Evaluation] = []
         self._client = async_openai_client
         self._best: dict[str, PromptTemplate] = {}
-        for name in self.counts:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        check_settings(self, least=dict.fromkeys(self.counts, 1))
 
     @property
     def counts(self) -> tuple[str, ...]:

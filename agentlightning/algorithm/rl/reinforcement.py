@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.evaluation import Evaluation
@@ -21,9 +21,9 @@ from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.limits import TrajectoryLimits, read_trace_aggregator
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.data.rewards import PLAIN, RewardSpec
-from agentlightning.data.sequences import Aggregation, CreditedTransition, Level, build_sequences
+from agentlightning.data.sequences import Aggregation, CreditedTransition, Level
 from agentlightning.data.transitions import FloatArray
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, check_settings
 from agentlightning.learner.base import Critic, KLEstimator, Loss, Old
 from agentlightning.store.base import LightningStore
 from agentlightning.types import RolloutConfig
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 # Losses that weigh each token by how much likelier the weights have made it, whatever weights sampled it.
 TAKE_REPLAYED: Final = ("importance_sampling", "cispo")
+
+_AT_LEAST_1: Final = ("steps", "tasks_per_step", "group_size", "minibatches", "epochs", "checkpoint_every")
+_AT_LEAST_0: Final = ("evaluate_every", "max_staleness", "replay_groups", "replay_staleness", "stop_on_explosion")
 
 TOO_FEW_REWARDED: Final = "too few rewarded"
 WITHOUT_VARIANCE: Final = "without variance"
@@ -108,13 +111,11 @@ class Reinforcement(abc.ABC):
     name: str = "rl"
 
     def __post_init__(self) -> None:
-        for name in ("steps", "tasks_per_step", "group_size", "minibatches", "epochs", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.evaluate_every < 0:
-            raise ConfigError(
-                f"evaluate_every is {self.evaluate_every}; give a number of steps, or 0 for only at the ends"
-            )
+        check_settings(
+            self,
+            least=dict.fromkeys(_AT_LEAST_1, 1) | dict.fromkeys(_AT_LEAST_0, 0),
+            choices={"level": get_args(Level)},
+        )
         for name, lowest in (("temperature", 1e-3), ("val_temperature", 0.0)):
             if not lowest <= getattr(self, name) <= 2:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must lie between {lowest} and 2")
@@ -134,7 +135,6 @@ class Reinforcement(abc.ABC):
         if isinstance(self.loss, str) and is_reference(self.loss):
             self.loss_function = load_reference(self.loss)
         self.make_loss()  # refuses settings out of range now, rather than after the first rollouts
-        build_sequences((), self.level)  # and a level that there is not
 
     def _read_limits(self) -> TrajectoryLimits:
         if self.trace_aggregator is None:
@@ -158,9 +158,6 @@ class Reinforcement(abc.ABC):
 
     def _check_flow(self) -> None:
         """What is said of the order and the age of groups, refused where it cannot be."""
-        for name in ("max_staleness", "replay_groups", "replay_staleness", "stop_on_explosion"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         if self.difficulty is not None and not self.difficulty[0] <= self.difficulty[1]:
             raise ConfigError(
                 f"difficulty is {self.difficulty}; give the lowest and the highest mean reward to train on"
