@@ -18,7 +18,7 @@ from agentlightning.algorithm.base import Progress
 from agentlightning.algorithm.curves import draw_learning_curve
 from agentlightning.algorithm.directory import MARK, START, read_mark
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
-from agentlightning.algorithm.traces import conversation, first_tool
+from agentlightning.data.conversations import conversation, first_tool
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.trainer import FitResult, Trainer
 

@@ -25,10 +25,9 @@ from rich.console import Console
 from agentlightning.algorithm import GRPO, Algorithm, Baseline, NoProgress, Progress, Reinforcement, RunContext
 from agentlightning.algorithm.base import TrainedPolicy
 from agentlightning.algorithm.checkpoints import Checkpoints
-from agentlightning.algorithm.directory import RunDirectory
+from agentlightning.algorithm.directory import RunDirectory, check_data, make_manifest
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.algorithm.function import with_adapter
-from agentlightning.algorithm.manifest import check_data, make_manifest
 from agentlightning.algorithm.measures import Measures, measured, summarise
 from agentlightning.algorithm.tracking import Tracker, make_tracker
 from agentlightning.data.datasets import load_dataset

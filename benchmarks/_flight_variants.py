@@ -22,8 +22,8 @@ import agentlightning as agl
 from agentlightning.algorithm.base import NoProgress
 from agentlightning.algorithm.evaluation import Evaluation
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
-from agentlightning.algorithm.traces import conversation
 from agentlightning.cli.training import make_algorithm
+from agentlightning.data.conversations import conversation
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import CreditedTransition
 from agentlightning.data.transitions import Transition

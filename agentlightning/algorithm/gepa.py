@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from agentlightning.algorithm.apo.budget import OutOfBudget
 from agentlightning.algorithm.apo.editing import Rejected, critique, edit
 from agentlightning.algorithm.apo.lineage import Round
-from agentlightning.algorithm.apo.optimizer import Parts, PromptOptimizer, Search
+from agentlightning.algorithm.apo.optimizer import PromptOptimizer, Search
 from agentlightning.errors import BackendError, ConfigError, TrainingError
 from agentlightning.types import Mode
 
@@ -46,8 +46,9 @@ class GEPA(PromptOptimizer):
     def models(self) -> tuple[str, ...]:
         return (self.reflection_model,)
 
-    def search(self, parts: Parts) -> Search:
-        return Evolution(self, parts)
+    @property
+    def search(self) -> type[Search]:
+        return Evolution
 
 
 class Evolution(Search):
@@ -55,15 +56,16 @@ class Evolution(Search):
 
     propose_new_texts = None  # the package asks for it: edits are made by `reflect_many`
 
-    def __init__(self, settings: GEPA, parts: Parts) -> None:
-        super().__init__(parts)
+    settings: GEPA
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         try:
             self._gepa: Any = importlib.import_module("gepa")
             self._reflection: Any = importlib.import_module("gepa.proposer.reflective_mutation.reflection_lm")
             self._sampling: Any = importlib.import_module("gepa.strategies.proposal_sampling")
         except ImportError:
             raise ConfigError("GEPA needs its package: pip install 'gepa>=0.1.4,<0.2'") from None
-        self.settings = settings
         self._loop = asyncio.get_running_loop()
         self._ended: BaseException | None = None  # the package goes on after errors; the first of ours ends it
         self._edits = 0

@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from agentlightning.algorithm.traces import render_message
+from agentlightning.data.conversations import render_message
 from agentlightning.tracing.tree import printable
 
 if TYPE_CHECKING:

@@ -80,8 +80,8 @@ def _own_tokenizer(place: str | None) -> str | None:
 async def _explanation(
     store: LightningStore, rollout_id: str, source: str | None
 ) -> tuple[Explanation, Classifier | None]:
-    from agentlightning.data.as_trained import training_of
     from agentlightning.data.explanation import explain_rollout
+    from agentlightning.data.recorded import training_of
     from agentlightning.data.transitions import trace_rollout
 
     rollout = await store.get_rollout_by_id(rollout_id)

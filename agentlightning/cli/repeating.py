@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from agentlightning.algorithm.directory import MARK, read_mark
-from agentlightning.algorithm.manifest import fingerprint
+from agentlightning.algorithm.directory import MARK, fingerprint, read_mark
 from agentlightning.cli.config import TrainConfig, load_config
 from agentlightning.cli.runs import STORE_FILE
 from agentlightning.cli.store import open_store

@@ -192,7 +192,7 @@ def train(
 
 
 def _repeated(name: str, console: Console, assignments: tuple[str, ...], flags: Mapping[str, Any]) -> TrainConfig:
-    from agentlightning.algorithm.manifest import differences
+    from agentlightning.algorithm.directory import differences
     from agentlightning.cli.repeating import find_run, repeated
 
     run = find_run(name, flags["store"], flags["server"], flags["api_key"])

@@ -13,9 +13,9 @@ import msgspec
 
 from agentlightning import semconv
 from agentlightning.data.agents import agent_of
-from agentlightning.data.as_trained import Training
 from agentlightning.data.conversations import Message, conversations, read_calls
 from agentlightning.data.explanation import Explanation, explain_rollout
+from agentlightning.data.recorded import Training
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import InvalidError, NotFoundError
 from agentlightning.store.base import LightningStore

@@ -15,10 +15,10 @@ import numpy as np
 
 from agentlightning import semconv
 from agentlightning.dashboard.credit import TracedGroup
-from agentlightning.data.as_trained import CreditSettings
 from agentlightning.data.continuity import continuity
 from agentlightning.data.explanation import ExplainedBreak, explain_break
 from agentlightning.data.forest import shared_length
+from agentlightning.data.recorded import CreditSettings
 from agentlightning.data.transitions import FloatArray, IntArray, TracedRollout
 from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, UnavailableError
 from agentlightning.gateway.backend import Backend, Sampling

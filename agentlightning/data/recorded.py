@@ -1,6 +1,7 @@
-"""The finished rollouts of a store, group by group, each with the spans of its last attempt.
+"""The finished rollouts of a store, group by group, each with the spans of its last attempt; and how their run trains
+them, read back from its manifest: which calls, what reward, whose credit.
 
-Knows stores and rollouts; what is made of them is for others to say.
+Knows stores, rollouts and manifests. Functions of a user's own are named there, and never loaded here.
 """
 
 from __future__ import annotations
@@ -9,12 +10,18 @@ import contextlib
 import math
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from agentlightning.errors import NotFoundError
+import msgspec
+
+from agentlightning.data.call_filter import EVERY_CALL, CallFilter
+from agentlightning.data.credit_table import BASELINES, RETURNS, Credit, RewardedGroup, make_credit
+from agentlightning.data.rewards import PLAIN, RewardSpec
+from agentlightning.data.transitions import TracedRollout
+from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store.base import LightningStore
 from agentlightning.tracing.rewards import find_final_reward
-from agentlightning.types import And, Condition, Filter, Order, Rollout, Span
+from agentlightning.types import And, Condition, Filter, Order, Rollout, Run, Span
 
 ENDED: Final = ("succeeded", "failed", "cancelled")
 LEARNED_FROM: Final = ("train", "test")  # all but those that training is measured by
@@ -61,3 +68,61 @@ async def recorded_groups(store: LightningStore, where: Filter) -> AsyncGenerato
             break
     if group:
         yield group
+
+
+# --- as their run trains them ------------------------------------------------------------------------------------
+
+
+class CreditSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A return and a baseline by name, and their options."""
+
+    returns: str = "identical"
+    returns_options: dict[str, Any] = {}
+    baseline: str = "grpo"
+    baseline_options: dict[str, Any] = {}
+
+    def credit(self, reward: RewardSpec = PLAIN) -> Credit:
+        """ConfigError for what is none of the built-in ones, or does not go together."""
+        for what, name, known in (("returns", self.returns, RETURNS), ("baseline", self.baseline, BASELINES)):
+            if name not in known:
+                raise ConfigError(f"{what} {name!r} is not built in; choose one of {', '.join(known)}")
+        return make_credit(self.returns, self.returns_options, self.baseline, self.baseline_options, reward=reward)
+
+
+class Training(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run does with its rollouts; `credit` is None where the run trains nothing by credit. `unrewarded` is what
+    a rollout without a reward counts for: nothing (`exclude`), or a number."""
+
+    calls: CallFilter = EVERY_CALL
+    reward: RewardSpec = PLAIN
+    credit: CreditSettings | None = None
+    unrewarded: str | float = "exclude"
+
+
+UNTRAINED: Final = Training()
+
+
+def training_of(run: Run | None) -> Training:
+    """What the run's manifest says; of no run, or one that trains no policy, that every call counts."""
+    config: dict[str, Any] = run.manifest.get("config", {}) if run else {}
+    algorithm = config.get("algorithm")
+    if not isinstance(algorithm, dict) or "reward" not in algorithm:
+        return UNTRAINED
+    named = {name: algorithm[name] for name in CallFilter.__dataclass_fields__ if name in algorithm}
+    credit = {name: algorithm[name] for name in CreditSettings.__struct_fields__ if name in algorithm}
+    return Training(
+        calls=msgspec.convert({**named, "models": list(config["models"])}, CallFilter),
+        reward=msgspec.convert(algorithm["reward"], RewardSpec),
+        credit=msgspec.convert(credit, CreditSettings),
+        unrewarded=algorithm.get("unrewarded", "exclude"),
+    )
+
+
+def rewarded_group(group: Sequence[TracedRollout], unrewarded: str | float) -> RewardedGroup:
+    """The members of a group that count: those with a reward, the others with `unrewarded` if that is a number."""
+    pairs = [
+        (traced.transitions, float(traced.reward if traced.reward is not None else unrewarded))
+        for traced in group
+        if traced.reward is not None or unrewarded != "exclude"
+    ]
+    return RewardedGroup([transitions for transitions, _ in pairs], [reward for _, reward in pairs])

@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from agentlightning.dashboard import credit, page, rollouts, runs, scores, tokens
-from agentlightning.data.as_trained import CreditSettings
+from agentlightning.data.recorded import CreditSettings
 from agentlightning.errors import ForbiddenError, InvalidError, NotFoundError
 from agentlightning.gateway.models import ModelTable
 from agentlightning.server.access import Access, Scope, UnauthenticatedError

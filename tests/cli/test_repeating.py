@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentlightning.algorithm.manifest import differences, make_manifest
+from agentlightning.algorithm.directory import differences, make_manifest
 from agentlightning.cli.config import TrainConfig, kept
 from agentlightning.cli.main import run
 from agentlightning.cli.repeating import find_run, repeated

@@ -10,8 +10,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.cli.config import load_config
 from agentlightning.cli.training import make_algorithm
-from agentlightning.data.limits import TrajectoryLimits, cut_sequences
-from agentlightning.data.sequences import TrainingSequence, build_sequences
+from agentlightning.data.sequences import TrainingSequence, TrajectoryLimits, build_sequences, cut_sequences
 from agentlightning.errors import ConfigError
 from tests.data.test_sequences import credited
 

@@ -17,7 +17,7 @@ from typing import Final
 from agentlightning.algorithm.apo.budget import OutOfBudget
 from agentlightning.algorithm.apo.editing import Rejected, critique, edit
 from agentlightning.algorithm.apo.lineage import Candidate, Round
-from agentlightning.algorithm.apo.optimizer import Parts, PromptOptimizer, Search
+from agentlightning.algorithm.apo.optimizer import PromptOptimizer, Search
 from agentlightning.algorithm.apo.racing import Standing, going_on, halved, rungs
 from agentlightning.algorithm.evaluation import why_unrewarded
 from agentlightning.data.transitions import trace_rollout
@@ -67,8 +67,9 @@ class APO(PromptOptimizer):
         """Rounds, for a display."""
         return self.beam_rounds
 
-    def search(self, parts: Parts) -> BeamSearch:
-        return BeamSearch(self, parts)
+    @property
+    def search(self) -> type[BeamSearch]:
+        return BeamSearch
 
 
 POOL: Final = 1.5  # times as many training tasks as one critique sees are run with a parent; branches draw from them
@@ -77,10 +78,11 @@ POOL: Final = 1.5  # times as many training tasks as one critique sees are run w
 class BeamSearch(Search):
     """`best` is the leader of the last round that is over."""
 
-    def __init__(self, settings: APO, parts: Parts) -> None:
-        super().__init__(parts)
-        self.settings = settings
-        measuring = self.measuring
+    settings: APO
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        settings, measuring = self.settings, self.measuring
         self._held_out = len(measuring.tasks["val"])
         self._batch = min(settings.val_batch_size, self._held_out)
         train = len(measuring.tasks["train"])

@@ -17,8 +17,7 @@ import msgspec
 
 from agentlightning import semconv
 from agentlightning.algorithm.apo.model import OptimizerModel
-from agentlightning.algorithm.traces import render_message
-from agentlightning.data.conversations import conversations, read_calls
+from agentlightning.data.conversations import conversations, read_calls, render_message
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.types import PromptTemplate, Span
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 from agentlightning.algorithm.apo.budget import Budget, OutOfBudget, Price
 from agentlightning.algorithm.apo.editing import placeholders
@@ -20,21 +20,18 @@ from agentlightning.errors import ConfigError, check_settings
 from agentlightning.types import PromptTemplate
 
 
-class Parts(NamedTuple):
-    """What a search works with."""
+@dataclass(eq=False)
+class Search(abc.ABC):
+    """One search, by what it works with. `best` is the best candidate that is known for sure."""
 
+    settings: Any  # of the optimiser that it is a search of
     context: RunContext
     lineage: Lineage
     measuring: Measuring
     model: OptimizerModel
     budget: Budget
 
-
-class Search(abc.ABC):
-    """One search. `best` is the best candidate that is known for sure."""
-
-    def __init__(self, parts: Parts) -> None:
-        self.context, self.lineage, self.measuring, self.model, self.budget = parts
+    def __post_init__(self) -> None:
         self.seed = self.best = self.lineage.seed()
 
     @abc.abstractmethod
@@ -112,8 +109,10 @@ class PromptOptimizer(abc.ABC):
     def models(self) -> tuple[str, ...]:
         """Names of the optimiser's models."""
 
+    @property
     @abc.abstractmethod
-    def search(self, parts: Parts) -> Search: ...
+    def search(self) -> type[Search]:
+        """How it searches."""
 
     def get_best_prompt(self, name: str | None = None) -> PromptTemplate:
         """The best prompt found, of the template `name` or of the first. ConfigError before there is one."""
@@ -127,7 +126,7 @@ class PromptOptimizer(abc.ABC):
             raise ConfigError(
                 "training tasks are needed to see what is wrong, and held-out tasks (val_dataset) to compare prompts"
             )
-        search = self.search(await self._open(context))
+        search = await self._open(context)
         for name, template in search.lineage.templates(search.seed).items():
             try:
                 placeholders(template)  # one that is not well formed is refused before anything is spent
@@ -146,7 +145,7 @@ class PromptOptimizer(abc.ABC):
                 self.evaluations.append(await search.measuring.evaluation(candidate.name, candidate.round))
         context.progress.note(f"the best prompt is {search.best.name}, in {context.directory / 'prompts'}")
 
-    async def _open(self, context: RunContext) -> Parts:
+    async def _open(self, context: RunContext) -> Search:
         store, resources_id = context.store, context.resources_id
         base = await (store.get_resources_by_id(resources_id) if resources_id else store.get_latest_resources())
         if base is None:
@@ -162,4 +161,4 @@ class PromptOptimizer(abc.ABC):
         budget.optimizer.update(lineage.calls())
         measuring = Measuring(context, lineage, budget, timeout=self.rollout_batch_timeout, samples=self.val_samples)
         await measuring.open()
-        return Parts(context, lineage, measuring, model, budget)
+        return self.search(self, context, lineage, measuring, model, budget)

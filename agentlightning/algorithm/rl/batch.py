@@ -17,11 +17,10 @@ import msgspec
 import numpy as np
 
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
-from agentlightning.data.as_trained import rewarded_group
 from agentlightning.data.continuity import continuity
 from agentlightning.data.credit_table import RewardedGroup
-from agentlightning.data.limits import cut_sequences
-from agentlightning.data.sequences import CreditedTransition, Level, TrainingSequence, build_sequences
+from agentlightning.data.recorded import rewarded_group
+from agentlightning.data.sequences import CreditedTransition, Level, TrainingSequence, build_sequences, cut_sequences
 from agentlightning.data.transitions import FloatArray, TracedRollout, tool_success, trace_rollout
 from agentlightning.store.base import LightningStore
 

@@ -24,7 +24,7 @@ from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.rl.batch import trace_group
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.algorithm.rl.sampling import SamplerState, TaskSampler
-from agentlightning.data.as_trained import rewarded_group
+from agentlightning.data.recorded import rewarded_group
 from agentlightning.data.transitions import TracedRollout
 from agentlightning.errors import ConflictError
 from agentlightning.types import EnqueueRolloutRequest, Group, Rollout, RolloutStatus
@@ -292,32 +292,18 @@ async def withdraw_rollouts(context: RunContext, unwanted: Callable[[Rollout], b
 
 
 # A group without spread may still be drawn: with a baseline over the batch it teaches, too.
-LEAST_PRIORITY = 0.05
+LEAST_PRIORITY: Final = 0.05
 
 
-class Experience:
-    """The groups that were trained lately, to be trained again: those whose rewards differ most are the likeliest to be
-    drawn. Draws depend on the seed, the step and the groups alone."""
-
-    def __init__(self, seed: int) -> None:
-        self.groups: list[CompleteGroup] = []
-        self._seed = seed
-
-    def add(self, groups: list[CompleteGroup]) -> None:
-        self.groups += groups
-
-    def forget(self, too_old: Callable[[CompleteGroup], bool]) -> None:
-        self.groups = [group for group in self.groups if not too_old(group)]
-
-    def draw(self, count: int, step: int) -> list[CompleteGroup]:
-        """Up to `count` different groups, each as likely as the standard deviation of its rewards is large (prioritised
-        replay, arXiv:1511.05952)."""
-        drawn: list[CompleteGroup] = []
-        left = list(self.groups)
-        chance = random.Random(f"{self._seed}/replay/{step}")
-        while left and len(drawn) < count:
-            drawn.append(left.pop(chance.choices(range(len(left)), [_priority(group) for group in left])[0]))
-        return drawn
+def draw(groups: Sequence[CompleteGroup], count: int, *, seed: int, step: int) -> list[CompleteGroup]:
+    """Up to `count` different groups, to be trained again: each as likely as the standard deviation of its rewards is
+    large (prioritised replay, arXiv:1511.05952). Depends on the seed, the step and the groups alone."""
+    drawn: list[CompleteGroup] = []
+    left = list(groups)
+    chance = random.Random(f"{seed}/replay/{step}")
+    while left and len(drawn) < count:
+        drawn.append(left.pop(chance.choices(range(len(left)), [_priority(group) for group in left])[0]))
+    return drawn
 
 
 def _priority(group: CompleteGroup) -> float:

@@ -25,7 +25,7 @@ from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.checkpoints import Checkpoints, LoopState, explained
 from agentlightning.algorithm.evaluation import Evaluation, evaluate, evaluation_id, why_unrewarded
 from agentlightning.algorithm.rl.batch import BATCHES_FILE, Batch, RecordedBatch, make_batches, rollout_metrics
-from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Experience, Groups, Ticket, withdraw_rollouts
+from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups, Ticket, draw, withdraw_rollouts
 from agentlightning.algorithm.rl.policies import EXPLOSION, Policies, Usage, exploding_steps, over_steps
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.rewards import RewardSpec
@@ -50,7 +50,7 @@ class Loop:
         )
         self.run_id = context.run.run_id
         self.groups = groups
-        self.experience = Experience(context.seed)
+        self.experience: list[CompleteGroup] = []  # trained lately
         self.checkpoints = Checkpoints(context.directory / "checkpoints")
         self.state = LoopState()
         self.learning = False  # between the first optimiser step of a batch and the publication
@@ -109,7 +109,7 @@ class Loop:
         step = self.state.step + 1
         groups, dropped = await self.context.unless_stopped(self.groups.take())
         sampled = time.perf_counter()
-        replayed = self.experience.draw(self.algorithm.replay_groups, step)
+        replayed = draw(self.experience, self.algorithm.replay_groups, seed=self.context.seed, step=step)
         self._record_batch(step, groups, replayed)
         traced = [group.rollouts for group in groups]
         await self._check_trainable([*traced, *dropped.traced])
@@ -176,8 +176,7 @@ class Loop:
 
     def _remember(self, groups: list[CompleteGroup]) -> None:
         if self.algorithm.replay_groups:
-            self.experience.add(groups)
-            self.experience.forget(self._too_old)
+            self.experience = [group for group in (*self.experience, *groups) if not self._too_old(group)]
 
     def _too_old(self, group: CompleteGroup) -> bool:
         ages = (self.groups.staleness(traced, group.ticket) for traced in group.rollouts)
@@ -357,7 +356,7 @@ class Loop:
 
     def _save(self) -> None:
         self.state.groups = self.groups.state
-        self.state.experience = tuple(group.ticket for group in self.experience.groups)
+        self.state.experience = tuple(group.ticket for group in self.experience)
         self.checkpoints.save(self.policies, self.state)
 
     async def _renew_version(self) -> None:
@@ -377,7 +376,7 @@ class Loop:
         else:
             self.state = restored
             self.groups.restore(restored.groups)
-            self.experience.add([await self._read_again(ticket) for ticket in restored.experience])
+            self.experience = [await self._read_again(ticket) for ticket in restored.experience]
             await self.context.tracking.go_on_after(restored.step)
             await self.policies.publish(restored.policy_version)
             self.context.progress.note(f"resumed after step {restored.step} (policy version {restored.policy_version})")

@@ -23,10 +23,9 @@ from agentlightning.algorithm.rl.batch import trace_group
 from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.algorithm.rl.sampling import TaskSampler
-from agentlightning.data.as_trained import rewarded_group
 from agentlightning.data.call_filter import OTHER_MODEL
 from agentlightning.data.conversations import chat_messages
-from agentlightning.data.recorded import Recorded, finished_rollouts, recorded_groups
+from agentlightning.data.recorded import Recorded, finished_rollouts, recorded_groups, rewarded_group
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import ConfigError, InUseError, TrainingError

@@ -18,10 +18,15 @@ from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.evaluation import Evaluation
 from agentlightning.data.call_filter import CallFilter
 from agentlightning.data.credit_table import RewardedGroup
-from agentlightning.data.limits import TrajectoryLimits, read_trace_aggregator
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.data.rewards import PLAIN, RewardSpec
-from agentlightning.data.sequences import Aggregation, CreditedTransition, Level
+from agentlightning.data.sequences import (
+    Aggregation,
+    CreditedTransition,
+    Level,
+    TrajectoryLimits,
+    read_trace_aggregator,
+)
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, check_settings
 from agentlightning.learner.base import Critic, KLEstimator, Loss, Old
@@ -54,7 +59,7 @@ class Reinforcement(abc.ABC):
     `unrewarded` says what a rollout without a reward counts for: left out of its group, or a stated reward.
     `agents` are the names of the agents to train, as in `"writer|rewriter"`; without it all are. Which of their calls
     train is said by `keep`, `train_truncated`, `max_prompt_length` and `max_response_length` (`CallFilter`).
-    `trace_aggregator` is 0.3's way to give `level`, and limits of trajectories (`data/limits.py`).
+    `trace_aggregator` is 0.3's way to give `level`, and limits of trajectories (`data/sequences.py`).
     With `max_staleness` K rollouts, training and evaluation go on at once: a step trains on the first groups that are
     complete, sampled at most K publications ago; what is older is dropped. With 0 a step trains on rollouts of the
     very weights it changes. With K, or with `dynamic_sampling` (DAPO, arXiv:2503.14476), a group that teaches nothing
