@@ -5,9 +5,8 @@ Knows steps and the messages of a call; it does not know what is trained or why.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -20,8 +19,6 @@ from agentlightning.types import Span
 
 _ROLE: Final = re.compile(r"you are (?:the |an? )?([^.,;:!\n]+)", re.IGNORECASE)
 _PROMPT_KEYS: Final = ('"system"', '"instructions"')  # of a request of Anthropic's protocol, or of Responses
-_DECODER: Final = json.JSONDecoder()
-_BETWEEN: Final = re.compile(r"[\s,]*")
 _LONGEST_NAME: Final = 60
 _LONGEST_LINE: Final = 1000  # of which a name is read
 
@@ -44,24 +41,21 @@ class AgentName:
 
 def agents_of(calls: Iterable[Step]) -> dict[str, AgentName]:
     """The agent of each of these calls, by its span id."""
-    known: dict[str, str] = {}
-    return {call.span.span_id: agent_of(call, known) for call in calls}
+    return {call.span.span_id: agent_of(call) for call in calls}
 
 
-def agent_of(step: Step, known: dict[str, str] | None = None) -> AgentName:
+def agent_of(step: Step) -> AgentName:
     """The agent of a call: as its framework calls it, else the alias of the model that was asked for, else its role.
 
     The role is read from the first line of the system prompt: what follows `You are the` (`a`, `an`), up to the first
-    punctuation, else the line. An agent that no framework names can be chosen by any word of its role too.
-
-    `known` are system prompts by the JSON that messages begin with, and gains this one: long ones are decoded once."""
+    punctuation, else the line. An agent that no framework names can be chosen by any word of its role too."""
     attributes = step.span.attributes
     asked, answered = attributes.get(semconv.GEN_AI_REQUEST_MODEL), attributes.get(semconv.GEN_AI_RESPONSE_MODEL)
     alias = asked if isinstance(asked, str) and asked != answered else None
     if step.agent:
         names = (step.agent,) if alias is None else (step.agent, alias)
         return AgentName(names, names)
-    return _unnamed(alias, _system_prompt(step.span, {} if known is None else known).lstrip()[:_LONGEST_LINE])
+    return _unnamed(alias, _system_prompt(step.span).lstrip()[:_LONGEST_LINE])
 
 
 @lru_cache(maxsize=256)  # one agent asks many times
@@ -89,35 +83,16 @@ def chosen(pattern: re.Pattern[str], agent: AgentName) -> bool:
     return any(pattern.fullmatch(word) for word in agent.words)
 
 
-def _system_prompt(call: Span, known: dict[str, str]) -> str:
+def _system_prompt(call: Span) -> str:
     """What the request tells the model to be, in the words of any of the three protocols; empty if nothing."""
     recorded = text_of(call, semconv.CALL_REQUEST) or ""
     request = mapping(json_of(recorded)) if any(map(recorded.__contains__, _PROMPT_KEYS)) else {}
     if said := request.get("system") or request.get("instructions"):
         return _text(said)
-    messages = text_of(call, semconv.GEN_AI_INPUT_MESSAGES) or ""
-    for beginning, prompt in known.items():
-        if messages.startswith(beginning):
-            return prompt
-    for message, end in _one_by_one(messages):
-        if mapping(message).get("role") in ("system", "developer"):
-            prompt = _text(mapping(message).get("content"))
-            known[messages[:end]] = prompt
-            return prompt
+    for message in map(mapping, items(json_of(text_of(call, semconv.GEN_AI_INPUT_MESSAGES)))):
+        if message.get("role") in ("system", "developer"):
+            return _text(message.get("content"))
     return ""
-
-
-def _one_by_one(messages: str) -> Iterator[tuple[Any, int]]:
-    """The items of a JSON array and where each ends, decoded when it is asked for: the system prompt is mostly the
-    first message."""
-    at = 1 if messages.startswith("[") else len(messages)
-    while at < len(messages):
-        try:
-            item, end = _DECODER.raw_decode(messages, at)
-        except (ValueError, RecursionError):  # also at the closing bracket
-            return
-        yield item, end
-        at = _BETWEEN.match(messages, end).end()  # type: ignore[union-attr]  # it matches nothing, too
 
 
 def _text(content: Any) -> str:

@@ -50,8 +50,6 @@ KEEPABLE: Final = (
 )
 """Reasons that `CallFilter.keep` may name: the tokens of such a call are all there, whatever else is known of it."""
 
-# As ndarray's min and max, without the Python around them.
-_lowest, _highest = np.minimum.reduce, np.maximum.reduce
 _ROUNDING: Final = 1e-3  # by so much a log-probability may be above 0
 
 
@@ -98,9 +96,9 @@ def token_problem(
         return NO_TOKEN_IDS
     if len(response_ids) != len(logprobs):
         return LENGTHS_DIFFER
-    highest, lowest = _highest(logprobs), _lowest(logprobs)  # both are NaN where one logprob is
+    highest, lowest = logprobs.max(), logprobs.min()  # both are NaN where one logprob is
     if not (math.isfinite(highest) and math.isfinite(lowest)):
         return NOT_FINITE
     if highest > _ROUNDING:
         return NOT_A_LOGPROB
-    return NEGATIVE_ID if min(_lowest(prompt_ids), _lowest(response_ids)) < 0 else None
+    return NEGATIVE_ID if min(prompt_ids.min(), response_ids.min()) < 0 else None

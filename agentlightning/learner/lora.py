@@ -63,12 +63,6 @@ class Adapter:
                 place.weight.copy_(base.float() + delta.float())
         return self.merged
 
-    @property
-    def touched(self) -> int:
-        """Bytes that `merged` does not share."""
-        weights = (cast(Any, layer.get_base_layer()).weight for layer in self._layers.values())
-        return sum(weight.numel() * weight.itemsize for weight in weights)
-
     @contextmanager
     def off(self) -> Generator[None]:
         """Inside, the model is what it was without the adapter."""

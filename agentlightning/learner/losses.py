@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import KLEstimator, Loss
+from agentlightning.learner.base import CLIP_RANGES, KLEstimator, Loss
 
 
 def policy_loss(
@@ -18,26 +18,25 @@ def policy_loss(
     """The loss of each sampled token as `loss.kind` has it, and where a clip changed it: float[N], bool[N].
 
     `transitions` int64[N] numbers the transition of each token, from 0; all tokens of one must be there."""
-    low, high = loss.clip_range
-    if callable(loss.kind):
-        return loss.kind(logprobs, old_logprobs, advantages, transitions), torch.zeros_like(
-            advantages, dtype=torch.bool
-        )
-    if loss.kind == "policy_gradient":
-        return policy_gradient(logprobs, advantages), torch.zeros_like(advantages, dtype=torch.bool)
-    if loss.kind == "importance_sampling":
+    kind, (low, high) = loss.kind, loss.clip_range
+    if callable(kind):
+        value = kind(logprobs, old_logprobs, advantages, transitions)
+    elif kind == "policy_gradient":
+        value = policy_gradient(logprobs, advantages)
+    elif kind == "importance_sampling":
         value = importance_sampling(logprobs, old_logprobs, advantages)
-        return value, torch.zeros_like(advantages, dtype=torch.bool)
-    if loss.kind == "cispo":
-        ratio = torch.exp((logprobs - old_logprobs).detach())
-        return cispo(logprobs, old_logprobs, advantages, low, high), (ratio < 1 - low) | (ratio > 1 + high)
-    if loss.kind == "gspo":
-        ratio = transition_ratio(logprobs, old_logprobs, transitions).detach()
+    elif kind == "cispo":
+        value = cispo(logprobs, old_logprobs, advantages, low, high)
+    elif kind == "gspo":
         value = gspo(logprobs, old_logprobs, advantages, transitions, low, high)
     else:
-        ratio = torch.exp((logprobs - old_logprobs).detach())
         value = ppo_clip(logprobs, old_logprobs, advantages, low, high, loss.dual_clip)
-    return value, ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
+    if kind not in CLIP_RANGES:
+        return value, torch.zeros_like(advantages, dtype=torch.bool)
+    before, now = old_logprobs, logprobs.detach()
+    ratio = transition_ratio(now, before, transitions) if kind == "gspo" else torch.exp(now - before)
+    above, below = ratio > 1 + high, ratio < 1 - low
+    return value, above | below if kind == "cispo" else ((advantages > 0) & above) | ((advantages < 0) & below)
 
 
 def try_loss(loss: Loss) -> None:
