@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from agentlightning import semconv
 from agentlightning.data.clocks import align_clocks
+from agentlightning.data.rewards import ancestors
 from agentlightning.errors import ConfigError, InvalidError
 from agentlightning.tracing.messages import input_messages, output_messages
 from agentlightning.tracing.rewards import find_reward_spans, get_reward_value, is_reward_span
@@ -87,8 +88,11 @@ class TracerTraceToTriplet(TraceToTripletBase):
     def adapt(self, source: Sequence[Span], /) -> list[Triplet]:
         """InvalidError where the spans are of several rollouts."""
         spans, found = _traced(source)
-        by_id = {span.span_id: span for span in spans}
-        found = [(call, one) for call, one in found if self._takes(call, one, by_id)]
+        above = {span.span_id: span.parent_id for span in spans}
+        rewarding = {span.span_id for span in spans if _rewards(span)}
+        found = [(call, one) for call, one in found if self._chosen(one)]
+        if self.exclude_llm_call_in_reward:
+            found = [(call, one) for call, one in found if rewarding.isdisjoint(ancestors(call, above))]
         parents = _parents(spans) if self.reward_match == "first_sibling" else None
 
         def earned(call: Span, reward: Span) -> bool:
@@ -99,11 +103,9 @@ class TracerTraceToTriplet(TraceToTripletBase):
         rewards = _matched(calls, find_reward_spans(spans), earned)
         return [_triplet(call.attributes, one, rewards.get(call.span_id)) for call, one in found]
 
-    def _takes(self, call: Span, transition: Transition, by_id: Mapping[str, Span]) -> bool:
+    def _chosen(self, transition: Transition) -> bool:
         agent = transition.agent
-        if self._agents is not None and (agent is None or self._agents.search(agent) is None):
-            return False
-        return not (self.exclude_llm_call_in_reward and any(map(_rewards, _around(call, by_id))))
+        return self._agents is None or (agent is not None and self._agents.search(agent) is not None)
 
 
 class LlmProxyTraceToTriplet(TraceToTripletBase):
@@ -225,14 +227,6 @@ def _rewards(span: Span) -> bool:
     """Whether the span gives a reward, or is an operation that does."""
     named = span.name == semconv.OPERATION and span.attributes.get(semconv.OPERATION_NAME) == semconv.REWARD
     return named or is_reward_span(span)
-
-
-def _around(span: Span, by_id: Mapping[str, Span]) -> list[Span]:
-    """The spans around this one that are known, the nearest first."""
-    found: dict[str, Span] = {}
-    while (above := by_id.get(span.parent_id or "")) is not None and above.span_id not in found:
-        found[above.span_id] = span = above
-    return list(found.values())
 
 
 def _parents(spans: Sequence[Span]) -> dict[str, str | None]:

@@ -123,23 +123,18 @@ def _checked(document: Any, place: str, problems: list[str]) -> bool:
 
 def _single_spans(document: Any) -> Iterator[tuple[str, Any]]:
     """A request of its own for each span of one, with the place of the span."""
-    for i, resource, scopes in _below(document, "resourceSpans", "resource_spans"):
-        for j, scope, spans in _below(scopes, "scopeSpans", "scope_spans"):
-            for k, _, span in _below(spans, "spans"):
-                single = {"resourceSpans": [{**resource, "scopeSpans": [{**scope, "spans": [span]}]}]}
+    for i, resource in enumerate(_below(document, "resourceSpans", "resource_spans")):
+        for j, scope in enumerate(_below(resource, "scopeSpans", "scope_spans")):
+            for k, span in enumerate(_below(scope, "spans")):
+                alone = {"scope": scope.get("scope"), "spans": [span]}
+                single = {"resourceSpans": [{"resource": resource.get("resource"), "scopeSpans": [alone]}]}
                 yield f"resourceSpans[{i}].scopeSpans[{j}].spans[{k}]", single
 
 
-def _below(node: Any, *names: str) -> Iterator[tuple[int, dict[str, Any], Any]]:
-    """(index, what is said of the entry itself, the entry) of the list under one of the names."""
-    fields: dict[str, Any] = node if isinstance(node, dict) else {}
-    below: Any = next((fields[name] for name in names if name in fields), None)
-    entries: list[Any] = below if isinstance(below, list) else []
-    for index, entry in enumerate(entries):
-        own: dict[str, Any] = dict(entry) if isinstance(entry, dict) else {}
-        for lists in ("scopeSpans", "scope_spans", "spans"):
-            own.pop(lists, None)
-        yield index, own, entry
+def _below(node: Any, *names: str) -> list[Any]:
+    """The list under one of the names, which only an object has."""
+    found: Any = next((node[name] for name in names if name in node), None) if isinstance(node, dict) else None
+    return found if isinstance(found, list) else []
 
 
 # --- rollouts ----------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class _Receivers:
             return named
         ended = [(step.span, around) for step, around in self._calls if step.span.end_time <= reward.start_time]
         found = [call for call, _ in ended]
-        for outer in _ancestors(reward, self._above):
+        for outer in ancestors(reward, self._above):
             if below := [call for call, around in ended if outer in around]:
                 found = below
                 break
@@ -105,7 +105,7 @@ class _Receivers:
 
     @cached_property
     def _calls(self) -> list[tuple[Step, set[str]]]:
-        return [(step, set(_ancestors(step.span, self._above))) for step in self._steps if step.call is step.span]
+        return [(step, set(ancestors(step.span, self._above))) for step in self._steps if step.call is step.span]
 
     @cached_property
     def _agents(self) -> dict[str, str | None]:
@@ -126,7 +126,7 @@ class _Receivers:
         return named
 
 
-def _ancestors(span: Span, above: Mapping[str, str | None]) -> list[str]:
+def ancestors(span: Span, above: Mapping[str, str | None]) -> list[str]:
     """The ids of the spans around this one, the nearest first."""
     found: list[str] = []
     at = span.parent_id
