@@ -25,7 +25,7 @@ from agentlightning.engine.forward import DecoderForward, ModelForward, Piece
 from agentlightning.engine.request import TokenArray, check_request, token_ids
 from agentlightning.engine.sampler import Sampler
 from agentlightning.engine.slots import SlotTable
-from agentlightning.engine.weights import why_unsupported
+from agentlightning.engine.weights import shape_of, why_unsupported
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.generation import GenerationRequest, SampledToken
 
@@ -345,6 +345,7 @@ class Engine:
         return generation.placed and generation.sampled > 0 and generation.length - generation.cached == 1
 
     def _check_sizes(self, slots: int) -> None:
+        shape_of(self._model)  # refuses a model without attention
         if slots < 1:
             raise ConfigError(f"slots is {slots}; the engine needs at least 1")
         if self.max_sequence_length < 2:

@@ -39,8 +39,21 @@ if TYPE_CHECKING:
 # Losses that weigh each token by how much likelier the weights have made it, whatever weights sampled it.
 TAKE_REPLAYED: Final = ("importance_sampling", "cispo")
 
-_AT_LEAST_1: Final = ("steps", "tasks_per_step", "group_size", "minibatches", "epochs", "checkpoint_every")
-_AT_LEAST_0: Final = ("evaluate_every", "max_staleness", "replay_groups", "replay_staleness", "stop_on_explosion")
+_AT_LEAST_1: Final[tuple[str, ...]] = (
+    "steps",
+    "tasks_per_step",
+    "group_size",
+    "minibatches",
+    "epochs",
+    "checkpoint_every",
+)
+_AT_LEAST_0: Final[tuple[str, ...]] = (
+    "evaluate_every",
+    "max_staleness",
+    "replay_groups",
+    "replay_staleness",
+    "stop_on_explosion",
+)
 
 TOO_FEW_REWARDED: Final = "too few rewarded"
 WITHOUT_VARIANCE: Final = "without variance"

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from safetensors import deserialize
@@ -137,7 +139,8 @@ def _recorded(directory: Path) -> dict[int, RecordedBatch]:
 def weights_digest(directory: Path) -> str:
     """SHA-256 of all tensors in a directory's safetensors files: their names, types, shapes and bytes, by name."""
     digest = hashlib.sha256()
-    tensors = [one for file in sorted(directory.rglob("*.safetensors")) for one in deserialize(file.read_bytes())]
-    for name, tensor in sorted(tensors, key=lambda one: one[0]):
+    files = sorted(directory.rglob("*.safetensors"))
+    tensors: list[tuple[str, Any]] = [one for file in files for one in deserialize(file.read_bytes())]
+    for name, tensor in sorted(tensors, key=itemgetter(0)):
         digest.update(f"{name} {tensor['dtype']} {tensor['shape']}\n".encode() + tensor["data"])
     return digest.hexdigest()
