@@ -39,21 +39,10 @@ if TYPE_CHECKING:
 # Losses that weigh each token by how much likelier the weights have made it, whatever weights sampled it.
 TAKE_REPLAYED: Final = ("importance_sampling", "cispo")
 
-_AT_LEAST_1: Final[tuple[str, ...]] = (
-    "steps",
-    "tasks_per_step",
-    "group_size",
-    "minibatches",
-    "epochs",
-    "checkpoint_every",
-)
-_AT_LEAST_0: Final[tuple[str, ...]] = (
-    "evaluate_every",
-    "max_staleness",
-    "replay_groups",
-    "replay_staleness",
-    "stop_on_explosion",
-)
+_LEAST: Final[dict[str, float]] = {
+    **dict.fromkeys(("steps", "tasks_per_step", "group_size", "minibatches", "epochs", "checkpoint_every"), 1.0),
+    **dict.fromkeys(("evaluate_every", "max_staleness", "replay_groups", "replay_staleness", "stop_on_explosion"), 0.0),
+}
 
 TOO_FEW_REWARDED: Final = "too few rewarded"
 WITHOUT_VARIANCE: Final = "without variance"
@@ -131,7 +120,7 @@ class Reinforcement(abc.ABC):
     def __post_init__(self) -> None:
         check_settings(
             self,
-            least=dict.fromkeys(_AT_LEAST_1, 1) | dict.fromkeys(_AT_LEAST_0, 0),
+            least=_LEAST,
             choices={"level": get_args(Level)},
         )
         for name, lowest in (("temperature", 1e-3), ("val_temperature", 0.0)):
