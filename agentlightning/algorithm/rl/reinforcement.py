@@ -118,11 +118,7 @@ class Reinforcement(abc.ABC):
     name: str = "rl"
 
     def __post_init__(self) -> None:
-        check_settings(
-            self,
-            least=_LEAST,
-            choices={"level": get_args(Level)},
-        )
+        check_settings(self, least=_LEAST, choices={"level": get_args(Level)})
         for name, lowest in (("temperature", 1e-3), ("val_temperature", 0.0)):
             if not lowest <= getattr(self, name) <= 2:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must lie between {lowest} and 2")
