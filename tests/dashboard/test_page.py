@@ -11,8 +11,10 @@ import anyio
 import pytest
 from playwright.async_api import Browser, Page, expect
 
+from agentlightning import semconv
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import EnqueueRolloutRequest, Metrics
+from tests.dashboard.test_routes import record
 from tests.dashboard.world import GROUP, HOSTILE, KEY, ROLLOUT, RUN, World, browser, fill, served
 from tests.node import installed
 
@@ -158,6 +160,17 @@ async def test_what_surrounds_rollouts_has_views_of_its_own(world) -> None:
         await see(page, "policy", "http://127.0.0.1:1/v1")
         await world.show(page, f"/quality?run={RUN}", "Data quality")
         await see(page, "Calls excluded", "trainable", "every step of the run")
+
+
+async def test_where_a_prefix_broke_is_said_with_what_can_be_done(world) -> None:
+    one, _ = await record(world.store, [1.0, 0.0])
+    spans = await world.store.query_spans(one.rollout_id)
+    second = next(span for span in spans if span.attributes.get(semconv.CALL_INDEX) == 1)
+    async with world.page() as page:
+        await world.show(page, f"/rollouts/{one.rollout_id}/tokens?call={second.span_id}", one.rollout_id)
+        broken = page.get_by_role("region", name="Broken prefix")
+        await expect(broken).to_contain_text("Call 1 should continue call 0")
+        await expect(broken).to_contain_text("recorded")
 
 
 # --- live, and by hand --------------------------------------------------------------------------------------------
