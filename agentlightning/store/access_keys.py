@@ -18,13 +18,13 @@ from agentlightning.store import calls, codec, fields, keys
 from agentlightning.store.attempts import load_standing, touch_worker
 from agentlightning.store.calls import AdminCall, Call
 from agentlightning.store.database import Connection
+from agentlightning.store.tables import AUDIT, KEYS
 from agentlightning.store.transaction import Transaction
-from agentlightning.types import ApiKey, AuditRecord, Filter, IssuedKey, KeyScope, Span, SpanStatus
+from agentlightning.types import ApiKey, AuditRecord, Filter, IssuedKey, Span, SpanStatus
 
 T = TypeVar("T")
 
 PREFIX: Final = "aglk-"
-_KEY: Final = "key_id, name, scopes, project, create_time, expire_time, revoke_time"
 _LONGEST_DETAIL: Final = 2000  # characters
 _LONGEST_NAME: Final = 200  # characters
 _LONGEST_LIFETIME: Final = 1e10  # seconds: three centuries, and still a date
@@ -50,10 +50,7 @@ def issue(tx: Transaction, call: calls.IssueKey) -> IssuedKey:
         create_time=tx.now,
         expire_time=None if call.lifetime_seconds is None else tx.now + call.lifetime_seconds,
     )
-    row = (key.key_id, key.name, " ".join(key.scopes), key.project, key.create_time, key.expire_time, key.revoke_time)
-    tx.connection.execute(
-        f"INSERT INTO api_keys ({_KEY}, digest) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*row, digest(api_key))
-    )
+    KEYS.insert(tx.connection, key, digest=digest(api_key))
     return IssuedKey(**msgspec.structs.asdict(key), api_key=api_key)
 
 
@@ -123,38 +120,25 @@ def revoke(tx: Transaction, call: calls.RevokeKey) -> ApiKey:
             "UPDATE api_keys SET expire_time = ? WHERE key_id = ? AND (expire_time IS NULL OR expire_time > ?)",
             (end, call.key_id, end),
         )
-    row = tx.connection.execute(f"SELECT {_KEY} FROM api_keys WHERE key_id = ?", (call.key_id,)).fetchone()
-    if row is None:
+    key = KEYS.one(tx.connection, "WHERE key_id = ?", call.key_id)
+    if key is None:
         raise NotFoundError(f"there is no key {call.key_id!r}; `agl keys list` shows those there are")
     tx.changes.keys = True
-    return _key(row)
+    return key
 
 
 def find(connection: Connection, api_key: str) -> ApiKey | None:
     """The key with this secret, also when it has expired or been revoked."""
-    row = connection.execute(f"SELECT {_KEY} FROM api_keys WHERE digest = ?", (digest(api_key),)).fetchone()
-    return None if row is None else _key(row)
+    return KEYS.one(connection, "WHERE digest = ?", digest(api_key))
 
 
-def query_keys(connection: Connection) -> list[ApiKey]:
-    return [_key(row) for row in connection.execute(f"SELECT {_KEY} FROM api_keys ORDER BY create_time, key_id")]
+def query_keys(tx: Transaction, call: calls.QueryKeys) -> list[ApiKey]:
+    return KEYS.all(tx.connection, "ORDER BY create_time, key_id")
 
 
 def digest(api_key: str) -> str:
     # The key is 32 random bytes: nothing that a slow hash would have to protect.
     return hashlib.sha256(api_key.encode()).hexdigest()
-
-
-def _key(row: Sequence[Any]) -> ApiKey:
-    return ApiKey(
-        key_id=row[0],
-        name=row[1],
-        scopes=msgspec.convert(row[2].split(), type=tuple[KeyScope, ...]),
-        project=row[3],
-        create_time=row[4],
-        expire_time=row[5],
-        revoke_time=row[6],
-    )
 
 
 # --- audit -------------------------------------------------------------------------------------------------------
@@ -198,13 +182,6 @@ def _without_texts(where: Filter) -> Filter:
     return msgspec.structs.replace(where, value=value, of=tuple(map(_without_texts, where.of)))
 
 
-def query_audit(connection: Connection, call: calls.QueryAudit) -> list[AuditRecord]:
+def query_audit(tx: Transaction, call: calls.QueryAudit) -> list[AuditRecord]:
     earlier, values = ("", ()) if call.before is None else ("WHERE number < ?", (call.before,))
-    rows = connection.execute(
-        f"SELECT number, time, actor, action, detail FROM audit {earlier} ORDER BY number DESC LIMIT ?",
-        (*values, max(0, call.limit)),
-    )
-    return [
-        AuditRecord(number=number, time=time, actor=actor, action=action, detail=codec.from_json(detail))
-        for number, time, actor, action, detail in rows
-    ]
+    return AUDIT.all(tx.connection, f"{earlier} ORDER BY number DESC LIMIT ?", (*values, max(0, call.limit)))

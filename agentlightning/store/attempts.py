@@ -16,14 +16,8 @@ from agentlightning.store import calls, codec, keys, lifecycle
 from agentlightning.store.database import Connection
 from agentlightning.store.lifecycle import Standing
 from agentlightning.store.outcomes import note_error
-from agentlightning.store.rollouts import (
-    ROLLOUT_COLUMNS,
-    config_from_json,
-    create_rollout,
-    require_rollout,
-    rollout_from_row,
-    set_status,
-)
+from agentlightning.store.rollouts import create_rollout, require_rollout, set_status
+from agentlightning.store.tables import ATTEMPTS, ROLLOUTS
 from agentlightning.store.transaction import Transaction
 from agentlightning.types import (
     Attempt,
@@ -31,62 +25,26 @@ from agentlightning.types import (
     Heartbeat,
     Lease,
     Rollout,
+    RolloutConfig,
     RolloutStatus,
 )
 
-_ATTEMPT: Final = (
-    "rollout_id, attempt_id, sequence_id, start_time, end_time, status, worker_id, last_heartbeat_time, held_seconds, "
-    "metadata"
-)
-_INSERT: Final = (
-    f"INSERT INTO attempts ({_ATTEMPT}, last_activity, lease_expires, check_time, span_sequence) "
-    f"VALUES ({'?, ' * 13}0) RETURNING number"
-)
 _STANDING: Final = """
 SELECT a.number, r.rollout_id, a.attempt_id, r.status, a.status, a.sequence_id, r.attempts, r.config, a.start_time,
-       a.last_activity, a.lease_expires, a.end_time, r.end_time, a.last_heartbeat_time, a.held_until, a.held_seconds,
+       a.last_activity, a.lease_expires, a.end_time, a.last_heartbeat_time, a.held_until, a.held_seconds,
        a.span_sequence
 FROM attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id
 """
 _MOVING: Final = ("last_activity", "end_time", "lease_expires", "last_heartbeat_time", "held_until", "held_seconds")
+_config: Final = msgspec.json.Decoder(RolloutConfig).decode
 _LOCKED_SECONDS: Final = 0.25  # until another look at what another server had locked
 _QUEUED: Final = "('queuing', 'requeuing')"
 _ACTIVE: Final = "('preparing', 'running')"
 
 
-def attempt_from_row(row: Sequence[Any]) -> Attempt:
-    return Attempt(
-        rollout_id=row[0],
-        attempt_id=row[1],
-        sequence_id=row[2],
-        start_time=row[3],
-        end_time=row[4],
-        status=row[5],
-        worker_id=row[6],
-        last_heartbeat_time=row[7],
-        held_seconds=row[8],
-        metadata=codec.from_json(row[9]),
-    )
-
-
 def _standing(row: Sequence[Any]) -> tuple[int, Standing]:
-    return row[0], Standing(
-        rollout_id=row[1],
-        attempt_id=row[2],
-        rollout_status=row[3],
-        attempt_status=row[4],
-        sequence_id=row[5],
-        attempts=row[6],
-        config=config_from_json(row[7]),
-        start_time=row[8],
-        last_activity=row[9],
-        lease_expires=row[10],
-        end_time=row[11],
-        rollout_end_time=row[12],
-        last_heartbeat_time=row[13],
-        held_until=row[14],
-        held_seconds=row[15],
-    )
+    """An attempt's number in the store and its standing, whose fields are in the order of the columns."""
+    return row[0], Standing(*row[1:7], _config(row[7]), *row[8:15])
 
 
 def load_standing(connection: Connection, rollout_id: str, attempt_id: str) -> tuple[int, Standing]:
@@ -184,13 +142,13 @@ def lease(tx: Transaction, call: calls.LeaseRollouts) -> list[AttemptedRollout]:
             rest = (_handed_out_again(tx, name, project=call.project) for name in names)
             return [earlier, *(rollout for rollout in rest if rollout is not None)]
     of_project, values = ("", ()) if call.project is None else ("AND project = ? ", (call.project,))
-    rows = tx.connection.execute(
-        f"SELECT {ROLLOUT_COLUMNS} FROM rollouts WHERE status IN {_QUEUED} {of_project}"
-        f"ORDER BY priority DESC, number LIMIT ?{tx.connection.skip_locked}",
+    rollouts = ROLLOUTS.all(
+        tx.connection,
+        f"WHERE status IN {_QUEUED} {of_project}ORDER BY priority DESC, number LIMIT ?{tx.connection.skip_locked}",
         (*values, call.limit),
-    ).fetchall()
-    names = (None if call.lease_id is None else f"{call.lease_id}.{index}" for index in range(len(rows)))
-    return [_start(tx, rollout_from_row(row), call.worker_id, name) for row, name in zip(rows, names, strict=True)]
+    )
+    names = (None if call.lease_id is None else f"{call.lease_id}.{index}" for index in range(len(rollouts)))
+    return [_start(tx, rollout, call.worker_id, name) for rollout, name in zip(rollouts, names, strict=True)]
 
 
 def start_rollout(tx: Transaction, call: calls.StartRollout) -> AttemptedRollout:
@@ -230,9 +188,7 @@ def _handed_out_again(
         raise ConflictError(f"attempt {attempt_id} is stored already, of another rollout; choose another id")
     after = lifecycle.beat(before, tx.now, tx.lease_seconds)
     save_standing(tx, number, before, after)
-    attempt = attempt_from_row(
-        tx.connection.execute(f"SELECT {_ATTEMPT} FROM attempts WHERE number = ?", (number,)).fetchone()
-    )
+    attempt = _numbered(tx.connection, number)
     rollout = require_rollout(tx.connection, before.rollout_id)  # as the sign of life left it
     return _handed_out(tx, rollout, attempt, Lease(token=number, expires=after.lease_expires))
 
@@ -258,13 +214,25 @@ def _start(tx: Transaction, rollout: Rollout, worker_id: str | None, attempt_id:
     ).fetchone()
     lease_expires = tx.now + tx.lease_seconds
     check_time = lifecycle.first_deadline(rollout.config, tx.now, lease_expires)
-    row = (rollout.rollout_id, attempt_id, sequence_id, tx.now, None, "preparing", worker_id, None, 0.0, "{}")
-    (number,) = tx.connection.execute(_INSERT, (*row, tx.now, lease_expires, check_time)).fetchone()
+    attempt = Attempt(
+        rollout_id=rollout.rollout_id,
+        attempt_id=attempt_id,
+        sequence_id=sequence_id,
+        start_time=tx.now,
+        worker_id=worker_id,
+    )
+    number = insert_attempt(tx.connection, attempt, lease_expires, check_time)
     tx.changes.set_deadline(check_time)
     tx.changes.touched.append(rollout.rollout_id)
     # Attempts are numbered as they are started and no number is used twice: that makes it a fencing token.
     lease = Lease(token=number, expires=lease_expires)
-    return _handed_out(tx, msgspec.structs.replace(rollout, status="preparing"), attempt_from_row(row), lease)
+    return _handed_out(tx, msgspec.structs.replace(rollout, status="preparing"), attempt, lease)
+
+
+def insert_attempt(connection: Connection, attempt: Attempt, lease_expires: float, check_time: float) -> int:
+    """Write an attempt that has been active at its start; returns its number in the store."""
+    clocks = {"last_activity": attempt.start_time, "lease_expires": lease_expires, "check_time": check_time}
+    return ATTEMPTS.insert(connection, attempt, "RETURNING number", **clocks, span_sequence=0).fetchone()[0]
 
 
 def withdraw(tx: Transaction, leased: Sequence[AttemptedRollout]) -> None:
@@ -283,19 +251,21 @@ def withdraw(tx: Transaction, leased: Sequence[AttemptedRollout]) -> None:
         set_status(tx, rollout.rollout_id, "queuing" if standing.sequence_id == 1 else "requeuing")
 
 
-def query_attempts(connection: Connection, call: calls.QueryAttempts) -> list[Attempt]:
-    rows = connection.execute(
-        f"SELECT {_ATTEMPT} FROM attempts WHERE rollout_id = ? ORDER BY sequence_id", (call.rollout_id,)
-    ).fetchall()
-    if not rows:
-        require_rollout(connection, call.rollout_id)
-    return [attempt_from_row(row) for row in rows]
+def query_attempts(tx: Transaction, call: calls.QueryAttempts) -> list[Attempt]:
+    attempts = ATTEMPTS.all(tx.connection, "WHERE rollout_id = ? ORDER BY sequence_id", (call.rollout_id,))
+    if not attempts:
+        require_rollout(tx.connection, call.rollout_id)
+    return attempts
 
 
-def latest_attempt_row(connection: Connection, rollout_id: str) -> tuple[Any, ...] | None:
-    return connection.execute(
-        f"SELECT {_ATTEMPT} FROM attempts WHERE rollout_id = ? ORDER BY sequence_id DESC LIMIT 1", (rollout_id,)
-    ).fetchone()
+def get_latest_attempt(tx: Transaction, call: calls.GetLatestAttempt) -> Attempt | None:
+    return ATTEMPTS.one(tx.connection, "WHERE rollout_id = ? ORDER BY sequence_id DESC LIMIT 1", call.rollout_id)
+
+
+def _numbered(connection: Connection, number: int) -> Attempt:
+    attempt = ATTEMPTS.one(connection, "WHERE number = ?", number)
+    assert attempt is not None
+    return attempt
 
 
 def update_attempt(tx: Transaction, call: calls.UpdateAttempt) -> Attempt:
@@ -309,9 +279,7 @@ def update_attempt(tx: Transaction, call: calls.UpdateAttempt) -> Attempt:
         tx.connection.execute("UPDATE attempts SET metadata = ? WHERE number = ?", (text, number))
         note_error(tx.connection, call.rollout_id, before.sequence_id, call.metadata.get("reason"))
         tx.changes.touched.append(call.rollout_id)
-    return attempt_from_row(
-        tx.connection.execute(f"SELECT {_ATTEMPT} FROM attempts WHERE number = ?", (number,)).fetchone()
-    )
+    return _numbered(tx.connection, number)
 
 
 def heartbeat(tx: Transaction, call: calls.BeatHeart) -> Heartbeat:

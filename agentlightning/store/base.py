@@ -396,10 +396,6 @@ class LightningStore(abc.ABC):
         """Counts: rollouts by status, attempts, spans, resources, runs, groups, workers."""
         return await self.perform(calls.Statistics())
 
-    async def verify_api_key(self, api_key: str) -> tuple[str, str] | None:
-        """(rollout_id, attempt_id) that a signed attempt key names, or None if it was not signed by this store."""
-        return await self.perform(calls.VerifyKey(api_key=api_key))
-
 
 def _request(
     input: Any,

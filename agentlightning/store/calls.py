@@ -359,14 +359,6 @@ class Statistics(Call[dict[str, int]], frozen=True, kw_only=True):
     scope = "read"
 
 
-class VerifyKey(Call[tuple[str, str] | None], frozen=True, kw_only=True):
-    """(rollout_id, attempt_id) that an attempt's key names, None for a key this store did not sign."""
-
-    route = "POST /keys/verify"
-    scope = "worker"
-    api_key: str
-
-
 class IssueWorkerKey(Call[str], frozen=True, kw_only=True):
     """A key that stands for whatever attempt the worker holds at present, for agents whose client is made once for many
     attempts. A worker that uses it may hold one attempt at a time."""

@@ -107,9 +107,9 @@ def from_json(text: str) -> Any:
     return msgspec.json.decode(text)
 
 
-def same_json(stored: str, value: str) -> bool:
-    """Whether two JSON texts say the same, whatever the order of their keys."""
-    return stored == value or from_json(stored) == from_json(value)
+def same(stored: Any, value: Any, what: str) -> bool:
+    """Whether two values are the same JSON, whatever the order of their keys."""
+    return from_json(to_json(stored, what)) == from_json(to_json(value, what))
 
 
 def _check_finite(value: Any, where: str) -> None:

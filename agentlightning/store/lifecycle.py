@@ -78,7 +78,6 @@ class Standing(msgspec.Struct, frozen=True):
     last_activity: float
     lease_expires: float
     end_time: float | None = None
-    rollout_end_time: float | None = None
     last_heartbeat_time: float | None = None
     held_until: float = 0.0
     held_seconds: float = 0.0
@@ -132,7 +131,7 @@ def move(standing: Standing, status: AttemptStatus, now: float) -> Standing:
     if follows == standing.rollout_status:
         return moved
     check_rollout_move(standing.rollout_id, standing.rollout_status, follows)
-    return replace(moved, rollout_status=follows, rollout_end_time=now if follows in TERMINAL else None)
+    return replace(moved, rollout_status=follows)
 
 
 def overrule(standing: Standing, now: float) -> Standing:

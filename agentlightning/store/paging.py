@@ -1,8 +1,8 @@
-"""Sort orders and cursors: which row comes after which, and where the next page begins.
+"""Pages of rollouts and of spans: filtered, sorted, counted, and gone on with from a cursor.
 
 The order is total: after the sort keys asked for come those that tell any two rows apart. A cursor holds the sort keys
-of the last row of a page, so that rows added or removed meanwhile neither repeat nor hide others. This module knows no
-filters beyond recognising that one has changed, no connections and no nouns.
+of the last row of a page, so that rows added or removed meanwhile neither repeat nor hide others. This module knows of
+a filter only whether it has changed; it does not know threads or HTTP.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 from agentlightning.errors import InvalidError
+from agentlightning.store import calls, codec, fields, filters
 from agentlightning.store.database import Dialect
 from agentlightning.store.fields import (
     Column,
@@ -32,14 +33,73 @@ from agentlightning.store.fields import (
     place,
     put,
 )
-from agentlightning.types import Filter, Order
+from agentlightning.store.rollouts import check_page
+from agentlightning.store.spans import SPAN_COLUMNS
+from agentlightning.store.tables import ROLLOUTS
+from agentlightning.store.transaction import Transaction
+from agentlightning.types import And, Condition, Filter, Order, RolloutPage, SpanPage
 
 KeyType: TypeAlias = Literal["text", "integer", "real", "numeric"]
 
+_ROLLOUT: Final = ", ".join(f"rollouts.{name}" for name in ROLLOUTS.fields)
+_SPAN: Final = "attempts.rollout_id, attempts.attempt_id, " + ", ".join(f"spans.{n}" for n in SPAN_COLUMNS.split(", "))
+_UNLIMITED: Final = 1 << 62  # where a database wants a number
 _NONE: Final = Sql("FALSE", [])
 _MOST_ORDERS: Final = 8
 _DIGITS: Final = re.compile(r"-?[0-9]{1,400}(\.[0-9]{1,400})?([eE][-+]?[0-9]{1,3})?")
 _cursor_decoder: Final = msgspec.json.Decoder(tuple[str, tuple[str | int | float | None, ...]])
+
+
+def query_rollouts(tx: Transaction, call: calls.QueryRollouts) -> RolloutPage:
+    rows, total, next_cursor = _page(tx, call, fields.ROLLOUTS, _ROLLOUT)
+    return RolloutPage(items=tuple(map(ROLLOUTS.noun, rows)), total=total, next_cursor=next_cursor)
+
+
+def query_spans(tx: Transaction, call: calls.QuerySpans) -> SpanPage:
+    rows, total, next_cursor = _page(tx, call, fields.SPANS, _SPAN)
+    width = 2 + len(SPAN_COLUMNS.split(", "))
+    items = tuple(codec.span_from_columns(row[0], row[1], row[2:width]) for row in rows)
+    return SpanPage(items=items, total=total, next_cursor=next_cursor)
+
+
+def in_project(where: Filter | None, project: str | None) -> Filter | None:
+    """The filter, within one project."""
+    if project is None:
+        return where
+    own = Condition("project", "eq", project)
+    return own if where is None else And([own, where])
+
+
+def _page(
+    tx: Transaction, call: calls.QueryRollouts | calls.QuerySpans, of: Fields, columns: str
+) -> tuple[list[Any], int | None, str | None]:
+    """Rows, the count of all that match where it is asked for, and the cursor of what comes after them."""
+    check_page(call.limit, call.offset)
+    dialect = tx.connection.dialect
+    wanted = in_project(call.where, call.project)
+    matching = filters.where(wanted, of, dialect)
+    total = None
+    if call.with_total:
+        count = f"SELECT count(*) FROM {of.tables} WHERE {matching.text}"
+        (total,) = tx.connection.execute(count, matching.parameters).fetchone()
+    ordering = order(call.order, of, dialect)
+    here = matching
+    if call.cursor is not None:
+        here = put("{} AND {}", matching, after(call.cursor, wanted, call.order, of, dialect))
+    limit = _UNLIMITED if call.limit is None else call.limit + 1
+    rows = tx.connection.execute(
+        f"SELECT {columns}, {ordering.columns} FROM {of.tables} WHERE {here.text} ORDER BY {ordering.by} "
+        "LIMIT ? OFFSET ?",
+        [*ordering.parameters, *here.parameters, limit, call.offset],
+    ).fetchall()
+    if call.limit is None or len(rows) <= call.limit:
+        return rows, total, None
+    rows = rows[: call.limit]
+    next_cursor = None if not rows else encode_cursor(rows[-1][-ordering.width :], wanted, call.order, of)
+    return rows, total, next_cursor
+
+
+# --- sort orders -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

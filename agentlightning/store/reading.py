@@ -14,34 +14,21 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from agentlightning.errors import ConflictError
-from agentlightning.store import attempts, calls, rollouts, schema, sqlite
+from agentlightning.store import calls, rollouts, schema, sqlite
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.database import DatabaseThread
 from agentlightning.store.sql import LEASE_SECONDS, READS
 from agentlightning.store.transaction import Transaction
-from agentlightning.types import Attempt, Rollout
 
 T = TypeVar("T")
 
 _LOOK_AGAIN_SECONDS: Final = 0.5
 
 
-def _rollout(tx: Transaction, call: calls.GetRollout) -> Rollout | None:
-    row = rollouts.rollout_row(tx.connection, call.rollout_id)
-    return None if row is None else rollouts.rollout_from_row(row)
-
-
-def _latest_attempt(tx: Transaction, call: calls.GetLatestAttempt) -> Attempt | None:
-    row = attempts.latest_attempt_row(tx.connection, call.rollout_id)
-    return None if row is None else attempts.attempt_from_row(row)
-
-
 _READS: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
     **READS,
-    calls.GetRollout: _rollout,
-    calls.GetLatestAttempt: _latest_attempt,
-    calls.FinishedAfter: lambda tx, call: rollouts.finished_after(tx.connection, call),
+    calls.FinishedAfter: rollouts.finished_after,
 }
 
 

@@ -15,12 +15,13 @@ import msgspec
 from agentlightning.errors import ConflictError, InvalidError
 from agentlightning.semconv import CALL_FLAG, REWARD
 from agentlightning.store import calls, codec, fields, filters, lifecycle
-from agentlightning.store.attempts import cancel_rollout
+from agentlightning.store.attempts import cancel_rollout, insert_attempt
 from agentlightning.store.database import Connection
 from agentlightning.store.outcomes import note_error
-from agentlightning.store.queries import in_project
-from agentlightning.store.rollouts import TERMINAL_STATUSES, insert_rollout, rollout_row
+from agentlightning.store.paging import in_project
+from agentlightning.store.rollouts import TERMINAL_STATUSES, find_rollout
 from agentlightning.store.spans import add_spans
+from agentlightning.store.tables import ROLLOUTS
 from agentlightning.store.transaction import Transaction
 from agentlightning.types import UNATTRIBUTED, And, Attempt, Condition, Deleted, Filter, Rollout, Span
 
@@ -129,12 +130,12 @@ def import_rollout(tx: Transaction, call: calls.ImportRollout) -> bool:
     if rollout.rollout_id == UNATTRIBUTED:
         add_spans(tx, call.spans, columns)  # beside those of this store's own
         return True
-    if rollout_row(tx.connection, rollout.rollout_id) is not None:
+    if find_rollout(tx.connection, rollout.rollout_id) is not None:
         return False
     _check_room(tx.connection, rollout, attempts)
-    insert_rollout(tx, rollout, len(attempts))
+    ROLLOUTS.insert(tx.connection, rollout, attempts=len(attempts))
     for attempt in attempts:
-        _insert_attempt(tx.connection, attempt)
+        insert_attempt(tx.connection, attempt, attempt.start_time, attempt.start_time)
         note_error(tx.connection, attempt.rollout_id, attempt.sequence_id, attempt.metadata.get("reason"))
     add_spans(tx, call.spans, columns)
     tx.changes.touched.append(rollout.rollout_id)
@@ -186,27 +187,6 @@ def _check_room(connection: Connection, rollout: Rollout, attempts: Sequence[Att
             raise ConflictError(
                 f"index {rollout.group_index} of group {rollout.group_id} is taken by rollout {taken[0]}"
             )
-
-
-def _insert_attempt(connection: Connection, attempt: Attempt) -> None:
-    connection.execute(
-        "INSERT INTO attempts (rollout_id, attempt_id, sequence_id, start_time, end_time, status, worker_id, "
-        "last_heartbeat_time, held_seconds, metadata, last_activity, lease_expires, check_time, span_sequence) "
-        f"VALUES ({'?, ' * 13}0)",
-        (
-            attempt.rollout_id,
-            attempt.attempt_id,
-            attempt.sequence_id,
-            attempt.start_time,
-            attempt.end_time,
-            attempt.status,
-            attempt.worker_id,
-            attempt.last_heartbeat_time,
-            attempt.held_seconds,
-            codec.to_json(attempt.metadata, "the metadata of the attempt"),
-            *[attempt.start_time] * 3,
-        ),
-    )
 
 
 # --- what is wrong -----------------------------------------------------------------------------------------------

@@ -6,15 +6,13 @@ does not know threads, event loops or HTTP.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
-
-import msgspec
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store import calls, codec, lifecycle
 from agentlightning.store.database import Connection
+from agentlightning.store.tables import ROLLOUTS
 from agentlightning.store.transaction import Changes, Transaction
 from agentlightning.types import (
     DEFAULT_PROJECT,
@@ -23,67 +21,10 @@ from agentlightning.types import (
     FinishedRollouts,
     Group,
     Rollout,
-    RolloutConfig,
     RolloutStatus,
 )
 
-ROLLOUT_COLUMNS: Final = (
-    "rollout_id, input, start_time, end_time, status, project, priority, mode, resources_id, run_id, group_id, "
-    "group_index, config, metadata"
-)
 TERMINAL_STATUSES: Final = "('succeeded', 'failed', 'cancelled')"
-_INSERT: Final = f"INSERT INTO rollouts ({ROLLOUT_COLUMNS}, attempts) VALUES ({'?, ' * 14}?)"
-LARGEST_PAGE: Final = 1 << 62  # "no limit", where a database wants a number
-
-
-# --- rows and nouns ----------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=256)
-def config_from_json(text: str) -> RolloutConfig:
-    return msgspec.json.decode(text, type=RolloutConfig)
-
-
-def rollout_from_row(row: Sequence[Any]) -> Rollout:
-    return Rollout(
-        rollout_id=row[0],
-        input=codec.from_json(row[1]),
-        start_time=row[2],
-        end_time=row[3],
-        status=row[4],
-        project=row[5],
-        priority=row[6],
-        mode=row[7],
-        resources_id=row[8],
-        run_id=row[9],
-        group_id=row[10],
-        group_index=row[11],
-        config=config_from_json(row[12]),
-        metadata=codec.from_json(row[13]),
-    )
-
-
-def insert_rollout(tx: Transaction, rollout: Rollout, attempts: int = 0) -> None:
-    tx.connection.execute(
-        _INSERT,
-        (
-            rollout.rollout_id,
-            codec.to_json(rollout.input, "the input of the rollout"),
-            rollout.start_time,
-            rollout.end_time,
-            rollout.status,
-            rollout.project,
-            rollout.priority,
-            rollout.mode,
-            rollout.resources_id,
-            rollout.run_id,
-            rollout.group_id,
-            rollout.group_index,
-            codec.to_json(rollout.config, "the config of the rollout"),
-            codec.to_json(rollout.metadata, "the metadata of the rollout"),
-            attempts,
-        ),
-    )
 
 
 def set_status(tx: Transaction, rollout_id: str, status: RolloutStatus) -> None:
@@ -142,7 +83,7 @@ def _complete_group(connection: Connection, group_id: str, changes: Changes) -> 
     changes.runs_with_groups.append(row[0])
 
 
-def finished_after(connection: Connection, call: calls.FinishedAfter) -> FinishedRollouts:
+def finished_after(tx: Transaction, call: calls.FinishedAfter) -> FinishedRollouts:
     """Rollouts finished after a cursor, oldest first."""
     check_page(call.limit, 0)
     conditions = ["finished_index > ?"]
@@ -151,14 +92,12 @@ def finished_after(connection: Connection, call: calls.FinishedAfter) -> Finishe
         if value is not None:
             conditions.append(f"{column} = ?")
             values.append(value)
-    rows = connection.execute(
-        f"SELECT {ROLLOUT_COLUMNS}, finished_index FROM rollouts WHERE {' AND '.join(conditions)} "
+    rows = tx.connection.execute(
+        f"SELECT {ROLLOUTS.columns}, finished_index FROM rollouts WHERE {' AND '.join(conditions)} "
         "ORDER BY finished_index LIMIT ?",
         (*values, call.limit),
     ).fetchall()
-    return FinishedRollouts(
-        rollouts=tuple(rollout_from_row(row) for row in rows), cursor=rows[-1][-1] if rows else call.cursor
-    )
+    return FinishedRollouts(rollouts=tuple(map(ROLLOUTS.noun, rows)), cursor=rows[-1][-1] if rows else call.cursor)
 
 
 # --- rollouts ----------------------------------------------------------------------------------------------------
@@ -176,11 +115,11 @@ def create_rollout(tx: Transaction, request: EnqueueRolloutRequest, *, queued: b
         if request.rollout_id == UNATTRIBUTED:
             raise InvalidError(f"rollout_id {UNATTRIBUTED!r} is reserved for what nobody could attribute; use another")
         # Who starts an attempt on it decides by its status, which must not change before that.
-        stored = rollout_row(tx.connection, request.rollout_id, "" if queued else tx.connection.for_update)
+        stored = find_rollout(tx.connection, request.rollout_id, "" if queued else tx.connection.for_update)
         if stored is not None:
-            if not codec.same_json(stored[1], codec.to_json(request.input, "the input of the rollout")):
+            if not codec.same(stored.input, request.input, "the input of the rollout"):
                 raise ConflictError(f"rollout {request.rollout_id} is stored already, with another input")
-            return rollout_from_row(stored)
+            return stored
     run_id = _run_of(tx, request)
     rollout = Rollout(
         rollout_id=request.rollout_id or codec.new_id("ro"),
@@ -198,7 +137,7 @@ def create_rollout(tx: Transaction, request: EnqueueRolloutRequest, *, queued: b
     )
     if request.resources_id is not None:
         require(tx.connection, "resources", "resources_id", request.resources_id)
-    insert_rollout(tx, rollout)
+    ROLLOUTS.insert(tx.connection, rollout, attempts=0)
     if queued:
         tx.changes.queue(rollout.project)
     return rollout
@@ -210,10 +149,10 @@ def _run_of(tx: Transaction, request: EnqueueRolloutRequest) -> str | None:
         if request.group_index is not None:
             raise InvalidError(f"group_index is {request.group_index} but there is no group_id; give both or neither")
         return request.run_id
-    group = _run_and_size(tx.connection, request.group_id)
+    group = tx.connection.execute(_GROUP + "WHERE group_id = ?", (request.group_id,)).fetchone()
     if group is None:
         raise NotFoundError(f"there is no group {request.group_id!r}; create it with create_group first")
-    run_id, size = group
+    run_id, size = group[1] or None, group[2]
     if request.group_index is None or not 0 <= request.group_index < size:
         raise InvalidError(
             f"group_index is {request.group_index}; group {request.group_id} of {size} takes 0 to {size - 1}"
@@ -246,28 +185,26 @@ def require(connection: Connection, table: str, column: str, value: str) -> None
         raise NotFoundError(f"there is no {column} {value!r} in the store")
 
 
-def rollout_row(connection: Connection, rollout_id: str, lock: str = "") -> tuple[Any, ...] | None:
-    return connection.execute(
-        f"SELECT {ROLLOUT_COLUMNS} FROM rollouts WHERE rollout_id = ?{lock}", (rollout_id,)
-    ).fetchone()
+def find_rollout(connection: Connection, rollout_id: str, lock: str = "") -> Rollout | None:
+    return ROLLOUTS.one(connection, f"WHERE rollout_id = ?{lock}", rollout_id)
+
+
+def get_rollout(tx: Transaction, call: calls.GetRollout) -> Rollout | None:
+    return find_rollout(tx.connection, call.rollout_id)
 
 
 def require_rollout(connection: Connection, rollout_id: str, lock: str = "") -> Rollout:
     """The rollout, or NotFoundError. With `lock`, nobody else changes it before the commit."""
-    row = rollout_row(connection, rollout_id, lock)
-    if row is None:
+    rollout = find_rollout(connection, rollout_id, lock)
+    if rollout is None:
         raise NotFoundError(f"there is no rollout {rollout_id!r}")
-    return rollout_from_row(row)
+    return rollout
 
 
-def terminal_among(connection: Connection, rollout_ids: Iterable[str]) -> list[Rollout]:
+def terminal_among(tx: Transaction, rollout_ids: Iterable[str]) -> list[Rollout]:
     """The terminal ones, in the order given; NotFoundError names an id that is not stored."""
-    terminal: list[Rollout] = []
-    for rollout_id in rollout_ids:
-        rollout = require_rollout(connection, rollout_id)
-        if rollout.status in lifecycle.TERMINAL:
-            terminal.append(rollout)
-    return terminal
+    rollouts = [require_rollout(tx.connection, rollout_id) for rollout_id in rollout_ids]
+    return [rollout for rollout in rollouts if rollout.status in lifecycle.TERMINAL]
 
 
 def check_page(limit: int | None, offset: int) -> None:
@@ -285,7 +222,7 @@ def create_group(tx: Transaction, call: calls.CreateGroup) -> Group:
     if call.run_id is not None:
         require(tx.connection, "runs", "run_id", call.run_id)
     name = codec.new_id("gr") if call.group_id is None else codec.check_id(call.group_id, "group_id")
-    stored = get_group(tx.connection, calls.GetGroup(group_id=name))
+    stored = get_group(tx, calls.GetGroup(group_id=name))
     if stored is not None:
         if (stored.size, stored.run_id) != (call.size, call.run_id):
             raise ConflictError(f"group {name} is stored already, with size {stored.size} in run {stored.run_id}")
@@ -300,25 +237,20 @@ def create_group(tx: Transaction, call: calls.CreateGroup) -> Group:
 _GROUP: Final = "SELECT group_id, run_id, size, finished_index FROM rollout_groups "
 
 
-def _run_and_size(connection: Connection, group_id: str) -> tuple[str | None, int] | None:
-    row = connection.execute("SELECT run_id, size FROM rollout_groups WHERE group_id = ?", (group_id,)).fetchone()
-    return None if row is None else (row[0] or None, row[1])
+def get_group(tx: Transaction, call: calls.GetGroup) -> Group | None:
+    row = tx.connection.execute(_GROUP + "WHERE group_id = ?", (call.group_id,)).fetchone()
+    return None if row is None else _group(tx.connection, row)
 
 
-def get_group(connection: Connection, call: calls.GetGroup) -> Group | None:
-    row = connection.execute(_GROUP + "WHERE group_id = ?", (call.group_id,)).fetchone()
-    return None if row is None else _group(connection, row)
-
-
-def complete_groups(connection: Connection, call: calls.CompleteGroupsAfter) -> list[Group]:
+def complete_groups(tx: Transaction, call: calls.CompleteGroupsAfter) -> list[Group]:
     """Complete groups of a run numbered above `cursor`, in the order they became complete."""
     check_page(call.limit, 0)
-    require(connection, "runs", "run_id", call.run_id)
-    rows = connection.execute(
+    require(tx.connection, "runs", "run_id", call.run_id)
+    rows = tx.connection.execute(
         _GROUP + "WHERE run_id = ? AND finished_index > ? ORDER BY finished_index LIMIT ?",
         (call.run_id, call.cursor, call.limit),
     ).fetchall()
-    return [_group(connection, row) for row in rows]
+    return [_group(tx.connection, row) for row in rows]
 
 
 def _group(connection: Connection, row: Sequence[Any]) -> Group:

@@ -6,7 +6,7 @@ This module does not know threads, event loops or HTTP, nor what a span means.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from agentlightning.errors import NotFoundError
 from agentlightning.store import calls, codec, lifecycle
@@ -87,13 +87,13 @@ def next_sequence_id(tx: Transaction, call: calls.NextSpanSequenceId) -> int:
     return sequence_id
 
 
-def get_spans(connection: Connection, call: calls.GetSpans) -> list[Span]:
+def get_spans(tx: Transaction, call: calls.GetSpans) -> list[Span]:
     """Spans of one attempt (`latest`: the last one) or of all, by start time, then sequence id."""
-    attempts: list[tuple[int, str]] = connection.execute(
+    attempts: list[tuple[int, str]] = tx.connection.execute(
         "SELECT number, attempt_id FROM attempts WHERE rollout_id = ? ORDER BY sequence_id", (call.rollout_id,)
     ).fetchall()
     if not attempts:
-        require_rollout(connection, call.rollout_id)
+        require_rollout(tx.connection, call.rollout_id)
     if call.attempt_id == "latest":
         attempts = attempts[-1:]
     elif call.attempt_id is not None:
@@ -101,12 +101,8 @@ def get_spans(connection: Connection, call: calls.GetSpans) -> list[Span]:
         if not attempts:
             raise NotFoundError(f"there is no attempt {call.attempt_id!r} of a rollout {call.rollout_id!r}")
     spans = [
-        span_from_row(call.rollout_id, name, row)
+        codec.span_from_columns(call.rollout_id, name, row)
         for number, name in attempts
-        for row in connection.execute(f"SELECT {SPAN_COLUMNS} FROM spans WHERE attempt = ?", (number,))
+        for row in tx.connection.execute(f"SELECT {SPAN_COLUMNS} FROM spans WHERE attempt = ?", (number,))
     ]
     return sorted(spans, key=lambda span: (span.start_time, span.sequence_id))
-
-
-def span_from_row(rollout_id: str, attempt_id: str, row: Sequence[Any]) -> Span:
-    return codec.span_from_columns(rollout_id, attempt_id, row)

@@ -20,21 +20,19 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from agentlightning.errors import ConfigError, ConflictError, InvalidError, UnavailableError
-from agentlightning.store import access_keys, attempts, calls, codec, keys, queries, records, retention, rollouts, spans
+from agentlightning.store import access_keys, attempts, calls, codec, keys, paging, records, retention, rollouts, spans
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.database import Connection, DatabaseThread, Readers
 from agentlightning.store.opening import Opened, open_postgres, open_sqlite
 from agentlightning.store.redaction import redaction, text_without_secrets
 from agentlightning.store.scrubbing import scrub
-from agentlightning.store.snapshots import Snapshots
 from agentlightning.store.spans import Redact
 from agentlightning.store.sqlite import Synchronous
 from agentlightning.store.transaction import Changes, Transaction
-from agentlightning.store.waiting import Alarm, FinishWaiters, QueueWaiters, Signal, Subscribers
+from agentlightning.store.waiting import Alarm, Subscribers, Waiters, woken_within
 from agentlightning.types import (
     ApiKey,
-    Attempt,
     AttemptedRollout,
     Credential,
     Deleted,
@@ -76,22 +74,25 @@ _WRITES: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
     calls.RevokeKey: access_keys.revoke,
 }
 READS: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
-    calls.QueryRollouts: queries.query_rollouts,
-    calls.QuerySpans: queries.query_spans,
-    calls.QueryAttempts: lambda tx, call: attempts.query_attempts(tx.connection, call),
-    calls.GetSpans: lambda tx, call: spans.get_spans(tx.connection, call),
-    calls.QueryResources: lambda tx, call: records.query_resources(tx.connection, call),
-    calls.GetLatestResources: lambda tx, call: records.latest_resources(tx.connection, call),
-    calls.GetResources: lambda tx, call: records.get_resources(tx.connection, call),
-    calls.QueryRuns: lambda tx, call: records.query_runs(tx.connection, call),
-    calls.QueryMetrics: lambda tx, call: records.query_metrics(tx.connection, call),
-    calls.QueryCheckpoints: lambda tx, call: records.query_checkpoints(tx.connection, call),
-    calls.GetGroup: lambda tx, call: rollouts.get_group(tx.connection, call),
-    calls.QueryWorkers: lambda tx, call: records.query_workers(tx),
-    calls.Statistics: lambda tx, call: records.statistics(tx.connection),
-    calls.QueryKeys: lambda tx, call: access_keys.query_keys(tx.connection),
-    calls.QueryAudit: lambda tx, call: access_keys.query_audit(tx.connection, call),
+    calls.QueryRollouts: paging.query_rollouts,
+    calls.GetRollout: rollouts.get_rollout,
+    calls.QueryAttempts: attempts.query_attempts,
+    calls.GetLatestAttempt: attempts.get_latest_attempt,
+    calls.GetSpans: spans.get_spans,
+    calls.QuerySpans: paging.query_spans,
+    calls.QueryResources: records.query_resources,
+    calls.GetLatestResources: records.latest_resources,
+    calls.GetResources: records.get_resources,
+    calls.QueryRuns: records.query_runs,
+    calls.QueryMetrics: records.query_metrics,
+    calls.QueryCheckpoints: records.query_checkpoints,
+    calls.GetGroup: rollouts.get_group,
+    calls.QueryWorkers: records.query_workers,
+    calls.Statistics: records.statistics,
+    calls.QueryKeys: access_keys.query_keys,
+    calls.QueryAudit: access_keys.query_audit,
 }
+_OF_ONE_ROW: Final = (calls.GetRollout, calls.GetLatestAttempt)
 
 
 class SqlStore(LightningStore):
@@ -112,14 +113,12 @@ class SqlStore(LightningStore):
         self._lease_seconds = lease_seconds
         self._redact = redact
         self._stored = stored
-        self._queued = QueueWaiters()
-        self._finished = Signal()
-        self._complete = Signal()  # groups
-        self._finishes = FinishWaiters()
+        self._queued: Waiters[str | None] = Waiters()  # for rollouts of a project, or of any
+        self._finished: Waiters[None] = Waiters()
+        self._complete: Waiters[None] = Waiters()  # for groups
+        self._finishes: Waiters[set[str]] = Waiters()  # for all of these rollouts
         self._alarm = Alarm()
         self._subscribers: Subscribers[Changes] = Subscribers()
-        self._rollout_rows = Snapshots()
-        self._attempt_rows = Snapshots()  # the latest attempt of a rollout
         self._keys: dict[str, ApiKey] = {}  # issued ones that were shown to be valid, by secret
         self._closed = False
         self._watchdog: asyncio.Task[None] | None = None
@@ -128,13 +127,10 @@ class SqlStore(LightningStore):
             calls.WaitForRollouts: self._wait_for_rollouts,
             calls.FinishedAfter: self._finished_after,
             calls.CompleteGroupsAfter: self._complete_groups_after,
-            calls.GetRollout: self._get_rollout,
-            calls.GetLatestAttempt: self._get_latest_attempt,
             calls.AddSpans: self._add_spans,
             calls.ImportRollout: self._import_rollout,
             calls.DeleteRollouts: self._delete_rollouts,
             calls.CheckStore: self._check,
-            calls.VerifyKey: self._verify_key,
             calls.FindKey: self._find_key,
         }
         self._writer = DatabaseThread(
@@ -213,7 +209,8 @@ class SqlStore(LightningStore):
             return await self._write(lambda tx: access_keys.audited(tx, call, write))
         if kind in READS:
             read = READS[kind]
-            return await self._read(lambda tx: read(tx, call))
+            reading = self._look_up if kind in _OF_ONE_ROW else self._read
+            return await reading(lambda tx: read(tx, call))
         return await self._others[kind](call)
 
     def events(self) -> AbstractContextManager[asyncio.Queue[Changes | None]]:
@@ -223,21 +220,21 @@ class SqlStore(LightningStore):
     # --- transactions ---
 
     def _read(self, operation: Callable[[Transaction], T]) -> asyncio.Future[T]:
-        now = self._clock()
-        return self._reader.submit(
-            lambda connection: operation(Transaction(connection, now, self._lease_seconds, self._opened.secret))
-        )
+        return self._reader.submit(lambda connection: operation(self._view(connection)))
 
-    async def _look_up(self, operation: Callable[[Connection], T], rows: int = 1) -> T:
+    async def _look_up(self, operation: Callable[[Transaction], T], rows: int = 1) -> T:
         """Read rows by their ids: a few at once, without a thread."""
         connection = self._opened.at_hand
         if connection is not None and not self._closed and rows <= _FEW:
             try:
-                return operation(connection)
+                return operation(self._view(connection))
             except Exception as error:
                 if connection.trouble(error) is None:
                     raise
-        return await self._read(lambda tx: operation(tx.connection))
+        return await self._read(operation)
+
+    def _view(self, connection: Connection) -> Transaction:
+        return Transaction(connection, self._clock(), self._lease_seconds, self._opened.secret)
 
     def _write(self, operation: Callable[[Transaction], T]) -> asyncio.Future[T]:
         changes = Changes()
@@ -257,18 +254,23 @@ class SqlStore(LightningStore):
 
     def _announce(self, changes: Changes) -> None:
         """Forget what has just been changed, and wake whoever waits for it."""
-        self._rollout_rows.forget(changes.touched)
-        self._attempt_rows.forget(changes.touched)
         if changes.keys:
             self._keys = {}
         for project, count in changes.queued.items():
-            self._queued.queued(project, count)
+            self._queued.wake(lambda wants, project=project: wants in (None, project), count)
         if changes.finished:
-            self._finishes.finished(changes.finished)
-            self._finished.raise_()
-        self._finishes.removed(changes.removed)
+            self._finished.wake()
+            finished = set(changes.finished)
+
+            def was_last(wants: set[str]) -> bool:
+                wants -= finished
+                return not wants
+
+            self._finishes.wake(was_last)
+        if changes.removed:  # they cannot finish any more: who waits for one looks again, and is told so
+            self._finishes.wake(lambda wants: not wants.isdisjoint(changes.removed))
         if changes.runs_with_groups:
-            self._complete.raise_()
+            self._complete.wake()
         self._alarm.set(changes.deadline)
         self._subscribers.publish(changes)
 
@@ -277,17 +279,13 @@ class SqlStore(LightningStore):
         if changes is not None:
             self._announce(changes)
             return
-        self._rollout_rows.forget_all()
-        self._attempt_rows.forget_all()
         self._keys = {}
         self._wake_all()
         self._subscribers.publish(None)
 
     def _wake_all(self) -> None:
-        self._finishes.wake_all()
-        self._queued.wake_all()
-        self._finished.raise_()
-        self._complete.raise_()
+        for waiters in (self._finishes, self._queued, self._finished, self._complete):
+            waiters.wake()
 
     # --- the watchdog ---
 
@@ -303,7 +301,7 @@ class SqlStore(LightningStore):
                 self._alarm.set(self._clock() + self._lease_seconds)
                 if self._clock() >= look_again:
                     # And it may have let go of queued rollouts that all who looked here had passed over as taken.
-                    self._queued.wake_all()
+                    self._queued.wake()
                     look_again = self._clock() + self._lease_seconds
             if not await self._alarm.sleep(self._clock()):
                 continue
@@ -320,11 +318,16 @@ class SqlStore(LightningStore):
             raise InvalidError(f"limit is {call.limit}; it must be at least 1")
         give_up = _give_up(call.timeout)
         while True:
-            mark = self._queued.mark()
-            leased = await self._lease(call)
-            remaining = give_up - time.monotonic()
-            if leased or remaining <= 0 or not await self._queued.wait(mark, call.project, remaining):
-                return leased
+            with self._queued.waiting(call.project) as waiter:
+                again = False
+                try:
+                    leased = await self._lease(call)
+                    again = not leased and await woken_within(waiter, give_up - time.monotonic())
+                    if not again:
+                        return leased
+                finally:
+                    if waiter.done() and not again:  # what it was woken for is still there, for another
+                        self._queued.wake(lambda wants: call.project is None or wants in (None, call.project), 1)
 
     async def _lease(self, call: calls.LeaseRollouts) -> list[AttemptedRollout]:
         leasing = self._write(lambda tx: attempts.lease(tx, call))
@@ -333,7 +336,6 @@ class SqlStore(LightningStore):
         except asyncio.CancelledError:
             # Whoever asked is gone and will never hear of these leases: put the rollouts back.
             leasing.add_done_callback(self._withdraw)
-            self._queued.pass_on(call.project)
             raise
 
     def _withdraw(self, leasing: asyncio.Future[list[AttemptedRollout]]) -> None:
@@ -346,59 +348,35 @@ class SqlStore(LightningStore):
         _check_timeout(call.timeout)
         rollout_ids = list(dict.fromkeys(call.rollout_ids))
 
-        def terminal(connection: Connection) -> list[Rollout]:
-            return rollouts.terminal_among(connection, rollout_ids)
-
+        wants = set(rollout_ids)
         give_up = math.inf if call.timeout is None else _give_up(call.timeout)
         while True:
-            with self._finishes.expect(rollout_ids) as countdown:
-                # Watched before it is looked at: nothing can finish unseen in between.
-                finished = await self._look_up(terminal, len(rollout_ids))
-                for rollout in finished:
-                    countdown.done(rollout.rollout_id)
+            with self._finishes.waiting(wants) as waiter:
+                finished = await self._look_up(lambda tx: rollouts.terminal_among(tx, rollout_ids), len(rollout_ids))
+                wants.difference_update(rollout.rollout_id for rollout in finished)
                 remaining = give_up - time.monotonic()
-                if len(finished) == len(rollout_ids) or remaining <= 0:
+                if not wants or remaining <= 0:
                     return finished
-                await countdown.wait(None if math.isinf(remaining) else remaining)
+                await woken_within(waiter, remaining)
 
     async def _finished_after(self, call: calls.FinishedAfter) -> FinishedRollouts:
         return await self._poll(
-            self._finished,
-            lambda tx: rollouts.finished_after(tx.connection, call),
-            lambda page: bool(page.rollouts),
-            call.timeout,
+            self._finished, lambda tx: rollouts.finished_after(tx, call), lambda page: bool(page.rollouts), call.timeout
         )
 
     async def _complete_groups_after(self, call: calls.CompleteGroupsAfter) -> list[Group]:
-        return await self._poll(
-            self._complete, lambda tx: rollouts.complete_groups(tx.connection, call), bool, call.timeout
-        )
+        return await self._poll(self._complete, lambda tx: rollouts.complete_groups(tx, call), bool, call.timeout)
 
     async def _poll(
-        self, signal: Signal, read: Callable[[Transaction], T], found: Callable[[T], bool], timeout: float
+        self, waiters: Waiters[None], read: Callable[[Transaction], T], found: Callable[[T], bool], timeout: float
     ) -> T:
         """What `read` gives once there is something in it, or at the timeout."""
         give_up = _give_up(timeout)
         while True:
-            mark = signal.mark()
-            answer = await self._read(read)
-            remaining = give_up - time.monotonic()
-            if found(answer) or remaining <= 0 or not await signal.wait(mark, remaining):
-                return answer
-
-    async def _get_rollout(self, call: calls.GetRollout) -> Rollout | None:
-        def read(connection: Connection) -> tuple[Any, ...] | None:
-            return rollouts.rollout_row(connection, call.rollout_id)
-
-        row = await self._rollout_rows.get(call.rollout_id, lambda: self._look_up(read))
-        return None if row is None else rollouts.rollout_from_row(row)
-
-    async def _get_latest_attempt(self, call: calls.GetLatestAttempt) -> Attempt | None:
-        def read(connection: Connection) -> tuple[Any, ...] | None:
-            return attempts.latest_attempt_row(connection, call.rollout_id)
-
-        row = await self._attempt_rows.get(call.rollout_id, lambda: self._look_up(read))
-        return None if row is None else attempts.attempt_from_row(row)
+            with waiters.waiting(None) as waiter:
+                answer = await self._read(read)
+                if found(answer) or not await woken_within(waiter, give_up - time.monotonic()):
+                    return answer
 
     async def _add_spans(self, call: calls.AddSpans) -> list[int]:
         kept = [self._redact(span) for span in call.spans]
@@ -413,10 +391,6 @@ class SqlStore(LightningStore):
         kept = [span for span in map(self._redact, call.spans) if span is not None]
         redacted = msgspec.structs.replace(call, spans=kept)
         return await self._write(lambda tx: access_keys.audited(tx, redacted, retention.import_rollout))
-
-    async def _verify_key(self, call: calls.VerifyKey) -> tuple[str, str] | None:
-        holder = keys.verify(self._opened.secret, call.api_key)
-        return None if holder is None else (holder.rollout_id, holder.attempt_id)
 
     async def _find_key(self, call: calls.FindKey) -> Credential | None:
         holder = keys.verify(self._opened.secret, call.api_key)

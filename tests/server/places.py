@@ -56,7 +56,6 @@ WORKER = GRADER | {
     calls.NextSpanSequenceId,
     calls.UpdateWorker,
     calls.IssueWorkerKey,
-    calls.VerifyKey,
 }
 TRAINER = WORKER | {
     calls.EnqueueRollouts,
@@ -86,7 +85,6 @@ OF_THE_WHOLE = {
     calls.ExtendAttempts,
     calls.QueryWorkers,
     calls.Statistics,
-    calls.VerifyKey,
     calls.RevokeKey,
     calls.FindKey,
     calls.QueryKeys,
@@ -225,7 +223,6 @@ NAMELESS: dict[type[Call[Any]], Callable[[Place], Call[Any]]] = {
     calls.QueryWorkers: lambda p: calls.QueryWorkers(),
     calls.ExtendAttempts: lambda p: calls.ExtendAttempts(attempts=[(p.rollout_id, p.attempt_id)], seconds=1.0),
     calls.Statistics: lambda p: calls.Statistics(),
-    calls.VerifyKey: lambda p: calls.VerifyKey(api_key=p.attempt_key),
     calls.DeleteRollouts: lambda p: calls.DeleteRollouts(where=Condition("rollout_id", "eq", p.rollout_id)),
     calls.IssueKey: lambda p: calls.IssueKey(name="another", scopes=["read"]),
     calls.RevokeKey: lambda p: calls.RevokeKey(key_id=p.key_id),

@@ -111,7 +111,8 @@ async def test_a_restored_store_knows_the_keys_of_attempts(tmp_path):
         back_up(tmp_path / "store.db", tmp_path / "copy.db")
     restore(tmp_path / "copy.db", tmp_path / "restored.db")
     async with opened(tmp_path / "restored.db") as store:
-        assert await store.verify_api_key(leased.api_key) == (leased.rollout_id, leased.attempt.attempt_id)
+        found = await store.perform(calls.FindKey(api_key=leased.api_key))
+        assert found is not None and found.attempt == (leased.rollout_id, leased.attempt.attempt_id)
 
 
 async def test_a_store_that_nobody_has_open_can_be_backed_up(tmp_path):
@@ -206,7 +207,8 @@ async def test_the_advice_for_postgres_works(tmp_path, postgres_server, postgres
             assert done.returncode == 0, done.stderr
         async with opened(other) as store:
             assert await store.perform(calls.CheckStore()) == []
-            assert await store.verify_api_key(rollout.api_key) == (rollout.rollout_id, rollout.attempt.attempt_id)
+            found = await store.perform(calls.FindKey(api_key=rollout.api_key))
+            assert found is not None and found.attempt == (rollout.rollout_id, rollout.attempt.attempt_id)
             await store.enqueue_rollout("it goes on")
 
 

@@ -54,7 +54,7 @@ def test_the_tables_speak_of_every_status():
 def test_without_a_retry_the_end_of_an_attempt_ends_its_rollout(end, rollout):
     after = lifecycle.move(standing(), end, 120.0)
     assert (after.attempt_status, after.rollout_status) == (end, rollout)
-    assert (after.end_time, after.rollout_end_time) == (120.0, 120.0)
+    assert after.end_time == 120.0
 
 
 @pytest.mark.parametrize("end", ["failed", "timeout", "unresponsive", "cancelled"])
@@ -85,7 +85,7 @@ def test_a_terminal_rollout_is_not_moved_by_its_attempt(terminal):
 
 def test_a_superseded_attempt_moves_itself_and_not_its_rollout():
     after = lifecycle.move(standing("preparing", sequence_id=1, attempts=2), "failed", 120.0)
-    assert (after.attempt_status, after.rollout_status, after.rollout_end_time) == ("failed", "preparing", None)
+    assert (after.attempt_status, after.rollout_status) == ("failed", "preparing")
 
 
 def test_the_first_call_or_span_sets_an_attempt_running():

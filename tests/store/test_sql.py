@@ -45,7 +45,8 @@ async def test_everything_is_there_after_closing_and_opening_again(tmp_path):
     store = await SqlStore.open(path, synchronous="NORMAL")
     assert await store.statistics() == before
     assert await store.query_spans(leased.rollout_id) == [span]
-    assert await store.verify_api_key(leased.api_key) == (leased.rollout_id, leased.attempt.attempt_id)
+    found = await store.perform(calls.FindKey(api_key=leased.api_key))
+    assert found is not None and found.attempt == (leased.rollout_id, leased.attempt.attempt_id)
     assert await store.next_policy_version(run.run_id) == 2
     assert await store.get_next_span_sequence_id(leased.rollout_id, leased.attempt.attempt_id) == 2
     await store.close()
@@ -54,7 +55,7 @@ async def test_everything_is_there_after_closing_and_opening_again(tmp_path):
 async def test_keys_of_another_store_are_not_recognised(tmp_path):
     one, other = await SqlStore.open(tmp_path / "one.db"), await SqlStore.open(tmp_path / "other.db")
     leased = await one.start_rollout(1)
-    assert await other.verify_api_key(leased.api_key) is None
+    assert await other.perform(calls.FindKey(api_key=leased.api_key)) is None
     await one.close()
     await other.close()
 
