@@ -64,6 +64,19 @@ class Call(Noun, Generic[T], frozen=True, kw_only=True):
         return get_args(cls.__orig_bases__[0])[0]  # pyright: ignore[reportAttributeAccessIssue]
 
 
+class PageCall(Call[T], frozen=True, kw_only=True):
+    """One page of what matches `where`, sorted by `order`, from a `cursor` on; counting the `total` costs a scan."""
+
+    scope = "read"
+    where: Filter | None = None
+    order: tuple[Order, ...] = ()
+    limit: int | None = None
+    offset: int = 0
+    cursor: str | None = None
+    with_total: bool = False
+    project: str | None = None
+
+
 # --- rollouts ----------------------------------------------------------------------------------------------------
 
 
@@ -93,16 +106,8 @@ class LeaseRollouts(Call[list[AttemptedRollout]], frozen=True, kw_only=True):
     lease_id: str | None = None
 
 
-class QueryRollouts(Call[RolloutPage], frozen=True, kw_only=True):
+class QueryRollouts(PageCall[RolloutPage], frozen=True, kw_only=True):
     route = "POST /rollouts/query"
-    scope = "read"
-    where: Filter | None = None
-    order: tuple[Order, ...] = ()
-    limit: int | None = None
-    offset: int = 0
-    cursor: str | None = None
-    with_total: bool = False
-    project: str | None = None
 
 
 class WaitForRollouts(Call[list[Rollout]], frozen=True, kw_only=True):
@@ -221,16 +226,8 @@ class GetSpans(Call[list[Span]], frozen=True, kw_only=True):
     attempt_id: str | None = None
 
 
-class QuerySpans(Call[SpanPage], frozen=True, kw_only=True):
+class QuerySpans(PageCall[SpanPage], frozen=True, kw_only=True):
     route = "POST /spans/query"
-    scope = "read"
-    where: Filter | None = None
-    order: tuple[Order, ...] = ()
-    limit: int | None = None
-    offset: int = 0
-    cursor: str | None = None
-    with_total: bool = False
-    project: str | None = None
 
 
 # --- resources ---------------------------------------------------------------------------------------------------

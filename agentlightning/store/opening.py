@@ -27,12 +27,14 @@ class Opened:
     """An open database. Without connections to read with, the one to write with does both. `at_hand`, if there is one,
     is for the event loop itself to look rows up by their id, which takes less time than to ask a thread. `shared` says
     that other servers may use it too: `notify`, inside a transaction, tells them what it changes, and `listen` begins
-    to hear of theirs, on the running event loop. `release` is for when all connections are closed."""
+    to hear of theirs, on the running event loop. `scrub` writes its files anew, without a trace of what was removed.
+    `release` is for when all connections are closed."""
 
     writing: Connection
     reading: Sequence[Connection]
     secret: bytes
     begin: str
+    scrub: Callable[[], None]
     release: Callable[[], None]
     now: float
     at_hand: Connection | None = None
@@ -45,7 +47,7 @@ def open_sqlite(address: str, synchronous: sqlite.Synchronous) -> Opened:
     """The store in a file, which this process then owns, or one in memory."""
     if address == ":memory:":
         memory = sqlite.connect_memory()
-        return Opened(memory, (), read_secret(memory), "BEGIN IMMEDIATE", lambda: None, time.time())
+        return Opened(memory, (), read_secret(memory), "BEGIN IMMEDIATE", _nothing, _nothing, time.time())
     path = Path(address)
     sqlite.check_file(path)
     owner = sqlite.own(path)
@@ -60,8 +62,16 @@ def open_sqlite(address: str, synchronous: sqlite.Synchronous) -> Opened:
             at_hand.close()
             owner.close()
 
-        secret = read_secret(writing)
-        return Opened(writing, reading, secret, "BEGIN IMMEDIATE", release, time.time(), at_hand=at_hand)
+        return Opened(
+            writing,
+            reading,
+            read_secret(writing),
+            "BEGIN IMMEDIATE",
+            lambda: sqlite.scrub(path),
+            release,
+            time.time(),
+            at_hand=at_hand,
+        )
     except BaseException:
         owner.close()
         raise
@@ -100,12 +110,17 @@ def open_postgres(url: str, synchronous: sqlite.Synchronous) -> Opened:
         secret,
         # Whatever the database's default: groups are complete by what other servers have just committed.
         "BEGIN ISOLATION LEVEL READ COMMITTED",
+        lambda: postgres.scrub(url),
         release,
         postgres.read_clock(writing),
         shared=True,
         notify=lambda connection, changes: postgres.notify(connection, channel, origin, changes),
         listen=listen,
     )
+
+
+def _nothing() -> None:
+    """What lives in memory alone leaves nothing behind."""
 
 
 def read_secret(connection: Connection) -> bytes:

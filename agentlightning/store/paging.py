@@ -71,7 +71,7 @@ def in_project(where: Filter | None, project: str | None) -> Filter | None:
 
 
 def _page(
-    tx: Transaction, call: calls.QueryRollouts | calls.QuerySpans, of: Fields, columns: str
+    tx: Transaction, call: calls.PageCall[Any], of: Fields, columns: str
 ) -> tuple[list[Any], int | None, str | None]:
     """Rows, the count of all that match where it is asked for, and the cursor of what comes after them."""
     check_page(call.limit, call.offset)

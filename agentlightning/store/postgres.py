@@ -28,7 +28,7 @@ from agentlightning.store.sqlite import Synchronous
 from agentlightning.store.transaction import Changes
 
 _LOCK: Final = 0x41474C53  # one server at a time lays out the tables
-_LONGEST_PAYLOAD: Final = 7900  # bytes; PostgreSQL refuses notifications of 8000
+_LONGEST_SAYING: Final = 7900  # bytes; PostgreSQL refuses notifications of 8000
 _PATIENCE_SECONDS: Final = 10.0
 _PAUSE_SECONDS: Final = 0.25
 _AGAIN: Final = (
@@ -214,31 +214,30 @@ def channel_of(secret: bytes) -> str:
 
 
 def notify(connection: Connection, channel: str, origin: str, changes: Changes) -> None:
-    """Tell the other servers, at the commit, what this transaction changed."""
+    """Tell the other servers, at the commit, what this transaction changed; of more than a notification holds, only
+    that there was something."""
     if changes == Changes():
         return
-    for part in _parts(changes):
-        payload = f"{origin} {base64.b64encode(msgspec.msgpack.encode(part)).decode()}"
-        connection.execute("SELECT pg_notify(?, ?)", (channel, payload))
+    said = base64.b64encode(msgspec.msgpack.encode(changes)).decode()
+    payload = f"{origin} {said if len(said) <= _LONGEST_SAYING else ''}"
+    connection.execute("SELECT pg_notify(?, ?)", (channel, payload))
 
 
-def _parts(changes: Changes) -> list[Changes]:
-    """The same changes in as many pieces as fit a notification each."""
-    size = 4 * len(msgspec.msgpack.encode(changes)) // 3 + 100
-    if size <= _LONGEST_PAYLOAD:
-        return [changes]
-    halves = (Changes(queued=changes.queued, keys=changes.keys, deadline=changes.deadline), Changes())
-    for name in ("finished", "groups", "runs_with_groups", "touched", "spans", "removed", "runs"):
-        values = list(dict.fromkeys(getattr(changes, name)))
-        middle = len(values) // 2
-        setattr(halves[0], name, values[:middle])
-        setattr(halves[1], name, values[middle:])
-    return [part for half in halves for part in _parts(half)]
+def scrub(url: str) -> None:
+    """Write the tables anew, so that nothing is left in their files of rows that were removed. Others wait meanwhile.
+    UnavailableError says what is in the way."""
+    try:
+        with psycopg.connect(url, autocommit=True, connect_timeout=10) as connection:
+            for table in ("rollouts", "attempts", "spans"):
+                connection.execute(f"VACUUM (FULL) {table}")
+    except psycopg.Error as error:
+        raise UnavailableError(str(error)) from None
 
 
 class Listener:
     """Hears, in a thread of its own, what other servers changed. `heard` gets their changes, and None after the
-    connection was lost for a while, or for what another release says: then anything may have changed."""
+    connection was lost for a while, or for more changes than fit a notification, or for what another release says: then
+    anything may have changed."""
 
     def __init__(self, url: str, channel: str, origin: str, heard: Callable[[Changes | None], None]) -> None:
         self._url = url

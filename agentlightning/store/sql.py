@@ -26,7 +26,6 @@ from agentlightning.store.calls import Call
 from agentlightning.store.database import Connection, DatabaseThread, Readers
 from agentlightning.store.opening import Opened, open_postgres, open_sqlite
 from agentlightning.store.redaction import redaction, text_without_secrets
-from agentlightning.store.scrubbing import scrub
 from agentlightning.store.spans import Redact
 from agentlightning.store.sqlite import Synchronous
 from agentlightning.store.transaction import Changes, Transaction
@@ -432,7 +431,13 @@ class SqlStore(LightningStore):
             remaining += further
             deleted = retention.summed(deleted, part)
         if call.scrub:
-            await asyncio.to_thread(scrub, self._address)
+            try:
+                await asyncio.to_thread(self._opened.scrub)
+            except UnavailableError as error:
+                raise UnavailableError(
+                    f"what matched was removed, but traces of it are left in the database's files: {error}. "
+                    "Ask again later"
+                ) from None
         return deleted
 
     async def _check(self, call: calls.CheckStore) -> list[str]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import time
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
-from agentlightning.errors import ConfigError, InUseError
+from agentlightning.errors import ConfigError, InUseError, UnavailableError
 from agentlightning.store import schema
 from agentlightning.store.database import Dialect, Trouble
 
@@ -177,3 +178,34 @@ def connect_memory() -> SqliteConnection:
     connection = _open(":memory:")
     _lay_out(connection)
     return connection
+
+
+# --- leaving no trace --------------------------------------------------------------------------------------------
+
+_PATIENCE_SECONDS: Final = 60.0
+_PAUSE_SECONDS: Final = 0.1
+
+
+def scrub(path: Path) -> None:
+    """Write the file anew, with what it holds now and nothing else: a database moves rows about within its pages and
+    leaves what was there before, even where it overwrites what is deleted. Others wait meanwhile.
+
+    UnavailableError says what is in the way: no space for a second copy, or a query that has been going on for long."""
+    try:
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=_PATIENCE_SECONDS)) as connection:
+            connection.execute("VACUUM")
+            _empty_log(connection)
+    except sqlite3.Error as error:
+        raise UnavailableError(str(error)) from None
+
+
+def _empty_log(connection: sqlite3.Connection) -> None:
+    """Move the write-ahead log, which holds what was written lately, into the file."""
+    give_up = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        (blocked, *_) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        if not blocked:
+            return
+        if time.monotonic() > give_up:
+            raise UnavailableError("a query that is going on needs the log of earlier writes")
+        time.sleep(_PAUSE_SECONDS)

@@ -42,12 +42,8 @@ class Changes(msgspec.Struct):
         for one in several:
             for project, count in one.queued.items():
                 whole.queued[project] = whole.queued.get(project, 0) + count
-            whole.finished += one.finished
-            whole.groups += one.groups
-            whole.touched += one.touched
-            whole.spans += one.spans
-            whole.removed += one.removed
-            whole.runs += one.runs
+            for name in ("finished", "groups", "touched", "spans", "removed", "runs"):
+                getattr(whole, name).extend(getattr(one, name))
             whole.keys = whole.keys or one.keys
             whole.set_deadline(one.deadline)
         return whole
