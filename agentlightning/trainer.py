@@ -42,8 +42,7 @@ from agentlightning.runner.hooks import Hook
 from agentlightning.runner.processes import Isolation, boot_of, usual_concurrency
 from agentlightning.runner.runner import Runner
 from agentlightning.server.app import create_app
-from agentlightning.server.holding import models_held
-from agentlightning.server.models import register_model, unregister_model
+from agentlightning.server.lending import models_held, register_model, unregister_model
 from agentlightning.server.serve import HttpServer, run_on_fastest_loop
 from agentlightning.store.base import LightningStore
 from agentlightning.store.client import LightningStoreClient

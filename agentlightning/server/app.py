@@ -27,12 +27,10 @@ from agentlightning.server.access import Access
 from agentlightning.server.dashboard import DashboardRoutes
 from agentlightning.server.events import EventRoutes
 from agentlightning.server.failures import defect, failure, refusal
-from agentlightning.server.gateway_metrics import GatewayMetrics
 from agentlightning.server.health import HealthRoutes
-from agentlightning.server.holding import HoldingRoutes
 from agentlightning.server.limits import Buckets, RateLimit
 from agentlightning.server.logs import log_request
-from agentlightning.server.metrics import ServerMetrics
+from agentlightning.server.metrics import GatewayMetrics, ServerMetrics
 from agentlightning.server.models import ModelRoutes
 from agentlightning.server.observing import Observed, label_routes
 from agentlightning.server.openapi import documentation_routes
@@ -143,8 +141,7 @@ def _parts_of(
         parts.gauges["agl_event_streams"] = "Callers that listen to events.", lambda: events.open
         beside.append(events.route())
     if gateway is not None:
-        beside += ModelRoutes(gateway.models, access, body_limit).routes()
-        beside += HoldingRoutes(gateway, access, body_limit).routes()
+        beside += ModelRoutes(gateway, access, body_limit).routes()
     models = ModelTable() if gateway is None else gateway.models
     dashboard = DashboardRoutes(store, access, body_limit, _tokenizers(store, models), models, protected=protected)
     beside += dashboard.routes()

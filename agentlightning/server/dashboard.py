@@ -22,9 +22,8 @@ from agentlightning.errors import ForbiddenError, InvalidError, NotFoundError
 from agentlightning.gateway.models import ModelTable
 from agentlightning.server.access import Access, Scope, UnauthenticatedError
 from agentlightning.server.observing import note_caller
-from agentlightning.server.rest import read_body
+from agentlightning.server.requests import asked_of, caller_of, in_json
 from agentlightning.server.sessions import require_same_origin
-from agentlightning.store import codec
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import AddSpans, Call, QueryRollouts
 from agentlightning.types import KeyScope
@@ -144,16 +143,9 @@ class DashboardRoutes:
         return answer
 
     async def _confined(self, request: Request) -> ConfinedStore:
-        scope = await self._access.scope(request.headers)
-        note_caller(request.scope, scope.name)
+        scope = await caller_of(request, self._access)
         scope.require(QueryRollouts)
         return ConfinedStore(self._store, self._access, scope)
-
-    async def _body(self, request: Request, kind: type[T]) -> T:
-        try:
-            return msgspec.json.decode(await read_body(request, self._body_limit), type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidError(f"the body is not as it should be: {error}") from None
 
     # --- sessions ---
 
@@ -169,7 +161,7 @@ class DashboardRoutes:
             scope = (await self._confined(request)).scope
         else:
             require_same_origin(request.headers)
-            key = (await self._body(request, SentKey)).key
+            key = (await asked_of(request, SentKey, self._body_limit)).key
             scope = await self._access.scope({**request.headers, "authorization": f"Bearer {key}"})
             scope.require(QueryRollouts)
             if scope == Scope():  # whoever is here needs no key, and this one is none
@@ -206,7 +198,7 @@ class DashboardRoutes:
         return await runs.prompts(store, await runs.find_run(store, _asked(request, "run")))
 
     async def _rollouts(self, store: ConfinedStore, request: Request) -> Any:
-        return await rollouts.list_rollouts(store, await self._body(request, rollouts.ListQuery))
+        return await rollouts.list_rollouts(store, await asked_of(request, rollouts.ListQuery, self._body_limit))
 
     async def _rollout(self, store: ConfinedStore, request: Request) -> Any:
         rollout = await credit.require(store, request.path_params["rollout_id"])
@@ -250,7 +242,7 @@ class DashboardRoutes:
         return await asyncio.to_thread(credit.prefix_tree, traced.traced, await self._token_bytes())
 
     async def _credit(self, store: ConfinedStore, request: Request) -> Any:
-        asked = await self._body(request, CreditAsked)
+        asked = await asked_of(request, CreditAsked, self._body_limit)
         if (asked.rollout_id is None) == (asked.group_id is None):
             raise InvalidError("give either rollout_id or group_id")
         if asked.group_id is not None:
@@ -268,12 +260,12 @@ class DashboardRoutes:
     async def _score(self, store: ConfinedStore, request: Request) -> Any:
         store.scope.require(AddSpans)
         rollout = await credit.require(store, request.path_params["rollout_id"])
-        await scores.give(store, rollout, await self._body(request, scores.Score), store.scope.name)
+        await scores.give(store, rollout, await asked_of(request, scores.Score, self._body_limit), store.scope.name)
         return (await rollouts.rows_of(store, [rollout]))[0]
 
     async def _export(self, request: Request) -> Response:
         store = await self._confined(request)
-        selection = await self._body(request, scores.Selection)
+        selection = await asked_of(request, scores.Selection, self._body_limit)
         await store.page_rollouts(selection.filter, limit=1)  # refuses what is no filter while that can be said
         about = {"content-disposition": f'attachment; filename="{selection.file_name}"'}
         return StreamingResponse(
@@ -315,7 +307,4 @@ def _whole(text: str, name: str) -> int:
 
 
 def _json(value: Any, headers: Mapping[str, str] | None = None) -> Response:
-    body = msgspec.json.encode(value, enc_hook=codec.plain)
-    return Response(
-        body, media_type="application/json", headers={**_SAFE, "cache-control": "no-store", **(headers or {})}
-    )
+    return in_json(value, headers={**_SAFE, "cache-control": "no-store", **(headers or {})})

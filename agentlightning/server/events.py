@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from agentlightning.errors import ForbiddenError, UnavailableError
 from agentlightning.server.access import Access, Scope
-from agentlightning.server.observing import note_caller
+from agentlightning.server.requests import caller_of
 from agentlightning.store.calls import QueryRollouts
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.transaction import Changes
@@ -55,14 +55,13 @@ class EventRoutes:
 
     async def _listen(self, request: Request) -> Response:
         scope = await self._admit(request)
-        note_caller(request.scope, scope.name)
         # Proxies that would hold events back (nginx) are told not to.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         return StreamingResponse(self._stream(request, scope), media_type="text/event-stream", headers=headers)
 
     async def _admit(self, request: Request) -> Scope:
         """Whoever may query rollouts may hear of them."""
-        scope = await self._access.scope(request.headers)
+        scope = await caller_of(request, self._access)
         scope.require(QueryRollouts)
         return scope
 

@@ -6,7 +6,7 @@ This module knows errors and answers; it does not know routes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from starlette.responses import Response
@@ -24,6 +24,7 @@ from agentlightning.errors import (
 from agentlightning.server.access import UnauthenticatedError
 from agentlightning.server.observing import CLIENT_GONE
 from agentlightning.store.calls import ErrorBody, ErrorReply
+from agentlightning.tracing.otlp import UnsupportedMediaError
 
 
 class TooLargeError(AgentLightningError):
@@ -34,27 +35,40 @@ class ClientGoneError(AgentLightningError):
     """The client no longer listens for the answer; its status is for the log and the metrics."""
 
 
-_STATUS: Final[Sequence[tuple[type[AgentLightningError], int, str]]] = (
-    (UnauthenticatedError, 401, "unauthenticated"),
-    (ForbiddenError, 403, "forbidden"),
-    (NotFoundError, 404, "not_found"),
-    (ConflictError, 409, "conflict"),
-    (TooLargeError, 413, "too_large"),
-    (InvalidError, 422, "invalid"),
-    (ConfigError, 422, "invalid"),
-    (UnavailableError, 503, "unavailable"),
-    (ClientGoneError, CLIENT_GONE, "client_gone"),
+class Failure(NamedTuple):
+    """How an error is told: by an HTTP status and a name; in OTLP by a status and a code of `google.rpc.Status`."""
+
+    status: int
+    name: str
+    otlp_status: int
+    code: int
+
+
+_FAILURES: Final[Sequence[tuple[type[AgentLightningError], Failure]]] = (
+    (UnauthenticatedError, Failure(401, "unauthenticated", 401, 16)),
+    (ForbiddenError, Failure(403, "forbidden", 403, 7)),
+    (NotFoundError, Failure(404, "not_found", 404, 5)),
+    (ConflictError, Failure(409, "conflict", 500, 13)),
+    (TooLargeError, Failure(413, "too_large", 413, 8)),
+    (UnsupportedMediaError, Failure(415, "unsupported_media", 415, 3)),
+    (InvalidError, Failure(422, "invalid", 400, 3)),
+    (ConfigError, Failure(422, "invalid", 500, 13)),
+    (UnavailableError, Failure(503, "unavailable", 503, 14)),
+    (ClientGoneError, Failure(CLIENT_GONE, "client_gone", 500, 13)),
 )
+_OTHER: Final = Failure(500, "error", 500, 13)
+
+
+def failure_of(error: AgentLightningError) -> Failure:
+    if isinstance(error, BackendError):
+        return _OTHER._replace(status=error.status, name="backend")
+    return next((failure for kind, failure in _FAILURES if isinstance(error, kind)), _OTHER)
 
 
 def failure(error: AgentLightningError) -> Response:
     """The answer to a call that raised `error`."""
-    if isinstance(error, BackendError):
-        return refusal(error.status, "backend", str(error))
-    for kind, status, name in _STATUS:
-        if isinstance(error, kind):
-            return refusal(status, name, str(error))
-    return refusal(500, "error", str(error))
+    how = failure_of(error)
+    return refusal(how.status, how.name, str(error))
 
 
 def defect() -> Response:

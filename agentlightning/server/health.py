@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from agentlightning.errors import AgentLightningError
 from agentlightning.server.remembered import Remembered
+from agentlightning.server.requests import in_json
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import GetResources
 
@@ -30,13 +30,13 @@ class HealthRoutes:
         return [Route("/health", self._health, methods=["GET"]), Route("/ready", self._ready, methods=["GET"])]
 
     async def _health(self, request: Request) -> Response:
-        return _json({"status": "ok"}, 200)
+        return in_json({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
         trouble = await self._trouble.get()
         if trouble is None:
-            return _json({"status": "ready"}, 200)
-        return _json({"status": "unready", "reason": trouble}, 503)
+            return in_json({"status": "ready"})
+        return in_json({"status": "unready", "reason": trouble}, 503)
 
     async def _ask(self) -> str | None:
         """What is wrong, or None."""
@@ -50,7 +50,3 @@ class HealthRoutes:
         except AgentLightningError as error:
             return str(error)
         return None
-
-
-def _json(value: dict[str, str], status: int) -> Response:
-    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")

@@ -1,4 +1,4 @@
-"""`/metrics` in Prometheus's text format: requests, what waits, what is stored, and the process itself.
+"""`/metrics` in Prometheus's text format: requests, LLM calls, what waits, what is stored, and the process itself.
 
 A registry per application and no globals. This module knows how things are counted; it does not know routes or rows.
 """
@@ -13,6 +13,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from starlette.requests import Request
@@ -20,10 +21,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agentlightning.errors import UnavailableError
+from agentlightning.gateway.app import Gateway
 from agentlightning.server.access import Access
 from agentlightning.server.logs import Finished
-from agentlightning.server.observing import note_caller
 from agentlightning.server.remembered import Remembered
+from agentlightning.server.requests import caller_of
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Statistics
 
@@ -60,9 +62,7 @@ class ServerMetrics:
 
     async def _show(self, request: Request) -> Response:
         if self._access is not None:
-            scope = await self._access.scope(request.headers)
-            scope.require(Statistics)
-            note_caller(request.scope, scope.name)
+            (await caller_of(request, self._access)).require(Statistics)
         if self._statistics is not None:
             try:
                 self._now.statistics = await self._statistics.get()
@@ -122,3 +122,32 @@ class _Now(Collector):
         yield GaugeMetricFamily("agl_spans", "Spans in the store.", value=self.statistics["spans"])
         queued = sum(self.statistics[name] for name in _QUEUED)
         yield GaugeMetricFamily("agl_queue_length", "Rollouts that wait for a worker.", value=queued)
+
+
+class GatewayMetrics(Collector):
+    """Calls by model and outcome, why calls cannot be trained on, and what nobody received or was not recorded."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def collect(self) -> Iterable[Metric]:
+        counted = self._gateway.statistics
+        yield GaugeMetricFamily("agl_gateway_running_calls", "LLM calls being answered.", value=self._gateway.running)
+        calls = CounterMetricFamily("agl_gateway_calls", "LLM calls by outcome.", labels=["model", "outcome"])
+        for (model, outcome), count in counted.calls.items():
+            calls.add_metric([model, outcome], count)
+        yield calls
+        untrainable = CounterMetricFamily(
+            "agl_gateway_untrainable_calls", "Recorded calls that must not be trained on.", labels=["reason"]
+        )
+        for reason, count in counted.untrainable.items():
+            untrainable.add_metric([reason], count)
+        yield untrainable
+        for name, meaning, count in (
+            ("retried_calls", "Calls that a client repeated because it had not heard the answer.", counted.retried),
+            ("undelivered_answers", "Answers whose client had left.", counted.undelivered),
+            ("held_calls", "Recorded calls that waited while weights were updated.", counted.held),
+            ("held_seconds", "For how long they waited in all.", counted.held_seconds),
+            ("unrecorded_calls", "Calls that were answered and not recorded.", self._gateway.shed),
+        ):
+            yield CounterMetricFamily(f"agl_gateway_{name}", meaning, value=count)

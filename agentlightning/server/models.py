@@ -1,32 +1,32 @@
-"""The gateway's model table over HTTP: a trainer in another process lends its policy to a server's gateway.
+"""The gateway's model table over HTTP: a trainer in another process lends its policy to a server's gateway, and has
+its calls held while weights are updated.
 
 `PUT /api/v1/models/NAME` registers the servers of a model under a name, `DELETE` takes it away, `GET /api/v1/models`
-lists. This module knows the table, who may change it, and who registered what.
+lists; `POST /api/v1/models/NAME/hold` lets its calls wait, `/release` lets them through, and `/weights` has its servers
+load new weights. This module knows the table, who may change it, and who registered what; the trainer's side is
+`server.lending`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from typing import Annotated, Any, Final
-from urllib.parse import quote
 
-import aiohttp
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from agentlightning.errors import ConfigError, ConflictError, InvalidError, UnavailableError
+from agentlightning.errors import ConfigError, ConflictError
+from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
 from agentlightning.gateway.backends.kinds import BackendKind, make_backend
-from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.probe import probe
 from agentlightning.gateway.replicas import Replica, Replicas, servers_of
-from agentlightning.gateway.updates import keep_versions
+from agentlightning.gateway.updates import ServerUpdate, WeightUpdate, declare_version, keep_versions, update_weights
 from agentlightning.server.access import Access
-from agentlightning.server.observing import note_caller
-from agentlightning.server.rest import read_body
-from agentlightning.store.wire import Answer, error_of
+from agentlightning.server.requests import asked_of, caller_of, in_json
 
 _HEALTH_SECONDS: Final = 2.0
 _HERE: Final = "the server itself"
@@ -111,12 +111,35 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int | None = None
 
 
-class ModelRoutes:
-    """Routes that list and change `models`; only the admin key opens them. A body above `body_limit` bytes is
-    refused."""
+class Hold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Calls wait from now on, for `seconds` unless they are released or held again before. Several may hold, each under
+    a `holder`'s name of its own."""
 
-    def __init__(self, models: ModelTable, access: Access, body_limit: int) -> None:
-        self._models = models
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 300.0
+    holder: str = "hold"
+
+
+class Release(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Calls pass again, unless another holder holds them. With a `policy_version` they are answered by the weights of
+    that version, which the caller has loaded into the model's servers."""
+
+    policy_version: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    holder: str = "hold"
+
+
+class Updated(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of each server."""
+
+    servers: list[ServerUpdate]
+
+
+class ModelRoutes:
+    """Routes that list, change, hold and update the models of `gateway`; only the admin key opens them. A body above
+    `body_limit` bytes is refused."""
+
+    def __init__(self, gateway: Gateway, access: Access, body_limit: int) -> None:
+        self._gateway = gateway
+        self._models = gateway.models
         self._access = access
         self._body_limit = body_limit
         self._owners: dict[str, str | None] = {}
@@ -128,19 +151,19 @@ class ModelRoutes:
             Route("/models", self._list, methods=["GET"]),
             Route("/models/{name:path}", self._put, methods=["PUT"]),
             Route("/models/{name:path}", self._delete, methods=["DELETE"]),
+            Route("/models/{name:path}/hold", self._hold, methods=["POST"]),
+            Route("/models/{name:path}/release", self._release, methods=["POST"]),
+            Route("/models/{name:path}/weights", self._update, methods=["POST"]),
         ]
 
     async def _list(self, request: Request) -> Response:
         await self._require_admin(request)
-        return _json(await asyncio.gather(*map(self._described, self._models)))
+        return in_json(await asyncio.gather(*map(self._described, self._models)))
 
     async def _put(self, request: Request) -> Response:
         await self._require_admin(request)
-        try:
-            asked = msgspec.json.decode(await read_body(request, self._body_limit), type=ModelRegistration)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidError(f"not a model registration: {error}") from None
-        entry = await asyncio.to_thread(_entry, str(request.path_params["name"]), asked)  # may read a tokenizer
+        asked = await asked_of(request, ModelRegistration, self._body_limit)
+        entry = await asyncio.to_thread(_entry, _name(request), asked)  # may read a tokenizer
         try:
             if asked.check and asked.trainable:
                 servers = servers_of(entry.backend)
@@ -155,22 +178,39 @@ class ModelRoutes:
             self._retire(entry)
             raise
         self._retire(replaced)
-        return _json(await self._described(entry))
+        return in_json(await self._described(entry))
 
     async def _delete(self, request: Request) -> Response:
         """Take a model away; with `?owner=…` only if it is still that owner's."""
         await self._require_admin(request)
-        name, owner = str(request.path_params["name"]), request.query_params.get("owner")
+        name, owner = _name(request), request.query_params.get("owner")
         async with self._changing:
             if owner is None or owner == self._owners.get(name):
                 self._retire(self._models.remove(name))
                 self._owners.pop(name, None)
         return Response(status_code=204)
 
+    async def _hold(self, request: Request) -> Response:
+        await self._require_admin(request)
+        asked = await asked_of(request, Hold, self._body_limit)
+        self._gateway.hold(_name(request), seconds=asked.seconds, holder=asked.holder)
+        return Response(status_code=204)
+
+    async def _release(self, request: Request) -> Response:
+        await self._require_admin(request)
+        asked = await asked_of(request, Release, self._body_limit)
+        if asked.policy_version is not None:
+            declare_version(self._gateway.entry(_name(request)), asked.policy_version)
+        self._gateway.release(_name(request), holder=asked.holder)
+        return Response(status_code=204)
+
+    async def _update(self, request: Request) -> Response:
+        await self._require_admin(request)
+        asked = await asked_of(request, WeightUpdate, self._body_limit)
+        return in_json(Updated(servers=await update_weights(self._gateway, _name(request), asked)))
+
     async def _require_admin(self, request: Request) -> None:
-        scope = await self._access.scope(request.headers)
-        note_caller(request.scope, scope.name)
-        scope.require_admin()
+        (await caller_of(request, self._access)).require_admin()
 
     async def _require_free(self, entry: ModelEntry, asked: ModelRegistration) -> None:
         """ConflictError where the name is another's whose servers live: one that has died does not come back for it,
@@ -277,60 +317,5 @@ async def _replicas(backend: Backend) -> list[ReplicaDescription]:
     ]
 
 
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-# --- the trainer's side -------------------------------------------------------------------------------------------
-
-
-async def register_model(
-    server: str, entry: ModelEntry, *, base_url: str, api_key: str | None, owner: str | None = None, check: bool = True
-) -> None:
-    """Let the gateway of `server` route `entry.name` to `base_url` (this process's endpoint), in the name of `owner`.
-
-    ConflictError where the name is another owner's, and what else the server refuses as its own error; UnavailableError
-    where it cannot be reached."""
-    asked = ModelRegistration(
-        base_url=base_url,
-        aliases=entry.aliases,
-        trainable=entry.trainable,
-        train=_registered(entry.train),
-        val=_registered(entry.val),
-        owner=owner,
-        check=check,
-    )
-    await ask("PUT", server, quote(entry.name), api_key, msgspec.json.encode(asked))
-
-
-async def unregister_model(server: str, name: str, *, api_key: str | None, owner: str | None = None) -> None:
-    """Take the model away again; nothing happens if it is gone already, or is another `owner`'s by now."""
-    query = "" if owner is None else f"?owner={quote(owner, safe='')}"
-    await ask("DELETE", server, quote(name) + query, api_key, None)
-
-
-def _registered(sampling: Sampling | None) -> RunSampling | None:
-    return None if sampling is None else msgspec.convert(sampling, RunSampling, from_attributes=True)
-
-
-async def ask(
-    method: str, server: str, path: str, api_key: str | None, body: bytes | None, *, seconds: float | None = 90.0
-) -> bytes:
-    """What `server` answers to a request about its models within `seconds`: what it refuses as its own error,
-    UnavailableError where it cannot be reached."""
-    url = f"{server.rstrip('/')}/api/v1/models/{path}"
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=10.0)  # a check takes as long as a token does
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
-            session.request(method, url, data=body, headers=headers) as answer,
-        ):
-            said = await answer.read()
-            if answer.status >= 400:
-                raise error_of(Answer(url=url, status=answer.status, content_type=answer.content_type, body=said))
-            return said
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise UnavailableError(
-            f"the server at {server} cannot be reached ({error}); is `agl server` running?"
-        ) from None
+def _name(request: Request) -> str:
+    return str(request.path_params["name"])

@@ -23,8 +23,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from agentlightning.gateway.updates import WeightUpdate
-from agentlightning.server.holding import Hold, Release, Updated
-from agentlightning.server.models import ModelDescription, ModelRegistration
+from agentlightning.server.models import Hold, ModelDescription, ModelRegistration, Release, Updated
 from agentlightning.server.rest import PREFIX
 from agentlightning.server.reward_url import REWARD_PATH
 from agentlightning.store import calls

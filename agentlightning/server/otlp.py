@@ -9,18 +9,18 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from agentlightning.errors import AgentLightningError, ForbiddenError, InvalidError, NotFoundError, UnavailableError
+from agentlightning.errors import AgentLightningError, ForbiddenError, InvalidError, NotFoundError
 from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID
-from agentlightning.server.access import Access, Scope, UnauthenticatedError
-from agentlightning.server.failures import TooLargeError
-from agentlightning.server.rest import read_body
+from agentlightning.server.access import Access, Scope
+from agentlightning.server.failures import TooLargeError, failure_of
+from agentlightning.server.requests import receive_body
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import AddSpans, QueryAttempts
 from agentlightning.tracing.otlp import JSON, PROTOBUF, UnsupportedMediaError, decode_traces, resolve
@@ -28,29 +28,6 @@ from agentlightning.types import DEFAULT_PROJECT, UNATTRIBUTED, Span
 
 _RETRY_AFTER_SECONDS: Final = 1
 _WINDOW_BITS: Final = {"gzip": 31, "deflate": 15}  # as zlib wants to be told which header to expect
-
-
-class Failure(NamedTuple):
-    """How an error is told: the HTTP status, and the code of `google.rpc.Status` that says the same."""
-
-    http: int
-    rpc: int
-
-
-_FAILURES: Final[Sequence[tuple[type[AgentLightningError], Failure]]] = (
-    (UnauthenticatedError, Failure(401, 16)),
-    (ForbiddenError, Failure(403, 7)),
-    (NotFoundError, Failure(404, 5)),
-    (TooLargeError, Failure(413, 8)),
-    (UnsupportedMediaError, Failure(415, 3)),
-    (InvalidError, Failure(400, 3)),
-    (UnavailableError, Failure(503, 14)),
-)
-_INTERNAL: Final = Failure(500, 13)
-
-
-def failure_of(error: AgentLightningError) -> Failure:
-    return next((failure for kind, failure in _FAILURES if isinstance(error, kind)), _INTERNAL)
 
 
 # --- whose a span is ---------------------------------------------------------------------------------------------
@@ -143,7 +120,7 @@ class OtlpRoutes:
         answer_type = PROTOBUF if PROTOBUF in content_type.lower() else JSON
         try:
             scope = await self._intake.admit(request.headers)
-            body = await read_body(request, self._body_limit)
+            body = await receive_body(request.receive, self._body_limit)
             encoding = request.headers.get("content-encoding", "")
             # In a thread: a large batch takes long to decode, and LLM calls go on meanwhile.
             spans = await asyncio.to_thread(_decode, body, encoding, content_type, self._body_limit)
@@ -186,13 +163,13 @@ def inflate(body: bytes, encoding: str, limit: int) -> bytes:
 def _refusal(error: AgentLightningError, answer_type: str) -> Response:
     failure = failure_of(error)
     headers = {"content-type": answer_type}
-    if failure.http == 503:
+    if failure.otlp_status == 503:
         headers["retry-after"] = str(_RETRY_AFTER_SECONDS)
     if answer_type == PROTOBUF:
-        body = _status_message(failure.rpc, str(error))
+        body = _status_message(failure.code, str(error))
     else:
-        body = msgspec.json.encode({"code": failure.rpc, "message": str(error)})
-    return Response(body, status_code=failure.http, headers=headers)
+        body = msgspec.json.encode({"code": failure.code, "message": str(error)})
+    return Response(body, status_code=failure.otlp_status, headers=headers)
 
 
 def _status_message(code: int, message: str) -> bytes:

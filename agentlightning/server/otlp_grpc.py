@@ -17,7 +17,8 @@ import grpc.aio
 
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.server.access import Access
-from agentlightning.server.otlp import Intake, failure_of
+from agentlightning.server.failures import failure_of
+from agentlightning.server.otlp import Intake
 from agentlightning.store.base import LightningStore
 from agentlightning.tracing.otlp import PROTOBUF, decode_traces
 
@@ -93,7 +94,7 @@ class OtlpGrpcServer:
             spans = await asyncio.to_thread(decode_traces, request, PROTOBUF)
             await self._intake.add(scope, spans)
         except AgentLightningError as error:
-            await _abort(context, _CODES[failure_of(error).rpc], str(error)[:_LONGEST_MESSAGE])
+            await _abort(context, _CODES[failure_of(error).code], str(error)[:_LONGEST_MESSAGE])
         except Exception:
             logger.exception("OTLP/gRPC export failed")
             await _abort(context, grpc.StatusCode.INTERNAL, "the server failed at this request; its log says why")

@@ -16,14 +16,14 @@ from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.datastructures import Headers
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.errors import AgentLightningError, InvalidError, NotFoundError, UnavailableError
 from agentlightning.server.access import Access
-from agentlightning.server.failures import ClientGoneError, TooLargeError, defect, failure, refusal
+from agentlightning.server.failures import ClientGoneError, defect, failure, refusal
 from agentlightning.server.observing import note_caller, note_route
+from agentlightning.server.requests import receive_body
 from agentlightning.store import calls, codec
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
@@ -221,26 +221,3 @@ def _decoder(kind: type[Call[Any]]) -> Callable[[Mapping[str, Any], bytes, bool]
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def receive_body(receive: Receive, limit: int) -> bytes:
-    """The whole body; TooLargeError once it exceeds `limit` bytes, ClientGoneError if the client leaves."""
-    parts: list[bytes] = []
-    size = 0
-    more = True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGoneError("the client left before its request was complete")
-        part: bytes = message.get("body", b"")
-        parts.append(part)
-        size += len(part)
-        if size > limit:
-            raise TooLargeError(f"the body is longer than the {limit} bytes this server takes; send it in parts")
-        more = message.get("more_body", False)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """`receive_body` of a request of the web framework."""
-    return await receive_body(request.receive, limit)

@@ -10,7 +10,6 @@ import hashlib
 import time
 from typing import Final
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -20,7 +19,7 @@ from agentlightning.semconv import ANNOTATION, REWARD_POSTED
 from agentlightning.server.access import UnauthenticatedError
 from agentlightning.server.failures import refusal
 from agentlightning.server.observing import note_caller
-from agentlightning.server.rest import read_body
+from agentlightning.server.requests import in_json, receive_body
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import AddSpans, FindKey
 from agentlightning.tracing.context import AttemptTracer
@@ -37,7 +36,7 @@ def reward_route(store: LightningStore) -> Route:
     async def give(request: Request) -> Response:
         rollout_id, attempt_id = await _attempt_of(store, request)
         try:
-            given = parse_reward(await read_body(request, _LONGEST))
+            given = parse_reward(await receive_body(request.receive, _LONGEST))
         except InvalidError as error:
             return refusal(400, "invalid", str(error))
         tracer = AttemptTracer(rollout_id, attempt_id)
@@ -51,7 +50,7 @@ def reward_route(store: LightningStore) -> Route:
             span_id=None if repeated is None else hashlib.sha256(repeated.encode()).hexdigest()[:16],
         )
         await store.perform(AddSpans(spans=tracer.drain()))
-        return Response(msgspec.json.encode(given._asdict()), media_type="application/json")
+        return in_json(given._asdict())
 
     return Route(REWARD_PATH, give, methods=["POST"])
 

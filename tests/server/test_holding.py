@@ -21,7 +21,7 @@ from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.updates import ServerUpdate, WeightUpdate
 from agentlightning.server.app import create_app
-from agentlightning.server.holding import hold_model, model_held, release_model, update_model
+from agentlightning.server.lending import hold_model, model_held, release_model, update_model
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
 from tests.server.conftest import until
