@@ -104,16 +104,20 @@ class SpanSpool:
         if not self._entrance.locked() and self._bytes + sum(map(len, encoded)) <= self._max_bytes:
             self._take(encoded)
             return
-        rest = deque(encoded)
+        taken = 0
         try:
             async with asyncio.timeout(self._patience), self._entrance:
-                while rest:
-                    await self._make_room(len(rest[0]))
-                    self._take(self._fitting(rest))
+                for span in encoded:
+                    while self._bytes + len(span) > self._max_bytes:
+                        self._hurried.set()
+                        self._room.clear()
+                        await self._room.wait()
+                    self._take([span])
+                    taken += 1
         except TimeoutError:
             raise UnavailableError(
-                f"{len(rest)} of {len(spans)} spans were not taken in {self._patience:g} s: {self._state()}. Its limit "
-                f"is {self._max_bytes} bytes; post them again later, or give it more room"
+                f"{len(spans) - taken} of {len(spans)} spans were not taken in {self._patience:g} s: {self._state()}. "
+                f"Its limit is {self._max_bytes} bytes; post them again later, or give it more room"
             ) from None
 
     async def flush(self, timeout: float | None = None) -> None:
@@ -174,21 +178,6 @@ class SpanSpool:
             self._filled.set()
         if len(self._held) >= self._batch_spans or self._bytes >= self._batch_bytes:
             self._hurried.set()
-
-    async def _make_room(self, size: int) -> None:
-        while self._bytes + size > self._max_bytes:
-            self._hurried.set()
-            self._room.clear()
-            await self._room.wait()
-
-    def _fitting(self, rest: deque[bytes]) -> list[bytes]:
-        """Take from `rest` what there is room for."""
-        fitting: list[bytes] = []
-        room = self._max_bytes - self._bytes
-        while rest and len(rest[0]) <= room:
-            room -= len(rest[0])
-            fitting.append(rest.popleft())
-        return fitting
 
     # --- sending ---
 

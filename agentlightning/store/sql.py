@@ -252,7 +252,7 @@ class SqlStore(LightningStore):
         return changes
 
     def _announce(self, changes: Changes) -> None:
-        """Forget what has just been changed, and wake whoever waits for it."""
+        """Forget the keys that were changed, and wake whoever waits for what has happened."""
         if changes.keys:
             self._keys = {}
         for project, count in changes.queued.items():
@@ -347,14 +347,14 @@ class SqlStore(LightningStore):
         _check_timeout(call.timeout)
         rollout_ids = list(dict.fromkeys(call.rollout_ids))
 
-        wants = set(rollout_ids)
         give_up = math.inf if call.timeout is None else _give_up(call.timeout)
         while True:
+            wants = set(rollout_ids)
             with self._finishes.waiting(wants) as waiter:
                 finished = await self._look_up(lambda tx: rollouts.terminal_among(tx, rollout_ids), len(rollout_ids))
                 wants.difference_update(rollout.rollout_id for rollout in finished)
                 remaining = give_up - time.monotonic()
-                if not wants or remaining <= 0:
+                if len(finished) == len(rollout_ids) or remaining <= 0:
                     return finished
                 await woken_within(waiter, remaining)
 
