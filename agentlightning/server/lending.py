@@ -57,12 +57,13 @@ def _registered(sampling: Sampling | None) -> RunSampling | None:
 
 async def hold_model(server: str, name: str, *, api_key: str | None, seconds: float = 300.0) -> None:
     """Let calls of the model wait at the gateway of `server`, for `seconds` unless it is released or held again."""
-    await _ask("POST", server, f"{quote(name)}/hold", api_key, Hold(seconds=seconds))
+    await _ask("POST", server, f"{quote(name)}/hold", api_key, Hold(seconds=seconds), seconds=30.0)
 
 
 async def release_model(server: str, name: str, *, api_key: str | None, policy_version: int | None = None) -> None:
     """Let them through again; see `Release`."""
-    await _ask("POST", server, f"{quote(name)}/release", api_key, Release(policy_version=policy_version))
+    asked = Release(policy_version=policy_version)
+    await _ask("POST", server, f"{quote(name)}/release", api_key, asked, seconds=30.0)
 
 
 async def update_model(server: str, name: str, update: WeightUpdate, *, api_key: str | None) -> list[ServerUpdate]:
