@@ -44,7 +44,8 @@ _ACTIVE: Final = "('preparing', 'running')"
 
 def _standing(row: Sequence[Any]) -> tuple[int, Standing]:
     """An attempt's number in the store and its standing, whose fields are in the order of the columns."""
-    return row[0], Standing(*row[1:7], _config(row[7]), *row[8:15])
+    fields = [*row[1:7], _config(row[7]), *row[8:15]]
+    return row[0], Standing(*fields)
 
 
 def load_standing(connection: Connection, rollout_id: str, attempt_id: str) -> tuple[int, Standing]:

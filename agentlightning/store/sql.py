@@ -207,7 +207,7 @@ class SqlStore(LightningStore):
             write: Any = _WRITES[kind]
             return await self._write(lambda tx: access_keys.audited(tx, call, write))
         if kind in READS:
-            read = READS[kind]
+            read: Any = READS[kind]
             reading = self._look_up if kind in _OF_ONE_ROW else self._read
             return await reading(lambda tx: read(tx, call))
         return await self._others[kind](call)
