@@ -44,7 +44,7 @@ _ACTIVE: Final = "('preparing', 'running')"
 
 def _standing(row: Sequence[Any]) -> tuple[int, Standing]:
     """An attempt's number in the store and its standing, whose fields are in the order of the columns."""
-    fields = [*row[1:7], _config(row[7]), *row[8:15]]
+    fields: list[Any] = [*row[1:7], _config(row[7]), *row[8:15]]
     return row[0], Standing(*fields)
 
 
