@@ -221,7 +221,7 @@ async def test_a_blocking_agent_is_killed_at_its_timeout_with_its_children_and_n
 
 
 async def test_an_async_agent_is_cancelled_first_and_may_clean_up(store: SqlStore) -> None:
-    (hung,) = await ran(store, *does("hang"), timeout=1.0, agent=isolated.acts_async)
+    (hung,) = await ran(store, *does("hang"), timeout=3.0, agent=isolated.acts_async)
     assert hung.status == "timeout"
     assert hung.messages() == ["begun", "cleaned up"]
 
