@@ -9,6 +9,7 @@ import json
 import resource
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,6 +28,7 @@ from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.store.sql import SqlStore
+from agentlightning.types import RolloutConfig
 from tests.gateway.full_requests import FULL_REQUESTS, requests
 from tests.gateway.talker import PLAIN, make_talker, user
 from tests.gateway.upstream import DONE, chunk
@@ -99,7 +101,8 @@ class Caller:
 def attempt_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory = tmp_path_factory.mktemp("store")
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(everything(directory)) as built:
-        attempted = portal.call(built.attempt)
+        patient = RolloutConfig(unresponsive_seconds=3600.0)  # nothing beats for it, however long this file takes
+        attempted = portal.call(partial(built.attempt, config=patient))
         yield f"{built.url}/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}"
 
 
