@@ -1,7 +1,7 @@
 """The three experiments and what is claimed of the method, over several seeds.
 
     make .venv-experiments/.setup
-    python benchmarks/experiments.py [--part tasks,claims] [--seeds 1-3] [--at-once 3] [--out runs/experiments]
+    python benchmarks/experiments.py [--part tasks,claims] [--seeds 1-3] [--at-once 2] [--out runs/experiments]
 
 `tasks`: examples/text_to_sql, multi_hop_rag and math_tools, each trained as its `train.py` does.
 `claims`: short runs of the quickstart's flight task, each with one thing changed (`_flight_variants.py`).
@@ -48,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", default="tasks,claims")
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-3"))
-    parser.add_argument("--at-once", type=int, default=3, help="runs, each of less than a core")
+    parser.add_argument("--at-once", type=int, default=2, help="runs, each of about one core")
     parser.add_argument("--only", help="names with commas: of all tasks and variants these")
     parser.add_argument("--out", type=Path, default=Path("runs/experiments"))
     arguments = parser.parse_args()
