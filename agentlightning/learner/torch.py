@@ -70,7 +70,9 @@ class TorchLearner:
         self.model = policy.model
         self.model.eval()  # no dropout: what is trained is the distribution that was sampled
         self.keeps_reference = reference
-        self.reference = copy.deepcopy(self.model) if reference and policy.adapter is None else None
+        self.reference = (
+            copy.deepcopy(self.model).requires_grad_(False) if reference and policy.adapter is None else None
+        )
         self.critic = None if critic is None else ValueModel(self.model, critic)
         self._masters, self._trained = _trained(self.model, self.critic)
         own_rate = critic.learning_rate if critic else None
