@@ -12,12 +12,17 @@ from urllib.parse import unquote_to_bytes
 from agentlightning.tracing.dialects import items, json_of, mapping
 
 _MARKS: Final = ('"image', '_image"', '_screenshot"')  # texts with an image hold one of these
+_LONGEST_MARK: Final = max(map(len, _MARKS))
 
 
-def image_references(messages: str | None) -> tuple[str, ...]:
+def image_references(messages: str | None, without: str = "") -> tuple[str, ...]:
     """References of the images in a request's messages (JSON), in order: a URL or file id as it is, of inline data
-    `sha256:<hex>;<media type>` of its bytes."""
-    if messages is None or not any(map(messages.__contains__, _MARKS)):
+    `sha256:<hex>;<media type>` of its bytes. `without` are messages that hold none: in messages that go on from these
+    only the rest is looked through."""
+    if messages is None:
+        return ()
+    start = max(0, len(without) - _LONGEST_MARK) if messages.startswith(without[:-1]) else 0
+    if all(messages.find(mark, start) < 0 for mark in _MARKS):
         return ()
     return tuple(reference for message in items(json_of(messages)) for reference in _references(message))
 

@@ -167,6 +167,7 @@ def _sort_calls(spans: Sequence[Span], steps: Sequence[Step], given: GivenReward
     tools = tool_statuses(steps)
     pattern = None if calls.agents is None else agent_pattern(calls.agents)
     incomplete, discarded = _lacks_a_call(spans), discarded_calls(spans)
+    plain = ""  # the latest messages without images
     for span in sorted((one for one in spans if one.span_id in names and _samples(one)), key=call_order):
         agent = names[span.span_id]
         reasons = list(_call_reasons(span, calls, incomplete=incomplete, discarded=call_index(span) in discarded))
@@ -175,7 +176,9 @@ def _sort_calls(spans: Sequence[Span], steps: Sequence[Step], given: GivenReward
         transition = None
         if span.tokens is not None and all(map(calls.keeps, reasons)):
             said, earned = tuple(tools.get(span.span_id, ())), given.of_calls.get(span.span_id)
-            images = image_references(dialects.text_of(span, semconv.GEN_AI_INPUT_MESSAGES))
+            messages = dialects.text_of(span, semconv.GEN_AI_INPUT_MESSAGES)
+            images = image_references(messages, plain)
+            plain = plain if images else messages or ""
             transition = _transition(span, span.tokens, agent.name, said, earned, images)
             reasons += _token_reasons(transition, calls)
         against = next((reason for reason in reasons if not calls.keeps(reason)), None)
@@ -300,5 +303,7 @@ def _expand(choice: SampledChoice) -> IntArray:
     """Run-length versions → one per token; ((3, 2), (4, 1)) → [3, 3, 4]. Unknown versions are −1."""
     if not choice.versions or sum(count for _, count in choice.versions) != len(choice.token_ids):
         return np.full(len(choice.token_ids), -1, np.int32)
+    if len(choice.versions) == 1:
+        return np.full(len(choice.token_ids), choice.versions[0][0], np.int32)
     versions, counts = zip(*choice.versions, strict=True)
     return np.repeat(np.array(versions, np.int32), counts)

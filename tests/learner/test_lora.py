@@ -96,8 +96,8 @@ async def test_new_weights_are_served_whether_or_not_the_engine_is_held(tokenize
     try:
         for version in (1, 2):
             one.step(batch(), Loss())
-            async with served.exclusive() if version == 1 else nullcontext():
-                await served.update_weights(version)
+            async with served.service.exclusive() if version == 1 else nullcontext():
+                await served.service.update_weights(version)
             torch.testing.assert_close(logits(served.model), logits(one.model), atol=1e-5, rtol=0)
     finally:
         served.service.close()
