@@ -88,6 +88,7 @@ async def main() -> None:
     notes: list[str] = []
     run = await store.start_run("grpo", {"config": CONFIG}, run_id="run-1")
     await train(store, run, True, notes)
+    await asyncio.sleep(1.0)  # W&B names its folder by the second and the run: the second part would replace the first
     await train(store, run, False, notes)
     await store.close()
     print(json.dumps({"tensorboard": of_tensorboard(), "mlflow": of_mlflow(), "wandb": of_wandb(), "notes": notes}))
