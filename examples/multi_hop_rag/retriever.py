@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import mmap
 import re
 import sys
 import zlib
@@ -55,18 +56,18 @@ STOPWORDS = frozenset(STOPWORDS_EN)
 
 
 class Passages:
-    """Texts in a file, found by number: only where each begins is kept in memory."""
+    """Texts in a file, found by number, by any number of threads: nothing of them is kept in memory."""
 
     def __init__(self, folder: Path) -> None:
-        self.file = (folder / "passages.jsonl").open("rb")
+        with (folder / "passages.jsonl").open("rb") as file:
+            self.lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.starts = np.load(folder / "starts.npy", mmap_mode="r")
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self.starts) - 1
 
     def __getitem__(self, number: int) -> str:
-        self.file.seek(int(self.starts[number]))
-        return json.loads(self.file.readline())
+        return json.loads(self.lines[self.starts[number] : self.starts[number + 1]])
 
     def __iter__(self) -> Iterator[str]:
         return map(self.__getitem__, range(len(self)))
@@ -116,7 +117,7 @@ def write_bm25(texts: Iterable[str], folder: Path) -> None:
             ends.append(ends[-1] + len(numbered))
     if len(ends) == 1:
         raise ValueError("there are no passages to make an index of")
-    np.save(folder / "starts.npy", np.array(starts[:-1], np.int64))
+    np.save(folder / "starts.npy", np.array(starts, np.int64))
     index = bm25s.BM25()
     index.index(Tokenized(TokenIds(flat, np.array(ends[1:])), vocabulary), show_progress=False)  # type: ignore
     index.save(folder / "bm25", show_progress=False)
