@@ -10,6 +10,7 @@ import base64
 import functools
 import hashlib
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -50,6 +51,19 @@ _SETTINGS: Final = {
     "tcp_user_timeout": 30_000,
 }
 """What a store's URL need not say."""
+_MARKS: Final = "commit of "
+_MARK: Final = """
+INSERT INTO meta (name, value) SELECT %s, %s WHERE pg_current_xact_id_if_assigned() IS NOT NULL
+ON CONFLICT (name) DO UPDATE SET value = excluded.value
+"""
+"""What a transaction leaves if it wrote anything: its time in nanoseconds, under its connection's name."""
+_LAST_MARK: Final = """
+INSERT INTO meta (name, value) VALUES (%s, '0') ON CONFLICT (name) DO UPDATE SET value = meta.value RETURNING value
+"""
+"""Waits for a transaction that is still at its commit."""
+_OLD_MARKS: Final = """
+DELETE FROM meta WHERE name LIKE ? AND extract(epoch FROM now()) - encode(value, 'escape')::float8 / 1e9 > 86400
+"""
 _log: Final = logging.getLogger(__name__)
 
 
@@ -65,6 +79,7 @@ class PostgresConnection:
         self._writing = writing
         # A commit that is not waited for survives the death of the server, not a power cut, as NORMAL promises.
         self._options = "-c synchronous_commit=off" if synchronous == "NORMAL" else ""
+        self._name = f"{_MARKS}{secrets.token_hex(8)}"
         self._raw = _connect(url, self._options)
         self._lost_since: float | None = None
 
@@ -76,36 +91,38 @@ class PostgresConnection:
         return self._raw.execute(_translated(sql), parameters)  # pyright: ignore[reportArgumentType]
 
     def settle(self) -> None:
-        """Commit. Where the connection is lost meanwhile, the database is asked what became of the transaction."""
-        number = None
-        if self._writing:
-            (number,) = self._raw.execute("SELECT pg_current_xact_id_if_assigned()::text").fetchone() or (None,)
+        """Commit. Where the connection is lost meanwhile, the database is asked whether this transaction's mark is
+        there. (Its number would not tell: a killed server gives those that it has forgotten to others.)"""
+        mark = self._leave_mark() if self._writing else None
         try:
             self._raw.execute("COMMIT")
         except psycopg.Error as error:
-            if number is None or self.trouble(error) != "lost":
+            if mark is None or self.trouble(error) != "lost":
                 raise
-            if not self._was_committed(number):
+            if not self._was_committed(mark):
                 self._raw.close()  # nothing was stored: the same as if it had been lost before
                 raise
 
-    def _was_committed(self, number: str) -> bool:
+    def _leave_mark(self) -> bytes | None:
+        mark = str(time.time_ns()).encode()
+        return mark if self._raw.execute(_MARK, (self._name, mark)).rowcount else None
+
+    def _was_committed(self, mark: bytes) -> bool:
         give_up = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < give_up:
             try:
                 self.revive()
-                (status,) = self._raw.execute("SELECT pg_xact_status(%s::xid8)", (number,)).fetchone() or (None,)
-            except psycopg.errors.InvalidParameterValue:
-                return False  # "in the future": the server died before anything of it was written, and has forgotten it
+                with self._raw.transaction():
+                    self._raw.execute(f"SET LOCAL lock_timeout = '{_PATIENCE_SECONDS:.0f}s'")
+                    (last,) = self._raw.execute(_LAST_MARK, (self._name,)).fetchone() or (b"",)
+                return bytes(last) == mark
+            except psycopg.errors.LockNotAvailable:
+                break
             except psycopg.Error as error:
                 if self.trouble(error) != "lost":
                     raise
-                continue
             except UnavailableError:
                 break
-            if status != "in progress":
-                return status == "committed"
-            time.sleep(_PAUSE_SECONDS)
         raise UnavailableError(
             "PostgreSQL was lost at a commit, and it is not known whether it was stored; repeat it with the same ids"
         )
@@ -165,6 +182,8 @@ def open_database(url: str, synchronous: Synchronous, *, writing: bool = True) -
         connection.execute("BEGIN")
         connection.execute("SELECT pg_advisory_xact_lock(?)", (_LOCK,))
         _lay_out(connection)
+        if writing:
+            connection.execute(_OLD_MARKS, (f"{_MARKS}%",))
         connection.execute("COMMIT")
     except psycopg.Error as error:
         lost = connection.trouble(error) == "lost"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psycopg
 import pytest
 from anyio import to_thread
 
@@ -114,15 +116,99 @@ async def test_postgresql_killed_and_restarted_under_load_loses_and_doubles_noth
         assert sorted(storm.feed) == sorted(storm.ended)
 
 
-def test_a_transaction_that_a_dead_server_has_forgotten_was_not_committed(postgres_database):
-    connection = PostgresConnection(postgres_database, "FULL")
+async def test_a_forgotten_transaction_is_not_taken_for_another_that_got_its_number(
+    postgres_server: PostgresServer, postgres_database
+):
+    with database(postgres_database) as one:
+        begin(one, "forgotten")
+        number = transaction_number(one)
+        forgotten = one._leave_mark()
+        await to_thread.run_sync(postgres_server.kill)
+        await to_thread.run_sync(postgres_server.start)
+        with database(postgres_database) as other:
+            numbers = [0]
+            while numbers[-1] < number:
+                begin(other, f"kept {len(numbers)}")
+                numbers.append(transaction_number(other))
+                other.settle()
+        one.close()
+        assert not one._was_committed(forgotten)
+        assert set(workers_in(one)) == {f"kept {i}" for i in range(1, len(numbers))}
+
+
+async def test_a_commit_whose_connection_is_cut_is_waited_for_and_not_done_again(postgres_database):
+    with database(postgres_database) as connection:
+        connection.execute(SLOW_COMMIT)
+        begin(connection, "slow")
+        settling = asyncio.create_task(to_thread.run_sync(connection.settle))
+        await asyncio.sleep(0.2)
+        assert not settling.done()
+        with socket.socket(fileno=os.dup(connection._raw.fileno())) as wire:
+            wire.shutdown(socket.SHUT_RDWR)
+        async with asyncio.timeout(30):
+            await settling
+        assert workers_in(connection) == ["slow"]
+
+
+async def test_a_commit_that_was_undone_while_its_connection_was_cut_is_known_to_be(postgres_database):
+    with database(postgres_database) as connection, database(postgres_database) as other:
+        connection.execute(SLOW_COMMIT)
+        begin(connection, "slow")
+        settling = asyncio.create_task(to_thread.run_sync(connection.settle))
+        await asyncio.sleep(0.2)
+        other.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query = 'COMMIT' AND state = 'active'"
+        )
+        with pytest.raises(psycopg.errors.AdminShutdown):
+            await settling
+        assert workers_in(other) == []
+
+
+def test_marks_of_servers_that_are_long_gone_are_removed(postgres_database):
+    with database(postgres_database) as old, database(postgres_database) as late:
+        begin(old, "old")
+        old.settle()
+        old.execute("UPDATE meta SET value = '1000' WHERE name LIKE 'commit of %%'")
+        begin(late, "late")
+        late.settle()
+        with database(postgres_database) as new:
+            marks = "SELECT COUNT(*) FROM meta WHERE name LIKE 'commit of %%'"
+            assert new.execute(marks).fetchone() == (1,)
+            begin(old, "again")
+            old.settle()
+            assert new.execute(marks).fetchone() == (2,)
+
+
+SLOW_COMMIT = """
+CREATE FUNCTION linger() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(1); RETURN NULL; END';
+CREATE CONSTRAINT TRIGGER lingering AFTER INSERT ON workers DEFERRABLE INITIALLY DEFERRED
+    FOR EACH ROW WHEN (NEW.worker_id = 'slow') EXECUTE FUNCTION linger();
+"""
+
+
+@contextlib.contextmanager
+def database(url: str) -> Iterator[PostgresConnection]:
+    connection = postgres.open_database(url, "FULL")
     try:
-        (now,) = connection.execute("SELECT pg_current_xact_id()::text").fetchone()
-        connection.settle()
-        assert connection._was_committed(now)
-        assert not connection._was_committed(str(int(now) + 1_000_000))
+        yield connection
     finally:
         connection.close()
+
+
+def begin(connection: PostgresConnection, worker: str) -> None:
+    connection.execute("BEGIN")
+    connection.execute(
+        "INSERT INTO workers (worker_id, last_heartbeat_time, heartbeat_stats) VALUES (?, 0, '')", (worker,)
+    )
+
+
+def transaction_number(connection: PostgresConnection) -> int:
+    return connection.execute("SELECT pg_current_xact_id()::text::bigint").fetchone()[0]
+
+
+def workers_in(connection: PostgresConnection) -> list[str]:
+    connection.revive()
+    return [name for (name,) in connection.execute("SELECT worker_id FROM workers")]
 
 
 async def test_who_waits_is_woken_by_another_server_after_postgresql_was_restarted(
