@@ -53,6 +53,11 @@ async def traced(task: dict[str, Any], llm: agl.LLM) -> float:
 
 
 @agl.rollout
+async def traced_if_asked(task: dict[str, Any], llm: agl.LLM) -> float:
+    return await (traced if task["spans"] else bare).function(task, llm)
+
+
+@agl.rollout
 async def traced_by_sdk(task: dict[str, Any], llm: agl.LLM) -> float:
     """The same, with spans of OpenTelemetry's SDK."""
     from opentelemetry import trace

@@ -1,5 +1,6 @@
-"""The least that such a gateway can be made of: uvicorn takes a request, aiohttp forwards it, SQLite keeps it durably
-before the answer goes back, and of the answer as many bytes as its ids and logprobs take. Nothing is parsed.
+"""The least that such a gateway can be made of: uvicorn takes a request, aiohttp forwards it, SQLite keeps it and, of
+its answer, as many bytes as ids and logprobs take. Nothing is parsed. Under `/captured` it is durable before the end of
+the answer goes back; under `/queued` the answer does not wait for that.
 
     python benchmarks/_floor.py UPSTREAM FILE        prints where it listens
 """
@@ -55,7 +56,7 @@ class Floor:
     """The ASGI application."""
 
     def __init__(self, upstream: str, file: str) -> None:
-        self._url = f"{upstream}/chat/completions"
+        self._upstream = upstream
         self._keeper = Keeper(file)
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
@@ -66,12 +67,28 @@ class Floor:
             message = await receive()
             body += message["body"]
             more = message["more_body"]
-        async with self._session.post(self._url, data=body, headers={"content-type": "application/json"}) as response:
-            answer = await response.read()
-        await self._keeper.keep(body, answer[:KEPT])
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(answer))]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": answer})
+        _, way, path = scope["path"].split("/", 2)
+        headers = {"content-type": "application/json"}
+        async with self._session.post(f"{self._upstream}/{path}", data=body, headers=headers) as response:
+            if streamed := response.content_type == "text/event-stream":
+                await send(_start(response.content_type))
+                answer = b""
+                async for part in response.content.iter_any():
+                    answer += part
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+            else:
+                answer = await response.read()
+        kept = self._keeper.keep(body, answer[:KEPT])
+        if way == "captured":
+            await kept
+        if not streamed:
+            await send(_start(response.content_type, (b"content-length", b"%d" % len(answer))))
+        await send({"type": "http.response.body", "body": b"" if streamed else answer})
+
+
+def _start(content_type: str, *headers: tuple[bytes, bytes]) -> dict[str, Any]:
+    told = [(b"content-type", content_type.encode()), *headers]
+    return {"type": "http.response.start", "status": 200, "headers": told}
 
 
 async def main(upstream: str, file: str) -> None:

@@ -91,7 +91,7 @@ async def world(directory: Path) -> AsyncGenerator[World]:
         upstream = stack.enter_context(process([HERE / "_upstream.py"], others, directory / "upstream.log"))
         command = ["-m", "agentlightning.cli.main", "server", "--port", "0", "--store", directory / "store.db"]
         gateway = stack.enter_context(process(command, ours, directory / "gateway.log"))
-        command = [HERE / "_floor.py", f"{upstream.url}/at-once/v1", directory / "floor.db"]
+        command = [HERE / "_floor.py", upstream.url, directory / "floor.db"]
         floor = stack.enter_context(process(command, ours, directory / "floor.log"))
         os.sched_setaffinity(0, {others})
         async with client_of(gateway) as store, aiohttp.ClientSession() as session:
@@ -117,6 +117,11 @@ def body(pace: str, *, stream: bool, exact: bool = False) -> bytes:
 
 def direct(world: World, pace: str, *, stream: bool) -> bytes:
     return post(f"{world.upstream.url}/{pace}/v1/chat/completions", body(pace, stream=stream, exact=True))
+
+
+def floor(world: World, way: str, pace: str, *, stream: bool) -> bytes:
+    path = f"{way}/{pace}/v1/chat/completions"
+    return post(f"{world.floor.url}/{path}", body(pace, stream=stream, exact=True))
 
 
 def unattributed(world: World, pace: str, *, stream: bool) -> bytes:
@@ -205,8 +210,8 @@ async def throughput(world: World, seconds: float) -> dict[str, dict[str, float]
         requests = [direct(world, "at-once", stream=stream)] * 32
         figures[f"{kind}, direct, 32 open"] = await measure(world, call_for(seconds, world.upstream.url, requests))
         if not stream:
-            floor = [post(f"{world.floor.url}/", body("at-once", stream=False, exact=True))] * 32
-            figures["whole, floor, 32 open"] = await measure(world, call_for(seconds, world.floor.url, floor))
+            requests = [floor(world, "captured", "at-once", stream=False)] * 32
+            figures["whole, floor, 32 open"] = await measure(world, call_for(seconds, world.floor.url, requests))
         requests = [unattributed(world, "at-once", stream=stream)] * 32
         figures[f"{kind}, queued, 32 open"] = await measure(world, call_for(seconds, world.gateway.url, requests))
         for open_calls in OPEN_CALLS[: 1 if stream else None]:
@@ -222,8 +227,9 @@ async def throughput(world: World, seconds: float) -> dict[str, dict[str, float]
 
 
 async def latency(world: World) -> dict[str, dict[str, float]]:
-    """What one call at a time takes directly, and how much longer through the gateway, queued and captured, in
-    turn: milliseconds to the whole answer, and to the first byte of a stream whose end comes 2 ms later."""
+    """What one call at a time takes directly, and how much longer through the gateway and its floor, queued and
+    captured, in turn: milliseconds to the whole answer, and to the first byte of a stream whose end comes 2 ms later.
+    """
     figures: dict[str, dict[str, float]] = {}
     async with attempts(world.store, 1) as [rollout]:
         for pace, stream in (("at-once", False), ("first-token", True)):
@@ -231,6 +237,8 @@ async def latency(world: World) -> dict[str, dict[str, float]]:
                 "direct": (world.upstream, direct(world, pace, stream=stream)),
                 "queued": (world.gateway, unattributed(world, pace, stream=stream)),
                 "captured": (world.gateway, attributed(world, rollout, pace, stream=stream)),
+                "floor, queued": (world.floor, floor(world, "queued", pace, stream=stream)),
+                "floor, captured": (world.floor, floor(world, "captured", pace, stream=stream)),
             }
             made = {way: Calls() for way in ways}
             callers = [await connect(server.url, request, made[way]) for way, (server, request) in ways.items()]

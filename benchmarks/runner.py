@@ -42,6 +42,7 @@ AGENTS: Final = {  # what is measured: (agent, tracer)
     "three calls by the OpenAI SDK": ("openai_sdk", "light"),
 }
 STARTS: Final = 30
+ALONE: Final = 400
 _FLOOR: Final = """
 import asyncio, sys, time
 import uvloop
@@ -66,13 +67,15 @@ uvloop.run(main())
 
 
 @contextlib.contextmanager
-def runner(agent: str, tracer: str, server: Server, directory: Path) -> Generator[Server]:
+def runner(
+    agent: str, tracer: str, server: Server, directory: Path, concurrency: int = CONCURRENCY
+) -> Generator[Server]:
     """`agl runner` on the first core, until the end of the block."""
     log = directory / f"runner-{agent}-{tracer}.log"
     command = [sys.executable, "-m", "agentlightning.cli.main", "runner", f"{HERE}/_agents.py:{agent}", "--server"]
     with log.open("wb") as output:
         running = subprocess.Popen(
-            [*command, server.url, "--concurrency", str(CONCURRENCY), "--tracer", tracer], stdout=output, stderr=output
+            [*command, server.url, "--concurrency", str(concurrency), "--tracer", tracer], stdout=output, stderr=output
         )
     os.sched_setaffinity(running.pid, {CORES[0]})
     try:
@@ -142,6 +145,22 @@ async def starts(server: Server, store: LightningStoreClient, directory: Path) -
     return {"p50 ms": statistics.median(waited), "p95 ms": cuts[18]}
 
 
+async def alone(server: Server, store: LightningStoreClient, directory: Path) -> dict[str, float]:
+    """Milliseconds that an attempt takes, one at a time, without and with a span of ours around each call, in turn."""
+    taken: dict[bool, list[float]] = {False: [], True: []}
+    with runner("traced_if_asked", "light", server, directory, concurrency=1):
+        inputs = [{"question": "?", "spans": number % 2 == 1} for number in range(ALONE + 40)]
+        rollouts = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=one) for one in inputs])
+        ended = await store.wait_for_rollouts([rollout.rollout_id for rollout in rollouts], timeout=120)
+        assert all(rollout.status == "succeeded" for rollout in ended) and len(ended) == len(rollouts)
+    for one, rollout in list(zip(inputs, rollouts, strict=True))[40:]:
+        [attempt] = await store.query_attempts(rollout.rollout_id)
+        assert attempt.end_time is not None
+        taken[bool(one["spans"])].append(1000 * (attempt.end_time - attempt.start_time))
+    without, traced = (statistics.median(times) for times in taken.values())
+    return {"p50 ms": without, "with spans, p50 ms": traced, "added, %": 100 * (traced / without - 1)}
+
+
 def imported() -> dict[str, float]:
     """`import agentlightning`: the median of ten in processes of their own, and what it has resident; the packages
     that an agent's environment gets with it."""
@@ -189,6 +208,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, dict[str, object]]:
                     rounds[part].append(figures)
                 rounds["floor: the calls alone"].append(floor(server, arguments.rollouts))
                 rounds["first line of the agent after enqueuing"].append(await starts(server, store, directory))
+                rounds["one rollout at a time"].append(await alone(server, store, directory))
                 rounds["agentlightning in an agent's environment"].append(imported())
     return {part: dict(median(several)) for part, several in rounds.items()}
 

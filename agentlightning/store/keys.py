@@ -38,7 +38,9 @@ def sign(secret: bytes, rollout_id: str, attempt_id: str, *, rewards: bool = Fal
 
 
 def verify(secret: bytes, api_key: str) -> AttemptKey | None:
-    """What a key says that `secret` signed, else None. Takes the same time for any wrong key."""
+    """What a key says that `secret` signed, else None. Takes the same time for any wrong key of this form."""
+    if not api_key.startswith(PREFIX):
+        return None  # an agent's placeholder
     head, _, signature = api_key.removeprefix(PREFIX).partition(".")
     try:
         ids, given = _bytes(head), _bytes(signature)
@@ -61,6 +63,8 @@ def sign_worker(secret: bytes, worker_id: str) -> str:
 
 def verify_worker(secret: bytes, api_key: str) -> str | None:
     """The worker whose key that is, None for one that `secret` did not sign."""
+    if not api_key.startswith(_WORKER):
+        return None
     try:
         worker_id = _bytes(api_key.removeprefix(_WORKER).partition(".")[0]).decode()
     except ValueError:

@@ -32,6 +32,7 @@ from agentlightning.store.transaction import Changes, Transaction
 from agentlightning.store.waiting import Alarm, Subscribers, Waiters, woken_within
 from agentlightning.types import (
     ApiKey,
+    Attempt,
     AttemptedRollout,
     Credential,
     Deleted,
@@ -46,6 +47,7 @@ T = TypeVar("T")
 LEASE_SECONDS: Final = 30.0
 _RETRY_SECONDS: Final = 1.0
 _FEW: Final = 8  # rows
+_KNOWN: Final = 10_000  # attempts
 _REMOVE_SECRETS: Final = redaction("full")
 _log: Final = logging.getLogger(__name__)
 
@@ -91,7 +93,6 @@ READS: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
     calls.QueryKeys: access_keys.query_keys,
     calls.QueryAudit: access_keys.query_audit,
 }
-_OF_ONE_ROW: Final = (calls.GetRollout, calls.GetLatestAttempt)
 
 
 class SqlStore(LightningStore):
@@ -119,6 +120,8 @@ class SqlStore(LightningStore):
         self._alarm = Alarm()
         self._subscribers: Subscribers[Changes] = Subscribers()
         self._keys: dict[str, ApiKey] = {}  # issued ones that were shown to be valid, by secret
+        self._latest: dict[str, Attempt] = {}  # by rollout
+        self._announced = 0
         self._closed = False
         self._watchdog: asyncio.Task[None] | None = None
         self._others: Mapping[type[Call[Any]], Callable[[Any], Awaitable[Any]]] = {
@@ -131,6 +134,8 @@ class SqlStore(LightningStore):
             calls.DeleteRollouts: self._delete_rollouts,
             calls.CheckStore: self._check,
             calls.FindKey: self._find_key,
+            calls.GetRollout: lambda call: self._look_up(lambda tx: rollouts.get_rollout(tx, call)),
+            calls.GetLatestAttempt: self._get_latest_attempt,
         }
         self._writer = DatabaseThread(
             opened.writing, "agl-store-writer", begin=opened.begin, settle=self._settle, committed=self._announce
@@ -203,14 +208,13 @@ class SqlStore(LightningStore):
 
     async def perform(self, call: Call[T]) -> T:
         kind = type(call)
+        if kind in self._others:
+            return await self._others[kind](call)
         if kind in _WRITES:
             write: Any = _WRITES[kind]
             return await self._write(lambda tx: access_keys.audited(tx, call, write))
-        if kind in READS:
-            read: Any = READS[kind]
-            reading = self._look_up if kind in _OF_ONE_ROW else self._read
-            return await reading(lambda tx: read(tx, call))
-        return await self._others[kind](call)
+        read: Any = READS[kind]
+        return await self._read(lambda tx: read(tx, call))
 
     def events(self) -> AbstractContextManager[asyncio.Queue[Changes | None]]:
         """What commits change, as it happens; None where some were missed. For a `with` statement."""
@@ -252,9 +256,12 @@ class SqlStore(LightningStore):
         return changes
 
     def _announce(self, changes: Changes) -> None:
-        """Forget the keys that were changed, and wake whoever waits for what has happened."""
+        """Forget what was changed, and wake whoever waits for what has happened."""
+        self._announced += 1
         if changes.keys:
             self._keys = {}
+        for rollout_id in (*changes.touched, *changes.removed):
+            self._latest.pop(rollout_id, None)
         for project, count in changes.queued.items():
             self._queued.wake(lambda wants, project=project: wants in (None, project), count)
         if changes.finished:
@@ -390,6 +397,19 @@ class SqlStore(LightningStore):
         kept = [span for span in map(self._redact, call.spans) if span is not None]
         redacted = msgspec.structs.replace(call, spans=kept)
         return await self._write(lambda tx: access_keys.audited(tx, redacted, retention.import_rollout))
+
+    async def _get_latest_attempt(self, call: calls.GetLatestAttempt) -> Attempt | None:
+        """The gateway asks before every call of an agent: what nobody has touched since is known."""
+        found = None if self._closed else self._latest.get(call.rollout_id)
+        if found is None:
+            announced = self._announced
+            found = await self._look_up(lambda tx: attempts.get_latest_attempt(tx, call))
+            # Other servers say what they touched only after it happened.
+            if found is not None and announced == self._announced and not self._opened.shared:
+                if len(self._latest) >= _KNOWN:
+                    self._latest.clear()
+                self._latest[call.rollout_id] = found
+        return found
 
     async def _find_key(self, call: calls.FindKey) -> Credential | None:
         holder = keys.verify(self._opened.secret, call.api_key)

@@ -27,6 +27,8 @@ from agentlightning.types import Attributes, Span, SpanStatus
 
 logger = logging.getLogger(__name__)
 
+_NOTHING = nullcontext()
+
 
 class AttemptTracer:
     """Collects the spans of one attempt. Safe to record from any thread.
@@ -99,7 +101,7 @@ class AttemptTracer:
 
     def entered(self, parent_id: str | None) -> AbstractContextManager[None]:
         """Around code whose spans are to be children of `parent_id`, or of none."""
-        return nullcontext()
+        return _NOTHING
 
     def enclosing(self, parent_id: str | None) -> str | None:
         """The span around the running code, where `parent_id` is the innermost operation around it."""
@@ -137,7 +139,10 @@ _current: ContextVar[Binding | None] = ContextVar("agentlightning_attempt", defa
 def current_binding() -> Binding | None:
     """The binding of the running code, or None outside a rollout."""
     binding = _current.get()
-    return None if binding is None else Binding(binding.tracer, binding.tracer.enclosing(binding.parent_id))
+    if binding is None:
+        return None
+    parent_id = binding.tracer.enclosing(binding.parent_id)
+    return binding if parent_id == binding.parent_id else Binding(binding.tracer, parent_id)
 
 
 def require_binding(what: str) -> Binding:
@@ -189,7 +194,7 @@ def recording(rollout_id: str = "recording", attempt_id: str = "recording-1") ->
 
 def new_span_id() -> str:
     """16 hexadecimal digits, never all zero, as OpenTelemetry wants them."""
-    return f"{_span_ids.randrange(1, 1 << 64):016x}"
+    return f"{_span_ids.getrandbits(64) or 1:016x}"
 
 
 # Not the global generator: agents seed that one, and equal seeds would give equal span ids within an attempt.
