@@ -329,7 +329,7 @@ async def test_a_program_past_its_timeout_is_ended_with_all_its_kin_though_they_
     store: SqlStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentlightning.runner.executable.GRACE_SECONDS", 0.2)
-    rollout = await store.enqueue_rollout("hi", config=RolloutConfig(timeout_seconds=0.5))
+    rollout = await store.enqueue_rollout("hi", config=RolloutConfig(timeout_seconds=1.5))
     async with running(Runner(store, command(f"{script(tmp_path, FORKING)} {tmp_path} stay"))):
         parent, child = await pids_in(tmp_path)
         (ended,) = await store.wait_for_rollouts([rollout.rollout_id], timeout=20)
@@ -341,7 +341,7 @@ async def test_a_program_past_its_timeout_is_ended_with_all_its_kin_though_they_
 
 
 async def test_a_program_that_stops_at_sigterm_may_still_say_goodbye(store: SqlStore) -> None:
-    rollout = await store.enqueue_rollout("hi", config=RolloutConfig(timeout_seconds=0.3))
+    rollout = await store.enqueue_rollout("hi", config=RolloutConfig(timeout_seconds=1.0))
     async with running(Runner(store, command("sh -c 'trap \"echo bye; exit 0\" TERM; sleep 600 & wait'"))):
         await store.wait_for_rollouts([rollout.rollout_id], timeout=20)
     spans = await store.query_spans(rollout.rollout_id)
