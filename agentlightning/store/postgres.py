@@ -113,7 +113,7 @@ class PostgresConnection:
             try:
                 self.revive()
                 with self._raw.transaction():
-                    self._raw.execute(f"SET LOCAL lock_timeout = '{_PATIENCE_SECONDS:.0f}s'")
+                    self._raw.execute("SET LOCAL lock_timeout = '10s'")
                     (last,) = self._raw.execute(_LAST_MARK, (self._name,)).fetchone() or (b"",)
                 return bytes(last) == mark
             except psycopg.errors.LockNotAvailable:
