@@ -34,7 +34,7 @@ EXAMPLE = load_flight_example()
 
 import agent  # noqa: E402  (of the flight example, which the line above makes importable)
 
-STEPS: Final = 12
+STEPS: Final = 10
 COMMON: Final[dict[str, Any]] = {
     "name": "grpo",
     "steps": STEPS,
@@ -68,7 +68,6 @@ VARIANTS: Final = {
     "discounted": Variant(DR_GRPO | {"returns": "discounted"}),
     "air": Variant(DR_GRPO | {"returns": "air", "returns_options": {"alpha": 0.2, "tool_weights": USEFUL}}),
     "air_dense": Variant(DR_GRPO | {"returns": "air_dense", "returns_options": {"tool_weights": USEFUL}}),
-    "last call only": Variant(DR_GRPO | {"returns": "air_dense", "returns_options": {"tool_weights": {}}}),
     "tree credit": Variant({"returns": "tree", "baseline": "none"}),
     # An agent that edits its history.
     "edited history as transitions": Variant(forgets=True),
@@ -78,10 +77,6 @@ VARIANTS: Final = {
     "re-tokenised text": Variant(ON_POLICY, retokenised=True),
     # One thing off.
     "no baseline": Variant({"baseline": "none"}),
-    "no clip-higher": Variant({"clip_high": None}),
-    "no prefix tree": Variant({"level": "transition"}),
-    "mean per call": Variant({"aggregation": "sequence-mean"}),
-    "asynchronous": Variant({"max_staleness": 4}),
 }
 
 

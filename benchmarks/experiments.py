@@ -1,7 +1,7 @@
 """The three experiments and what is claimed of the method, over several seeds.
 
     make .venv-experiments/.setup
-    python benchmarks/experiments.py [--part tasks,claims] [--seeds 1-3] [--at-once 2] [--out runs/experiments]
+    python benchmarks/experiments.py [--part tasks,claims] [--seeds 1-3] [--at-once 3] [--out runs/experiments]
 
 `tasks`: examples/text_to_sql, multi_hop_rag and math_tools, each trained as its `train.py` does.
 `claims`: short runs of the quickstart's flight task, each with one thing changed (`_flight_variants.py`).
@@ -20,11 +20,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
+from _flight_variants import VARIANTS
 from quickstart_seeds import seeds_of
 
 ROOT = Path(__file__).parent.parent
@@ -48,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", default="tasks,claims")
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-3"))
-    parser.add_argument("--at-once", type=int, default=2, help="runs, each of about one core")
+    parser.add_argument("--at-once", type=int, default=3, help="runs; each waits for a third of its time")
     parser.add_argument("--only", help="names with commas: of all tasks and variants these")
     parser.add_argument("--out", type=Path, default=Path("runs/experiments"))
     arguments = parser.parse_args()
@@ -59,44 +60,31 @@ def main() -> None:
         sys.exit("there is no .venv-experiments; `make .venv-experiments/.setup` makes it")
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    tasks = _named(TASKS, arguments.only) if "tasks" in parts else []
+    claims = _named(VARIANTS, arguments.only) if "claims" in parts else []
+    if not tasks:
+        run_all(claims[:1], arguments, out)  # makes what all others start from
+    found = run_all([*claims[:1], *tasks, *claims[1:]], arguments, out)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for part in parts:
-        of = {"tasks": _tasks, "claims": _claims}[part]
-        results[part] = of(arguments, out)
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    if "tasks" in results:
+    if tasks:
+        results["tasks"] = {name: found[name] for name in tasks if name in found}
+        show_tasks(results["tasks"])
         draw(results["tasks"], PICTURE)
+    if claims:
+        results["claims"] = {name: found[name] for name in claims if name in found}
+        show_claims(results["claims"])
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
-# --- the parts ---
-
-
-def _tasks(arguments: argparse.Namespace, out: Path) -> dict[str, list[Run]]:
-    def command(name: str, seed: int, directory: Path) -> list[Any]:
-        example, *options = TASKS[name]
-        script = ROOT / "examples" / example / "train.py"
-        return [PYTHON, script, *options, "--seed", seed, "--out", directory]
-
-    found = run_all(_named(TASKS, arguments.only), arguments, out, command)
+def show_tasks(found: dict[str, list[Run]]) -> None:
     print("\n| experiment | held-out before | after | gain | minutes |\n|---|---|---|---|---|")
     for name, runs in found.items():
         gains = [one["after"] - one["before"] for one in runs]
         cells = spread(one["before"] for one in runs), spread(one["after"] for one in runs), spread(gains)
         print(f"| {name} | {' | '.join(cells)} | {spread((one['seconds'] / 60 for one in runs), '.1f')} |")
-    return found
 
 
-def _claims(arguments: argparse.Namespace, out: Path) -> dict[str, list[Run]]:
-    from _flight_variants import VARIANTS
-
-    script = Path(__file__).with_name("_flight_variants.py")
-
-    def command(name: str, seed: int, directory: Path) -> list[Any]:
-        return [sys.executable, script, name, seed, out / f"flight-start-{seed}", directory]
-
-    names = _named(VARIANTS, arguments.only)
-    run_all(names[:1], arguments, out, command)  # makes what all others start from
-    found = run_all(names, arguments, out, command)
+def show_claims(found: dict[str, list[Run]]) -> None:
     print(f"\n| variant | held-out | mean of training | rollouts to {GOAL} | tool calls that succeed | minutes |")
     print("|---|---|---|---|---|---|")
     for name, runs in found.items():
@@ -109,22 +97,16 @@ def _claims(arguments: argparse.Namespace, out: Path) -> dict[str, list[Run]]:
             spread((one["seconds"] / 60 for one in runs), ".1f"),
         )
         print(f"| {name} | {' | '.join(cells)} |")
-    return found
 
 
-# --- their runs ---
+# --- the runs ---
 
 
-def run_all(
-    names: Iterable[str],
-    arguments: argparse.Namespace,
-    out: Path,
-    command: Callable[[str, int, Path], list[Any]],
-) -> dict[str, list[Run]]:
+def run_all(names: Iterable[str], arguments: argparse.Namespace, out: Path) -> dict[str, list[Run]]:
     """The reports of all runs that ended well, by name and in the order of seeds."""
     jobs = [(name, seed) for name in names for seed in arguments.seeds]
     with ThreadPoolExecutor(arguments.at_once) as pool:
-        made = list(pool.map(lambda job: run(*job, out, command), jobs))
+        made = list(pool.map(lambda job: run(*job, out), jobs))
     found: dict[str, list[Run]] = {name: [] for name, _ in jobs}
     for (name, _), report in zip(jobs, made, strict=True):
         if report is not None:
@@ -140,14 +122,22 @@ def measured(directory: Path) -> Run:
     return {"before": before, "after": after, "tool_success": heldout[-1].get("val_tool_success", 0.0), "curve": steps}
 
 
-def run(name: str, seed: int, out: Path, command: Callable[[str, int, Path], list[Any]]) -> Run | None:
+def command(name: str, seed: int, directory: Path) -> list[Any]:
+    if name in TASKS:
+        example, *options = TASKS[name]
+        return [PYTHON, ROOT / "examples" / example / "train.py", *options, "--seed", seed, "--out", directory]
+    start = directory.parent / f"flight-start-{seed}"
+    return [sys.executable, Path(__file__).with_name("_flight_variants.py"), name, seed, start, directory]
+
+
+def run(name: str, seed: int, out: Path) -> Run | None:
     directory = out / f"{re.sub('[^a-zA-Z]+', '-', name).strip('-')}-seed-{seed}"
     report = directory / "result.json"
     if not report.is_file():
         subprocess.run(["rm", "-rf", directory], check=True)  # of a run that was cut short
         directory.mkdir(parents=True)
         with (directory / "log.txt").open("w") as log:
-            # Two runs share the cores: threads of their own would only get in each other's way.
+            # Several runs share the cores: threads of their own would only get in each other's way.
             environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
             began = time.monotonic()
             done = subprocess.run(
