@@ -32,6 +32,7 @@ from agentlightning.algorithm.measures import Measures, measured, summarise
 from agentlightning.algorithm.tracking import Tracker, make_tracker
 from agentlightning.data.datasets import load_dataset
 from agentlightning.errors import ConfigError, UnavailableError
+from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
 from agentlightning.gateway.backends.http import HttpBackend
@@ -247,6 +248,7 @@ class Trainer:
             self.run_dir or "runs", algorithm.name, named=self.run_dir is not None, resume=resume, seed=self.seed
         )
         async with AsyncExitStack() as stack:
+            stack.enter_context(garbage_sought_seldom())
             stack.enter_context(directory)
             try:
                 context = await self._open(stack, directory, algorithm, train_tasks, val_tasks)

@@ -6,14 +6,16 @@
 `tasks`: examples/text_to_sql, multi_hop_rag and math_tools, each trained as its `train.py` does.
 `claims`: short runs of the quickstart's flight task, each with one thing changed (`_flight_variants.py`).
 
-Every run is a process of its own, and one that was finished before in --out is read, not run again. Prints Markdown
-tables, writes `benchmarks/results/experiments.json` and the curves, `docs/images/experiments.png`.
+Every run is a process of its own, those of claims forked from one that has imported everything, and one that was
+finished before in --out is read, not run again. Prints Markdown tables, writes `benchmarks/results/experiments.json`
+and the curves, `docs/images/experiments.png`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import statistics
@@ -26,12 +28,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from _flight_variants import VARIANTS
+from _flight_variants import main as run_variant
 from quickstart_seeds import seeds_of
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "experiments.json"
 PICTURE = ROOT / "docs" / "images" / "experiments.png"
 PYTHON = ROOT / ".venv-experiments" / "bin" / "python"
+FORKING: Final = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload(["_flight_variants"])
 
 TASKS: Final[dict[str, list[str]]] = {
     "text to SQL": ["text_to_sql"],
@@ -60,6 +65,8 @@ def main() -> None:
         sys.exit("there is no .venv-experiments; `make .venv-experiments/.setup` makes it")
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    # Several runs share the cores: threads of their own would only get in each other's way.
+    os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     tasks = _named(TASKS, arguments.only) if "tasks" in parts else []
     claims = _named(VARIANTS, arguments.only) if "claims" in parts else []
     if not tasks:
@@ -122,12 +129,28 @@ def measured(directory: Path) -> Run:
     return {"before": before, "after": after, "tool_success": heldout[-1].get("val_tool_success", 0.0), "curve": steps}
 
 
-def command(name: str, seed: int, directory: Path) -> list[Any]:
-    if name in TASKS:
-        example, *options = TASKS[name]
-        return [PYTHON, ROOT / "examples" / example / "train.py", *options, "--seed", seed, "--out", directory]
+def train(name: str, seed: int, directory: Path, log: Path) -> int:
+    """The exit code of a task's training."""
+    example, *options = TASKS[name]
+    command = [PYTHON, ROOT / "examples" / example / "train.py", *options, "--seed", str(seed), "--out", directory]
+    with log.open("w") as output:
+        return subprocess.run(command, stdout=output, stderr=output, check=False).returncode
+
+
+def vary(name: str, seed: int, directory: Path, log: Path) -> int | None:
+    """The exit code of a variant's training."""
     start = directory.parent / f"flight-start-{seed}"
-    return [sys.executable, Path(__file__).with_name("_flight_variants.py"), name, seed, start, directory]
+    process = FORKING.Process(target=_logged, args=(log, name, seed, start, directory))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def _logged(log: Path, *arguments: Any) -> None:
+    with log.open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    run_variant(*arguments)
 
 
 def run(name: str, seed: int, out: Path) -> Run | None:
@@ -136,15 +159,9 @@ def run(name: str, seed: int, out: Path) -> Run | None:
     if not report.is_file():
         subprocess.run(["rm", "-rf", directory], check=True)  # of a run that was cut short
         directory.mkdir(parents=True)
-        with (directory / "log.txt").open("w") as log:
-            # Several runs share the cores: threads of their own would only get in each other's way.
-            environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            began = time.monotonic()
-            done = subprocess.run(
-                [*map(str, command(name, seed, directory))], stdout=log, stderr=log, check=False, env=environment
-            )
-        if done.returncode:
-            print(f"{name}, seed {seed} failed: see {directory / 'log.txt'}", file=sys.stderr, flush=True)
+        log, began = directory / "log.txt", time.monotonic()
+        if (train if name in TASKS else vary)(name, seed, directory, log):
+            print(f"{name}, seed {seed} failed: see {log}", file=sys.stderr, flush=True)
             return None
         if not report.is_file():  # which the variants write
             seconds = time.monotonic() - began

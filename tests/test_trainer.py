@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,17 @@ def test_the_baseline_measures_and_changes_nothing(tmp_path: Path) -> None:
     assert result.checkpoint is None
     with pytest.raises(ConfigError, match="nothing to evaluate"):
         trainer(tmp_path, run_dir=tmp_path / "b", algorithm=agl.Baseline()).fit(agents.vowels, TASKS)
+
+
+def test_garbage_is_sought_seldom_while_a_run_lasts(tmp_path: Path) -> None:
+    usual, meanwhile = gc.get_threshold(), list[int]()
+
+    async def agent(task: dict[str, Any], llm: agl.LLM) -> float:
+        meanwhile.append(gc.get_threshold()[0])
+        return 1.0
+
+    trainer(tmp_path, algorithm=agl.Baseline()).fit(agl.rollout(agent), val_dataset=TASKS[:1])
+    assert meanwhile[0] > usual[0] and gc.get_threshold() == usual
 
 
 def test_training_ends_at_its_time_limit_with_what_was_learned_saved(tmp_path: Path) -> None:

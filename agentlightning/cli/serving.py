@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import hmac
 import re
 import signal
@@ -17,6 +16,7 @@ import msgspec
 
 from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.durations import Duration
+from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.attribution import api_key_of
 
 if TYPE_CHECKING:
@@ -112,9 +112,10 @@ def serve(
     FILE.py:NAME, a function that makes one."""
     from agentlightning.server.serve import run_on_fastest_loop
 
-    run_on_fastest_loop(
-        _serve(model, host, port, key, model_name, concurrency, max_sequence_length, threads, seed, as_json)
-    )
+    with garbage_sought_seldom():
+        run_on_fastest_loop(
+            _serve(model, host, port, key, model_name, concurrency, max_sequence_length, threads, seed, as_json)
+        )
 
 
 async def _serve(
@@ -292,7 +293,8 @@ def runner(
     else:
         loaded = CommandConfig(command=command, reward=reward, grader=grader).load()
     try:
-        asyncio.run(_runner(loaded, agent or f"`{command}`", server, key, **options))
+        with garbage_sought_seldom():
+            asyncio.run(_runner(loaded, agent or f"`{command}`", server, key, **options))
     except (asyncio.CancelledError, TimeoutError):
         raise click.Abort from None
 
@@ -311,9 +313,6 @@ async def _runner(
     from agentlightning.runner.runner import Runner
     from agentlightning.store.client import LightningStoreClient
 
-    # Of hundreds of rollouts nearly nothing is garbage, and looking for it at Python's usual pace takes a quarter
-    # of the runner's time.
-    gc.set_threshold(20_000, 50, 100)
     if concurrency is None:
         concurrency = usual_concurrency(options["isolation"])
     store = LightningStoreClient(url, api_key=key)

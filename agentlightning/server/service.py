@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from agentlightning.errors import ConfigError
+from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.access import Access, is_loopback
@@ -69,9 +69,8 @@ class Running:
 async def running_server(settings: ServerSettings) -> AsyncGenerator[Running]:
     """A server for as long as the block lasts. At its end it takes no more requests, answers those it has, and closes
     the store: what it acknowledged is there."""
-    # Requests leave next to no cycles, and looking for them at Python's usual pace takes a tenth of a server's time.
-    gc.set_threshold(20_000, 50, 100)
     async with AsyncExitStack() as stack:
+        stack.enter_context(garbage_sought_seldom())
         forwarder = _forwarder(settings)
         if forwarder is not None:
             forwarder.start()
