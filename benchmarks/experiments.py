@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--part", default="tasks,claims")
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-3"))
     parser.add_argument("--at-once", type=int, default=3, help="runs; each waits for a third of its time")
-    parser.add_argument("--only", help="names with commas: of all tasks and variants these")
+    parser.add_argument("--only", help="names with commas: of all tasks and variants these, shown and not written")
     parser.add_argument("--out", type=Path, default=Path("runs/experiments"))
     arguments = parser.parse_args()
     parts = arguments.part.split(",")
@@ -67,8 +67,11 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     # Several runs share the cores: threads of their own would only get in each other's way.
     os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    tasks = _named(TASKS, arguments.only) if "tasks" in parts else []
-    claims = _named(VARIANTS, arguments.only) if "claims" in parts else []
+    known = [*(TASKS if "tasks" in parts else ()), *(VARIANTS if "claims" in parts else ())]
+    chosen = arguments.only.split(",") if arguments.only else known
+    if unknown := set(chosen) - set(known):
+        parser.error(f"--only has {', '.join(unknown)}; known: {', '.join(known)}")
+    tasks, claims = ([name for name in part if name in chosen] for part in (TASKS, VARIANTS))
     if not tasks:
         run_all(claims[:1], arguments, out)  # makes what all others start from
     found = run_all([*claims[:1], *tasks, *claims[1:]], arguments, out)
@@ -76,11 +79,13 @@ def main() -> None:
     if tasks:
         results["tasks"] = {name: found[name] for name in tasks if name in found}
         show_tasks(results["tasks"])
-        draw(results["tasks"], PICTURE)
     if claims:
         results["claims"] = {name: found[name] for name in claims if name in found}
         show_claims(results["claims"])
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    if arguments.only is None:  # some rows do not take the place of all
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        if tasks:
+            draw(results["tasks"], PICTURE)
 
 
 def show_tasks(found: dict[str, list[Run]]) -> None:
@@ -218,11 +223,6 @@ def draw(found: dict[str, list[Run]], path: Path) -> None:
     figure.axes[0].legend(loc="lower right", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-
-
-def _named(known: Iterable[str], only: str | None) -> list[str]:
-    chosen = list(known)
-    return chosen if only is None else [name for name in chosen if name in only.split(",")]
 
 
 if __name__ == "__main__":
