@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from agentlightning.algorithm import REINFORCEPlusPlus as REINFORCEPlusPlus
     from agentlightning.algorithm import REINFORCEPlusPlusBaseline as REINFORCEPlusPlusBaseline
     from agentlightning.algorithm import algo as algo
+    from agentlightning.cli.display import LiveProgress as LiveProgress
     from agentlightning.data.rewards import RewardSpec as RewardSpec
     from agentlightning.learner.base import AdamW as AdamW
     from agentlightning.learner.base import LoRA as LoRA
@@ -103,6 +104,7 @@ _HOMES = {
         "SFT",
         "algo",
     ),
+    "agentlightning.cli.display": ("LiveProgress",),
     "agentlightning.data.rewards": ("RewardSpec",),
     "agentlightning.learner.base": ("AdamW", "LoRA"),
     "agentlightning.runner.agent": ("LitAgent", "RolloutRawResult", "llm_rollout", "prompt_rollout", "rollout"),

@@ -155,20 +155,20 @@ class JobState:
 
 
 class LiveProgress:
-    """A `Progress` that a person can watch. Use it as a context manager around the job.
+    """A `Progress` that a person can watch, on stderr or a console. Use it as a context manager around the job.
 
     `steps` and `time_limit` (seconds) are what the job was asked for, None where it was not."""
 
     def __init__(
         self,
-        console: Console,
+        console: Console | None = None,
         *,
         steps: int | None = None,
         time_limit: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = JobState(steps, time_limit, clock)
-        self._console = console
+        self._console = console = console or Console(stderr=True)
         self._clock = clock
         self._live = Live(console=console, get_renderable=self._panel, transient=True) if console.is_terminal else None
         self._phases_told: set[str] = set()

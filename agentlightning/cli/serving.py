@@ -240,6 +240,8 @@ async def _server(settings: ServerSettings, as_json: bool) -> None:
 @click.option("--grader", metavar="LINE|FILE.py:NAME", help="What grades --command, a program or a function.")
 @click.option("--server", metavar="URL", required=True, help="The `agl server` to lease rollouts from.")
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
+@click.option("--endpoint", "endpoint_override", metavar="URL",
+              help="Where agents call models, if not at the URL that the trainer knows the server by.")  # fmt: skip
 @click.option("--project", metavar="NAME", help="Lease only rollouts of this project.")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Rollouts at once: 64, or of processes one per core.")
 @click.option("--isolation", type=click.Choice(["none", "process"]), default="none", show_default=True,

@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     import sqlite3
 
 Row = tuple[Any, ...]
+Column = tuple[Any, ...]
 
-CHECK_EVERY = 1000  # steps of SQLite's virtual machine between two looks at the clock
-MAX_VALUE_BYTES = 10_000_000
+CHECK_EVERY = 100  # steps of SQLite's virtual machine between two looks at the clock
+# A step is not interrupted, and instr, replace, trim and LIKE take the product of two lengths.
+MAX_VALUE_BYTES = 100_000
+MAX_PATTERN = 200  # characters, of LIKE
 MAX_RESULT_BYTES = 100_000_000
-MAX_PATTERN = 200  # characters of a LIKE pattern, whose matching cannot be interrupted
+MEMORY_OF_VALUE = 32  # bytes, besides those of a text
 _QUOTED = re.compile(r"'(?:[^']|'')*'|\"[^\"]*\"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?\*/", re.DOTALL)
 _PARENTHESES = re.compile(r"\([^()]*\)")
 
@@ -43,8 +46,9 @@ def sql_result_equal(
     """1.0 where both queries return the same rows of the SQLite file `database`, else 0.0. `any_column_order` is what
     Spider's test suites allow: the columns of the predicted query may be in any one order.
 
-    A predicted query that is malformed, writes, takes longer than `timeout` seconds or returns more than `row_limit`
-    rows or 100 MB is worth 0.0. The same of the right query is an InvalidError; a missing database is a ConfigError."""
+    A predicted query that is malformed, writes, takes longer than `timeout` seconds, returns more than `row_limit`
+    rows or 100 MB, or has to do with a value of more than 100,000 bytes is worth 0.0. The same of the right query is
+    an InvalidError; a missing database is a ConfigError."""
     path = Path(database)
     if not path.is_file():
         raise ConfigError(f"no database {path}; give the path of a SQLite file")
@@ -56,32 +60,36 @@ def sql_result_equal(
         return 0.0
     ordered = has_order(gold_sql)
     if any_column_order and given and right:
-        return float(len(given[0]) == len(right[0]) and _same_somehow(_turned(given), _turned(right), ordered))
-    return float(_same(given, right, ordered))
+        return float(_same_somehow(list(zip(*given, strict=True)), list(zip(*right, strict=True)), ordered))
+    return float(given == right if ordered else Counter(given) == Counter(right))
 
 
-def _same(given: Sequence[Row], right: Sequence[Row], ordered: bool) -> bool:
-    return given == right if ordered else Counter(given) == Counter(right)
+def _same_somehow(given: Sequence[Column], right: Sequence[Column], ordered: bool) -> bool:
+    """Whether some order of the columns `given` makes their rows those of `right`."""
+    if ordered:
+        return Counter(given) == Counter(right)
+    return Counter(map(_values, given)) == Counter(map(_values, right)) and _fit([], given, right)
 
 
-def _same_somehow(given: Sequence[Row], right: Sequence[Row], ordered: bool, chosen: tuple[int, ...] = ()) -> bool:
-    """Whether some order of the columns `given` that begins with those `chosen` makes their rows those of `right`.
+def _values(column: Column) -> frozenset[tuple[Any, int]]:
+    """What is in a column, how often, in whatever order."""
+    return frozenset(Counter(column).items())
 
-    Each column is only tried where it goes together with those before it, which leaves few orders to try."""
-    if len(chosen) == len(right):
+
+def _fit(chosen: list[Column], others: Sequence[Column], right: Sequence[Column]) -> bool:
+    """Whether the rows of `right` are those of the columns `chosen` and, after them, of `others` in some order.
+
+    A column is tried only where it goes together with those chosen, and of equal ones only the first."""
+    if not others:
         return True
-    wanted = _turned(right[: len(chosen) + 1])
-    return any(
-        _same(_turned([given[index] for index in (*chosen, tried)]), wanted, ordered)
-        and _same_somehow(given, right, ordered, (*chosen, tried))
-        for tried in range(len(given))
-        if tried not in chosen
-    )
-
-
-def _turned(table: Sequence[Row]) -> list[Row]:
-    """Its columns, if these are its rows."""
-    return list(zip(*table, strict=True))
+    wanted = Counter(zip(*right[: len(chosen) + 1], strict=True))
+    tried: set[Column] = set()
+    for index, column in enumerate(others):
+        if column not in tried and Counter(zip(*chosen, column, strict=True)) == wanted:
+            if _fit([*chosen, column], [*others[:index], *others[index + 1 :]], right):
+                return True
+            tried.add(column)
+    return False
 
 
 def has_order(sql: str) -> bool:
@@ -103,7 +111,7 @@ def _rows(sql: str, database: Path, timeout: float, row_limit: int) -> list[Row]
         rows, size = list[Row](), 0
         for row in cursor:
             rows.append(row)
-            size += sum(len(value) for value in row if isinstance(value, str | bytes))
+            size += sum(MEMORY_OF_VALUE + (len(value) if isinstance(value, str | bytes) else 0) for value in row)
             if len(rows) > row_limit or size > MAX_RESULT_BYTES:
                 return f"it returns more than {row_limit} rows or {MAX_RESULT_BYTES} bytes"
     except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError) as error:
@@ -133,4 +141,4 @@ def _decoded(raw: bytes) -> str:
 
 
 def _comparable(value: Any) -> Any:
-    return float(f"{value:.10g}") if isinstance(value, float) else value
+    return float(f"{value:.10g}") if isinstance(value, float) and not value.is_integer() else value

@@ -101,8 +101,8 @@ def read(text: str) -> sympy.Expr:
         raise ValueError(f"Error: more than {LONGEST} characters")
     try:
         return _value(ast.parse(text.strip().replace("^", "**"), mode="eval").body)
-    except (SyntaxError, ArithmeticError, RecursionError, MemoryError):
-        raise ValueError(f"Error: cannot read {text}") from None
+    except (SyntaxError, UnicodeError, ArithmeticError, RecursionError, MemoryError):
+        raise ValueError(f"Error: cannot read {text.encode(errors='replace').decode()}") from None
 
 
 def _value(node: ast.expr) -> sympy.Expr:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,6 +38,8 @@ EXPANDING = ("Expand the", "Expand this", "Expand and collect the")
 STEPPING = {"+": "Raise the root of the", "-": "Lower the root of the", "*": "Scale the root of the"}
 CALC_X = "https://huggingface.co/datasets/MU-NLPC/Calc-X"
 CALC_X_SPLITS = ("train", "validation", "test")
+DIGIT_GROUPS = re.compile(r"(?<=\d)_(?=\d)")  # 1_450, as Calc-X writes 1450
+FORMULA_MARKS = re.compile(r"[*^]|[a-z]\(")  # 50*sqrt(2)
 
 
 def is_heldout(key: str, share: int = 10) -> bool:
@@ -129,17 +132,17 @@ def calc_x_tasks(folder: str | Path, split: str = "train") -> list[dict]:
     """The problems of a split of Calc-X whose answer is a number, from `<split>*.jsonl` or `.parquet` files in `folder`
     (or its `data`), in the layout of the hub: `id`, `question`, `result`, and `chain`, which is not used.
 
-    Where `result` is a letter, the answer to a multiple choice, the problem is left out. ConfigError says what is
-    missing."""
+    A problem is left out where `result` is not a number as a whole: the letter of a multiple choice, or a formula.
+    ConfigError says what is missing."""
     files = _calc_x_files(Path(folder), split)
     tasks: list[dict] = []
     for file in files:
         for number, row in enumerate(load_dataset(file), start=1):
             if not isinstance(row, dict) or not {"id", "question", "result"} <= row.keys():
                 raise ConfigError(f"{file}, row {number}: Calc-X has id, question and result; found {_keys(row)}")
-            if extract_number(str(row["result"])) is not None:
-                task = {"id": row["id"], "kind": "calc_x", "question": row["question"], "answer": str(row["result"])}
-                tasks.append(task)
+            answer = DIGIT_GROUPS.sub("", str(row["result"]))
+            if not FORMULA_MARKS.search(answer) and extract_number(answer) is not None:
+                tasks.append({"id": row["id"], "kind": "calc_x", "question": row["question"], "answer": answer})
     if not tasks:
         raise ConfigError(f"{folder}: no row of {split} has a number for its result")
     return tasks

@@ -8,7 +8,7 @@ No passage has both the entity and the answer, so each search can only tell what
 
 A task is a plain JSON object: `id`, `kind` (`2 hops`), `question`, `answers` (any of them is right), and here also
 `entity` and `relations`, which only demonstrations use. The split is by entity and first relation: a held-out question
-begins with a fact that no training question asks for.
+begins with a fact that no training question begins with.
 """
 
 from __future__ import annotations

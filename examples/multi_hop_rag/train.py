@@ -17,11 +17,13 @@ from tasks import load
 
 from agentlightning.cli.config import load_config
 from agentlightning.cli.training import fit, make_algorithm, show_fit
-from agentlightning.errors import AgentLightningError
+from agentlightning.errors import AgentLightningError, ConfigError
 
 
 def main(given: argparse.Namespace) -> None:
     out = given.out.resolve()
+    if given.musique and not given.model:
+        raise ConfigError("--musique needs --model: the tiny policy knows only the words of the world made here")
     train, heldout, passages = load(given.musique, given.seed)
     build_index(passages, out / "index", dense=given.dense)
     options = ["--top", "4" if given.musique else "1", "--method", "dense" if given.dense else "bm25"]

@@ -27,7 +27,7 @@ ROLES = {
 }
 MAX_TURNS = 3  # a turn is a query
 SHOWN_ROWS, SHOWN_CHARACTERS = 3, 200  # of a result
-QUERY_SECONDS, QUERY_BYTES = 2.0, 10_000_000
+QUERY_SECONDS, QUERY_BYTES = 2.0, 100_000
 ALLOWED = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
 
 
@@ -72,9 +72,9 @@ def execute(query: str, database: str) -> str:
     except sqlite3.Error as error:
         return f"error: {error}"
     deadline = time.monotonic() + QUERY_SECONDS
-    connection.set_progress_handler(lambda: time.monotonic() > deadline, 1000)
-    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, QUERY_BYTES)
-    connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 200)  # matching cannot be interrupted
+    connection.set_progress_handler(lambda: time.monotonic() > deadline, 100)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, QUERY_BYTES)  # a function of long texts cannot be interrupted
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 200)
     connection.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in ALLOWED else sqlite3.SQLITE_DENY)
     connection.text_factory = lambda raw: raw.decode(errors="replace")
     try:

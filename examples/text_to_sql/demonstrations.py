@@ -1,9 +1,9 @@
 """Conversations for the warm start: right in form, poor in judgement.
 
-The script writes queries of the right shape and copies names and values as it should, but it hardly knows which
-function, comparison, direction or side of a join the words of a question mean: it guesses, not much better than
-chance. Its checker is right more often than not. A policy trained on it answers a quarter to a third of the questions,
-and has something left to discover.
+The script writes queries of the right shape and copies names and values as it should, and mostly knows which comparison
+and which side of a join the words of a question mean. Of functions and directions it hardly knows more than by chance.
+Its checker is right more often than not. A policy trained on it answers four to five questions in ten, and has
+something left to discover.
 """
 
 from __future__ import annotations

@@ -266,13 +266,18 @@ def load_spider(folder: Path, split: str) -> list[dict]:
 
     ConfigError for a folder that is missing, or is none of Spider's. What is wrong with a single database or query
     shows when a rollout meets it."""
-    schemas_ = {one["db_id"]: spider_schema(one) for one in read_spider(folder, "tables.json", "table_names_original")}
+    keys = ("table_names_original", "column_names_original", "foreign_keys")
+    schemas_ = {one["db_id"]: spider_schema(one) for one in read_spider(folder, "tables.json", keys)}
     tasks: list[dict] = []
-    for index, one in enumerate(read_spider(folder, f"{split}.json", "query")):
+    for index, one in enumerate(read_spider(folder, f"{split}.json", ("question", "query"))):
         name = one["db_id"]
         if name not in schemas_:
             raise ConfigError(f"{folder / 'tables.json'} does not describe {name!r}, which {split}.json asks about")
         first = folder / "database" / name / f"{name}.sqlite"
+        if not first.is_file():
+            raise ConfigError(
+                f"{folder} is no folder of Spider: database/{name}/{name}.sqlite is not there. {WHERE_IS_SPIDER}"
+            )
         others = sorted(path for path in first.parent.glob("*.sqlite") if path != first)
         tasks.append(
             {
@@ -287,17 +292,17 @@ def load_spider(folder: Path, split: str) -> list[dict]:
     return tasks
 
 
-def read_spider(folder: Path, name: str, key: str) -> list[dict]:
-    """A JSON file of objects that have a `key`, and a `db_id`."""
+def read_spider(folder: Path, name: str, keys: tuple[str, ...]) -> list[dict]:
+    """A JSON file of objects that have these keys, and a `db_id`."""
     try:
         objects = json.loads((folder / name).read_text(encoding="utf-8"))
     except OSError:
         raise ConfigError(f"{folder} is no folder of Spider: {name} is not there. {WHERE_IS_SPIDER}") from None
     except ValueError as error:
         raise ConfigError(f"{folder / name} is not JSON: {error}") from None
-    keys = {"db_id", key}
-    if not isinstance(objects, list) or not all(isinstance(one, dict) and keys <= one.keys() for one in objects):
-        raise ConfigError(f"{folder / name} is not as in Spider: it must be a list of objects with db_id and {key}")
+    needed = {"db_id", *keys}
+    if not isinstance(objects, list) or not all(isinstance(one, dict) and needed <= one.keys() for one in objects):
+        raise ConfigError(f"{folder / name} is not as in Spider: a list of objects with {', '.join(sorted(needed))}")
     return objects
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import agentlightning as agl
 from agentlightning.algorithm.base import NoProgress
 from agentlightning.errors import ConfigError, TrainingError
-from agentlightning.learner.policy import Policy
+from agentlightning.learner.policy import Policy, load_policy
 from agentlightning.learner.tiny import make_model, make_tokenizer
 
 TASKS = [{"word": word} for word in ("apple", "ocean", "quiet")]
@@ -63,3 +64,31 @@ def test_names_that_no_agent_has_end_the_run_at_once_with_those_there_are(tmp_pa
 def test_what_is_no_pattern_is_refused_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match="which is no pattern"):
         agl.GRPO(agents="writer|(")
+
+
+@agl.rollout
+async def writer_and_checker(task: Any, resources: agl.NamedResources) -> float:
+    """Each with a model of its own."""
+    said = ""
+    for name in ("writer", "checker"):
+        llm = resources[name]
+        assert isinstance(llm, agl.LLM)
+        role, user = {"role": "system", "content": f"You are the {name}."}, {"role": "user", "content": task["word"]}
+        client = agl.openai_client(llm)
+        answer = await client.chat.completions.create(model=llm.model, messages=[role, user])  # type: ignore[list-item]
+        said += answer.choices[0].message.content or ""
+    return float(sum(letter in "aeiou" for letter in said))
+
+
+def test_the_model_of_an_agent_that_is_not_chosen_stays_as_it_was(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(["apple ocean quiet"] * 3, 300)
+    models = {name: Policy(make_model(tokenizer, seed=0), tokenizer) for name in ("writer", "checker")}
+    algorithm = agl.GRPO(steps=2, tasks_per_step=2, group_size=4, max_tokens=6, temperature=2.0, agents="writer")
+    result = agl.Trainer(
+        model=models, algorithm=algorithm, run_dir=tmp_path / "run", max_sequence_length=128, seed=1
+    ).fit(writer_and_checker, TASKS)
+    before = make_model(tokenizer, seed=0).state_dict()
+    assert result.checkpoint is not None
+    after = {name: load_policy(result.checkpoint / name).model.state_dict() for name in models}
+    assert all(torch.equal(after["checker"][key], value) for key, value in before.items())
+    assert not all(torch.equal(after["writer"][key], value) for key, value in before.items())

@@ -179,7 +179,9 @@ def test_serve_refuses_the_network_without_a_key_a_taken_port_and_a_path_without
 def test_server_runner_and_trainer_as_three_processes(project: Path) -> None:
     key = {"AGL_KEY": "the-admin-key"}
     with staying_up(project, "server", "--port", "0", "--store", "shared.sqlite", **key) as (_, url):
-        runner = start(project, "runner", "agent.py:agent", "--server", url, "--concurrency", "8", "--json", **key)
+        elsewhere = ("--endpoint", f"{url.replace('127.0.0.1', 'localhost')}/v1")
+        options = ("--server", url, *elsewhere, "--concurrency", "8", "--json")
+        runner = start(project, "runner", "agent.py:agent", *options, **key)
         arguments = ("--server", url, "--n-runners", "0", "--run-dir", "three", "--json")
         report = last_json(finish(start(project, "train", "run.yaml", *arguments, **key))[0])
         assert report["stopped_because"] == "all steps done"

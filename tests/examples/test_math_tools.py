@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from agentlightning.errors import ConfigError
-from agentlightning.learner.tiny import END, chat_text, make_tokenizer, token_id
+from agentlightning.learner.tiny import chat_text
 from tests.examples.loading import EXAMPLES, load_example
+from tests.examples.training import save_llama, steps_of, train
 from tests.frameworks.world import bin_of
-from tests.models import tiny_model
 
 MATH = EXAMPLES / "math_tools"
 math = load_example("math_tools", "calculator", "grading", "tasks", "demonstrations")
@@ -50,6 +50,8 @@ def test_the_calculator_remembers_what_it_solved() -> None:
         ("expand", ("(a+b+c+d)^8*(e+f+g+h)^8",), "Error: too large"),
         ("expand", ("(" * 99,), "Error: cannot read"),
         ("expand", ("x" * 200,), "Error: more than 100 characters"),
+        ("expand", ("\0",), "Error: cannot read"),
+        ("expand", ("\ud800",), "Error: cannot read"),
     ],
 )
 def test_what_it_cannot_do_is_said_at_once(tool: str, arguments: tuple, error: str) -> None:
@@ -72,6 +74,8 @@ def test_what_it_cannot_do_is_said_at_once(tool: str, arguments: tuple, error: s
         (" ".join(map(str, range(100))), 0.0),  # naming many
         ("40 or 41", 0.0),
         ("8*5", 0.0),  # not worked out
+        ("80/2", 0.0),
+        ("33 7/1", 0.0),  # 33 + 7 as a mixed number
         ("unknown", 0.0),
         ("", 0.0),
     ],
@@ -89,6 +93,9 @@ def test_the_last_number_is_the_answer(answer: str, reward: float) -> None:
         ("4*x-(-12)", 0.0),
         ("4*(x+3)", 0.0),  # the question itself
         ("4*x+6+6", 0.0),  # not collected
+        ("4*3+4*x", 0.0),  # 4*(3+x) without its brackets
+        ("4*x+24/2", 0.0),
+        ("4*x+2^2*3", 0.0),
         ("4*x+12: 4*x+13", 0.0),
         ("4*x+13, 4*x+12, 4*x+11", 0.0),  # naming many
         ("4*x + 12 = 0", 0.0),
@@ -146,6 +153,9 @@ ROWS = [
     {"id": "ape__1", "question": "12 cakes for 3?", "chain": "<gadget>12/3</gadget>", "result": "4", "source": "calc"},
     {"id": "ape__2", "question": "2 of 3?", "chain": "", "result": "2/3", "source": "calc"},
     {"id": "aqua__3", "question": "Which? A) 1 B) 2", "chain": "", "result": "B", "source": "calc"},
+    {"id": "ape__4", "question": "1,400 and 50?", "chain": "", "result": "1_450", "source": "calc"},
+    {"id": "ape__5", "question": "1,000 by 3?", "chain": "", "result": "1_000/3", "source": "calc"},
+    {"id": "aqua__6", "question": "The diagonal of 50?", "chain": "", "result": "50*sqrt(2)", "source": "calc"},
 ]
 
 
@@ -159,8 +169,10 @@ def test_calc_x_is_read_as_it_is_published(tmp_path: Path, ending: str) -> None:
         pyarrow = pytest.importorskip("pyarrow")
         pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(ROWS), path)
     tasks = math.tasks.calc_x_tasks(tmp_path)
-    assert [task["id"] for task in tasks] == ["ape__1", "ape__2"]  # a letter is no number
-    assert math.grading.grade(tasks[1], "0.66667") == 1.0
+    assert [task["id"] for task in tasks] == ["ape__1", "ape__2", "ape__4", "ape__5"]  # neither letter nor formula
+    assert math.grading.grade(tasks[1], "0.66667") == math.grading.grade(tasks[1], "4/6") == 1.0
+    assert math.grading.grade(tasks[2], "1,450") == 1.0 > math.grading.grade(tasks[2], "1")
+    assert math.grading.grade(tasks[3], "333.333") == 1.0
     assert math.grading.grade(tasks[0], "12 / 3 = 4") == 1.0
 
 
@@ -264,20 +276,10 @@ def test_malformed_tool_calls_are_told_to_the_model_and_calling_to_the_end_is_no
 
 @pytest.mark.slow
 def test_a_model_from_a_folder_is_trained_with_an_adapter_on_problems_of_calc_x(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer([row["question"] for row in ROWS] * 4, 320)
-    end = token_id(tokenizer, END)
-    tiny_model("llama", vocab_size=len(tokenizer), eos_token_id=end, max_position_embeddings=1024).save_pretrained(
-        tmp_path / "llama"
-    )
-    tokenizer.save_pretrained(tmp_path / "llama")
+    model = save_llama(tmp_path / "llama", [row["question"] for row in ROWS])
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:2]))
-    command = [bin_of("experiments") / "python", "train.py", "--air", "--steps", "1", "--out", tmp_path]
-    command += ["--model", tmp_path / "llama", "--calc-x", tmp_path]
-    for change in ("lora.rank=4", "algorithm.tasks_per_step=2", "algorithm.group_size=2", "algorithm.max_tokens=8"):
-        command += ["--set", change]
-    done = subprocess.run(command, cwd=MATH, capture_output=True, text=True, timeout=120, check=False)
+    done = train("math_tools", "--air", "--out", tmp_path, "--model", model, "--calc-x", tmp_path)
     assert done.returncode == 0, done.stderr
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [one["step"] for one in steps if "reward" in one] == [1]
+    assert [one["step"] for one in steps_of(tmp_path / "run")] == [1]
     assert list((tmp_path / "run" / "checkpoints").glob("*/adapter_config.json"))

@@ -11,6 +11,7 @@ from statistics import mean
 import pytest
 
 from tests.examples.loading import EXAMPLES, load_example
+from tests.examples.training import SMALL, save_llama, steps_of, train
 from tests.frameworks.world import ROOT, bin_of
 
 hop = load_example("multi_hop_rag", "tasks", "grading", "demonstrations")
@@ -209,8 +210,65 @@ def test_retriever_server_and_agent_hold_in_their_own_environment() -> None:
 
 @pytest.mark.slow
 def test_a_missing_dataset_ends_the_script_with_a_line(tmp_path: Path) -> None:
-    script = EXAMPLES / "multi_hop_rag" / "train.py"
-    command = [bin_of("experiments") / "python", script, "--out", tmp_path / "run", "--musique", tmp_path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = train("multi_hop_rag", "--out", tmp_path / "run", "--musique", tmp_path, "--model", "any")
     assert done.returncode == 1
     assert done.stderr.startswith("train.py: there is no ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_tiny_policy_is_refused_what_it_has_no_words_for(tmp_path: Path) -> None:
+    done = train("multi_hop_rag", "--out", tmp_path / "run", "--musique", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("train.py: --musique needs --model") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["lora.rank=4", "lora=null"])
+def test_a_model_from_a_folder_is_trained_on_musique(tmp_path: Path, weights: str) -> None:
+    done = train("multi_hop_rag", "--out", tmp_path, "--musique", musique(tmp_path), *llama(tmp_path), "--set", weights)
+    assert done.returncode == 0, done.stderr
+    (step,) = steps_of(tmp_path / "run")
+    assert (step["rollouts"], step["unrewarded"]) == (4, 0)
+    trained = "adapter_config.json" if weights == "lora.rank=4" else "model.safetensors"
+    assert list((tmp_path / "run" / "checkpoints").glob(f"*/{trained}"))
+
+
+@pytest.mark.slow
+def test_rollouts_whose_search_server_does_not_come_up_fail_by_name_and_training_goes_on(tmp_path: Path) -> None:
+    """One of two questions is about an index that is not there."""
+    python = bin_of("experiments") / "python"
+    (tmp_path / "passages.jsonl").write_text('{"text": "Graz: A town."}\n{"text": "Linz: A town, too."}\n')
+    command = [python, EXAMPLES / "multi_hop_rag" / "retriever.py", tmp_path / "passages.jsonl", tmp_path / "index"]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    (tmp_path / "train.jsonl").write_text(
+        "".join(
+            json.dumps(
+                {"id": index, "question": "?", "answers": ["Graz"], "index": str(tmp_path / index)}
+                | {"search_options": []}
+            )
+            + "\n"
+            for index in ("index", "nowhere")
+        )
+    )
+    command = [python, "-m", "agentlightning.cli.main", "train", EXAMPLES / "multi_hop_rag" / "gpu.yaml"]
+    command += ["--train-dataset", tmp_path / "train.jsonl", "--out", tmp_path / "run", *llama(tmp_path)]
+    for change in (*SMALL, "algorithm.steps=1"):
+        command += ["--set", change]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "SearchLost: the search server did not start" in done.stderr
+    (step,) = steps_of(tmp_path / "run")
+    assert (step["rollouts"], step["unrewarded"]) == (4, 2)
+
+
+def musique(folder: Path) -> Path:
+    """MuSiQue's two files in a folder, with two questions each."""
+    for split in ("train", "dev"):
+        (folder / f"musique_ans_v1.0_{split}.jsonl").write_text(musique_line() + musique_line(id="2hop__3_4"))
+    return folder
+
+
+def llama(folder: Path) -> tuple[str | Path, ...]:
+    """The options that name a small random model in a folder."""
+    model = save_llama(folder / "llama", ["Where does the maker of Steel Rain live?", "answer (town): Graz"])
+    return "--model", model, "--set", "dtype=float32"

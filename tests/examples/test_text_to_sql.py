@@ -18,6 +18,7 @@ import pytest
 
 from agentlightning.errors import ConfigError, InvalidError
 from tests.examples.loading import EXAMPLES, load_example
+from tests.examples.training import save_llama, steps_of, train
 from tests.frameworks.world import bin_of
 
 example = load_example("text_to_sql", "tasks", "grading")
@@ -187,6 +188,13 @@ def test_what_is_missing_of_spider_is_said_with_where_it_is(spider: Path) -> Non
     (spider / "dev.json").write_text('[{"db_id": "x", "question": "?", "query": "SELECT 1"}]')
     with pytest.raises(ConfigError, match="does not describe 'x'"):
         tasks.load_spider(spider, "dev")
+    for path in (spider / "database" / "concert_singer").iterdir():
+        path.unlink()
+    with pytest.raises(ConfigError, match=r"concert_singer\.sqlite is not there. Spider is at https"):
+        tasks.load_spider(spider, "train_spider")
+    (spider / "tables.json").write_text('[{"db_id": "concert_singer", "table_names_original": []}]')
+    with pytest.raises(ConfigError, match=r"tables\.json is not as in Spider: .*column_names_original"):
+        tasks.load_spider(spider, "train_spider")
 
 
 @contextmanager
@@ -252,3 +260,28 @@ def test_the_team_gives_up_after_three_queries_and_harms_nothing(singers: list[s
 def test_the_agent_knows_nothing_of_training() -> None:
     text = (EXAMPLES / "text_to_sql" / "agent.py").read_text(encoding="utf-8")
     assert "agentlightning" not in text and "agl" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("only", [(), ("--only-writer",)])
+def test_a_model_from_a_folder_is_trained_on_spider_and_broken_tasks_fail_by_name(
+    spider: Path, tmp_path: Path, only: tuple[str, ...]
+) -> None:
+    """Of three tasks one has a broken database, and one a right query that is wrong."""
+    broken = spider / "database" / "broken" / "broken.sqlite"
+    broken.parent.mkdir()
+    broken.write_bytes(b"not a database at all")
+    (described,) = json.loads((spider / "tables.json").read_text())
+    (spider / "tables.json").write_text(json.dumps([described, described | {"db_id": "broken"}]))
+    (good,) = json.loads((spider / "dev.json").read_text())
+    bad = [good | {"db_id": "broken"}, good | {"query": "SELECT nobody FROM singer"}]
+    (spider / "train_spider.json").write_text(json.dumps([good, *bad]))
+    model = save_llama(tmp_path / "llama", [described["db_id"], good["question"], good["query"], "You are the writer."])
+    options = ("--model", model, "--spider", spider, "--set", "tasks_per_step=3", "--set", "dtype=float32")
+    done = train("text_to_sql", "--out", tmp_path / "out", *options, *only)
+    assert done.returncode == 0, done.stderr
+    for reason in ("InvalidError: the right query fails on", "broken.sqlite: file is not a database", "column: nobody"):
+        assert reason in done.stderr
+    (step,) = steps_of(tmp_path / "out" / "run")
+    assert (step["rollouts"], step["unrewarded"]) == (6, 4)
+    assert list((tmp_path / "out" / "run" / "checkpoints").glob("*/writer/adapter_config.json"))

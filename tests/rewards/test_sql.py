@@ -38,6 +38,8 @@ def database(tmp_path: Path) -> Path:
         (f"{GOLD} ORDER BY age DESC", "SELECT * FROM (SELECT name, age FROM people ORDER BY age)", 1.0),
         ("SELECT 3.0", "SELECT MIN(age) FROM people", 1.0),
         ("SELECT 0.30000000000000004", "SELECT 0.3", 1.0),
+        ("SELECT 12345678901.0", "SELECT 12345678901", 1.0),
+        ("SELECT 12345678902", "SELECT 12345678901", 0.0),
         ("SELECT weight FROM people", "SELECT weight FROM people WHERE weight IS NOT NULL", 0.0),
         ("WITH p AS (SELECT * FROM people) SELECT name, age FROM p; -- done", GOLD, 1.0),
         ("SELECT name FROM people WHERE age > 99", "SELECT age FROM people WHERE age < 0", 1.0),
@@ -56,6 +58,7 @@ def test_what_equal_means(database: Path, prediction: str, gold: str, equal: flo
         ("SELECT 5, name FROM people", GOLD, 0.0),
         ("SELECT age, name FROM people ORDER BY name", f"{GOLD} ORDER BY name", 1.0),
         ("SELECT age, name FROM people ORDER BY name DESC", f"{GOLD} ORDER BY name", 0.0),
+        ("SELECT 2, 1, 1, 1", "SELECT 1, 1, 2, 1", 1.0),
         # each column by itself is right, and rows are not
         ("SELECT column2, column1 FROM (VALUES (1, 4), (2, 3))", "SELECT * FROM (VALUES (3, 1), (4, 2))", 0.0),
         ("SELECT age, name FROM people WHERE age > 9", "SELECT 1 WHERE 1 > 2", 1.0),  # nothing has no columns
@@ -98,12 +101,31 @@ def test_an_endless_prediction_is_stopped(database: Path) -> None:
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.parametrize("function", ["instr", "replace", "trim"])
+def test_a_function_that_cannot_be_interrupted_has_little_to_work_on(database: Path, function: str) -> None:
+    last = ", ''" if function == "replace" else ""
+    long = f"SELECT {function}(hex(zeroblob(4900000)), hex(zeroblob(2450000)) || '1'{last})"
+    started = time.monotonic()
+    assert rewards.sql_result_equal(long, GOLD, database, timeout=0.1) == 0.0
+    assert time.monotonic() - started < 5
+
+
+def test_of_many_columns_not_every_order_is_tried(database: Path) -> None:
+    zeros, ones = ", ".join("0" * 30), ", ".join("1" * 30)
+    started = time.monotonic()
+    assert rewards.sql_result_equal(f"SELECT {zeros}, 0", f"SELECT {zeros}, 1", database, any_column_order=True) == 0.0
+    assert rewards.sql_result_equal(f"SELECT {zeros}, 1", f"SELECT 1, {zeros}", database, any_column_order=True) == 1.0
+    two = f"SELECT {zeros}, {ones} UNION ALL SELECT {ones}, {zeros}"
+    assert rewards.sql_result_equal(two, two.replace("UNION ALL", "UNION"), database, any_column_order=True) == 1.0
+    assert time.monotonic() - started < 5
+
+
 def test_too_many_rows_are_not_compared(database: Path) -> None:
     assert rewards.sql_result_equal(f"{GOLD} UNION ALL {GOLD}", GOLD, database, row_limit=3) == 0.0
 
 
 def test_rows_are_not_gathered_beyond_what_fits_into_memory(database: Path) -> None:
-    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT zeroblob(9000000) FROM n"
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT zeroblob(90000) FROM n"
     started = time.monotonic()
     assert rewards.sql_result_equal(endless, GOLD, database, timeout=60) == 0.0
     assert time.monotonic() - started < 20
