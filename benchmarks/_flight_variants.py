@@ -68,9 +68,12 @@ VARIANTS: Final = {
     "identical": Variant(DR_GRPO),
     "discounted": Variant(DR_GRPO | {"returns": "discounted"}),
     "air": Variant(DR_GRPO | {"returns": "air", "returns_options": {"alpha": 0.2, "tool_weights": USEFUL}}),
+    "air_dense": Variant(DR_GRPO | {"returns": "air_dense", "returns_options": {"tool_weights": USEFUL}}),
+    "last call only": Variant(DR_GRPO | {"returns": "air_dense", "returns_options": {"tool_weights": {}}}),
     "tree credit": Variant({"returns": "tree", "baseline": "none"}),
     # An agent that edits its history.
-    "edited history as transitions": Variant(forgets=True),
+    "edited history as a tree": Variant(forgets=True),
+    "edited history as transitions": Variant({"level": "transition"}, forgets=True),
     "edited history as concat": Variant({"level": "concat"}, forgets=True),
     # The ids that were sampled, against those of the text.
     "exact ids": Variant(ON_POLICY),
@@ -79,6 +82,7 @@ VARIANTS: Final = {
     "no baseline": Variant({"baseline": "none"}),
     "no clip-higher": Variant({"clip_high": None}),
     "no prefix tree": Variant({"level": "transition"}),
+    "mean per call": Variant({"aggregation": "sequence-mean"}),
     "asynchronous": Variant({"max_staleness": 4}),
 }
 

@@ -1,14 +1,13 @@
 """The three experiments and what is claimed of the method, over several seeds.
 
     make .venv-experiments/.setup
-    python benchmarks/experiments.py [--part tasks,claims] [--seeds 1-3] [--at-once 3] [--out runs/experiments]
+    python benchmarks/experiments.py [--part tasks,claims] [--seeds 1-3] [--out runs/experiments]
 
 `tasks`: examples/text_to_sql, multi_hop_rag and math_tools, each trained as its `train.py` does.
 `claims`: short runs of the quickstart's flight task, each with one thing changed (`_flight_variants.py`).
 
-Every run is a process of its own, those of claims forked from one that has imported everything, and one that was
-finished before in --out is read, not run again. Prints Markdown tables, writes `benchmarks/results/experiments.json`
-and the curves, `docs/images/experiments.png`.
+Every run has a process and a core of its own, and one that was finished before in --out is read, not run again. Prints
+Markdown tables, writes `benchmarks/results/experiments.json` and the curves, `docs/images/experiments.png`.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Final
 
 from _flight_variants import VARIANTS
@@ -35,7 +35,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "experiments.json"
 PICTURE = ROOT / "docs" / "images" / "experiments.png"
 PYTHON = ROOT / ".venv-experiments" / "bin" / "python"
-FORKING: Final = multiprocessing.get_context("forkserver")
+CORES: Final = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+FORKING: Final = multiprocessing.get_context("forkserver")  # each run from a process that has imported everything
 FORKING.set_forkserver_preload(["_flight_variants"])
 
 TASKS: Final[dict[str, list[str]]] = {
@@ -48,13 +49,13 @@ GOAL: Final = 0.5  # a mean training reward that is counted towards
 WINDOW: Final = 3  # steps
 
 Run = dict[str, Any]
+Columns = dict[str, Callable[[list[Run]], str]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", default="tasks,claims")
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-3"))
-    parser.add_argument("--at-once", type=int, default=3, help="runs; each waits for a third of its time")
     parser.add_argument("--only", help="names with commas: of all tasks and variants these, shown and not written")
     parser.add_argument("--out", type=Path, default=Path("runs/experiments"))
     arguments = parser.parse_args()
@@ -65,7 +66,7 @@ def main() -> None:
         sys.exit("there is no .venv-experiments; `make .venv-experiments/.setup` makes it")
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    # Several runs share the cores: threads of their own would only get in each other's way.
+    # A run has one core, where threads would only get in each other's way.
     os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     known = [*(TASKS if "tasks" in parts else ()), *(VARIANTS if "claims" in parts else ())]
     chosen = arguments.only.split(",") if arguments.only else known
@@ -73,8 +74,8 @@ def main() -> None:
         parser.error(f"--only has {', '.join(unknown)}; known: {', '.join(known)}")
     tasks, claims = ([name for name in part if name in chosen] for part in (TASKS, VARIANTS))
     if not tasks:
-        run_all(claims[:1], arguments, out)  # makes what all others start from
-    found = run_all([*claims[:1], *tasks, *claims[1:]], arguments, out)
+        run_all(claims[:1], arguments.seeds, out)  # makes what all others start from
+    found = run_all([*claims[:1], *tasks, *claims[1:]], arguments.seeds, out)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if tasks:
         results["tasks"] = {name: found[name] for name in tasks if name in found}
@@ -88,37 +89,17 @@ def main() -> None:
             draw(results["tasks"], PICTURE)
 
 
-def show_tasks(found: dict[str, list[Run]]) -> None:
-    print("\n| experiment | held-out before | after | gain | minutes |\n|---|---|---|---|---|")
-    for name, runs in found.items():
-        gains = [one["after"] - one["before"] for one in runs]
-        cells = spread(one["before"] for one in runs), spread(one["after"] for one in runs), spread(gains)
-        print(f"| {name} | {' | '.join(cells)} | {spread((one['seconds'] / 60 for one in runs), '.1f')} |")
-
-
-def show_claims(found: dict[str, list[Run]]) -> None:
-    print(f"\n| variant | held-out | mean of training | rollouts to {GOAL} | tool calls that succeed | minutes |")
-    print("|---|---|---|---|---|---|")
-    for name, runs in found.items():
-        reached = [rollouts_to(GOAL, one["curve"]) for one in runs]
-        cells = (
-            spread(one["after"] for one in runs),
-            spread(statistics.mean(step["reward"] for step in one["curve"]) for one in runs),
-            ", ".join("never" if one is None else f"{one:,.0f}" for one in reached),
-            spread(one["tool_success"] for one in runs),
-            spread((one["seconds"] / 60 for one in runs), ".1f"),
-        )
-        print(f"| {name} | {' | '.join(cells)} |")
-
-
 # --- the runs ---
 
 
-def run_all(names: Iterable[str], arguments: argparse.Namespace, out: Path) -> dict[str, list[Run]]:
+def run_all(names: Iterable[str], seeds: Sequence[int], out: Path) -> dict[str, list[Run]]:
     """The reports of all runs that ended well, by name and in the order of seeds."""
-    jobs = [(name, seed) for name in names for seed in arguments.seeds]
-    with ThreadPoolExecutor(arguments.at_once) as pool:
-        made = list(pool.map(lambda job: run(*job, out), jobs))
+    jobs = [(name, seed) for name in names for seed in seeds]
+    cores: SimpleQueue[int] = SimpleQueue()
+    for core in CORES:
+        cores.put(core)
+    with ThreadPoolExecutor(len(CORES)) as pool:
+        made = list(pool.map(lambda job: run(*job, out, cores), jobs))
     found: dict[str, list[Run]] = {name: [] for name, _ in jobs}
     for (name, _), report in zip(jobs, made, strict=True):
         if report is not None:
@@ -131,41 +112,37 @@ def measured(directory: Path) -> Run:
     steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     heldout = [step for step in steps if "val_reward" in step]
     before, after = heldout[0]["val_reward"], heldout[-1]["val_reward"]
-    return {"before": before, "after": after, "tool_success": heldout[-1].get("val_tool_success", 0.0), "curve": steps}
+    return {"before": before, "after": after, "tool_success": heldout[-1].get("val_tool_success"), "curve": steps}
 
 
-def train(name: str, seed: int, directory: Path, log: Path) -> int:
-    """The exit code of a task's training."""
-    example, *options = TASKS[name]
-    command = [PYTHON, ROOT / "examples" / example / "train.py", *options, "--seed", str(seed), "--out", directory]
-    with log.open("w") as output:
-        return subprocess.run(command, stdout=output, stderr=output, check=False).returncode
-
-
-def vary(name: str, seed: int, directory: Path, log: Path) -> int | None:
-    """The exit code of a variant's training."""
-    start = directory.parent / f"flight-start-{seed}"
-    process = FORKING.Process(target=_logged, args=(log, name, seed, start, directory))
-    process.start()
-    process.join()
-    return process.exitcode
-
-
-def _logged(log: Path, *arguments: Any) -> None:
+def train(name: str, seed: int, directory: Path, log: Path, core: int) -> None:
+    """Train a task or a variant in this process, which was made for it."""
+    if hasattr(os, "sched_setaffinity"):  # two runs that share two cores take a seventh longer
+        os.sched_setaffinity(0, {core})
     with log.open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    run_variant(*arguments)
+    if name in VARIANTS:
+        run_variant(name, seed, directory.parent / f"flight-start-{seed}", directory)
+    else:
+        example, *options = TASKS[name]
+        command = [PYTHON, ROOT / "examples" / example / "train.py", *options, "--seed", str(seed), "--out", directory]
+        os.execv(PYTHON, [os.fspath(word) for word in command])
 
 
-def run(name: str, seed: int, out: Path) -> Run | None:
+def run(name: str, seed: int, out: Path, cores: SimpleQueue[int]) -> Run | None:
     directory = out / f"{re.sub('[^a-zA-Z]+', '-', name).strip('-')}-seed-{seed}"
     report = directory / "result.json"
     if not report.is_file():
         subprocess.run(["rm", "-rf", directory], check=True)  # of a run that was cut short
         directory.mkdir(parents=True)
         log, began = directory / "log.txt", time.monotonic()
-        if (train if name in TASKS else vary)(name, seed, directory, log):
+        core = cores.get()
+        process = FORKING.Process(target=train, args=(name, seed, directory, log, core))
+        process.start()
+        process.join()
+        cores.put(core)
+        if process.exitcode:
             print(f"{name}, seed {seed} failed: see {log}", file=sys.stderr, flush=True)
             return None
         if not report.is_file():  # which the variants write
@@ -182,6 +159,34 @@ def run(name: str, seed: int, out: Path) -> Run | None:
     return {key: found[key] for key in kept if key in found} | {"curve": curve}
 
 
+# --- what is shown ---
+
+
+def show_tasks(found: dict[str, list[Run]]) -> None:
+    columns: Columns = {
+        "held-out before": lambda runs: spread(one["before"] for one in runs),
+        "after": lambda runs: spread(one["after"] for one in runs),
+        "gain": lambda runs: spread(one["after"] - one["before"] for one in runs),
+    }
+    show(found, columns | COLUMNS)
+
+
+def show_claims(found: dict[str, list[Run]]) -> None:
+    columns: Columns = {
+        "held-out": lambda runs: spread(one["after"] for one in runs),
+        "mean of training": lambda runs: spread(map(training, runs)),
+        "tokens learned from": lambda runs: f"{statistics.mean(map(tokens, runs)) / 1000:,.0f}k",
+    }
+    show(found, columns | COLUMNS)
+
+
+def show(found: dict[str, list[Run]], columns: Columns) -> None:
+    """A Markdown table with a row for each of what was found."""
+    print(f"\n| | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
+    for name, runs in found.items():
+        print(f"| {name} | {' | '.join(cell(runs) for cell in columns.values())} |")
+
+
 def rollouts_to(goal: float, curve: list[dict[str, float]]) -> float | None:
     """How many rollouts it took until the mean reward of `WINDOW` steps in a row was at least the goal."""
     rewards = [step["reward"] for step in curve]
@@ -191,13 +196,39 @@ def rollouts_to(goal: float, curve: list[dict[str, float]]) -> float | None:
     return None
 
 
-# --- what is shown ---
+def reached(runs: list[Run]) -> str:
+    """`rollouts_to` the goal, of each seed."""
+    by_seed = [rollouts_to(GOAL, one["curve"]) for one in runs]
+    return ", ".join("never" if one is None else f"{one:,.0f}" for one in by_seed)
+
+
+def tools(runs: list[Run]) -> str:
+    """The share of tool calls that succeed, where there are any."""
+    shares = [one["tool_success"] for one in runs if one["tool_success"] is not None]
+    return spread(shares, ".2f") if shares else "–"
+
+
+def training(one: Run) -> float:
+    """The mean reward of the steps."""
+    return statistics.mean(step["reward"] for step in one["curve"])
+
+
+def tokens(one: Run) -> float:
+    """How many tokens the learner computed."""
+    return sum(step["tokens_computed"] for step in one["curve"])
 
 
 def spread(values: Iterable[float], form: str = ".3f") -> str:
     """Mean ± sample standard deviation."""
     of = list(values)
     return f"{statistics.mean(of):{form}}" + (f" ± {statistics.stdev(of):{form}}" if len(of) > 1 else "")
+
+
+COLUMNS: Final[Columns] = {
+    f"rollouts to {GOAL}, by seed": reached,
+    "tool calls that succeed": tools,
+    "minutes": lambda runs: spread((one["seconds"] / 60 for one in runs), ".1f"),
+}
 
 
 def draw(found: dict[str, list[Run]], path: Path) -> None:
