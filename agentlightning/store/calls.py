@@ -356,6 +356,14 @@ class Statistics(Call[dict[str, int]], frozen=True, kw_only=True):
     scope = "read"
 
 
+class GetTime(Call[float], frozen=True, kw_only=True):
+    """The time by the store's own clock, which stamps all that is stored, in seconds since the epoch. It stands still
+    while the machine sleeps."""
+
+    route = "GET /time"
+    scope = "read"
+
+
 class IssueWorkerKey(Call[str], frozen=True, kw_only=True):
     """A key that stands for whatever attempt the worker holds at present, for agents whose client is made once for many
     attempts. A worker that uses it may hold one attempt at a time."""

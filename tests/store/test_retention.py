@@ -186,6 +186,22 @@ async def test_the_number_of_a_removed_group_is_not_given_again(store):
     assert [group.finished_index for group in await store.complete_groups_after(other.run_id, 0)] == [1]
 
 
+async def test_a_rollout_is_not_old_while_one_of_its_group_is_not(store):
+    group = await store.create_group(2)
+    done = await finish(store, group_id=group.group_id, group_index=0)
+    working = await start(store, group_id=group.group_id, group_index=1)
+    alone = await finish(store)
+    young = ended_before(await store.perform(calls.GetTime()) + 60)
+    assert (await delete(store, young)).rollouts == 1
+    assert await store.get_rollout_by_id(alone.rollout_id) is None
+    assert (await store.get_group(group.group_id)).rollout_ids == (done.rollout_id, working.rollout_id)
+    assert await delete(store, young, keep_rewards=True) == Deleted()
+    await store.update_attempt(working.rollout_id, working.attempt.attempt_id, status="failed")
+    last = await store.get_rollout_by_id(working.rollout_id)
+    assert await delete(store, ended_before(last.end_time)) == Deleted()
+    assert (await delete(store, young)).rollouts == 2
+
+
 async def test_whoever_waits_for_a_removed_rollout_is_told(store):
     working = await start(store)
     waiting = asyncio.create_task(store.wait_for_rollouts([working.rollout_id], timeout=60))
