@@ -38,6 +38,7 @@ FROM attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id
 _MOVING: Final = ("last_activity", "end_time", "lease_expires", "last_heartbeat_time", "held_until", "held_seconds")
 _config: Final = msgspec.json.Decoder(RolloutConfig).decode
 _LOCKED_SECONDS: Final = 0.25  # until another look at what another server had locked
+_MOST_LEASED: Final = 1000  # rollouts in one transaction, so that nobody waits long
 _QUEUED: Final = "('queuing', 'requeuing')"
 _ACTIVE: Final = "('preparing', 'running')"
 
@@ -135,18 +136,19 @@ def _decide(tx: Transaction, rollout_id: str, status: RolloutStatus) -> None:
 def lease(tx: Transaction, call: calls.LeaseRollouts) -> list[AttemptedRollout]:
     """Start an attempt on each of the foremost queued rollouts."""
     touch_worker(tx, call.worker_id)
+    limit = min(call.limit, _MOST_LEASED)
     if call.lease_id is not None:
         codec.check_id(call.lease_id, "lease_id")
         earlier = _handed_out_again(tx, f"{call.lease_id}.0", project=call.project)
         if earlier is not None:
-            names = (f"{call.lease_id}.{index}" for index in range(1, call.limit))
+            names = (f"{call.lease_id}.{index}" for index in range(1, limit))
             rest = (_handed_out_again(tx, name, project=call.project) for name in names)
             return [earlier, *(rollout for rollout in rest if rollout is not None)]
     of_project, values = ("", ()) if call.project is None else ("AND project = ? ", (call.project,))
     rollouts = ROLLOUTS.all(
         tx.connection,
         f"WHERE status IN {_QUEUED} {of_project}ORDER BY priority DESC, number LIMIT ?{tx.connection.skip_locked}",
-        (*values, call.limit),
+        (*values, limit),
     )
     names = (None if call.lease_id is None else f"{call.lease_id}.{index}" for index in range(len(rollouts)))
     return [_start(tx, rollout, call.worker_id, name) for rollout, name in zip(rollouts, names, strict=True)]

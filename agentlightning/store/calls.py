@@ -94,8 +94,8 @@ class StartRollout(Call[AttemptedRollout], frozen=True, kw_only=True):
 
 
 class LeaseRollouts(Call[list[AttemptedRollout]], frozen=True, kw_only=True):
-    """`lease_id` is a name of the caller's choice for this call: asked again with it, the store answers with what it
-    leased the first time."""
+    """At most 1,000 are leased, whatever the `limit`. `lease_id` is a name of the caller's choice for this call: asked
+    again with it, the store answers with what it leased the first time."""
 
     route = "POST /rollouts/lease"
     scope = "worker"

@@ -208,6 +208,16 @@ async def test_a_store_is_used_by_one_process_at_a_time(tmp_path):
     await (await SqlStore.open(tmp_path / "store.db")).close()
 
 
+async def test_a_lease_is_of_a_thousand_rollouts_at_most():
+    store = await SqlStore.open(":memory:")
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=number) for number in range(1001)])
+    leased = await store.dequeue_many_rollouts(10**9, lease_id="much")
+    assert len(leased) == 1000
+    again = await store.dequeue_many_rollouts(10**9, lease_id="much")
+    assert [one.attempt.attempt_id for one in again] == [one.attempt.attempt_id for one in leased]
+    await store.close()
+
+
 async def test_a_closed_store_says_so():
     store = await SqlStore.open(":memory:")
     await store.close()
