@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -131,14 +130,13 @@ def gc(
     project: str | None,
     dry_run: bool,
 ) -> int:
-    """Remove rollouts that ended long ago, with their attempts and spans."""
+    """Remove rollouts that ended long ago, with their attempts and spans; those of a group when all of it did."""
     from agentlightning.store import calls
     from agentlightning.store.retention import ended_before
 
-    where = ended_before(time.time() - age)
-
     async def work() -> None:
         async with open_store(address, server, key) as opened:
+            where = ended_before(await opened.perform(calls.GetTime()) - age)
             if dry_run:
                 page = await opened.page_rollouts(where, limit=0, with_total=True, project=project)
                 words = f"{page.total} rollouts ended before that; nothing was removed"

@@ -53,6 +53,7 @@ _LOOKED_INTO: Final = (
     calls.WaitForRollouts,
     calls.UpdateWorker,
     calls.IssueWorkerKey,
+    calls.GetTime,  # of no project
 )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import Final
 
 from agentlightning.errors import UnavailableError
@@ -22,13 +21,14 @@ _log: Final = logging.getLogger(__name__)
 async def retain(
     store: LightningStore, older_than_seconds: float, *, keep_rewards: bool = False, every_seconds: float = HOURLY
 ) -> None:
-    """Remove the rollouts that ended longer ago than that, at once and then again and again, until cancelled.
+    """Remove the rollouts that ended longer ago than that by the store's clock, each when all of its group did, at once
+    and then again and again, until cancelled.
 
     With `keep_rewards` they stay, without their inputs and with no spans but the rewards. While the store cannot be
     written nothing is removed, and the next round tries again."""
     while True:
-        where = ended_before(time.time() - older_than_seconds)
         try:
+            where = ended_before(await store.perform(calls.GetTime()) - older_than_seconds)
             deleted = await store.perform(
                 calls.DeleteRollouts(where=where, keep_rewards=keep_rewards, actor="retention")
             )

@@ -38,6 +38,8 @@ FROM attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id
 _MOVING: Final = ("last_activity", "end_time", "lease_expires", "last_heartbeat_time", "held_until", "held_seconds")
 _config: Final = msgspec.json.Decoder(RolloutConfig).decode
 _LOCKED_SECONDS: Final = 0.25  # until another look at what another server had locked
+_FORGOTTEN_SECONDS: Final = 86_400.0  # of a worker's silence
+_MOST_LEASED: Final = 1000  # rollouts in one transaction, so that nobody waits long
 _QUEUED: Final = "('queuing', 'requeuing')"
 _ACTIVE: Final = "('preparing', 'running')"
 
@@ -135,18 +137,19 @@ def _decide(tx: Transaction, rollout_id: str, status: RolloutStatus) -> None:
 def lease(tx: Transaction, call: calls.LeaseRollouts) -> list[AttemptedRollout]:
     """Start an attempt on each of the foremost queued rollouts."""
     touch_worker(tx, call.worker_id)
+    limit = min(call.limit, _MOST_LEASED)
     if call.lease_id is not None:
         codec.check_id(call.lease_id, "lease_id")
         earlier = _handed_out_again(tx, f"{call.lease_id}.0", project=call.project)
         if earlier is not None:
-            names = (f"{call.lease_id}.{index}" for index in range(1, call.limit))
+            names = (f"{call.lease_id}.{index}" for index in range(1, limit))
             rest = (_handed_out_again(tx, name, project=call.project) for name in names)
             return [earlier, *(rollout for rollout in rest if rollout is not None)]
     of_project, values = ("", ()) if call.project is None else ("AND project = ? ", (call.project,))
     rollouts = ROLLOUTS.all(
         tx.connection,
         f"WHERE status IN {_QUEUED} {of_project}ORDER BY priority DESC, number LIMIT ?{tx.connection.skip_locked}",
-        (*values, call.limit),
+        (*values, limit),
     )
     names = (None if call.lease_id is None else f"{call.lease_id}.{index}" for index in range(len(rollouts)))
     return [_start(tx, rollout, call.worker_id, name) for rollout, name in zip(rollouts, names, strict=True)]
@@ -368,9 +371,25 @@ def touch_worker(tx: Transaction, worker_id: str | None, stats: str | None = Non
         return
     if not worker_id:
         raise InvalidError("worker_id is empty; give each worker a name of its own, or None")
-    reported = "" if stats is None else ", heartbeat_stats = excluded.heartbeat_stats"
+    reported, values = ("", ()) if stats is None else (", heartbeat_stats = ?", (stats,))
+    known = tx.connection.execute(
+        f"UPDATE workers SET last_heartbeat_time = ?{reported} WHERE worker_id = ?", (tx.now, *values, worker_id)
+    )
+    if known.rowcount:
+        return
+    _forget_workers(tx)  # now that there is one more, so that there are never more than came within a day
     tx.connection.execute(
         "INSERT INTO workers (worker_id, last_heartbeat_time, heartbeat_stats) VALUES (?, ?, ?) "
-        f"ON CONFLICT (worker_id) DO UPDATE SET last_heartbeat_time = excluded.last_heartbeat_time{reported}",
+        "ON CONFLICT (worker_id) DO NOTHING",  # another server has just noted it
         (worker_id, tx.now, stats or "{}"),
+    )
+
+
+def _forget_workers(tx: Transaction) -> None:
+    """Remove those that were silent for long and hold nothing."""
+    tx.connection.execute(
+        "DELETE FROM workers WHERE worker_id IN (SELECT worker_id FROM workers WHERE last_heartbeat_time < ? "
+        f"AND worker_id NOT IN (SELECT worker_id FROM attempts WHERE status IN {_ACTIVE} AND worker_id IS NOT NULL)"
+        f"{tx.connection.skip_locked})",
+        (tx.now - _FORGOTTEN_SECONDS,),
     )

@@ -98,8 +98,8 @@ class LightningStore(abc.ABC):
         project: str | None = None,
         lease_id: str | None = None,
     ) -> list[AttemptedRollout]:
-        """Lease up to `limit` queued rollouts, of the highest priority and then the oldest first, each with a new
-        attempt, a lease and an API key.
+        """Lease up to `limit` queued rollouts, at most 1,000, of the highest priority and then the oldest first, each
+        with a new attempt, a lease and an API key.
 
         With nothing queued, wait up to `timeout` seconds for work (a long poll), then return an empty list. Asked again
         with the same `lease_id`, the store answers with what it leased the first time."""

@@ -94,8 +94,8 @@ class StartRollout(Call[AttemptedRollout], frozen=True, kw_only=True):
 
 
 class LeaseRollouts(Call[list[AttemptedRollout]], frozen=True, kw_only=True):
-    """`lease_id` is a name of the caller's choice for this call: asked again with it, the store answers with what it
-    leased the first time."""
+    """At most 1,000 are leased, whatever the `limit`. `lease_id` is a name of the caller's choice for this call: asked
+    again with it, the store answers with what it leased the first time."""
 
     route = "POST /rollouts/lease"
     scope = "worker"
@@ -353,6 +353,14 @@ class QueryWorkers(Call[list[Worker]], frozen=True, kw_only=True):
 
 class Statistics(Call[dict[str, int]], frozen=True, kw_only=True):
     route = "GET /statistics"
+    scope = "read"
+
+
+class GetTime(Call[float], frozen=True, kw_only=True):
+    """The time by the store's own clock, which stamps all that is stored, in seconds since the epoch. It stands still
+    while the machine sleeps."""
+
+    route = "GET /time"
     scope = "read"
 
 

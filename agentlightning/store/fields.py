@@ -104,6 +104,12 @@ def _whole(name: str) -> tuple[str, ...]:
     return (name,)
 
 
+_GROUP_END: Final = (  # when the last of the group ended, nothing while one has not
+    "(CASE WHEN rollouts.group_id IS NULL THEN rollouts.end_time ELSE "
+    "(SELECT CASE WHEN count(*) = count(member.end_time) THEN max(member.end_time) END "
+    "FROM rollouts AS member WHERE member.group_id = rollouts.group_id) END)"
+)
+
 ROLLOUTS: Final = Fields(
     tables="rollouts",
     named={
@@ -121,6 +127,7 @@ ROLLOUTS: Final = Fields(
         "error": Column("rollouts.error", nullable=True),
         "start_time": Column("rollouts.start_time", "real"),
         "end_time": Column("rollouts.end_time", "real", nullable=True),
+        "group_end_time": Column(_GROUP_END, "real", nullable=True),
         "input": JsonText("rollouts.input"),
         "tag": JsonPath("rollouts.metadata", ("tags",), tags=True),
     },

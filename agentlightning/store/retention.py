@@ -32,9 +32,16 @@ _AT_ONCE: Final = 200  # rollouts in one transaction, so that nobody waits long
 
 
 def ended_before(time: float) -> Filter:
-    """Rollouts that ended before a time. What nobody could attribute is no rollout of an age: spans are added to it for
-    as long as the store lives."""
-    return And([Condition("end_time", "lt", time), Condition("rollout_id", "ne", UNATTRIBUTED)])
+    """Rollouts that ended before a time by the store's clock, `GetTime`, as did all of their group: one that is not
+    complete may be waited for. What nobody could attribute is no rollout of an age: spans are added to it for as long
+    as the store lives."""
+    return And(
+        [
+            Condition("end_time", "lt", time),  # the next one says so too, and takes longer to find out
+            Condition("group_end_time", "lt", time),
+            Condition("rollout_id", "ne", UNATTRIBUTED),
+        ]
+    )
 
 
 class Remaining(NamedTuple):

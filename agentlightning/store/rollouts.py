@@ -75,11 +75,13 @@ def _complete_group(connection: Connection, group_id: str, changes: Changes) -> 
     ).fetchone()
     if row is None:
         return
-    connection.execute(
-        "UPDATE rollout_groups SET finished_index = "
-        "(SELECT COALESCE(MAX(finished_index), 0) + 1 FROM rollout_groups WHERE run_id = ?) WHERE group_id = ?",
-        (row[0], group_id),
-    )
+    # Counted, as groups are removed: a cursor may be past the number of any that is left.
+    (index,) = connection.execute(
+        "INSERT INTO counters (name, value) VALUES (?, 1) "
+        "ON CONFLICT (name) DO UPDATE SET value = counters.value + 1 RETURNING value",
+        (f"groups of {row[0]}",),
+    ).fetchone()
+    connection.execute("UPDATE rollout_groups SET finished_index = ? WHERE group_id = ?", (index, group_id))
     changes.runs_with_groups.append(row[0])
 
 

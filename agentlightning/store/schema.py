@@ -190,7 +190,12 @@ ALTER TABLE rollouts ADD COLUMN reward_order {real};
 ALTER TABLE rollouts ADD COLUMN error TEXT;
 """
 
-STEPS: Final[Sequence[str]] = (_FIRST, _PROJECTS_FEEDS_AND_KEYS, _HELD_CALLS, _OUTCOMES)
+_COUNTED_GROUPS: Final = """
+INSERT INTO counters (name, value) SELECT 'groups of ' || run_id, MAX(finished_index) FROM rollout_groups
+    WHERE finished_index IS NOT NULL GROUP BY run_id;
+"""
+
+STEPS: Final[Sequence[str]] = (_FIRST, _PROJECTS_FEEDS_AND_KEYS, _HELD_CALLS, _OUTCOMES, _COUNTED_GROUPS)
 VERSION: Final = len(STEPS)
 
 

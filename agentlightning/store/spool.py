@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import msgspec
 
 from agentlightning.errors import AgentLightningError, ConfigError, InvalidError, UnavailableError
-from agentlightning.store.wire import RetryLaterError, encode
+from agentlightning.store.wire import KeyRefusedError, RetryLaterError, encode
 from agentlightning.types import Span
 
 if TYPE_CHECKING:
@@ -45,17 +45,18 @@ class RefusedSpan:
 
 
 Send: TypeAlias = Callable[[Sequence[bytes]], Awaitable[object]]
-"""Stores a batch of msgpack spans, all or none. UnavailableError and ConfigError say that it did not reach a store; any
-other error of ours, that the store refuses it."""
+"""Stores a batch of msgpack spans, all or none. UnavailableError, ConfigError and KeyRefusedError say that it did not
+reach a store; any other error of ours, that the store refuses it."""
 
 
 class SpanSpool:
     """Holds up to `max_bytes` of encoded spans and sends them in the order posted, one batch at a time: after
     `linger_seconds`, or at once when a batch is full or somebody waits for it.
 
-    A batch that is refused is halved until the refused spans are alone: the others are stored, these are logged, kept
-    in `refused` (the newest 1,000) and given to `on_refused`. With a `journal` the spans are on the disk as well, and
-    those that an earlier process left there are sent first."""
+    What does not reach a store, be it for its key, is kept and sent again and again. A batch that is refused is halved
+    until the refused spans are alone: the others are stored, these are logged, kept in `refused` (the newest 1,000) and
+    given to `on_refused`. With a `journal` the spans are on the disk as well, and those that an earlier process left
+    there are sent first."""
 
     def __init__(
         self,
@@ -231,10 +232,10 @@ class SpanSpool:
             pause = _PAUSE_SECONDS * random.uniform(0.5, 1.0)
             try:
                 await self._send(batch)
-            except (UnavailableError, ConfigError) as error:
-                if str(error) != str(self._fault):
-                    _logger.warning("%d spans wait for their server: %s", len(self._held), error)
-                self._fault = error
+            except (UnavailableError, ConfigError, KeyRefusedError) as error:
+                known, self._fault = str(self._fault), error
+                if str(error) != known:
+                    _logger.warning("spans wait for their server: %s", self._state())
                 if isinstance(error, RetryLaterError):
                     pause += error.seconds
             except AgentLightningError as error:

@@ -90,6 +90,7 @@ READS: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
     calls.GetGroup: rollouts.get_group,
     calls.QueryWorkers: records.query_workers,
     calls.Statistics: records.statistics,
+    calls.GetTime: lambda tx, call: tx.now,
     calls.QueryKeys: access_keys.query_keys,
     calls.QueryAudit: access_keys.query_audit,
 }

@@ -34,15 +34,6 @@ LONGEST_RETRY_AFTER: Final = 30.0  # seconds; whoever asks for more is asked aga
 _ADMIN_SECONDS: Final = 600.0  # what an administrator's call, such as checking a large store, may take
 _TOO_MANY: Final = 429
 _AGAIN: Final = (408, 425, _TOO_MANY, 502, 503, 504)
-_ERRORS: Final[Mapping[int, type[AgentLightningError]]] = {
-    401: ForbiddenError,
-    403: ForbiddenError,
-    404: NotFoundError,
-    409: ConflictError,
-    413: InvalidError,
-    422: InvalidError,
-}
-
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.\-]+")  # as nearly all ids are, for which `quote` is slow
 
 _encoder: Final = msgspec.msgpack.Encoder(enc_hook=codec.plain)
@@ -55,6 +46,20 @@ class RetryLaterError(UnavailableError):
     def __init__(self, message: str, seconds: float) -> None:
         super().__init__(message)
         self.seconds = seconds
+
+
+class KeyRefusedError(ForbiddenError):
+    """The key was not taken, by the server or by what stands before it, so that nobody looked at what was asked."""
+
+
+_ERRORS: Final[Mapping[int, type[AgentLightningError]]] = {
+    401: KeyRefusedError,
+    403: ForbiddenError,
+    404: NotFoundError,
+    409: ConflictError,
+    413: InvalidError,
+    422: InvalidError,
+}
 
 
 class Wire(msgspec.Struct, frozen=True):
@@ -197,8 +202,11 @@ def _stranger(answer: Answer) -> AgentLightningError:
         return _unavailable(answer, f"what stands before the server at {url} answered {said}; is the server running?")
     if 300 <= status < 400:
         return ConfigError(f"{url} redirects to {answer.location or 'nowhere'}; use the URL it redirects to")
-    if status in (401, 403, 413):
-        return _ERRORS[status](f"what stands before the server at {url} refused the request: {said}")
+    refused = f"what stands before the server at {url} refused the request: {said}"
+    if status in (401, 403):
+        return KeyRefusedError(f"{refused}; check the key and whom it is sent to")
+    if status == 413:
+        return InvalidError(refused)
     return ConfigError(f"{url} is not the server of a store: it answered {said}; check the URL")
 
 

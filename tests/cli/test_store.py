@@ -20,6 +20,8 @@ from agentlightning.cli.durations import Duration
 from agentlightning.cli.keys import keys
 from agentlightning.cli.main import run
 from agentlightning.cli.store import store
+from agentlightning.server.app import create_app
+from agentlightning.server.serve import HttpServer
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Rollout
@@ -305,6 +307,21 @@ def test_a_running_server_is_asked_to_do_it(agl, path: Path) -> None:
         code, _, err = agl("store", "check", "--server", url, "--key", "another key")
         assert code == 1 and "key" in err
     assert len(inputs(copy)) == 3
+
+
+def test_the_clock_of_the_server_says_what_is_old(agl, path: Path) -> None:
+    """That of a machine which slept for a day is a day behind."""
+
+    async def work() -> None:
+        store = await SqlStore.open(path, clock=lambda: time.time() - DAY)
+        await ended(store, "young")
+        async with HttpServer(create_app(store, admin_key=KEY)) as server:
+            arguments = ("store", "gc", "--server", server.url, "--key", KEY, "--older-than", "12h")
+            assert (await asyncio.to_thread(agl, *arguments, "--dry-run"))[1].startswith("0 rollouts ended before that")
+            assert (await asyncio.to_thread(agl, *arguments))[1].startswith("removed 0 rollouts")
+        await store.close()
+
+    asyncio.run(work())
 
 
 def test_whatever_is_done_can_be_told_as_json(agl, path: Path, tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ READ = {
     calls.GetGroup,
     calls.QueryWorkers,
     calls.Statistics,
+    calls.GetTime,
 }
 GRADER = READ | {calls.AddSpans}
 WORKER = GRADER | {
@@ -223,6 +224,7 @@ NAMELESS: dict[type[Call[Any]], Callable[[Place], Call[Any]]] = {
     calls.QueryWorkers: lambda p: calls.QueryWorkers(),
     calls.ExtendAttempts: lambda p: calls.ExtendAttempts(attempts=[(p.rollout_id, p.attempt_id)], seconds=1.0),
     calls.Statistics: lambda p: calls.Statistics(),
+    calls.GetTime: lambda p: calls.GetTime(),
     calls.DeleteRollouts: lambda p: calls.DeleteRollouts(where=Condition("rollout_id", "eq", p.rollout_id)),
     calls.IssueKey: lambda p: calls.IssueKey(name="another", scopes=["read"]),
     calls.RevokeKey: lambda p: calls.RevokeKey(key_id=p.key_id),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import anyio
@@ -77,6 +78,20 @@ async def test_what_is_not_old_stays(store):
     async with retaining(store, 3600, every_seconds=0.001):
         await until(store, looked)
     assert await store.get_rollout_by_id(young) is not None
+
+
+async def test_what_is_young_by_the_stores_clock_stays():
+    """That of a machine which slept for a day is a day behind."""
+    store = await SqlStore.open(":memory:", clock=lambda: time.time() - 86_400)
+    young = await ended(store)
+
+    async def looked() -> bool:
+        return len(await store.perform(calls.QueryAudit())) >= 2
+
+    async with retaining(store, 3600, every_seconds=0.001):
+        await until(store, looked)
+    assert await store.get_rollout_by_id(young) is not None
+    await store.close()
 
 
 async def test_rewards_are_kept_where_that_is_wanted(store):

@@ -73,6 +73,11 @@ def rollout_rows() -> list[Row]:
         }
         named |= {name: draw.choice(OPTIONAL_TEXTS) for name in ("resources_id", "run_id", "group_id")}
         rows.append(Row(named, document(draw), (number,)))
+    for row in rows:
+        name = row.named["group_id"]
+        group = [row] if name is None else [one for one in rows if one.named["group_id"] == name]
+        ends = [one.named["end_time"] for one in group]
+        row.named["group_end_time"] = None if None in ends else max(ends)
     return rows
 
 

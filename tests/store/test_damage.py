@@ -15,6 +15,7 @@ from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.store import calls, postgres, schema, sqlite
 from agentlightning.store.database import Connection
 from agentlightning.store.sql import SqlStore
+from agentlightning.types import Condition, EnqueueRolloutRequest
 from tests.store.storm import span_of
 
 pytestmark = pytest.mark.anyio
@@ -203,6 +204,16 @@ async def test_a_store_of_the_first_layout_is_brought_to_the_present_one(old_sto
         await store.update_attempt("busy", "a2", status="succeeded")
         assert [one.rollout_id for one in (await store.finished_after()).rollouts] == ["done", "busy"]
         assert await store.next_policy_version("run") == 8
+
+
+async def test_the_groups_of_an_older_store_are_counted_on(old_store):
+    address, _ = old_store
+    async with opened(address) as store:
+        await store.perform(calls.DeleteRollouts(where=Condition("group_id", "eq", "g")))
+        await store.create_group(1, "run", "next")
+        (rollout,) = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, group_id="next", group_index=0)])
+        await store.cancel_rollout(rollout.rollout_id)
+        assert [group.group_id for group in await store.complete_groups_after("run", 1)] == ["next"]
 
 
 async def test_a_store_of_a_later_layout_is_refused(old_store):

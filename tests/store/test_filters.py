@@ -90,8 +90,9 @@ def fill(database: Database) -> None:
     for statement in LAYOUT.format(bytes="BLOB" if database.dialect == "sqlite" else "BYTEA").split(";"):
         database.execute(statement)
     for row in ROLLOUT_ROWS:
+        columns = {name: value for name, value in row.named.items() if name != "group_end_time"}
         metadata = msgspec.json.encode(row.document).decode()
-        database.insert("rollouts", {**row.named, "metadata": metadata, "number": row.unique[0]})
+        database.insert("rollouts", {**columns, "metadata": metadata, "number": row.unique[0]})
     for attempt in range(20):
         rollout_id = ROLLOUT_ROWS[attempt // 2].named["rollout_id"]
         database.insert("attempts", {"number": attempt, "attempt_id": f"at-{attempt}", "rollout_id": rollout_id})

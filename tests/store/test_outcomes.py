@@ -90,7 +90,7 @@ async def test_an_older_store_learns_what_its_rollouts_came_to(tmp_path):
     with sqlite3.connect(path) as connection:
         for column in ("reward", "reward_order", "error"):
             connection.execute(f"ALTER TABLE rollouts DROP COLUMN {column}")
-        connection.execute(f"PRAGMA user_version = {schema.VERSION - 1}")
+        connection.execute(f"PRAGMA user_version = {schema.STEPS.index(schema._OUTCOMES)}")
     connection.close()
     store = await SqlStore.open(path)
     assert await rewards(store) == [leased.rollout_id]

@@ -165,6 +165,43 @@ async def test_a_group_of_which_a_member_is_removed_at_work_becomes_complete(sto
     assert await store.perform(calls.CheckStore()) == []
 
 
+async def test_the_number_of_a_removed_group_is_not_given_again(store):
+    run, other = await store.start_run("train", {}), await store.start_run("train", {})
+
+    async def complete(run_id: str) -> str:
+        group = await store.create_group(1, run_id)
+        await finish(store, group_id=group.group_id, group_index=0)
+        return group.group_id
+
+    for _ in range(3):
+        newest = await complete(run.run_id)
+    await delete(store, Condition("group_id", "eq", newest))
+    next_one = await complete(run.run_id)
+    assert [group.group_id for group in await store.complete_groups_after(run.run_id, 3)] == [next_one]
+    await delete(store, Condition("run_id", "eq", run.run_id))
+    next_one = await complete(run.run_id)
+    (found,) = await store.complete_groups_after(run.run_id, 4)
+    assert (found.group_id, found.finished_index) == (next_one, 5)
+    await complete(other.run_id)
+    assert [group.finished_index for group in await store.complete_groups_after(other.run_id, 0)] == [1]
+
+
+async def test_a_rollout_is_not_old_while_one_of_its_group_is_not(store):
+    group = await store.create_group(2)
+    done = await finish(store, group_id=group.group_id, group_index=0)
+    working = await start(store, group_id=group.group_id, group_index=1)
+    alone = await finish(store)
+    young = ended_before(await store.perform(calls.GetTime()) + 60)
+    assert (await delete(store, young)).rollouts == 1
+    assert await store.get_rollout_by_id(alone.rollout_id) is None
+    assert (await store.get_group(group.group_id)).rollout_ids == (done.rollout_id, working.rollout_id)
+    assert await delete(store, young, keep_rewards=True) == Deleted()
+    await store.update_attempt(working.rollout_id, working.attempt.attempt_id, status="failed")
+    last = await store.get_rollout_by_id(working.rollout_id)
+    assert await delete(store, ended_before(last.end_time)) == Deleted()
+    assert (await delete(store, young)).rollouts == 2
+
+
 async def test_whoever_waits_for_a_removed_rollout_is_told(store):
     working = await start(store)
     waiting = asyncio.create_task(store.wait_for_rollouts([working.rollout_id], timeout=60))

@@ -295,6 +295,21 @@ async def test_spans_wait_behind_a_page_that_stands_in_for_the_server(sql, serve
         assert (len(proxy.asked), client.refused) == (2, [])
 
 
+async def test_spans_wait_for_a_server_that_takes_their_key(sql, caplog):
+    """One that was restarted with another key, say."""
+    leased, port = await sql.start_rollout(1), free_port()
+    async with client_of(f"http://127.0.0.1:{port}") as client:
+        async with HttpServer(create_app(sql, admin_key="another key"), port=port):
+            await client.post_spans([numbered_span(leased, number) for number in range(3)])
+            with pytest.raises(UnavailableError, match=r"3 spans were not acknowledged .*the key is not valid"):
+                await client.flush(1.5)
+        assert "the spool holds 3 spans" in caplog.text and "the key is not valid" in caplog.text
+        async with HttpServer(create_app(sql, admin_key=ADMIN_KEY), port=port):
+            await client.flush()
+            assert client.refused == []
+            assert await stored_numbers(sql, leased) == [0, 1, 2]
+
+
 # --- spans on the disk -------------------------------------------------------------------------------------------
 
 POSTER = """
@@ -359,6 +374,24 @@ async def test_what_could_not_be_delivered_is_kept_for_the_next_client(sql, serv
     with pytest.raises(UnavailableError, match=f"3 spans .* kept in {directory}"):
         await away.close()
     async with client_of(served.url, spool_directory=directory) as client:
+        await client.flush()
+    assert await stored_numbers(sql, leased) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_what_a_page_that_asks_for_a_login_was_sent_stays_on_the_disk(sql, served, tmp_path, status):
+    leased = await sql.start_rollout(1)
+    left = Journal(tmp_path)
+    left.append([msgspec.msgpack.encode(numbered_span(leased, number)) for number in range(2)])
+    left.close()
+    page = web.Response(status=status, body=b"<title>log in</title>", headers={"Content-Type": "text/html"})
+    async with strange(page) as proxy:
+        client = LightningStoreClient(proxy.url, ADMIN_KEY, patience=0.5, spool_directory=tmp_path)
+        await client.post_spans([numbered_span(leased, 2)])
+        with pytest.raises(UnavailableError, match=r"log in.*check the key"):
+            await client.close()
+        assert proxy.asked and client.refused == []
+    async with client_of(served.url, spool_directory=tmp_path) as client:
         await client.flush()
     assert await stored_numbers(sql, leased) == [0, 1, 2]
 

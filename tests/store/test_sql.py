@@ -208,6 +208,35 @@ async def test_a_store_is_used_by_one_process_at_a_time(tmp_path):
     await (await SqlStore.open(tmp_path / "store.db")).close()
 
 
+@pytest.mark.parametrize("kind", ["memory", "postgres"])
+async def test_workers_that_are_long_gone_are_forgotten(request, kind):
+    now = 1e9
+    address = ":memory:" if kind == "memory" else request.getfixturevalue("postgres_database")
+    store = await SqlStore.open(address, clock=lambda: now, lease_seconds=1e6)
+    await store.enqueue_rollout(1)
+    await store.dequeue_rollout("holds a rollout")
+    await store.update_worker("comes back", {"load": 1})
+    await store.update_worker("gone")
+    now += 80_000
+    await store.update_worker("comes back")
+    now += 10_000
+    assert len(await store.query_workers()) == 3
+    await store.update_worker("new")
+    workers = {worker.worker_id: worker.heartbeat_stats for worker in await store.query_workers()}
+    assert workers == {"holds a rollout": {}, "comes back": {"load": 1}, "new": {}}
+    await store.close()
+
+
+async def test_a_lease_is_of_a_thousand_rollouts_at_most():
+    store = await SqlStore.open(":memory:")
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=number) for number in range(1001)])
+    leased = await store.dequeue_many_rollouts(10**9, lease_id="much")
+    assert len(leased) == 1000
+    again = await store.dequeue_many_rollouts(10**9, lease_id="much")
+    assert [one.attempt.attempt_id for one in again] == [one.attempt.attempt_id for one in leased]
+    await store.close()
+
+
 async def test_a_closed_store_says_so():
     store = await SqlStore.open(":memory:")
     await store.close()
