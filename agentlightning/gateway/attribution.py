@@ -14,6 +14,7 @@ from typing import Final, NoReturn
 
 from agentlightning import semconv
 from agentlightning.errors import ConfigError, ConflictError
+from agentlightning.gateway.locality import why_elsewhere
 from agentlightning.gateway.request import CallRefused
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import FindKey
@@ -90,25 +91,26 @@ class Attributor:
 
     With an `admin_key` a call needs a key: its attempt's, one issued with the scope worker, trainer or admin, or the
     admin key itself. Without, a path that names the attempt is enough and foreign keys are ignored, as agents carry
-    placeholders such as `EMPTY`."""
+    placeholders such as `EMPTY`; with `local_only` these calls must come from this machine's own programs."""
 
     def __init__(self, store: LightningStore | None, *, admin_key: str | None = None, remembered: int = 10_000) -> None:
         if admin_key is not None and store is None:
             raise ConfigError("admin_key needs a store, which keeps the other keys; give the gateway its store")
         self._store = store
         self._admin_key = admin_key
+        self.local_only = False
         self._remembered = remembered
         self._callers: OrderedDict[tuple[str, str], Caller] = OrderedDict()
         self._keys: OrderedDict[str, Credential] = OrderedDict()
         self._meeting = asyncio.Lock()
 
-    async def attribute(self, path_ids: tuple[str, str] | None, api_key: str | None) -> Caller:
-        """The caller, `UNATTRIBUTED` for a call that names no attempt, and without a store.
+    async def attribute(self, path_ids: tuple[str, str] | None, headers: Mapping[str, str]) -> Caller:
+        """The caller, `UNATTRIBUTED` for a call that names no attempt, and without a store. `headers` has lower-case
+        names.
 
-        CallRefused: 401 without a key where one is required, 403 for a key of another attempt, an attempt that has
-        ended or a rollout that is terminal, 404 for ids the store does not know, 409 for the key of a worker that
-        holds no attempt, or several."""
-        credential = await self.check_key(api_key)
+        CallRefused: as `check_key`, 403 for a key of another attempt, an attempt that has ended or a rollout that is
+        terminal, 404 for ids the store does not know, 409 for the key of a worker that holds no attempt, or several."""
+        credential = await self.check_key(headers)
         if self._store is None:
             return NOBODY
         key_ids = credential.attempt if credential else None
@@ -122,20 +124,22 @@ class Attributor:
             _refuse(404, "rollout_not_found", f"there is no rollout {ids[0]!r} in the project of this key")
         return caller
 
-    async def check_key(self, api_key: str | None) -> Credential | None:
-        """What the key allows, None for a foreign one. CallRefused (401, 403) where one is required."""
-        if self._store is None:
-            return None
-        if api_key and self._admin_key is not None and hmac.compare_digest(api_key.encode(), self._admin_key.encode()):
+    async def check_key(self, headers: Mapping[str, str]) -> Credential | None:
+        """What the caller's key allows, None for a foreign one. CallRefused (401, 403) where one is required, and 403
+        where none is and a caller without must be of this machine."""
+        api_key, admin_key = api_key_of(headers), self._admin_key
+        if api_key and admin_key is not None and hmac.compare_digest(api_key.encode(), admin_key.encode()):
             return _ADMIN
-        credential = await self._credential(self._store, api_key) if api_key else None
-        if self._admin_key is not None:
-            if credential is None:
-                _refuse(
-                    401, "invalid_api_key", "the API key is missing or was not issued here; use the attempt's own key"
-                )
-            if credential.attempt is None and not _CALLERS.intersection(credential.scopes):
-                _refuse(403, "key_scope", f"the key {credential.name} may not call models; it needs the scope worker")
+        credential = await self._credential(self._store, api_key) if api_key and self._store is not None else None
+        may_call = credential is not None and _may_call(credential)
+        if admin_key is None:
+            if self.local_only and not may_call and (reason := why_elsewhere(headers)) is not None:
+                _refuse(403, "not_of_this_machine", reason)
+            return credential
+        if credential is None:
+            _refuse(401, "invalid_api_key", "the API key is missing or was not issued here; use the attempt's own key")
+        if not may_call:
+            _refuse(403, "key_scope", f"the key {credential.name} may not call models; it needs the scope worker")
         return credential
 
     async def _credential(self, store: LightningStore, api_key: str) -> Credential | None:
@@ -212,6 +216,10 @@ def api_key_of(headers: Mapping[str, str]) -> str | None:
     if scheme.lower() == "bearer" and token.strip():
         return token.strip()
     return headers.get("x-api-key") or None
+
+
+def _may_call(credential: Credential) -> bool:
+    return credential.attempt is not None or not _CALLERS.isdisjoint(credential.scopes)
 
 
 def _refuse(status: int, code: str, message: str) -> NoReturn:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from agentlightning.errors import BackendError
-from agentlightning.gateway.attribution import Attributor, Caller, api_key_of
+from agentlightning.gateway.attribution import Attributor, Caller
 from agentlightning.gateway.backend import LEFT_OPEN, SESSION_HEADER, RelayedAnswer, RelayedCall
 from agentlightning.gateway.capture import CallRecord
 from agentlightning.gateway.conversations import Conversations
@@ -54,12 +54,12 @@ class CallOpener:
         self._run = secrets.token_hex(4)  # two gateways may number the calls of one attempt: their ids differ in this
 
     async def admit(self, headers: Mapping[str, str]) -> None:
-        """CallRefused (401) for a caller who would need a key and has none that was issued here."""
-        await self._attributor.check_key(api_key_of(headers))
+        """CallRefused (401, 403) for a caller who would need a key, or to be of this machine."""
+        await self._attributor.check_key(headers)
 
     async def caller(self, headers: Mapping[str, str], path_ids: tuple[str, str] | None) -> Caller:
         """Who asks. CallRefused as for a call."""
-        return await self._attributor.attribute(path_ids, api_key_of(headers))
+        return await self._attributor.attribute(path_ids, headers)
 
     async def open(
         self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None
