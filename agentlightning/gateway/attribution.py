@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ _ENDED = ENDS - {"unresponsive"}  # which a call revives while its retry has not
 _ADMIN: Final = Credential(name="the admin key", scopes=("admin",))
 _CALLERS: Final = frozenset({"worker", "trainer", "admin"})  # scopes whose keys may call without an attempt
 _BODIES_REMEMBERED: Final = 256  # per attempt
+LOST_SECONDS: Final = 10.0
+"""After so long nobody asks again for an answer that broke off: the SDKs of OpenAI and Anthropic do after at most 8."""
 
 
 @dataclass
@@ -45,7 +48,7 @@ class Caller:
     sample: str = ""
     running: int = 0
     _next_index: int = field(default=0, repr=False)
-    _ended: OrderedDict[int, list[int | None]] = field(default_factory=OrderedDict[int, "list[int | None]"], repr=False)
+    _ended: OrderedDict[int, _Ended] = field(default_factory=OrderedDict[int, "_Ended"], repr=False)
 
     def __post_init__(self) -> None:
         self.attempt = None if self.mode is None else (self.rollout_id, self.attempt_id)
@@ -56,29 +59,45 @@ class Caller:
         self._next_index += 1
         return index
 
-    def note_ended(self, body: int, answered: int | None) -> None:
-        """Remember what became of a call whose body has this hash: it was `answered` as this index, or failed."""
-        self._ended.setdefault(body, []).append(answered)
+    def note_answered(self, body: int, index: int) -> None:
+        """Remember that the answer of a call whose body has this hash sets out now; said again, it counts anew."""
+        self._ended_with(body).answered[index] = time.monotonic()
+
+    def note_failed(self, body: int) -> None:
+        """Remember that a call whose body has this hash failed, or was refused."""
+        self._ended_with(body).failed += 1
+
+    def _ended_with(self, body: int) -> _Ended:
+        ended = self._ended.setdefault(body, _Ended())
         self._ended.move_to_end(body)
         if len(self._ended) > _BODIES_REMEMBERED:
             self._ended.popitem(last=False)
+        return ended
 
-    def repeated(self, body: int, *, retry: bool) -> list[int]:
+    def repeated(self, body: int, *, retry: bool, came: float) -> list[int]:
         """The calls that a request repeats because its client did not hear their answer. Where one with this body
-        failed, it is that one which is tried again, and no answer was lost. Of several that were answered it cannot be
-        told which one was lost: all are named."""
-        ended = self._ended.get(body, [])
-        if not retry and None not in ended:
+        failed or was refused, it is that one which is tried again, and no answer was lost. Nor was one that set out
+        more than `LOST_SECONDS` before this request `came` (`time.monotonic`): what is tried again was refused on its
+        way here. Of several later ones it cannot be told which was lost: all are named."""
+        ended = self._ended.get(body)
+        if ended is None:
             return []
-        answered = [index for index in ended if index is not None]
-        if retry and len(answered) == len(ended):
-            self._ended.pop(body, None)
-            return answered
-        if retry:
-            ended.remove(None)
-        else:
-            ended[:] = answered  # what failed before was given up
-        return []
+        if not retry:
+            ended.failed = 0  # what failed before was given up
+            return []
+        if ended.failed:
+            ended.failed -= 1
+            return []
+        del self._ended[body]
+        return [index for index, sent in ended.answered.items() if sent >= came - LOST_SECONDS]
+
+
+@dataclass
+class _Ended:
+    """What became of an attempt's calls of one body: when each was answered, by its index, and how many failed."""
+
+    answered: dict[int, float] = field(default_factory=dict[int, float])
+    failed: int = 0
 
 
 NOBODY: Final = Caller(UNATTRIBUTED, UNATTRIBUTED, AttemptTracer(UNATTRIBUTED, UNATTRIBUTED).trace_id, None)
@@ -123,6 +142,12 @@ class Attributor:
         if credential and credential.project not in (None, caller.project):
             _refuse(404, "rollout_not_found", f"there is no rollout {ids[0]!r} in the project of this key")
         return caller
+
+    def remembered(self, path_ids: tuple[str, str] | None, headers: Mapping[str, str]) -> Caller | None:
+        """The attempt that a call seems to come from, if it is remembered: nothing is checked, and no store asked."""
+        credential = self._keys.get(api_key_of(headers) or "")
+        ids = path_ids or (credential.attempt if credential else None)
+        return self._callers.get(ids) if ids else None
 
     async def check_key(self, headers: Mapping[str, str]) -> Credential | None:
         """What the caller's key allows, None for a foreign one. CallRefused (401, 403) where one is required, and 403
