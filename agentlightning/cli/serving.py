@@ -145,10 +145,9 @@ async def _serve(
     )
     try:
         gateway = Gateway(ModelTable([ModelEntry(model_name, served.backend)]))
-        app = create_app(None, gateway=gateway)
+        app = create_app(None, gateway=gateway, guarded=key is not None)
         if key is not None:
             app.add_middleware(RequireKey, key=key)
-            app.state.protected = True
         example = "any" if key is None else "KEY"
         http = HttpServer(app, host=host, port=port)
         async with http:

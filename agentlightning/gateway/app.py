@@ -47,14 +47,19 @@ class Gateway:
             self._queue = Recorder(store, commit=False)
             recorders = Recorder(store, commit=True) if record == "commit" else self._queue, self._queue
         self._holding = Holding(store, models.gates, longest_hold)
-        attributor = Attributor(store, admin_key=admin_key)
-        self._calls = CallOpener(models, attributor, recorders, self._holding, Conversations(store))
+        self._attributor = Attributor(store, admin_key=admin_key)
+        self._calls = CallOpener(models, self._attributor, recorders, self._holding, Conversations(store))
         self._body_limit = body_limit
         self._attributed = store is not None
 
     def routes(self) -> list[BaseRoute]:
         """Routes for `/v1/…` and, with a store, `/rollout/{rollout_id}/attempt/{attempt_id}/v1/…`."""
         return gateway_routes(self._calls, self.models, body_limit=self._body_limit, attributed=self._attributed)
+
+    def keep_to_this_machine(self) -> None:
+        """From here on, where no admin key is set: answer only this machine's own programs (no page of elsewhere in a
+        browser, nothing through a proxy that says so), and whoever shows a key that was issued here."""
+        self._attributor.local_only = True
 
     def hold(self, *names: str, seconds: float | None = None, holder: str = _HOLD) -> None:
         """New calls of these models (without names: of all there are) wait from now on; running ones go on. Nothing is

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Final, NoReturn
 
 from agentlightning import semconv
 from agentlightning.errors import ConfigError, ConflictError
+from agentlightning.gateway.locality import why_elsewhere
 from agentlightning.gateway.request import CallRefused
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import FindKey
@@ -25,6 +27,8 @@ _ENDED = ENDS - {"unresponsive"}  # which a call revives while its retry has not
 _ADMIN: Final = Credential(name="the admin key", scopes=("admin",))
 _CALLERS: Final = frozenset({"worker", "trainer", "admin"})  # scopes whose keys may call without an attempt
 _BODIES_REMEMBERED: Final = 256  # per attempt
+LOST_SECONDS: Final = 10.0
+"""After so long nobody asks again for an answer that broke off: the SDKs of OpenAI and Anthropic do after at most 8."""
 
 
 @dataclass
@@ -44,7 +48,7 @@ class Caller:
     sample: str = ""
     running: int = 0
     _next_index: int = field(default=0, repr=False)
-    _ended: OrderedDict[int, list[int | None]] = field(default_factory=OrderedDict[int, "list[int | None]"], repr=False)
+    _ended: OrderedDict[int, _Ended] = field(default_factory=OrderedDict[int, "_Ended"], repr=False)
 
     def __post_init__(self) -> None:
         self.attempt = None if self.mode is None else (self.rollout_id, self.attempt_id)
@@ -55,29 +59,45 @@ class Caller:
         self._next_index += 1
         return index
 
-    def note_ended(self, body: int, answered: int | None) -> None:
-        """Remember what became of a call whose body has this hash: it was `answered` as this index, or failed."""
-        self._ended.setdefault(body, []).append(answered)
+    def note_answered(self, body: int, index: int) -> None:
+        """Remember that the answer of a call whose body has this hash sets out now; said again, it counts anew."""
+        self._ended_with(body).answered[index] = time.monotonic()
+
+    def note_failed(self, body: int) -> None:
+        """Remember that a call whose body has this hash failed, or was refused."""
+        self._ended_with(body).failed += 1
+
+    def _ended_with(self, body: int) -> _Ended:
+        ended = self._ended.setdefault(body, _Ended())
         self._ended.move_to_end(body)
         if len(self._ended) > _BODIES_REMEMBERED:
             self._ended.popitem(last=False)
+        return ended
 
-    def repeated(self, body: int, *, retry: bool) -> list[int]:
+    def repeated(self, body: int, *, retry: bool, came: float) -> list[int]:
         """The calls that a request repeats because its client did not hear their answer. Where one with this body
-        failed, it is that one which is tried again, and no answer was lost. Of several that were answered it cannot be
-        told which one was lost: all are named."""
-        ended = self._ended.get(body, [])
-        if not retry and None not in ended:
+        failed or was refused, it is that one which is tried again, and no answer was lost. Nor was one that set out
+        more than `LOST_SECONDS` before this request `came` (`time.monotonic`): what is tried again was refused on its
+        way here. Of several later ones it cannot be told which was lost: all are named."""
+        ended = self._ended.get(body)
+        if ended is None:
             return []
-        answered = [index for index in ended if index is not None]
-        if retry and len(answered) == len(ended):
-            self._ended.pop(body, None)
-            return answered
-        if retry:
-            ended.remove(None)
-        else:
-            ended[:] = answered  # what failed before was given up
-        return []
+        if not retry:
+            ended.failed = 0  # what failed before was given up
+            return []
+        if ended.failed:
+            ended.failed -= 1
+            return []
+        del self._ended[body]
+        return [index for index, sent in ended.answered.items() if sent >= came - LOST_SECONDS]
+
+
+@dataclass
+class _Ended:
+    """What became of an attempt's calls of one body: when each was answered, by its index, and how many failed."""
+
+    answered: dict[int, float] = field(default_factory=dict[int, float])
+    failed: int = 0
 
 
 NOBODY: Final = Caller(UNATTRIBUTED, UNATTRIBUTED, AttemptTracer(UNATTRIBUTED, UNATTRIBUTED).trace_id, None)
@@ -90,25 +110,26 @@ class Attributor:
 
     With an `admin_key` a call needs a key: its attempt's, one issued with the scope worker, trainer or admin, or the
     admin key itself. Without, a path that names the attempt is enough and foreign keys are ignored, as agents carry
-    placeholders such as `EMPTY`."""
+    placeholders such as `EMPTY`; with `local_only` these calls must come from this machine's own programs."""
 
     def __init__(self, store: LightningStore | None, *, admin_key: str | None = None, remembered: int = 10_000) -> None:
         if admin_key is not None and store is None:
             raise ConfigError("admin_key needs a store, which keeps the other keys; give the gateway its store")
         self._store = store
         self._admin_key = admin_key
+        self.local_only = False
         self._remembered = remembered
         self._callers: OrderedDict[tuple[str, str], Caller] = OrderedDict()
         self._keys: OrderedDict[str, Credential] = OrderedDict()
         self._meeting = asyncio.Lock()
 
-    async def attribute(self, path_ids: tuple[str, str] | None, api_key: str | None) -> Caller:
-        """The caller, `UNATTRIBUTED` for a call that names no attempt, and without a store.
+    async def attribute(self, path_ids: tuple[str, str] | None, headers: Mapping[str, str]) -> Caller:
+        """The caller, `UNATTRIBUTED` for a call that names no attempt, and without a store. `headers` has lower-case
+        names.
 
-        CallRefused: 401 without a key where one is required, 403 for a key of another attempt, an attempt that has
-        ended or a rollout that is terminal, 404 for ids the store does not know, 409 for the key of a worker that
-        holds no attempt, or several."""
-        credential = await self.check_key(api_key)
+        CallRefused: as `check_key`, 403 for a key of another attempt, an attempt that has ended or a rollout that is
+        terminal, 404 for ids the store does not know, 409 for the key of a worker that holds no attempt, or several."""
+        credential = await self.check_key(headers)
         if self._store is None:
             return NOBODY
         key_ids = credential.attempt if credential else None
@@ -122,20 +143,28 @@ class Attributor:
             _refuse(404, "rollout_not_found", f"there is no rollout {ids[0]!r} in the project of this key")
         return caller
 
-    async def check_key(self, api_key: str | None) -> Credential | None:
-        """What the key allows, None for a foreign one. CallRefused (401, 403) where one is required."""
-        if self._store is None:
-            return None
-        if api_key and self._admin_key is not None and hmac.compare_digest(api_key.encode(), self._admin_key.encode()):
+    def remembered(self, path_ids: tuple[str, str] | None, headers: Mapping[str, str]) -> Caller | None:
+        """The attempt that a call seems to come from, if it is remembered: nothing is checked, and no store asked."""
+        credential = self._keys.get(api_key_of(headers) or "")
+        ids = path_ids or (credential.attempt if credential else None)
+        return self._callers.get(ids) if ids else None
+
+    async def check_key(self, headers: Mapping[str, str]) -> Credential | None:
+        """What the caller's key allows, None for a foreign one. CallRefused (401, 403) where one is required, and 403
+        where none is and a caller without must be of this machine."""
+        api_key, admin_key = api_key_of(headers), self._admin_key
+        if api_key and admin_key is not None and hmac.compare_digest(api_key.encode(), admin_key.encode()):
             return _ADMIN
-        credential = await self._credential(self._store, api_key) if api_key else None
-        if self._admin_key is not None:
-            if credential is None:
-                _refuse(
-                    401, "invalid_api_key", "the API key is missing or was not issued here; use the attempt's own key"
-                )
-            if credential.attempt is None and not _CALLERS.intersection(credential.scopes):
-                _refuse(403, "key_scope", f"the key {credential.name} may not call models; it needs the scope worker")
+        credential = await self._credential(self._store, api_key) if api_key and self._store is not None else None
+        may_call = credential is not None and _may_call(credential)
+        if admin_key is None:
+            if self.local_only and not may_call and (reason := why_elsewhere(headers)) is not None:
+                _refuse(403, "not_of_this_machine", reason)
+            return credential
+        if credential is None:
+            _refuse(401, "invalid_api_key", "the API key is missing or was not issued here; use the attempt's own key")
+        if not may_call:
+            _refuse(403, "key_scope", f"the key {credential.name} may not call models; it needs the scope worker")
         return credential
 
     async def _credential(self, store: LightningStore, api_key: str) -> Credential | None:
@@ -212,6 +241,10 @@ def api_key_of(headers: Mapping[str, str]) -> str | None:
     if scheme.lower() == "bearer" and token.strip():
         return token.strip()
     return headers.get("x-api-key") or None
+
+
+def _may_call(credential: Credential) -> bool:
+    return credential.attempt is not None or not _CALLERS.isdisjoint(credential.scopes)
 
 
 def _refuse(status: int, code: str, message: str) -> NoReturn:

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from agentlightning.errors import BackendError
-from agentlightning.gateway.attribution import Attributor, Caller, api_key_of
+from agentlightning.errors import BackendError, UnavailableError
+from agentlightning.gateway.attribution import Attributor, Caller
 from agentlightning.gateway.backend import LEFT_OPEN, SESSION_HEADER, RelayedAnswer, RelayedCall
 from agentlightning.gateway.capture import CallRecord
 from agentlightning.gateway.conversations import Conversations
@@ -54,12 +54,12 @@ class CallOpener:
         self._run = secrets.token_hex(4)  # two gateways may number the calls of one attempt: their ids differ in this
 
     async def admit(self, headers: Mapping[str, str]) -> None:
-        """CallRefused (401) for a caller who would need a key and has none that was issued here."""
-        await self._attributor.check_key(api_key_of(headers))
+        """CallRefused (401, 403) for a caller who would need a key, or to be of this machine."""
+        await self._attributor.check_key(headers)
 
     async def caller(self, headers: Mapping[str, str], path_ids: tuple[str, str] | None) -> Caller:
         """Who asks. CallRefused as for a call."""
-        return await self._attributor.attribute(path_ids, api_key_of(headers))
+        return await self._attributor.attribute(path_ids, headers)
 
     async def open(
         self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None
@@ -67,12 +67,23 @@ class CallOpener:
         """Check, attribute and start a call; use it as `async with`. `headers` has lower-case names.
 
         Raises BackendError (and its kin CallRefused) for everything that cannot be answered."""
-        caller, request, entry, fields = await self._read(endpoint, body, headers, path_ids)
-        held_seconds = 0.0
-        while (gate := self._models.gate(entry.name)).held:
-            held_seconds += await self._holding.wait(gate, caller.attempt)
-            # Meanwhile the attempt may have ended, and the model may be another.
-            caller, request, entry, fields = await self._read(endpoint, body, headers, path_ids)
+        body_hash, retry, came = hash(body), headers.get(RETRY_HEADER, "0") != "0", time.monotonic()
+        caller: Caller | None = None
+        try:
+            caller = await self.caller(headers, path_ids)
+            request, entry, fields = await self._read(caller, endpoint, body, headers)
+            held_seconds = 0.0
+            while (gate := self._models.gate(entry.name)).held:
+                held_seconds += await self._holding.wait(gate, caller.attempt)
+                # Meanwhile the attempt may have ended, and the model may be another.
+                caller = await self.caller(headers, path_ids)
+                request, entry, fields = await self._read(caller, endpoint, body, headers)
+        except BaseException as error:  # also where the client left
+            if caller is None and isinstance(error, UnavailableError):  # the store did not say whose call it is
+                caller = self._attributor.remembered(path_ids, headers)
+            if caller is not None and caller.attempt and not retry:  # of a retry, the next one repeats what it did
+                caller.note_failed(body_hash)
+            raise
         attempt = caller.attempt
         call_index = caller.take_call_index() if attempt else None
         sampling, overridden = LEFT_OPEN, dict[str, Any]()
@@ -89,7 +100,6 @@ class CallOpener:
             session=_session(caller, headers),
             extra=request.extra if run_sampling(entry, caller) else request.extra | request.shaping,
         )
-        body_hash = hash(body)
         record = CallRecord(
             caller=caller,
             call_index=call_index,
@@ -101,7 +111,7 @@ class CallOpener:
             overridden=overridden,
             traceparent=headers.get("traceparent"),
             body_hash=body_hash,
-            discards=caller.repeated(body_hash, retry=headers.get(RETRY_HEADER, "0") != "0") if attempt else [],
+            discards=caller.repeated(body_hash, retry=retry, came=came) if attempt else [],
             held_seconds=held_seconds,
         )
         recorder = self._recorders[0 if attempt else 1] if self._recorders else None
@@ -116,7 +126,8 @@ class CallOpener:
     ) -> int:
         """How many tokens the prompt of a call would have; nothing is numbered or captured. BackendError as in `open`,
         and where the backend cannot count."""
-        caller, request, entry, fields = await self._read(endpoint, body, headers, path_ids)
+        caller = await self.caller(headers, path_ids)
+        request, entry, fields = await self._read(caller, endpoint, body, headers)
         model = _model_of(request, entry)
         if fields is not None:
             async with entry.backend.relay(RelayedCall(endpoint.path, model, fields, _let_through(headers))) as answer:
@@ -126,18 +137,17 @@ class CallOpener:
         )
 
     async def _read(
-        self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None
-    ) -> tuple[Caller, CallRequest, ModelEntry, dict[str, msgspec.Raw] | None]:
-        """Who asks, what, and who answers it; and the request's fields, if that one does so in the agent's protocol."""
-        caller = await self.caller(headers, path_ids)
+        self, caller: Caller, endpoint: Endpoint, body: bytes, headers: Mapping[str, str]
+    ) -> tuple[CallRequest, ModelEntry, dict[str, msgspec.Raw] | None]:
+        """What is asked, and who answers it; and the request's fields, if that one does so in the agent's protocol."""
         if any(endpoint.path in entry.backend.relays for entry in self._models):
             fields = read_fields(body)
             request = read_request(fields)
             entry = self._resolve(request.model, headers)
             if endpoint.path in entry.backend.relays:
-                return caller, request, entry, fields
+                return request, entry, fields
         request = await self.conversations.join(caller, endpoint.read(body))
-        return caller, request, self._resolve(request.model, headers), None
+        return request, self._resolve(request.model, headers), None
 
     def _resolve(self, model: str, headers: Mapping[str, str]) -> ModelEntry:
         """Who answers; a call that says it is none of the policy's is not trained, and sampled as it asks."""

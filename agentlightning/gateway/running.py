@@ -87,6 +87,8 @@ class RunningCall:
         self._recorded = True
         if self._recorder is not None:
             await self._recorder.record(self._span(self.refused))
+            if self.refused is None and self._record.call_index is not None:  # only now the answer sets out
+                self._record.caller.note_answered(self._record.body_hash, self._record.call_index)
         self._statistics.calls[self._record.entry.name, "failed" if self.refused else "answered"] += 1
         if self.remember is not None:
             self.remember(self.answer, body)
@@ -101,7 +103,10 @@ class RunningCall:
         """What is stored of the call, which has ended."""
         record, first = self._record, self.answer.first_token_time
         if record.call_index is not None:
-            record.caller.note_ended(record.body_hash, None if error else record.call_index)
+            if error:
+                record.caller.note_failed(record.body_hash)
+            else:
+                record.caller.note_answered(record.body_hash, record.call_index)
         span = call_span(
             record,
             self.answer,

@@ -15,6 +15,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, cast, get_args
@@ -128,20 +129,20 @@ class Program:
     async def run(self, task: Any, stdin: str, variables: Mapping[str, str], what: str) -> CommandOutput:
         """Run it on a task; what it wrote is logged however it ends. CommandFailedError if it fails."""
         arguments = [_FIELD.sub(lambda found: _field(task, found[1]), word) for word in self._words]
-        outputs = Output("stdout", self.kept_bytes), Output("stderr", self.kept_bytes)
-        try:
-            exit_code = await execute(
-                arguments,
-                outputs,
-                stdin=f"{stdin}\n".encode(),
-                environment={**inherited_environment(), **variables, **self.env},
-                directory=self.cwd,
-            )
-        finally:
-            output = CommandOutput(*(one.taken() for one in outputs))
-            if binding := current_binding():
-                record_log(binding.tracer, "stdout", output.stdout)
-                record_log(binding.tracer, "stderr", output.stderr)
+        with closing(Output("stdout", self.kept_bytes)) as stdout, closing(Output("stderr", self.kept_bytes)) as stderr:
+            try:
+                exit_code = await execute(
+                    arguments,
+                    (stdout, stderr),
+                    stdin=f"{stdin}\n".encode(),
+                    environment={**inherited_environment(), **variables, **self.env},
+                    directory=self.cwd,
+                )
+            finally:
+                output = CommandOutput(stdout.taken(), stderr.taken())
+                if binding := current_binding():
+                    record_log(binding.tracer, "stdout", output.stdout)
+                    record_log(binding.tracer, "stderr", output.stderr)
         if exit_code:
             raise CommandFailedError(_failure(what, exit_code, output.stderr))
         return output

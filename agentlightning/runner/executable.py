@@ -32,7 +32,7 @@ class Output:
         self._excerpt = Excerpt(kept_bytes)
         self._read_end, self.write_end = os.pipe()
         os.set_blocking(self._read_end, False)
-        self._open = True
+        self._open = self._write_end_open = True
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._read_end, self._take)
 
@@ -42,8 +42,15 @@ class Output:
         excerpt, self._excerpt = self._excerpt, Excerpt(self._kept_bytes)
         return excerpt.text()
 
+    def close_write_end(self) -> None:
+        """From here on only the program has that end."""
+        if self._write_end_open:
+            self._write_end_open = False
+            os.close(self.write_end)
+
     def close(self) -> None:
         """Take what is in the pipe at this moment, and nothing after it."""
+        self.close_write_end()
         self._take()
         if self._open:
             self._open = False
@@ -80,9 +87,8 @@ class Executable:
             for output in outputs:
                 output.close()
             raise
-        finally:
-            os.close(stdout)
-            os.close(stderr)
+        for output in outputs:
+            output.close_write_end()
         return cls(process, outputs, asyncio.ensure_future(process.wait()))
 
     def signal(self, number: signal.Signals) -> None:
@@ -114,7 +120,8 @@ async def execute(
     """Run a program and return its exit code, negative for the signal that ended it. ConfigError if it cannot start.
 
     When it has exited, whatever is left of its process group is killed. When the awaiting task is cancelled, the group
-    gets SIGTERM and, `GRACE_SECONDS` later, SIGKILL. Only a grandchild in a session of its own escapes both."""
+    gets SIGTERM and, `GRACE_SECONDS` later, SIGKILL. Only a grandchild in a session of its own escapes both. Where it
+    could not start, `outputs` may still be open: whoever made them closes them."""
     # Not a pipe: programs may open /dev/stdin, seek in it, or leave it unread.
     with tempfile.TemporaryFile() as given:
         given.write(stdin)

@@ -16,16 +16,17 @@ import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, product
 from typing import Any, TypeVar
 
 from agentlightning.errors import (
     AgentLightningError,
     ConfigError,
     ConflictError,
+    ForbiddenError,
     InvalidError,
     NotFoundError,
     UnavailableError,
@@ -63,6 +64,7 @@ HEARTBEAT_SECONDS = 10.0  # until a lease was seen; then a third of the shortest
 SETTLE_PERIODS = 10  # after so many an attempt ends though spans still arrive
 GIVE_BACK_SECONDS = 5.0  # how long a cancelled runner tries to hand its attempts back
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 5.0
+DEFECT_TRIES = 5  # of spans at which the server fails, before they count as refused
 
 
 @dataclass(eq=False)
@@ -72,6 +74,8 @@ class Flight(Execution):
     started: float = field(default_factory=time.monotonic)
     unsent: list[Span] = field(default_factory=list[Span])
     sending: asyncio.Lock = field(default_factory=asyncio.Lock)
+    defects: int = 0  # how often the server has failed at what is unsent
+    refusal: AgentLightningError | None = None  # of spans that were dropped
     ended_by_store: bool = False
 
     @property
@@ -88,8 +92,8 @@ class Runner:
 
     `worker_id` names this worker and must be unique; the default is. With a `project` only its rollouts are leased.
     `endpoint_override` is the gateway's URL as seen from here, where that differs from the one in the resources. While
-    the store cannot be reached, calls are repeated for `patience_seconds`; then `run` ends with UnavailableError.
-    ConfigError for an agent that cannot be run.
+    the store cannot be reached, or its server fails, calls are repeated for `patience_seconds`; then `run` ends with
+    UnavailableError. ConfigError for an agent that cannot be run.
 
     `tracer` is explained at `choose_tracer`. Where programs outside this process export spans of the attempt by
     themselves, `settle_seconds` is how long none must have reached the store, after the agent's end, before the attempt
@@ -302,6 +306,8 @@ class Runner:
         """Send what is left, then end the attempt: nothing of it can come after its end."""
         try:
             await self._patiently(lambda: self._send(flight))
+            if flight.refusal is not None:
+                raise flight.refusal
         except (InvalidError, ConflictError, NotFoundError) as error:
             if outcome.status == "succeeded":
                 outcome = Outcome("failed", f"its spans were refused: {error}", error)
@@ -319,32 +325,37 @@ class Runner:
         await self.store.update_attempt(*flight.ids, status=status, metadata=metadata, lease=flight.lease_token)
 
     def _notice(self, flight: Flight, outcome: Outcome) -> None:
-        """One line in the log for the 1st, 2nd, 4th, 8th … attempt that ends in the same way: an agent with a defect
-        fails thousands of times. Every attempt's own reason is in the store."""
+        """An agent with a defect fails thousands of times. Every attempt's own reason is in the store."""
+        rollout_id, attempt_id = flight.ids
+        how = "timed out" if outcome.status == "timeout" else outcome.status
+        reason = (outcome.reason or "").partition("\n")[0][:500]
         kind = f"{outcome.status} {type(outcome.error).__name__}"
+        self._warn_seldom(kind, f"attempt {attempt_id} of rollout {rollout_id} {how}: {reason}")
+
+    def _warn_seldom(self, kind: str, message: str) -> None:
+        """One line in the log for the 1st, 2nd, 4th, 8th … of a kind."""
         self._unlucky[kind] += 1
         times = self._unlucky[kind]
         if times & (times - 1) == 0:
-            logger.warning(
-                "attempt %s of rollout %s %s: %s%s",
-                *reversed(flight.ids),
-                "timed out" if outcome.status == "timeout" else outcome.status,
-                (outcome.reason or "").partition("\n")[0][:500],
-                f" ({times} ended like this)" if times > 1 else "",
-            )
+            logger.warning("%s%s", message, f" ({times} like this)" if times > 1 else "")
 
     async def _send(self, flight: Flight) -> None:
-        """Store the spans recorded since the last time. A span that is refused is dropped with the batch it is in."""
+        """Store the spans recorded since the last time. A span that is refused is dropped with the batch it is in, and
+        so is one at which the server fails again and again (InvalidError)."""
         async with flight.sending:
             flight.unsent += flight.tracer.drain()
             if not flight.unsent:
                 return
             try:
                 await self.store.add_many_spans(flight.unsent)
-            except (InvalidError, ConflictError, NotFoundError):
-                flight.unsent = []
-                raise
-            flight.unsent = []
+            except AgentLightningError as error:
+                flight.defects += _is_defect(error)
+                if flight.defects == DEFECT_TRIES:
+                    error = InvalidError(f"the server failed at them {DEFECT_TRIES} times: {error}")
+                if isinstance(error, InvalidError | ConflictError | NotFoundError):
+                    flight.refusal, flight.unsent, flight.defects = error, [], 0
+                raise error
+            flight.unsent, flight.defects = [], 0
 
     async def _give_back(self, flight: Flight, reason: str) -> None:
         """This runner cannot go on with it: let the store decide about a retry now, not when the lease runs out."""
@@ -365,33 +376,52 @@ class Runner:
             self._shorter_lease.set()
 
     async def _heartbeats(self) -> None:
-        while True:
-            self._shorter_lease.clear()
-            try:
-                async with asyncio.timeout(self._heartbeat_seconds):
-                    await self._shorter_lease.wait()
-            except TimeoutError:
-                await asyncio.gather(self._report(), *(self._beat(flight) for flight in self._flights))
+        """Each call is a task of its own, and not made anew while its last one still runs: one that is answered late,
+        or not at all, holds up no other."""
+        running: dict[tuple[Any, ...], asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                self._shorter_lease.clear()
+                try:
+                    async with asyncio.timeout(self._heartbeat_seconds):
+                        await self._shorter_lease.wait()
+                except TimeoutError:
+                    running = {call: task for call, task in running.items() if not task.done()}
+                    for call in [*product((self._beat, self._deliver), self._flights), (self._report,)]:
+                        if call not in running:
+                            running[call] = tasks.create_task(call[0](*call[1:]))
 
     async def _beat(self, flight: Flight) -> None:
-        try:
-            await self._send(flight)
-            if flight.lease_token is None:
-                return
+        """Extend the attempt's lease, and learn whether the store has ended it."""
+        if flight.lease_token is None:
+            return
+        with self._minding(flight):
             beat = await self.store.heartbeat(*flight.ids, flight.lease_token)
             # An unresponsive attempt runs on as long as its next call or span can revive it.
             lost = beat.status == "unresponsive" and not await self._is_revivable(flight)
-        except UnavailableError as error:
-            logger.warning("no heartbeat for attempt %s, tried again soon: %s", flight.ids[1], error)
+            if lost or beat.status not in ("preparing", "running", "unresponsive"):
+                flight.ended_by_store = True
+                flight.stop(beat.status, "the store had ended it")
+
+    async def _deliver(self, flight: Flight) -> None:
+        """Send the spans recorded so far."""
+        with self._minding(flight):
+            await self._send(flight)
+
+    @contextmanager
+    def _minding(self, flight: Flight) -> Generator[None]:
+        """What it means for a running attempt if the store refuses a call; one that failed is made again next time."""
+        try:
+            yield
+        except (ForbiddenError, ConfigError):
+            raise
         except InvalidError as error:
             flight.stop("failed", f"its spans were refused: {error}")
         except (ConflictError, NotFoundError) as error:
             flight.ended_by_store = True
             flight.stop("cancelled", f"it is no longer this runner's: {error}")
-        else:
-            if lost or beat.status not in ("preparing", "running", "unresponsive"):
-                flight.ended_by_store = True
-                flight.stop(beat.status, "the store had ended it")
+        except AgentLightningError as error:
+            self._warn_seldom("call", f"a call for attempt {flight.ids[1]} failed and is made again soon: {error}")
 
     async def _is_revivable(self, flight: Flight) -> bool:
         """Whether an unresponsive attempt is still its rollout's last word."""
@@ -403,8 +433,10 @@ class Runner:
         stats = {"running": len(self._flights), "finished": self._finished, "concurrency": self._concurrency}
         try:
             await self.store.update_worker(self.worker_id, stats)
-        except UnavailableError as error:
-            logger.warning("worker %s could not report to the store, tried again soon: %s", self.worker_id, error)
+        except (ForbiddenError, ConfigError):
+            raise
+        except AgentLightningError as error:
+            self._warn_seldom("report", f"worker {self.worker_id} could not report, tried again soon: {error}")
 
     @asynccontextmanager
     async def _session(self) -> AsyncGenerator[None]:
@@ -426,13 +458,15 @@ class Runner:
             await pool.close()
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeat a harmless-to-repeat call while the store is unavailable; in the end UnavailableError."""
+        """Repeat a harmless-to-repeat call while the store is away or has a defect; in the end UnavailableError."""
         deadline = time.monotonic() + self._patience
         pause = FIRST_RETRY_SECONDS
         while True:
             try:
                 return await call()
-            except UnavailableError as error:
+            except AgentLightningError as error:
+                if not (isinstance(error, UnavailableError) or _is_defect(error)):
+                    raise
                 if time.monotonic() + pause > deadline:
                     raise UnavailableError(
                         f"the store did not answer for {self._patience:g} s: {error}. "
@@ -451,6 +485,11 @@ async def _first_of(wanted: asyncio.Task[Any], stopping: asyncio.Task[Any]) -> b
             wanted.cancel()
     await asyncio.wait({wanted})
     return not wanted.cancelled()
+
+
+def _is_defect(error: AgentLightningError) -> bool:
+    """Whether the server failed by itself (HTTP 500), which may pass."""
+    return type(error) is AgentLightningError
 
 
 def _first_leaf(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -6,19 +6,17 @@ This module knows keys and scopes. It does not know routes or what they do.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import hmac
-import ipaddress
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
 from agentlightning.errors import ForbiddenError, NotFoundError
 from agentlightning.gateway.attribution import api_key_of
+from agentlightning.gateway.locality import why_elsewhere
 from agentlightning.semconv import REWARD
 from agentlightning.server.sessions import Sessions
 from agentlightning.store import calls
@@ -142,7 +140,8 @@ class Access:
         if credential is not None:
             return Scope.of(credential)
         if self._admin_key is None:
-            _require_local(headers)
+            if (reason := why_elsewhere(headers)) is not None:
+                raise ForbiddenError(reason)
             return Scope()
         raise UnauthenticatedError(
             "the key is not valid here; send one of this server's keys as `Authorization: Bearer …` (`agl`: AGL_KEY)"
@@ -237,32 +236,3 @@ def _worker_in(project: str, worker_id: str | None) -> str | None:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="replace")).digest()
-
-
-def is_loopback(host: str | None) -> bool:
-    """Whether a host name or address can only be this machine."""
-    try:
-        return ipaddress.ip_address(host or "").is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _require_local(headers: Mapping[str, str]) -> None:
-    if "forwarded" in headers or "x-forwarded-for" in headers:
-        raise ForbiddenError(
-            "this request came through a proxy, from who knows where; a server behind one needs an admin key"
-        )
-    # A browser names the page that asks in `Origin`, and in `Host` the name that led it here.
-    for caller in (f"//{headers.get('host', '')}", headers.get("origin") or "//localhost"):
-        if not _is_here(caller):
-            raise ForbiddenError(
-                f"a server without an admin key answers only this machine's own programs, not {caller!r}; set a key"
-            )
-
-
-@functools.lru_cache(maxsize=256)
-def _is_here(url: str) -> bool:
-    try:
-        return is_loopback(urlsplit(url).hostname)
-    except ValueError:
-        return False

@@ -20,7 +20,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from agentlightning.errors import ConfigError
-from agentlightning.server.access import is_loopback
+from agentlightning.gateway.locality import is_loopback
 
 T = TypeVar("T")
 

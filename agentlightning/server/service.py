@@ -16,8 +16,9 @@ from typing import Literal
 from agentlightning.errors import ConfigError
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.locality import is_loopback
 from agentlightning.gateway.models import ModelEntry, ModelTable
-from agentlightning.server.access import Access, is_loopback
+from agentlightning.server.access import Access
 from agentlightning.server.app import BODY_LIMIT, create_app
 from agentlightning.server.forwarding import Forwarder
 from agentlightning.server.retaining import retain

@@ -157,6 +157,9 @@ def test_serve_answers_openai_and_anthropic_clients_that_have_the_key(project: P
         with anthropic.Anthropic(base_url=url, api_key="secret-key", max_retries=0) as claude:
             message = claude.messages.create(model="mine", messages=[{"role": "user", "content": "one"}], max_tokens=4)
             assert 0 < message.usage.output_tokens <= 4
+        elsewhere = {"host": "models.example", "x-forwarded-for": "203.0.113.7"}
+        with OpenAI(base_url=f"{url}/v1", api_key="secret-key", default_headers=elsewhere, max_retries=0) as client:
+            assert [model.id for model in client.models.list()] == ["mine"]
         with OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0) as client, pytest.raises(AuthenticationError):
             client.models.list()
         with anthropic.Anthropic(base_url=url, api_key="wrong") as claude, pytest.raises(anthropic.AuthenticationError):

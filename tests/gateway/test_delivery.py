@@ -12,11 +12,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+import openai
 import pytest
 
 from agentlightning import semconv
 from agentlightning.data.transitions import NOT_RECEIVED, TracedRollout, trace_rollout
 from agentlightning.errors import InvalidError, UnavailableError
+from agentlightning.gateway import attribution
 from agentlightning.gateway.recording import Recorder
 from agentlightning.store.redaction import redaction
 from agentlightning.store.sql import SqlStore
@@ -24,7 +26,7 @@ from agentlightning.types import UNATTRIBUTED, AttemptedRollout, Span
 from tests.gateway.servers import until
 from tests.gateway.talker import user
 from tests.gateway.upstream import GOOD, Upstream, gateway_before
-from tests.gateway.world import World
+from tests.gateway.world import World, world
 
 pytestmark = pytest.mark.anyio
 
@@ -168,6 +170,90 @@ async def test_the_same_prompt_asked_on_purpose_is_trained_each_time(usual: Worl
     await asyncio.gather(*(ask(usual, attempted) for _ in range(3)))
     await ask(usual, attempted, extra_headers={"x-stainless-retry-count": "0"})
     assert trained(await traced(usual, attempted)) == [0, 1, 2, 3]
+
+
+async def test_an_answer_can_be_lost_for_some_seconds_after_it_set_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attribution, "LOST_SECONDS", 0.5)
+    async with slow_world(tmp_path) as (built, store):
+        attempted = await built.attempt()
+        asked = asyncio.create_task(ask(built, attempted))
+        await asyncio.wait_for(store.reached.wait(), 10)
+        await asyncio.sleep(0.6)  # the store is slow: the answer sets out when it is written
+        store.may_write.set()
+        await asked
+        await ask(built, attempted, extra_headers=RETRY)
+        await ask(built, attempted)
+        await asyncio.sleep(0.6)
+        await ask(built, attempted, extra_headers=RETRY)  # of what never came here
+        assert trained(await traced(built, attempted)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("longest_hold", "timeout"), [(0.1, 60.0), (60.0, 0.3)], ids=["refused", "left"])
+async def test_a_retry_of_a_call_that_was_held_discards_no_answer_to_the_same_prompt(
+    tmp_path: Path, longest_hold: float, timeout: float
+) -> None:
+    async with world(tmp_path, longest_hold=longest_hold) as built:
+        attempted = await built.attempt()
+        for _ in range(3):
+            await ask(built, attempted)
+        built.gateway.hold(seconds=0.6)
+        client = built.client(attempted, max_retries=3, timeout=timeout)
+        answer = await client.chat.completions.with_raw_response.create(model="policy", messages=user("hello"))
+        assert answer.retries_taken > 0
+        assert trained(await traced(built, attempted)) == [0, 1, 2, 3]
+
+
+class ForgetfulStore(SqlStore):
+    """Cannot be reached when next asked about an attempt."""
+
+    away = False
+
+    async def get_latest_attempt(self, rollout_id):
+        if self.away:
+            self.away = False
+            raise UnavailableError("the store's server is gone")
+        return await super().get_latest_attempt(rollout_id)
+
+
+async def test_a_retry_of_a_call_that_the_store_could_not_attribute_discards_no_answer(tmp_path: Path) -> None:
+    store = await ForgetfulStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
+    try:
+        async with gateway_before(Upstream(GOOD), store) as built:
+            attempted = await built.attempt()
+            by_path = built.client(attempted, max_retries=1)
+            by_key = built.client(api_key=attempted.api_key, max_retries=1)
+            for client in (by_path, by_key):
+                await client.chat.completions.create(model="policy", messages=user("hello"))
+                store.away = True
+                await client.chat.completions.create(model="policy", messages=user("hello"))
+                assert not store.away
+            assert trained(await traced(built, attempted)) == [0, 1, 2, 3]
+    finally:
+        await store.close()
+
+
+async def test_a_lost_answer_is_discarded_though_its_first_retry_was_refused(tmp_path: Path) -> None:
+    async with world(tmp_path, longest_hold=0.1) as built:
+        attempted = await built.attempt()
+        await ask(built, attempted)
+        async with built.gateway.held():
+            with pytest.raises(openai.InternalServerError):
+                await ask(built, attempted, extra_headers=RETRY)
+        await ask(built, attempted, extra_headers={"x-stainless-retry-count": "2"})
+        assert trained(await traced(built, attempted)) == [1]
+
+
+async def test_a_retry_that_is_held_for_long_discards_what_was_lost_before(
+    gateway_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attribution, "LOST_SECONDS", 0.5)
+    attempted = await gateway_world.attempt()
+    await ask(gateway_world, attempted)
+    gateway_world.gateway.hold(seconds=1.0)
+    await ask(gateway_world, attempted, extra_headers=RETRY)
+    assert trained(await traced(gateway_world, attempted)) == [1]
 
 
 async def test_every_choice_is_kept_and_the_first_is_trained(gateway_world: World) -> None:

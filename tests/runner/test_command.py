@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -371,3 +372,22 @@ async def test_an_agent_that_is_no_runners_can_be_called_in_a_test(store: SqlSto
     assert answer == {"reward": 0.5, "primary_key": None, "final": True}
     with pytest.raises(AgentLightningError):
         await command("false").rollout_async("hi", {}, rollout)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="descriptors are counted as Linux shows them")
+async def test_a_program_that_cannot_be_given_its_task_leaves_no_descriptor_open(store: SqlStore) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    rollout = await store.start_rollout("hi")
+    agent = command("cat")
+    await agent.rollout_async("hi", {}, rollout)
+    before = descriptors()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024 * 1024, limits[1]))  # a file that cannot grow, as on a full disk
+    try:
+        with pytest.raises(OSError, match="too large"):
+            await agent.rollout_async("x" * 4 * 1024 * 1024, {}, rollout)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert descriptors() == before

@@ -296,3 +296,58 @@ async def test_what_a_proxy_brings_is_not_of_this_machine(store, header):
 async def test_an_issued_key_stays_narrow_without_an_admin_key(store):
     async with HttpServer(create_app(store)) as server, aiohttp.ClientSession(server.url) as http:
         assert (await Caller(http, await issue(store, "read"))(calls.CheckStore()))[0] == 403
+
+
+@pytest.mark.parametrize(
+    ("headers", "let_in"),
+    [
+        ({}, True),
+        ({"authorization": "Bearer EMPTY"}, True),
+        ({"host": "localhost:9999"}, True),
+        ({"host": "[::1]:8123"}, True),
+        ({"origin": "http://127.0.0.1:3000"}, True),
+        ({"origin": "https://evil.example"}, False),
+        ({"origin": "null"}, False),
+        ({"host": "evil.example:8123"}, False),
+        ({"host": "host.docker.internal:8123", "authorization": "Bearer EMPTY"}, False),
+        ({"x-forwarded-for": "203.0.113.7"}, False),
+        ({"forwarded": "for=203.0.113.7"}, False),
+    ],
+)
+async def test_models_answer_whom_the_store_would(store, headers, let_in):
+    place = await furnish(store, "a", "a")
+    attempt = f"/rollout/{place.rollout_id}/attempt/{place.attempt_id}"
+    body = b'{"model": "policy", "messages": [{"role": "user", "content": "hi"}]}'
+    paths = ("chat/completions", "messages/count_tokens")
+    posts = [f"{prefix}/v1/{path}" for prefix in ("", attempt) for path in paths]
+    app = create_app(store, gateway=Gateway(ModelTable(), store))
+    async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
+        caller = Caller(http, None)
+        assert (await caller.request("GET", "/api/v1/statistics", headers=headers))[0] == (200 if let_in else 403)
+        assert (await caller.request("GET", "/v1/models", headers=headers))[0] == (200 if let_in else 403)
+        for path in posts:  # as a page may post without asking first
+            sent = {"data": body, "headers": {"content-type": "text/plain", **headers}}
+            status, text = await caller.request("POST", path, **sent)
+            assert status == (404 if let_in else 403), text  # nothing is wrong but that there is no model
+            assert let_in or "admin key" in text
+
+
+async def test_a_key_that_may_call_models_does_so_from_anywhere(store):
+    place = await furnish(store, "a", "a")
+    keys = {place.attempt_key: 404, await issue(store, "worker"): 404, await issue(store, "read"): 403}
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+    app = create_app(store, gateway=Gateway(ModelTable(), store))
+    async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
+        for key, status in keys.items():
+            caller = Caller(http, key)
+            sent = {"json": body, "headers": {"host": "host.docker.internal:8123"}}
+            assert (await caller.request("POST", "/v1/chat/completions", **sent))[0] == status
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+async def test_models_without_a_store_are_this_machines_too_unless_something_else_asks_for_a_key(guarded):
+    app = create_app(None, gateway=Gateway(ModelTable()), guarded=guarded)
+    async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
+        assert (await http.get("/v1/models")).status == 200
+        answer = await http.get("/v1/models", headers={"host": "models.example"})
+        assert answer.status == (200 if guarded else 403)
