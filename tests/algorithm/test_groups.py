@@ -13,7 +13,6 @@ import agentlightning as agl
 from agentlightning.algorithm.rl.groups import Groups
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner.base import AdamW
-from agentlightning.types import AttemptedRollout
 from tests import agents
 from tests.test_trainer import TASKS, algorithm, trainer
 
@@ -48,7 +47,7 @@ def test_calls_of_an_overlapping_run_have_the_probabilities_of_the_weights_that_
     assert all(error < 1e-3 for error in flow(result, "max_ratio_error"))
 
 
-async def solved(task: dict, llm: agl.LLM, rollout: AttemptedRollout) -> float:
+async def solved(task: dict, llm: agl.LLM) -> float:
     """Half of the tasks are always right: nothing is to be learned from them."""
     reward = await agents.vowels(task, llm)
     return 1.0 if task["index"] % 2 else reward

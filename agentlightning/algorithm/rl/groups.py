@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -119,12 +119,16 @@ class Groups:
     def name(self, ticket: Ticket) -> str:
         return f"{self.context.run.run_id}-{ticket.position}-v{ticket.version}"
 
-    def names(self) -> frozenset[str]:
-        """The ids of the groups that are on their way, and of those that would be begun next."""
-        before = self.sampler.state.position
-        upcoming = [self._next_ticket() for _ in range(self._capacity)]
-        self.sampler.state.position = before
-        return frozenset(map(self.name, [*self._begun.values(), *upcoming]))
+    def awaits(self, group_id: str | None) -> bool:
+        """Whether this is a group that is on its way, or one that may be begun before the weights change: where steps
+        taught nothing, or groups were replaced, there are more of these than one step takes."""
+        if group_id is None or group_id in self._begun:
+            return group_id is not None
+        version = self._lineage[-1]
+        position = group_id.removeprefix(f"{self.context.run.run_id}-").removesuffix(f"-v{version}")
+        if not position.isdecimal() or int(position) < self.sampler.state.position:
+            return False
+        return group_id == self.name(Ticket(int(position), version))
 
     # --- what a step is given ---
 
@@ -250,19 +254,32 @@ class Groups:
         return Ticket(self.sampler.take(), self._lineage[-1])
 
     async def _begin_groups(self) -> None:
+        """Begin as many groups as there is room for; those of no use that turn out to be complete make room for more."""
+        while missing := self._begin():
+            await self._enqueue(missing)
+
+    def _begin(self) -> dict[str, Ticket]:
+        """The groups that are on their way from now on, and of which the store has not been told."""
         new = [self._next_ticket() for _ in range(self._capacity)]
         self._begun |= {self.name(ticket): ticket for ticket in new}
         # Restored ones too: the process may have died before it had enqueued them all.
         missing = {name: ticket for name, ticket in self._begun.items() if name not in self._enqueued}
-        if not missing:
-            return
         self._enqueued |= missing.keys()
-        # Doing it again changes nothing.
+        return missing
+
+    async def _enqueue(self, missing: Mapping[str, Ticket]) -> None:
+        """Tell the store of these groups; doing it again changes nothing. What a process that was killed had complete,
+        and `collect` passed by before it was begun here, will not be reported again: it is taken in now."""
+        passed = self._cursor
         store, size, run_id = self.context.store, self.algorithm.group_size, self.context.run.run_id
-        await asyncio.gather(*(store.create_group(size, run_id=run_id, group_id=name) for name in missing))
+        groups = await asyncio.gather(*(store.create_group(size, run_id=run_id, group_id=name) for name in missing))
         await store.enqueue_many_rollouts(
             [request for name, ticket in missing.items() for request in self._requests(name, ticket)]
         )
+        complete = sorted((group.finished_index, group) for group in groups if group.finished_index is not None)
+        for finished, group in complete:
+            if finished <= passed:
+                self._take_in(group, tuple(await self.trace(group.rollout_ids)))
 
     def _requests(self, name: str, ticket: Ticket) -> list[EnqueueRolloutRequest]:
         """The rollouts of a group."""

@@ -398,9 +398,8 @@ class Loop:
 
     def _wanted(self) -> Callable[[Rollout], bool]:
         """Whether a rollout is one that the present weights are still to be measured or trained by."""
-        state, groups = self.state, self.groups.names()
-        present = f"{evaluation_id(self.run_id, 'val', state.step, state.policy_version)}-"
-        return lambda rollout: rollout.group_id in groups or rollout.rollout_id.startswith(present)
+        present = f"{evaluation_id(self.run_id, 'val', self.state.step, self.state.policy_version)}-"
+        return lambda rollout: self.groups.awaits(rollout.group_id) or rollout.rollout_id.startswith(present)
 
     async def _withdraw_leftovers(self) -> None:
         """Rollouts the process before left behind: those that will be asked for again run again, others are
