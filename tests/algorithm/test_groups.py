@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import agentlightning as agl
 from agentlightning.algorithm.rl.groups import Groups
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner.base import AdamW
+from agentlightning.learner.torch import TorchLearner
+from agentlightning.types import AttemptedRollout
 from tests import agents
 from tests.test_trainer import TASKS, algorithm, trainer
 
@@ -148,3 +152,37 @@ def test_what_goes_wrong_beside_a_step_ends_the_run_with_its_reason(
     monkeypatch.setattr(Groups, "trained", not_before_it_failed)
     with pytest.raises(TrainingError, match="the store is gone"):
         trainer(tmp_path, algorithm=algorithm(steps=6, max_staleness=1)).fit(agents.vowels, TASKS)
+
+
+def test_the_best_weights_are_not_saved_while_a_step_changes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation beside training may end in the middle of a step; what it measured was set aside before."""
+    step, save = TorchLearner.step, TorchLearner.save
+    stepping, during_a_step = threading.Event(), list[bool]()
+
+    def slow_step(self: Any, *given: Any) -> Any:
+        stepping.set()
+        time.sleep(0.5)
+        metrics = step(self, *given)
+        stepping.clear()
+        return metrics
+
+    def watched_save(self: Any, directory: Path) -> None:
+        during_a_step.append(stepping.is_set())
+        save(self, directory)
+
+    async def best_in_the_middle(task: dict, llm: agl.LLM, rollout: AttemptedRollout) -> float:
+        if rollout.mode == "train":
+            return await agents.vowels(task, llm)
+        if "-val-1-" not in rollout.rollout_id:
+            return 0.5
+        await asyncio.to_thread(stepping.wait, 10)
+        return 1.0
+
+    monkeypatch.setattr(TorchLearner, "step", slow_step)
+    monkeypatch.setattr(TorchLearner, "save", watched_save)
+    overlapping = algorithm(steps=2, max_staleness=1, evaluate_every=1)
+    trainer(tmp_path, algorithm=overlapping).fit(best_in_the_middle, TASKS, TASKS[:2])
+    assert during_a_step and not any(during_a_step)
+    assert '"step":1,' in (tmp_path / "run" / "checkpoints" / "best" / "loop.json").read_text()

@@ -288,7 +288,7 @@ class Loop:
             return
         if not self._overlaps:
             await self._evaluate()
-        elif self.evaluating is None or self.evaluating.done():
+        elif not self._evaluates_beside:
             await self._evaluated()
             self.checkpoints.save_candidate(self.policies, self.state)
             self.evaluating = asyncio.create_task(self._evaluate())
@@ -324,8 +324,13 @@ class Loop:
             mode="val",
             config=self.algorithm.rollout,
             reward=RewardSpec(base=self.algorithm.reward.base),
-            beside=self.evaluating is not None and not self.evaluating.done(),
+            beside=self._evaluates_beside,
         )
+
+    @property
+    def _evaluates_beside(self) -> bool:
+        """Whether an evaluation goes on beside training."""
+        return self.evaluating is not None and not self.evaluating.done()
 
     def _last_evaluated(self) -> int | None:
         return self.algorithm.evaluations[-1].step if self.algorithm.evaluations else None
@@ -337,12 +342,14 @@ class Loop:
             values["val_tool_success"] = worked
         await self.context.tracking.record(evaluation.step, values)
         best = self.state.best_reward
-        if best is None or evaluation.reward > best:
-            if evaluation.step == self.state.step:
+        if best is not None and evaluation.reward <= best:
+            return
+        if self._evaluates_beside:  # the learner may be changing the weights this very moment
+            if self.checkpoints.promote_candidate(evaluation.step, evaluation.reward):
                 self.state.best_reward = evaluation.reward
-                self.checkpoints.save_best(self.policies, self.state)
-            elif self.checkpoints.promote_candidate(evaluation.step, evaluation.reward):
-                self.state.best_reward = evaluation.reward
+        elif evaluation.step == self.state.step:
+            self.state.best_reward = evaluation.reward
+            self.checkpoints.save_best(self.policies, self.state)
 
     def _record_batch(self, step: int, groups: Sequence[CompleteGroup], replayed: Sequence[CompleteGroup]) -> None:
         """Note what the step trains on, before it does."""
