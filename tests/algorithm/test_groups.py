@@ -80,6 +80,16 @@ def test_where_no_group_teaches_anything_steps_go_on_and_say_so(tmp_path: Path, 
     assert flow(result, "policy_version") == [0, 0]
 
 
+@pytest.mark.parametrize("flowing", [{"dynamic_sampling": True}, {"max_staleness": 1}])
+def test_the_reward_of_a_step_counts_groups_that_were_replaced_for_being_right(
+    tmp_path: Path, flowing: dict[str, Any]
+) -> None:
+    easy = algorithm(steps=9, tasks_per_step=1, group_size=2, target_reward=0.97, **flowing)
+    result = trainer(tmp_path, algorithm=easy).fit(right, TASKS)
+    assert result.stopped_because == "mean training reward reached 0.97"
+    assert flow(result, "reward") == [1, 1, 1]
+
+
 @pytest.mark.parametrize("agent", [agents.raises, agents.unrewarded])
 def test_an_overlapping_run_whose_agent_never_earns_anything_ends_with_the_reason(tmp_path: Path, agent: Any) -> None:
     with pytest.raises(agl.errors.TrainingError, match="rewarded"):

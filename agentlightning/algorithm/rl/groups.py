@@ -66,11 +66,17 @@ class CompleteGroup:
 
 @dataclass
 class Dropped:
-    """What was of no use since the last step: groups and rollouts, by reason, and the rollouts of those groups."""
+    """What was of no use since the last step: groups and rollouts, by reason, and the rollouts of those groups: of
+    `stale` ones, which were too old, and of the others, which taught nothing."""
 
     groups: Counter[str] = field(default_factory=Counter[str])
     rollouts: Counter[str] = field(default_factory=Counter[str])
-    traced: list[tuple[TracedRollout, ...]] = field(default_factory=list[tuple[TracedRollout, ...]])
+    stale: list[tuple[TracedRollout, ...]] = field(default_factory=list[tuple[TracedRollout, ...]])
+    useless: list[tuple[TracedRollout, ...]] = field(default_factory=list[tuple[TracedRollout, ...]])
+
+    @property
+    def traced(self) -> list[tuple[TracedRollout, ...]]:
+        return [*self.useless, *self.stale]
 
 
 class Groups:
@@ -242,7 +248,7 @@ class Groups:
 
     def _drop(self, group: CompleteGroup, reason: str) -> None:
         self._dropped.groups[reason] += 1
-        self._dropped.traced.append(group.rollouts)
+        (self._dropped.stale if reason == STALE else self._dropped.useless).append(group.rollouts)
 
     @property
     def _capacity(self) -> int:

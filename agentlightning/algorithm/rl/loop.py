@@ -116,7 +116,7 @@ class Loop:
         fresh = await self._credited(traced)
         again = await self._credited([group.rollouts for group in replayed])
         batches = {name: [*fresh[name].sequences, *again[name].sequences] for name in fresh}
-        metrics = rollout_metrics(self.algorithm, traced) | _flow_metrics(groups, dropped, replayed)
+        metrics = rollout_metrics(self.algorithm, traced, dropped.useless) | _flow_metrics(groups, dropped, replayed)
         metrics |= self.policies.named({name: batch.metrics for name, batch in fresh.items()})
         version = None
         if any(batches.values()):
