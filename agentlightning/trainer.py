@@ -77,9 +77,10 @@ class Trainer:
     """Trains or evaluates an agent.
 
     Args:
-        model: what is trained: a directory, a Hugging Face id, a loaded `Policy`, or `file.py:function` that makes one
-            from the seed; or several of these by name, each of which learns from its own calls. None evaluates an
-            endpoint given in `initial_resources`.
+        model: what is trained: a directory, a Hugging Face id, a loaded `Policy` (in place: what uses it next starts from
+            what it learned, unless that was an adapter), or `file.py:function` that makes one from the seed; or several
+            of these by name, each of which learns from its own calls. None evaluates an endpoint given in
+            `initial_resources`.
         model_name: what agents call a single one by; trainers that share a server each need one of their own.
         algorithm: `GRPO(…)` by default; `Baseline()` only evaluates.
         optimizer: learning rate, schedule, micro-batches and the like.
@@ -355,9 +356,7 @@ class Trainer:
             device=self.device,
             threads=self.threads,
         )
-        served, learner = opening.open(model, self.progress.phase)
-        stack.callback(served.service.close)
-        return served, learner
+        return stack.enter_context(opening.open(model, self.progress.phase))
 
     def _optimizer(self, algorithm: Algorithm) -> AdamW:
         """Its schedule ends with the training."""

@@ -393,3 +393,26 @@ def test_an_adapter_is_trained_and_resumed(tmp_path: Path) -> None:
     resumed = adapted(3).fit(agents.vowels, TASKS, resume=True)
     assert resumed.metrics[-1].step == 3
     assert resumed.metrics[-1].values["inference_mismatch"] < 1e-4
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"lora": LoRA(rank=4)}], ids=["bfloat16", "lora"])
+def test_one_policy_object_is_measured_trained_and_resumed(tmp_path: Path, changes: dict[str, Any]) -> None:
+    settings = {"model": policy(), **changes}
+    names = [name for name, one in settings["model"].model.named_parameters() if one.requires_grad]
+    trainer(tmp_path, run_dir=tmp_path / "dev", **settings).dev(agents.vowels, TASKS[:1])
+    trainer(tmp_path, **settings).fit(agents.vowels, TASKS)
+    result = trainer(tmp_path, algorithm=algorithm(steps=3), **settings).fit(agents.vowels, TASKS, resume=True)
+    assert result.metrics[-1].step == 3
+    assert result.metrics[-1].values["inference_mismatch"] < 0.5
+    assert [name for name, one in settings["model"].model.named_parameters() if one.requires_grad] == names
+
+
+def test_a_resumed_run_keeps_to_the_weights_it_started_from(tmp_path: Path) -> None:
+    """And not to those of a policy object that it has trained in the meantime."""
+    settings: dict[str, Any] = {"model": policy(), "algorithm": algorithm(steps=1, reference=True)}
+    trainer(tmp_path, **settings).fit(agents.vowels, TASKS)
+    settings["algorithm"] = algorithm(steps=2, reference=True)
+    with pytest.raises(ConfigError, match="load it again"):
+        trainer(tmp_path, **settings).fit(agents.vowels, TASKS, resume=True)
+    result = trainer(tmp_path, **settings | {"model": policy()}).fit(agents.vowels, TASKS, resume=True)
+    assert result.metrics[-1].values["reference_kl"] > 0
