@@ -60,6 +60,12 @@ def test_the_highest_fraction_of_a_step_is_kept() -> None:
     assert kept(agl.SFT(best=None, fraction=0.5), group(1, 2), group(3, 4)) == [[False, False], [True, True]]
 
 
+def test_of_equals_no_more_are_kept_than_the_fraction_says() -> None:
+    assert kept(agl.SFT(best=None, fraction=0.5), group(1, 0, 0, 0)) == [[True, True, False, False]]
+    assert kept(agl.SFT(best=None, fraction=0.5, threshold=1), group(1, 0, 0, 0)) == [[True, False, False, False]]
+    assert kept(agl.SFT(fraction=0.25), group(1, 0, 1, 0), group(1, 0, 1, 0)) == [[True, False, False, False]] * 2
+
+
 def test_every_condition_must_hold() -> None:
     assert kept(agl.SFT(threshold=0.6), group(0, 0.5), group(0, 0.7)) == [[False, False], [False, True]]
 
