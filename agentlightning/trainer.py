@@ -301,7 +301,9 @@ class Trainer:
         self.progress.note(f"dashboard: {url}/#/runs/{directory.mark.run_id}")
         resources = self.initial_resources
         if entries:
-            llms = {entry.name: LLM(endpoint=f"{url}/v1", model=entry.name) for entry in entries}
+            llm = resources.get("llm")
+            asked = llm.sampling_parameters if isinstance(llm, LLM) and not self.models else {}
+            llms = {entry.name: LLM(endpoint=f"{url}/v1", model=entry.name, sampling_parameters=asked) for entry in entries}
             resources = {**resources, **(llms if len(llms) > 1 else {}), "llm": next(iter(llms.values()))}
         stored = await store.add_resources(resources, metadata={"run_id": directory.mark.run_id})
         manifest = make_manifest(

@@ -298,6 +298,22 @@ async def test_dev_shows_what_an_agent_does_at_an_endpoint(tmp_path: Path, capsy
 
 
 @pytest.mark.anyio
+async def test_an_agent_at_an_endpoint_gets_the_sampling_parameters_that_were_given_with_it(tmp_path: Path) -> None:
+    seen: list[agl.LLM] = []
+
+    async def asks(task: Any, llm: agl.LLM) -> float:
+        seen.append(llm)
+        return await agents.vowels(task, llm)
+
+    async with hosted_model() as hosted:
+        llm = agl.LLM(endpoint=hosted.url, model="gpt-4o", api_key="theirs", sampling_parameters={"temperature": 0})
+        trainer_ = trainer(tmp_path, model=None, algorithm=agl.Baseline(), initial_resources={"llm": llm})
+        await trainer_.fit_async(asks, val_dataset=TASKS[:1])
+    assert [one.sampling_parameters for one in seen] == [{"temperature": 0}]
+    assert hosted.url not in seen[0].endpoint and seen[0].api_key != "theirs"  # the gateway's
+
+
+@pytest.mark.anyio
 async def test_two_trainers_on_one_server_train_each_its_own_model(tmp_path: Path) -> None:
     async with running_server(ServerSettings(store=str(tmp_path / "store.sqlite"))) as server:
         both = [
