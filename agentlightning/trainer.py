@@ -77,10 +77,9 @@ class Trainer:
     """Trains or evaluates an agent.
 
     Args:
-        model: what is trained: a directory, a Hugging Face id, a loaded `Policy` (in place: what uses it next starts from
-            what it learned, unless that was an adapter), or `file.py:function` that makes one from the seed; or several
-            of these by name, each of which learns from its own calls. None evaluates an endpoint given in
-            `initial_resources`.
+        model: what is trained: a directory, a Hugging Face id, a loaded `Policy`, or `file.py:function` that makes one
+            from the seed; or several of these by name, each of which learns from its own calls. None evaluates an
+            endpoint given in `initial_resources`. A `Policy` is trained in place: the next fit goes on from there.
         model_name: what agents call a single one by; trainers that share a server each need one of their own.
         algorithm: `GRPO(…)` by default; `Baseline()` only evaluates.
         optimizer: learning rate, schedule, micro-batches and the like.
@@ -303,7 +302,8 @@ class Trainer:
         if entries:
             llm = resources.get("llm")
             asked = llm.sampling_parameters if isinstance(llm, LLM) and not self.models else {}
-            llms = {entry.name: LLM(endpoint=f"{url}/v1", model=entry.name, sampling_parameters=asked) for entry in entries}
+            made = partial(LLM, endpoint=f"{url}/v1", sampling_parameters=asked)
+            llms = {entry.name: made(model=entry.name) for entry in entries}
             resources = {**resources, **(llms if len(llms) > 1 else {}), "llm": next(iter(llms.values()))}
         stored = await store.add_resources(resources, metadata={"run_id": directory.mark.run_id})
         manifest = make_manifest(

@@ -44,14 +44,14 @@ class Opening:
     def open(
         self, source: str | Path | Policy, phase: Callable[[str], None]
     ) -> Generator[tuple[ServedPolicy, TorchLearner]]:
-        """Inside, the model is served and ready to be trained; `phase` is told what is going on. A given `Policy` may be
-        opened again afterwards: it has the weights it was trained to, but no adapter that it did not come with.
+        """Inside, the model is served and ready to be trained; `phase` is told what is going on. A given `Policy` may
+        be opened again afterwards: it has the weights it was trained to, but no adapter that it did not come with.
 
         ConfigError where it cannot be had, or would not fit into the memory there is."""
         made = isinstance(source, Policy) or is_reference(str(source))
         if made:
             phase("make the model")
-            source = open_policy(source, seed=self.seed, dtype=self.dtype)
+            source = open_policy(source, seed=self.seed, device=self.device, dtype=self.dtype)
         told = self._check_memory(source) if self.trained else ""
         phase(f"{'serve' if made else 'load'} the model{told}")
         policy = open_policy(source, seed=self.seed, device=self.device, dtype=self.dtype, lora=self.lora)

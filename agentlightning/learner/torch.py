@@ -334,8 +334,8 @@ class TorchLearner:
             raise ConfigError(f"checkpoint {directory} is of another architecture: {strangers[:3]} …")
         if self._started_from and state.get("reference") not in (None, self._started_from):
             raise ConfigError(
-                f"checkpoint {directory} is of a run that started from other weights, and with reference=True those are "
-                "what training keeps to. Give the model it started from; if it was trained in this process, load it again"
+                f"checkpoint {directory} is of a run that started from other weights, which reference=True keeps it "
+                "close to. Give the model it started from; if this process has trained that one, load it again"
             )
         self.steps = int(state["steps"])
 

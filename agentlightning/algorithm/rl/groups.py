@@ -260,7 +260,7 @@ class Groups:
         return Ticket(self.sampler.take(), self._lineage[-1])
 
     async def _begin_groups(self) -> None:
-        """Begin as many groups as there is room for; those of no use that turn out to be complete make room for more."""
+        """Begin as many groups as there is room for: those that turn out complete and of no use make room for more."""
         while missing := self._begin():
             await self._enqueue(missing)
 
