@@ -196,3 +196,23 @@ def test_the_best_weights_are_not_saved_while_a_step_changes_them(
     trainer(tmp_path, algorithm=overlapping).fit(best_in_the_middle, TASKS, TASKS[:2])
     assert during_a_step and not any(during_a_step)
     assert '"step":1,' in (tmp_path / "run" / "checkpoints" / "best" / "loop.json").read_text()
+
+
+def test_groups_that_are_too_old_make_room_although_none_is_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, staleness = TorchLearner.step, Groups.staleness
+
+    def slow_step(self: Any, *given: Any) -> Any:
+        time.sleep(0.5)  # all others are complete then
+        return step(self, *given)
+
+    def older(self: Groups, traced: Any, ticket: Any) -> int:
+        return 9 if self._lineage[-1] > ticket.version == 0 else staleness(self, traced, ticket)
+
+    monkeypatch.setattr(TorchLearner, "step", slow_step)
+    monkeypatch.setattr(Groups, "staleness", older)
+    overlapping = algorithm(steps=2, tasks_per_step=1, max_staleness=1)
+    result = trainer(tmp_path, algorithm=overlapping, time_limit=20.0).fit(agents.vowels, TASKS)
+    assert result.stopped_because == "all steps done"
+    assert flow(result, "groups_dropped/stale")[1] > 0

@@ -145,11 +145,11 @@ class Groups:
         where they are, fewer only after `USELESS_STEPS` times as many were of no use."""
         progress = self.context.progress
         progress.phase("rollouts", self.algorithm.tasks_per_step * self.algorithm.group_size)
-        await self._begin_groups()
         while not self._enough():
             if self._failure is not None:  # it may have come while nobody waited
                 raise self._failure
             self._changed.clear()
+            await self._begin_groups()  # what is too old by now has made room
             await self._changed.wait()
             progress.advance(len(self._ready) * self.algorithm.group_size)
         count = self.algorithm.tasks_per_step
@@ -286,6 +286,7 @@ class Groups:
         for finished, group in complete:
             if finished <= passed:
                 self._take_in(group, tuple(await self.trace(group.rollout_ids)))
+                self._changed.set()
 
     def _requests(self, name: str, ticket: Ticket) -> list[EnqueueRolloutRequest]:
         """The rollouts of a group."""
