@@ -6,9 +6,12 @@ import asyncio
 import random
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 import agentlightning as agl
@@ -216,3 +219,28 @@ def test_groups_that_are_too_old_make_room_although_none_is_on_its_way(
     result = trainer(tmp_path, algorithm=overlapping, time_limit=20.0).fit(agents.vowels, TASKS)
     assert result.stopped_because == "all steps done"
     assert flow(result, "groups_dropped/stale")[1] > 0
+
+
+@pytest.mark.parametrize("flowing", [{}, {"max_staleness": 2}])
+def test_rollouts_of_weights_that_the_run_does_not_descend_from_are_never_fresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flowing: dict[str, Any]
+) -> None:
+    trace = Groups.trace
+
+    async def first_by_others(self: Groups, rollout_ids: Any) -> Any:
+        first, *others = await trace(self, rollout_ids)
+        calls = (msgspec.structs.replace(one, versions=np.full_like(one.versions, 99)) for one in first.transitions)
+        return [replace(first, transitions=tuple(calls)), *others]
+
+    monkeypatch.setattr(Groups, "trace", first_by_others)
+    result = trainer(tmp_path, algorithm=algorithm(**flowing)).fit(agents.vowels, TASKS)
+    assert sum(flow(result, "rollouts_dropped/stale")) >= 6
+    assert all(count <= 9 for count in flow(result, "rollouts"))
+
+
+def test_a_step_without_any_rollout_of_its_weights_teaches_nothing_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Groups, "staleness", lambda self, traced, ticket: int(self.steps_left == 2))
+    result = trainer(tmp_path, time_limit=60.0).fit(agents.vowels, TASKS)
+    assert flow(result, "groups_dropped/stale") == [3, 0] and flow(result, "rollouts") == [0, 12]

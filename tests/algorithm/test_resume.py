@@ -17,6 +17,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.algorithm.checkpoints import Checkpoints
 from agentlightning.algorithm.rl.loop import Loop
+from agentlightning.algorithm.tracking import Tracking
 from agentlightning.errors import TrainingError
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.store.sql import SqlStore
@@ -87,6 +88,24 @@ def test_groups_that_were_complete_when_the_run_was_killed_are_trained(
     assert resumed.fit(agent, TASKS, TASKS[:2], resume=True).stopped_because == "all steps done"
     abandoned = "-v3-"  # what the killed run had begun after a step that it never saved
     assert not rollouts_of(left, lambda one: one.status != "succeeded" and abandoned not in one.rollout_id)
+
+
+def test_no_call_of_a_resumed_run_is_answered_before_its_weights_are_served_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its runner finds what the killed one left, and waits for nothing."""
+    run, left, go_on_after = tmp_path / "run", tmp_path / "left", Tracking.go_on_after
+
+    async def go_on_slowly(self: Tracking, step: int) -> None:
+        await asyncio.sleep(1.0)
+        await go_on_after(self, step)
+
+    settings: dict[str, Any] = {"algorithm": algorithm(steps=2, checkpoint_every=1), "n_runners": 1}
+    trainer(tmp_path, **settings).fit(Killed(agents.vowels, 13, run, left), TASKS)
+    monkeypatch.setattr(Tracking, "go_on_after", go_on_slowly)
+    result = trainer(tmp_path, run_dir=left, **settings).fit(agents.vowels, TASKS, resume=True)
+    assert result.metrics[-1].values["policy_version_oldest"] == 1
+    assert result.metrics[-1].values["staleness/0"] == 12
 
 
 @pytest.mark.parametrize(("interrupted_at", "step"), [(2, 0), (6, 1)], ids=["first", "closing"])

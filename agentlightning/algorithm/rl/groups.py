@@ -172,13 +172,19 @@ class Groups:
         await withdraw_rollouts(self.context, lambda rollout: rollout.group_id in names)
 
     def _publish(self, version: int) -> None:
-        keep = 1 + max(self.algorithm.max_staleness, self.algorithm.replay_staleness)
-        self._lineage = [*self._lineage, version][-keep:]
+        self._lineage = [*self._lineage, version][-self._too_old :]
+
+    @property
+    def _too_old(self) -> int:
+        """The least age, in publications, at which nothing is trained."""
+        return 1 + max(self.algorithm.max_staleness, self.algorithm.replay_staleness)
 
     def _enough(self) -> bool:
-        if not self.algorithm.refills:
-            return bool(self._ready) and not self._begun
+        if not self.algorithm.refills and self._begun:
+            return False
         self._ready = [group for group in map(self._fresh, self._ready) if group is not None]
+        if not self.algorithm.refills:
+            return bool(self._ready or self._dropped.stale)
         per_step = self.algorithm.tasks_per_step
         return len(self._ready) >= per_step or len(self._dropped.traced) >= USELESS_STEPS * per_step
 
@@ -205,7 +211,7 @@ class Groups:
         the group was begun."""
         ages = {version: age for age, version in enumerate(reversed(self._lineage))}
         sampled = {int(version) for one in traced.transitions for version in np.unique(one.versions)} or {-1}
-        return max(ages.get(ticket.version if version < 0 else version, len(ages)) for version in sampled)
+        return max(ages.get(ticket.version if version < 0 else version, self._too_old) for version in sampled)
 
     # --- beside the loop ---
 

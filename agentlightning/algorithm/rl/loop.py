@@ -376,8 +376,12 @@ class Loop:
         await self.policies.publish(self.state.policy_version)
 
     async def _restore(self) -> None:
-        """Go on from the newest checkpoint: its weights are served again under the version they were published as."""
-        restored = self.checkpoints.restore(self.policies)
+        """Go on from the newest checkpoint: its weights are served again under the version they were published as, and
+        no call is answered before they are."""
+        async with self.context.calls_held(), self.policies.alone():
+            restored = self.checkpoints.restore(self.policies)
+            if restored is not None:
+                await self.policies.publish(restored.policy_version)
         if restored is None:
             self.context.progress.note("nothing was saved yet: starting from the beginning")
         else:
@@ -385,7 +389,6 @@ class Loop:
             self.groups.restore(restored.groups)
             self.experience = [await self._read_again(ticket) for ticket in restored.experience]
             await self.context.tracking.go_on_after(restored.step)
-            await self.policies.publish(restored.policy_version)
             self.context.progress.note(f"resumed after step {restored.step} (policy version {restored.policy_version})")
         if not self.context.owns_runner:
             await self._abandon_failures()
