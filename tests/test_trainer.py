@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import agentlightning as agl
 from agentlightning import semconv
+from agentlightning.algorithm.base import RunContext
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.engine.service import EngineService
 from agentlightning.errors import ConfigError, TrainingError
@@ -27,7 +28,7 @@ from agentlightning.server.service import ServerSettings, running_server
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.trainer import Trainer
-from agentlightning.types import RolloutConfig
+from agentlightning.types import AttemptedRollout, RolloutConfig
 from tests import agents
 from tests.runner.world import serving as hosted_model
 
@@ -432,3 +433,34 @@ def test_a_resumed_run_keeps_to_the_weights_it_started_from(tmp_path: Path) -> N
         trainer(tmp_path, **settings).fit(agents.vowels, TASKS, resume=True)
     result = trainer(tmp_path, **settings | {"model": policy()}).fit(agents.vowels, TASKS, resume=True)
     assert result.metrics[-1].values["reference_kl"] > 0
+
+
+def test_a_time_limit_that_ends_the_first_evaluation_ends_the_run(tmp_path: Path) -> None:
+    slow = algorithm(rollout=RolloutConfig(timeout_seconds=4.0))
+    result = trainer(tmp_path, algorithm=slow, time_limit=1.0).fit(agents.hangs, TASKS, TASKS[:1])
+    assert result.stopped_because == "time limit reached"
+    assert not result.evaluations
+
+
+def test_a_resumed_run_sets_aside_the_time_for_its_closing_evaluation(tmp_path: Path) -> None:
+    """Its first evaluation is read from the store in no time."""
+    deadlines: list[float] = []
+
+    class Watched(agl.GRPO):
+        async def run(self, context: RunContext) -> None:
+            self.context = context
+            deadlines.append(context.deadline or 0.0)
+            await super().run(context)
+
+    async def slowly_measured(task: dict, llm: agl.LLM, rollout: AttemptedRollout) -> float:
+        if rollout.mode == "val":
+            await asyncio.sleep(1.0)
+        elif deadlines:
+            deadlines.append(watched.context.deadline or 0.0)
+        return await agents.vowels(task, llm)
+
+    trainer(tmp_path, algorithm=algorithm(steps=1)).fit(slowly_measured, TASKS, TASKS[:1])
+    watched = Watched(steps=2, tasks_per_step=3, group_size=4, max_tokens=6, temperature=2.0)
+    result = trainer(tmp_path, algorithm=watched, time_limit=60.0).fit(slowly_measured, TASKS, TASKS[:1], resume=True)
+    assert result.stopped_because == "all steps done"
+    assert all(deadlines[0] - later >= 1.5 for later in deadlines[1:]) and len(deadlines) == 13

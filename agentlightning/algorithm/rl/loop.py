@@ -85,7 +85,7 @@ class Loop:
                 self.evaluating.cancel()
                 await asyncio.gather(self.evaluating, return_exceptions=True)
         self._save()
-        if not self.context.stop.is_set() and self._last_evaluated() != self.state.step:
+        if not self.context.stop.is_set() and self._last_evaluated() not in (None, self.state.step):
             self.context.deadline = None  # the time for the closing evaluation was set aside at the start
             try:
                 await self._evaluate()
@@ -299,7 +299,8 @@ class Loop:
             await self.evaluating
 
     async def _evaluate_start(self) -> None:
-        """Evaluate the weights that training starts from. In a resumed run the answer is in the store already."""
+        """Evaluate the weights that training starts from, and set aside the time to do so once more at the end. In a
+        resumed run the answer is in the store already, and what it took is known."""
         if not self.context.val_tasks:
             return
         started = time.perf_counter()
@@ -307,8 +308,9 @@ class Loop:
         if first.unrewarded == len(first.tasks) and self.algorithm.unrewarded == "exclude":
             raise await why_unrewarded(self.context.store, [task.traced for task in first.tasks])
         await self._keep(first)
+        self.state.evaluation_seconds = max(self.state.evaluation_seconds, time.perf_counter() - started)
         if self.context.deadline is not None:
-            self.context.deadline -= 1.5 * (time.perf_counter() - started)
+            self.context.deadline -= 1.5 * self.state.evaluation_seconds
 
     async def _evaluate(self) -> None:
         """Evaluate the present weights."""
