@@ -79,7 +79,7 @@ class Trainer:
     Args:
         model: what is trained: a directory, a Hugging Face id, a loaded `Policy`, or `file.py:function` that makes one
             from the seed; or several of these by name, each of which learns from its own calls. None evaluates an
-            endpoint given in `initial_resources`.
+            endpoint given in `initial_resources`. A `Policy` is trained in place: the next fit goes on from there.
         model_name: what agents call a single one by; trainers that share a server each need one of their own.
         algorithm: `GRPO(…)` by default; `Baseline()` only evaluates.
         optimizer: learning rate, schedule, micro-batches and the like.
@@ -300,7 +300,10 @@ class Trainer:
         self.progress.note(f"dashboard: {url}/#/runs/{directory.mark.run_id}")
         resources = self.initial_resources
         if entries:
-            llms = {entry.name: LLM(endpoint=f"{url}/v1", model=entry.name) for entry in entries}
+            llm = resources.get("llm")
+            asked = llm.sampling_parameters if isinstance(llm, LLM) and not self.models else {}
+            made = partial(LLM, endpoint=f"{url}/v1", sampling_parameters=asked)
+            llms = {entry.name: made(model=entry.name) for entry in entries}
             resources = {**resources, **(llms if len(llms) > 1 else {}), "llm": next(iter(llms.values()))}
         stored = await store.add_resources(resources, metadata={"run_id": directory.mark.run_id})
         manifest = make_manifest(
@@ -355,9 +358,7 @@ class Trainer:
             device=self.device,
             threads=self.threads,
         )
-        served, learner = opening.open(model, self.progress.phase)
-        stack.callback(served.service.close)
-        return served, learner
+        return stack.enter_context(opening.open(model, self.progress.phase))
 
     def _optimizer(self, algorithm: Algorithm) -> AdamW:
         """Its schedule ends with the training."""

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import agentlightning as agl
 from agentlightning import semconv
+from agentlightning.algorithm.base import RunContext
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.engine.service import EngineService
 from agentlightning.errors import ConfigError, TrainingError
@@ -27,7 +28,7 @@ from agentlightning.server.service import ServerSettings, running_server
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.trainer import Trainer
-from agentlightning.types import RolloutConfig
+from agentlightning.types import AttemptedRollout, RolloutConfig
 from tests import agents
 from tests.runner.world import serving as hosted_model
 
@@ -298,6 +299,22 @@ async def test_dev_shows_what_an_agent_does_at_an_endpoint(tmp_path: Path, capsy
 
 
 @pytest.mark.anyio
+async def test_an_agent_at_an_endpoint_gets_the_sampling_parameters_that_were_given_with_it(tmp_path: Path) -> None:
+    seen: list[agl.LLM] = []
+
+    async def asks(task: Any, llm: agl.LLM) -> float:
+        seen.append(llm)
+        return await agents.vowels(task, llm)
+
+    async with hosted_model() as hosted:
+        llm = agl.LLM(endpoint=hosted.url, model="gpt-4o", api_key="theirs", sampling_parameters={"temperature": 0})
+        trainer_ = trainer(tmp_path, model=None, algorithm=agl.Baseline(), initial_resources={"llm": llm})
+        await trainer_.fit_async(asks, val_dataset=TASKS[:1])
+    assert [one.sampling_parameters for one in seen] == [{"temperature": 0}]
+    assert hosted.url not in seen[0].endpoint and seen[0].api_key != "theirs"  # the gateway's
+
+
+@pytest.mark.anyio
 async def test_two_trainers_on_one_server_train_each_its_own_model(tmp_path: Path) -> None:
     async with running_server(ServerSettings(store=str(tmp_path / "store.sqlite"))) as server:
         both = [
@@ -393,3 +410,57 @@ def test_an_adapter_is_trained_and_resumed(tmp_path: Path) -> None:
     resumed = adapted(3).fit(agents.vowels, TASKS, resume=True)
     assert resumed.metrics[-1].step == 3
     assert resumed.metrics[-1].values["inference_mismatch"] < 1e-4
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"lora": LoRA(rank=4)}], ids=["bfloat16", "lora"])
+def test_one_policy_object_is_measured_trained_and_resumed(tmp_path: Path, changes: dict[str, Any]) -> None:
+    settings = {"model": policy(), **changes}
+    names = [name for name, one in settings["model"].model.named_parameters() if one.requires_grad]
+    trainer(tmp_path, run_dir=tmp_path / "dev", **settings).dev(agents.vowels, TASKS[:1])
+    trainer(tmp_path, **settings).fit(agents.vowels, TASKS)
+    result = trainer(tmp_path, algorithm=algorithm(steps=3), **settings).fit(agents.vowels, TASKS, resume=True)
+    assert result.metrics[-1].step == 3
+    assert result.metrics[-1].values["inference_mismatch"] < 0.5
+    assert [name for name, one in settings["model"].model.named_parameters() if one.requires_grad] == names
+
+
+def test_a_resumed_run_keeps_to_the_weights_it_started_from(tmp_path: Path) -> None:
+    """And not to those of a policy object that it has trained in the meantime."""
+    settings: dict[str, Any] = {"model": policy(), "algorithm": algorithm(steps=1, reference=True)}
+    trainer(tmp_path, **settings).fit(agents.vowels, TASKS)
+    settings["algorithm"] = algorithm(steps=2, reference=True)
+    with pytest.raises(ConfigError, match="load it again"):
+        trainer(tmp_path, **settings).fit(agents.vowels, TASKS, resume=True)
+    result = trainer(tmp_path, **settings | {"model": policy()}).fit(agents.vowels, TASKS, resume=True)
+    assert result.metrics[-1].values["reference_kl"] > 0
+
+
+def test_a_time_limit_that_ends_the_first_evaluation_ends_the_run(tmp_path: Path) -> None:
+    slow = algorithm(rollout=RolloutConfig(timeout_seconds=4.0))
+    result = trainer(tmp_path, algorithm=slow, time_limit=1.0).fit(agents.hangs, TASKS, TASKS[:1])
+    assert result.stopped_because == "time limit reached"
+    assert not result.evaluations
+
+
+def test_a_resumed_run_sets_aside_the_time_for_its_closing_evaluation(tmp_path: Path) -> None:
+    """Its first evaluation is read from the store in no time."""
+    deadlines: list[float] = []
+
+    class Watched(agl.GRPO):
+        async def run(self, context: RunContext) -> None:
+            self.context = context
+            deadlines.append(context.deadline or 0.0)
+            await super().run(context)
+
+    async def slowly_measured(task: dict, llm: agl.LLM, rollout: AttemptedRollout) -> float:
+        if rollout.mode == "val":
+            await asyncio.sleep(1.0)
+        elif deadlines:
+            deadlines.append(watched.context.deadline or 0.0)
+        return await agents.vowels(task, llm)
+
+    trainer(tmp_path, algorithm=algorithm(steps=1)).fit(slowly_measured, TASKS, TASKS[:1])
+    watched = Watched(steps=2, tasks_per_step=3, group_size=4, max_tokens=6, temperature=2.0)
+    result = trainer(tmp_path, algorithm=watched, time_limit=60.0).fit(slowly_measured, TASKS, TASKS[:1], resume=True)
+    assert result.stopped_because == "all steps done"
+    assert all(deadlines[0] - later >= 1.5 for later in deadlines[1:]) and len(deadlines) == 13

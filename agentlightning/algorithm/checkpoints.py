@@ -21,7 +21,8 @@ STATE_FILE = "loop.json"
 @dataclass
 class LoopState:
     """Where the loop stands. `policy_version` numbers the weights, `first_version` those that training started from;
-    `groups` are those on their way, `experience` those that may be trained again."""
+    `groups` are those on their way, `experience` those that may be trained again, `evaluation_seconds` what the
+    first evaluation took."""
 
     step: int = 0
     policy_version: int = 0
@@ -29,6 +30,7 @@ class LoopState:
     best_reward: float | None = None
     groups: GroupsState = field(default_factory=GroupsState)
     experience: tuple[Ticket, ...] = ()
+    evaluation_seconds: float = 0.0
 
 
 class Saved(Protocol):

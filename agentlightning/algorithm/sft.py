@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -34,7 +34,8 @@ class SFT(Reinforcement):
     the recorded tokens themselves, not their text tokenised again; each step samples anew from the weights it has.
 
     A rollout is kept if it is among the `best` of its group, unless all of the group are alike; among the highest
-    `fraction` of the step; and of reward `threshold` or more. What is None is not asked of it.
+    `fraction` of the step; and of reward `threshold` or more. Of equals the first are, so that no more are kept than
+    asked for; only a threshold keeps out what earned too little. What is None is not asked of it.
 
     With `traces` (the directory of a run, a SQLite file, a postgresql:// URL or the URL of a server) no rollout is run:
     steps go through the groups recorded there, of the run `traces_run` or of all, again and again. Held-out rollouts
@@ -103,33 +104,37 @@ class SFT(Reinforcement):
 
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
         """1 for every token of the rollouts that are kept; no transitions for the others."""
-        least = self._least([reward for group in groups for reward in group.rewards])
+        rewards = [reward for group in groups for reward in group.rewards]
+        kept = iter(self._kept(rewards, [best for group in groups for best in self._best(group.rewards)]))
         return [
             [
-                [_imitated(transition) for transition in transitions] if kept and reward >= least else []
-                for transitions, reward, kept in zip(
-                    group.transitions, group.rewards, self._best(group.rewards), strict=True
-                )
+                [_imitated(transition) for transition in transitions] if keep else []
+                for transitions, keep in zip(group.transitions, kept, strict=False)
             ]
             for group in groups
         ]
 
-    def _least(self, rewards: Sequence[float]) -> float:
-        """The reward that is asked of a rollout, whatever its group."""
+    def _kept(self, rewards: Sequence[float], best: Sequence[bool]) -> list[bool]:
+        """Which rollouts of a step are kept; `best` are among those of their group."""
+        count = len(rewards) if self.fraction is None else math.ceil(self.fraction * len(rewards))
         least = -math.inf if self.threshold is None else self.threshold
-        if self.fraction is not None and rewards:
-            count = math.ceil(self.fraction * len(rewards))
-            least = max(least, sorted(rewards, reverse=True)[count - 1])
-        return least
+        ranks = list(zip(rewards, best, strict=True))  # of equals, the best of groups come first
+        highest = _highest(ranks, count)
+        return [high and among and reward >= least for high, (reward, among) in zip(highest, ranks, strict=True)]
 
     def _best(self, rewards: Sequence[float]) -> list[bool]:
-        """Which rollouts of a group are among its best; of equals the first."""
+        """Which rollouts of a group are among its best."""
         if self.best is None:
             return [True] * len(rewards)
         if len(set(rewards)) < 2:
             return [False] * len(rewards)
-        order = sorted(range(len(rewards)), key=lambda index: -rewards[index])
-        return [index in order[: self.best] for index in range(len(rewards))]
+        return _highest(rewards, self.best)
+
+
+def _highest(ranks: Sequence[Any], count: int) -> list[bool]:
+    """Which are the `count` highest; of equals the first."""
+    chosen = set(sorted(range(len(ranks)), key=ranks.__getitem__, reverse=True)[:count])
+    return [index in chosen for index in range(len(ranks))]
 
 
 def _imitated(transition: Transition) -> CreditedTransition:

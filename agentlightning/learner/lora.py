@@ -31,10 +31,13 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 class Adapter:
     """An adapter on `model`, whose own weights are no longer trained; its first weights are drawn from `seed`.
 
-    ConfigError names targets that the model does not have."""
+    ConfigError names targets that the model does not have, or says that it has an adapter already."""
 
     def __init__(self, model: PreTrainedModel, lora: LoRA, *, seed: int = 0) -> None:
+        if any(isinstance(module, LoraLayer) for module in model.modules()):
+            raise ConfigError("this model has a LoRA adapter on it already; load the model again, or unload that one")
         self.config = lora
+        self._trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
         config = LoraConfig(
             r=lora.rank, lora_alpha=cast(int, lora.alpha), target_modules=targets, task_type="CAUSAL_LM"
@@ -68,6 +71,12 @@ class Adapter:
         """Inside, the model is what it was without the adapter."""
         with self._peft.disable_adapter():
             yield
+
+    def unload(self) -> None:
+        """Leave the model as it was without the adapter, which is of no use afterwards."""
+        cast(Any, self._peft).unload()
+        for parameter, trained in self._trained:
+            parameter.requires_grad_(trained)
 
     def save(self, directory: Path) -> None:
         """Write a directory that `peft` loads, by itself where the model came from a path or a hub."""

@@ -5,7 +5,8 @@ Knows policies, engine and learner. It does not know algorithms, stores or gatew
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,31 +40,37 @@ class Opening:
     device: str | None = None
     threads: int | None = None
 
-    def open(self, source: str | Path | Policy, phase: Callable[[str], None]) -> tuple[ServedPolicy, TorchLearner]:
-        """Begin to serve the model, ready to be trained; `phase` is told what is going on.
+    @contextmanager
+    def open(
+        self, source: str | Path | Policy, phase: Callable[[str], None]
+    ) -> Generator[tuple[ServedPolicy, TorchLearner]]:
+        """Inside, the model is served and ready to be trained; `phase` is told what is going on. A given `Policy` may
+        be opened again afterwards: it has the weights it was trained to, but no adapter that it did not come with.
 
         ConfigError where it cannot be had, or would not fit into the memory there is."""
         made = isinstance(source, Policy) or is_reference(str(source))
         if made:
             phase("make the model")
-            source = open_policy(source, seed=self.seed, dtype=self.dtype)
+            source = open_policy(source, seed=self.seed, device=self.device, dtype=self.dtype)
         told = self._check_memory(source) if self.trained else ""
         phase(f"{'serve' if made else 'load'} the model{told}")
         policy = open_policy(source, seed=self.seed, device=self.device, dtype=self.dtype, lora=self.lora)
-        served = serve_policy(
-            policy,
-            concurrency=self.concurrency,
-            max_sequence_length=self.max_sequence_length,
-            threads=self.threads,
-            seed=self.seed,
-            own_weights=self.own_weights,
-            deterministic=self.deterministic,
-        )
-        try:
-            return served, TorchLearner(policy, self.optimizer, reference=self.reference, critic=self.critic)
-        except BaseException:
-            served.service.close()
-            raise
+        with ExitStack() as stack:
+            if policy.adapter is not None and policy is not source:
+                stack.callback(policy.adapter.unload)
+            served = serve_policy(
+                policy,
+                concurrency=self.concurrency,
+                max_sequence_length=self.max_sequence_length,
+                threads=self.threads,
+                seed=self.seed,
+                own_weights=self.own_weights,
+                deterministic=self.deterministic,
+            )
+            stack.callback(served.service.close)
+            learner = TorchLearner(policy, self.optimizer, reference=self.reference, critic=self.critic)
+            stack.callback(learner.close)
+            yield served, learner
 
     def _check_memory(self, source: str | Path | Policy) -> str:
         model, device = self._shapes(source)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -29,12 +30,13 @@ class MasterWeights:
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self.trained: list[Tensor] = []
         self._copied: list[tuple[torch.nn.Parameter, Tensor]] = []
+        self._hooks: list[RemovableHandle] = []
         for parameter in parameters:
             if parameter.dtype == torch.float32:
                 self.trained.append(parameter)
                 continue
             master = parameter.detach().float().requires_grad_()
-            parameter.register_post_accumulate_grad_hook(partial(_add_gradient, master))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(_add_gradient, master)))
             self.trained.append(master)
             self._copied.append((parameter, master))
 
@@ -42,6 +44,11 @@ class MasterWeights:
         with torch.no_grad():
             for parameter, master in self._copied:
                 parameter.copy_(master)
+
+    def close(self) -> None:
+        """Leave the parameters' gradients to whoever trains them next."""
+        for hook in self._hooks:
+            hook.remove()
 
     def state(self) -> list[Tensor]:
         """The copies, for a checkpoint: what their parameters have was rounded."""

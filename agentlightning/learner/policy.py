@@ -59,15 +59,16 @@ def open_policy(
 ) -> Policy:
     """The policy itself, what `load_policy` loads, or what the function that `file.py:function` names makes of the
     seed; with its weights in `dtype` (default: as they are made; float32 where they are loaded), and with an adapter
-    to train where `lora` says so.
+    to train where `lora` says so. It is moved to `device` (default: that of `load_policy`, but a given one stays).
 
     ConfigError as of `load_policy`, or where that function cannot be had or makes no policy."""
     if isinstance(source, Policy):
-        policy = source
+        policy = source if device is None else _moved(source, device)
     elif is_reference(str(source)):
         policy = load_reference(str(source))(seed)
         if not isinstance(policy, Policy):
             raise ConfigError(f"{source} made a {type(policy).__name__}; it must return a Policy")
+        policy = _moved(policy, device)
     else:
         policy = load_policy(source, device=device, dtype=dtype or "float32")
     if dtype is not None:
@@ -80,18 +81,31 @@ def open_policy(
     return replace(policy, adapter=Adapter(policy.model, lora, seed=seed))
 
 
-def load_policy(source: str | Path, *, device: str | None = None, dtype: str = "float32") -> Policy:
-    """Load a policy from a directory or a Hugging Face id; of an adapter that `peft` wrote, the two merged.
+def _moved(policy: Policy, device: str | None) -> Policy:
+    """The policy itself, on the device."""
+    device = _checked(device)
+    for model in (policy.model, *(() if policy.adapter is None else (policy.adapter.merged,))):
+        cast(Any, model).to(device)
+    return policy
 
-    Weights are float32 on every device unless `dtype` says otherwise. ConfigError names what is wrong with the path,
-    the model or the device."""
-    path = Path(source)
+
+def _checked(device: str | None) -> str:
     device = device or choose_device()
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # what torch raises for a device it was built without
         reason = str(error).partition(". ")[0]
         raise ConfigError(f"device {device!r} cannot be used here ({reason}); choose cpu, cuda or mps") from None
+    return device
+
+
+def load_policy(source: str | Path, *, device: str | None = None, dtype: str = "float32") -> Policy:
+    """Load a policy from a directory or a Hugging Face id; of an adapter that `peft` wrote, the two merged.
+
+    Weights are float32 on every device unless `dtype` says otherwise. ConfigError names what is wrong with the path,
+    the model or the device."""
+    path = Path(source)
+    device = _checked(device)
     _check_source(source)
     with _explained(source):
         tokenizer = AutoTokenizer.from_pretrained(source)

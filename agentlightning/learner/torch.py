@@ -7,6 +7,7 @@ engine; whoever owns the engine keeps it from reading weights during `step`.
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import math
 from collections import defaultdict
@@ -14,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Final, cast
 
 import numpy as np
 import torch
@@ -46,6 +47,7 @@ from agentlightning.learner.policy import Policy
 _log = logging.getLogger(__name__)
 
 OPTIMIZER_FILE = "optimizer.pt"
+_FINGERPRINTED: Final = 256  # numbers of a tensor
 
 # See `Learner`. On peaked tiny models float32 logprobs differed by less than 1e-5, bfloat16 ones by up to 0.32.
 MISMATCH_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.2}
@@ -73,6 +75,7 @@ class TorchLearner:
         self.reference = (
             copy.deepcopy(self.model).requires_grad_(False) if reference and policy.adapter is None else None
         )
+        self._started_from = None if self.reference is None else _fingerprint(self.reference)
         self.critic = None if critic is None else ValueModel(self.model, critic)
         self._masters, self._trained = _trained(self.model, self.critic)
         own_rate = critic.learning_rate if critic else None
@@ -87,6 +90,10 @@ class TorchLearner:
         self._logits_at_once = max(1, LOGITS_AT_ONCE // int(self.model.config.get_text_config().vocab_size))
         self._head_is_plain = has_plain_head(self.model)
         self._forests_are_exact: bool | None = None  # not known before the first batch that asks for them
+
+    def close(self) -> None:
+        """Leave the policy to whoever trains it next: the learner cannot make another step."""
+        self._masters.close()
 
     @property
     def mismatch_tolerance(self) -> float:
@@ -304,7 +311,12 @@ class TorchLearner:
         self.policy.save(directory)
         if self.critic is not None:
             self.critic.save(directory)
-        state = {"optimizer": self.optimizer.state_dict(), "steps": self.steps, "masters": self._masters.state()}
+        state = {
+            "optimizer": self.optimizer.state_dict(),
+            "steps": self.steps,
+            "masters": self._masters.state(),
+            "reference": self._started_from,
+        }
         torch.save(state, directory / OPTIMIZER_FILE)
 
     def load(self, directory: Path) -> None:
@@ -320,6 +332,11 @@ class TorchLearner:
             raise ConfigError(f"checkpoint {directory} cannot be resumed from: {error}") from None
         if strangers:
             raise ConfigError(f"checkpoint {directory} is of another architecture: {strangers[:3]} …")
+        if self._started_from and state.get("reference") not in (None, self._started_from):
+            raise ConfigError(
+                f"checkpoint {directory} is of a run that started from other weights, which reference=True keeps it "
+                "close to. Give the model it started from; if this process has trained that one, load it again"
+            )
         self.steps = int(state["steps"])
 
     def _load_weights(self, directory: Path) -> list[str]:
@@ -333,6 +350,14 @@ class TorchLearner:
         self.model.tie_weights()
         tied = set(getattr(self.model, "_tied_weights_keys", None) or ())
         return [*sorted(set(missing) - tied), *unexpected]
+
+
+def _fingerprint(model: PreTrainedModel) -> str:
+    """Tells the weights of a model from what they become when they are trained, by a few of each tensor."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().flatten()[:_FINGERPRINTED].cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _trained(model: PreTrainedModel, critic: ValueModel | None) -> tuple[MasterWeights, dict[str, list[Tensor]]]:

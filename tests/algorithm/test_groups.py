@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 import agentlightning as agl
 from agentlightning.algorithm.rl.groups import Groups
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner.base import AdamW
+from agentlightning.learner.torch import TorchLearner
 from agentlightning.types import AttemptedRollout
 from tests import agents
 from tests.test_trainer import TASKS, algorithm, trainer
@@ -48,7 +54,7 @@ def test_calls_of_an_overlapping_run_have_the_probabilities_of_the_weights_that_
     assert all(error < 1e-3 for error in flow(result, "max_ratio_error"))
 
 
-async def solved(task: dict, llm: agl.LLM, rollout: AttemptedRollout) -> float:
+async def solved(task: dict, llm: agl.LLM) -> float:
     """Half of the tasks are always right: nothing is to be learned from them."""
     reward = await agents.vowels(task, llm)
     return 1.0 if task["index"] % 2 else reward
@@ -75,6 +81,16 @@ def test_where_no_group_teaches_anything_steps_go_on_and_say_so(tmp_path: Path, 
     assert result.stopped_because == "all steps done"
     assert all(count >= 10 for count in flow(result, "groups_dropped"))
     assert flow(result, "policy_version") == [0, 0]
+
+
+@pytest.mark.parametrize("flowing", [{"dynamic_sampling": True}, {"max_staleness": 1}])
+def test_the_reward_of_a_step_counts_groups_that_were_replaced_for_being_right(
+    tmp_path: Path, flowing: dict[str, Any]
+) -> None:
+    easy = algorithm(steps=9, tasks_per_step=1, group_size=2, target_reward=0.97, **flowing)
+    result = trainer(tmp_path, algorithm=easy).fit(right, TASKS)
+    assert result.stopped_because == "mean training reward reached 0.97"
+    assert flow(result, "reward") == [1, 1, 1]
 
 
 @pytest.mark.parametrize("agent", [agents.raises, agents.unrewarded])
@@ -149,3 +165,82 @@ def test_what_goes_wrong_beside_a_step_ends_the_run_with_its_reason(
     monkeypatch.setattr(Groups, "trained", not_before_it_failed)
     with pytest.raises(TrainingError, match="the store is gone"):
         trainer(tmp_path, algorithm=algorithm(steps=6, max_staleness=1)).fit(agents.vowels, TASKS)
+
+
+def test_the_best_weights_are_not_saved_while_a_step_changes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation beside training may end in the middle of a step; what it measured was set aside before."""
+    step, save = TorchLearner.step, TorchLearner.save
+    stepping, during_a_step = threading.Event(), list[bool]()
+
+    def slow_step(self: Any, *given: Any) -> Any:
+        stepping.set()
+        time.sleep(0.5)
+        metrics = step(self, *given)
+        stepping.clear()
+        return metrics
+
+    def watched_save(self: Any, directory: Path) -> None:
+        during_a_step.append(stepping.is_set())
+        save(self, directory)
+
+    async def best_in_the_middle(task: dict, llm: agl.LLM, rollout: AttemptedRollout) -> float:
+        if rollout.mode == "train":
+            return await agents.vowels(task, llm)
+        if "-val-1-" not in rollout.rollout_id:
+            return 0.5
+        await asyncio.to_thread(stepping.wait, 10)
+        return 1.0
+
+    monkeypatch.setattr(TorchLearner, "step", slow_step)
+    monkeypatch.setattr(TorchLearner, "save", watched_save)
+    overlapping = algorithm(steps=2, max_staleness=1, evaluate_every=1)
+    trainer(tmp_path, algorithm=overlapping).fit(best_in_the_middle, TASKS, TASKS[:2])
+    assert during_a_step and not any(during_a_step)
+    assert '"step":1,' in (tmp_path / "run" / "checkpoints" / "best" / "loop.json").read_text()
+
+
+def test_groups_that_are_too_old_make_room_although_none_is_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, staleness = TorchLearner.step, Groups.staleness
+
+    def slow_step(self: Any, *given: Any) -> Any:
+        time.sleep(0.5)  # all others are complete then
+        return step(self, *given)
+
+    def older(self: Groups, traced: Any, ticket: Any) -> int:
+        return 9 if self._lineage[-1] > ticket.version == 0 else staleness(self, traced, ticket)
+
+    monkeypatch.setattr(TorchLearner, "step", slow_step)
+    monkeypatch.setattr(Groups, "staleness", older)
+    overlapping = algorithm(steps=2, tasks_per_step=1, max_staleness=1)
+    result = trainer(tmp_path, algorithm=overlapping, time_limit=20.0).fit(agents.vowels, TASKS)
+    assert result.stopped_because == "all steps done"
+    assert flow(result, "groups_dropped/stale")[1] > 0
+
+
+@pytest.mark.parametrize("flowing", [{}, {"max_staleness": 2}])
+def test_rollouts_of_weights_that_the_run_does_not_descend_from_are_never_fresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flowing: dict[str, Any]
+) -> None:
+    trace = Groups.trace
+
+    async def first_by_others(self: Groups, rollout_ids: Any) -> Any:
+        first, *others = await trace(self, rollout_ids)
+        calls = (msgspec.structs.replace(one, versions=np.full_like(one.versions, 99)) for one in first.transitions)
+        return [replace(first, transitions=tuple(calls)), *others]
+
+    monkeypatch.setattr(Groups, "trace", first_by_others)
+    result = trainer(tmp_path, algorithm=algorithm(**flowing)).fit(agents.vowels, TASKS)
+    assert sum(flow(result, "rollouts_dropped/stale")) >= 6
+    assert all(count <= 9 for count in flow(result, "rollouts"))
+
+
+def test_a_step_without_any_rollout_of_its_weights_teaches_nothing_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Groups, "staleness", lambda self, traced, ticket: int(self.steps_left == 2))
+    result = trainer(tmp_path, time_limit=60.0).fit(agents.vowels, TASKS)
+    assert flow(result, "groups_dropped/stale") == [3, 0] and flow(result, "rollouts") == [0, 12]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,13 @@ import pytest
 import agentlightning as agl
 from agentlightning.algorithm.checkpoints import Checkpoints
 from agentlightning.algorithm.rl.loop import Loop
+from agentlightning.algorithm.tracking import Tracking
 from agentlightning.errors import TrainingError
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import AttemptedRollout, Rollout
 from tests import agents
+from tests.algorithm.test_groups import right, solved
 from tests.test_trainer import TASKS, algorithm, trainer
 
 
@@ -46,6 +51,61 @@ def rollouts_of(run: Path, wanted: Callable[[Rollout], bool]) -> list[Rollout]:
             await store.close()
 
     return asyncio.run(read())
+
+
+class Killed:
+    """An agent during whose n-th training rollout the power fails: `into` gets what the disk of `run` holds then."""
+
+    def __init__(self, agent: Any, n: int, run: Path, into: Path) -> None:
+        self.agent, self.left, self.run, self.into = agent, n, run, into
+
+    async def __call__(self, task: dict, llm: agl.LLM, rollout: AttemptedRollout) -> float:
+        self.left -= rollout.mode == "train"
+        if self.left == 0 and not self.into.exists():
+            shutil.copytree(self.run, self.into, ignore=shutil.ignore_patterns("store.sqlite*"))
+            store, copy = (sqlite3.connect(place / "store.sqlite") for place in (self.run, self.into))
+            with closing(store), closing(copy):
+                store.backup(copy)
+        return await self.agent(task, llm)
+
+
+@pytest.mark.parametrize(
+    ("agent", "killed_at", "settings"),
+    [
+        (agents.vowels, 37, {"steps": 4, "checkpoint_every": 2, "evaluate_every": 2}),
+        (right, 12, {"steps": 7, "checkpoint_every": 3, "tasks_per_step": 1, "group_size": 2}),
+        (solved, 22, {"steps": 1, "dynamic_sampling": True, "tasks_per_step": 8, "group_size": 2}),
+    ],
+    ids=["during the evaluation", "of steps that taught nothing", "in the place of others"],
+)
+def test_groups_that_were_complete_when_the_run_was_killed_are_trained(
+    tmp_path: Path, agent: Any, killed_at: int, settings: dict[str, Any]
+) -> None:
+    """Later ones than the next step's too: what they taught was not saved, and nobody reports them again."""
+    run, left = tmp_path / "run", tmp_path / "left"
+    trainer(tmp_path, algorithm=algorithm(**settings)).fit(Killed(agent, killed_at, run, left), TASKS, TASKS[:2])
+    resumed = trainer(tmp_path, run_dir=left, algorithm=algorithm(**settings), time_limit=60.0)
+    assert resumed.fit(agent, TASKS, TASKS[:2], resume=True).stopped_because == "all steps done"
+    abandoned = "-v3-"  # what the killed run had begun after a step that it never saved
+    assert not rollouts_of(left, lambda one: one.status != "succeeded" and abandoned not in one.rollout_id)
+
+
+def test_no_call_of_a_resumed_run_is_answered_before_its_weights_are_served_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its runner finds what the killed one left, and waits for nothing."""
+    run, left, go_on_after = tmp_path / "run", tmp_path / "left", Tracking.go_on_after
+
+    async def go_on_slowly(self: Tracking, step: int) -> None:
+        await asyncio.sleep(1.0)
+        await go_on_after(self, step)
+
+    settings: dict[str, Any] = {"algorithm": algorithm(steps=2, checkpoint_every=1), "n_runners": 1}
+    trainer(tmp_path, **settings).fit(Killed(agents.vowels, 13, run, left), TASKS)
+    monkeypatch.setattr(Tracking, "go_on_after", go_on_slowly)
+    result = trainer(tmp_path, run_dir=left, **settings).fit(agents.vowels, TASKS, resume=True)
+    assert result.metrics[-1].values["policy_version_oldest"] == 1
+    assert result.metrics[-1].values["staleness/0"] == 12
 
 
 @pytest.mark.parametrize(("interrupted_at", "step"), [(2, 0), (6, 1)], ids=["first", "closing"])

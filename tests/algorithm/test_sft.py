@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,12 @@ def test_a_group_of_equals_has_no_best() -> None:
 
 def test_the_highest_fraction_of_a_step_is_kept() -> None:
     assert kept(agl.SFT(best=None, fraction=0.5), group(1, 2), group(3, 4)) == [[False, False], [True, True]]
+
+
+def test_of_equals_no_more_are_kept_than_the_fraction_says() -> None:
+    assert kept(agl.SFT(best=None, fraction=0.5), group(1, 0, 0, 0)) == [[True, True, False, False]]
+    assert kept(agl.SFT(best=None, fraction=0.5, threshold=1), group(1, 0, 0, 0)) == [[True, False, False, False]]
+    assert kept(agl.SFT(fraction=0.25), group(1, 0, 1, 0), group(1, 0, 1, 0)) == [[True, False, False, False]] * 2
 
 
 def test_every_condition_must_hold() -> None:
@@ -161,6 +169,27 @@ def test_a_run_on_recorded_rollouts_is_measured_resumed_and_replayed(
     assert len(set(visited[:3])) == 3  # the second step went on where the first had ended
     assert run(["data", "replay", str(result.directory), "--step", "3"]) == 0
     assert "bit for bit" in capsys.readouterr().out
+
+
+def test_a_run_that_was_stopped_while_it_learned_goes_through_all_groups_all_the_same(
+    tmp_path: Path, earlier: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit(**more: Any) -> FitResult:
+        algorithm = agl.SFT(traces=str(earlier), **RECORDED | {"steps": 3, "tasks_per_step": 1})
+        return trainer(tmp_path, algorithm=algorithm).fit(agents.vowels, **more)
+
+    step = TorchLearner.step
+
+    def interrupted_step(self: Any, *given: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return step(self, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TorchLearner, "step", interrupted_step)
+        assert fit().stopped_because == "stopped by the user"
+    result = fit(resume=True)
+    visited = [group for batch in batches(result.directory) for group in batch.groups]
+    assert [one.step for one in result.metrics] == [1, 2, 3] and len(set(visited)) == 3
 
 
 def refusal(tmp_path: Path, kind: type[Exception], algorithm: agl.SFT, **changes: Any) -> str:

@@ -152,3 +152,15 @@ def test_targets_that_are_not_there_are_named(tokenizer: Any) -> None:
         open_policy(Policy(tiny_model(), tokenizer), seed=1, lora=LoRA(targets=("nowhere_proj",)))
     with pytest.raises(ConfigError, match="rank is 0"):
         LoRA(rank=0)
+
+
+def test_a_model_whose_adapter_was_unloaded_is_as_it_was_and_takes_another(tokenizer: Any) -> None:
+    model = tiny_model()
+    before, lora = logits(model), LoRA(rank=RANK)
+    adapter = open_policy(Policy(model, tokenizer), seed=1, lora=lora).adapter
+    with pytest.raises(ConfigError, match="adapter on it already"):
+        open_policy(Policy(model, tokenizer), seed=1, lora=lora)
+    assert adapter is not None
+    adapter.unload()
+    assert torch.equal(logits(model), before) and all(one.requires_grad for one in model.parameters())
+    assert open_policy(Policy(model, tokenizer), seed=1, lora=lora).adapter is not None

@@ -60,11 +60,11 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(tokenizer: Any, tmp_pa
     with pytest.raises(
         ConfigError, match=r"training needs about .* GiB are there.*smaller optimizer.micro_batch_tokens"
     ):
-        greedy.open(tmp_path, phases.append)
+        greedy.open(tmp_path, phases.append).__enter__()
     assert not phases
     modest = Opening(AdamW(), trained=True, reference=False, concurrency=1, seed=0, device="cpu", threads=1)
-    served, _ = modest.open(tmp_path, phases.append)
-    served.service.close()
+    with modest.open(tmp_path, phases.append):
+        pass
     assert re.fullmatch(r"load the model \(training takes up to .* GiB, .* are there\)", phases[0])
 
 

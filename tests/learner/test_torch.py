@@ -15,7 +15,7 @@ from agentlightning.data.sequences import CreditedTransition, Level, TrainingSeq
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner.base import AdamW, Loss
-from agentlightning.learner.policy import Policy, load_policy, open_policy
+from agentlightning.learner.policy import Policy, choose_device, load_policy, open_policy
 from agentlightning.learner.tiny import make_tokenizer
 from agentlightning.learner.torch import TorchLearner
 from tests.models import tiny_model
@@ -179,7 +179,8 @@ def test_a_model_may_be_made_by_a_function_of_the_seed(tmp_path: Path) -> None:
     maker = tmp_path / "made_here.py"
     maker.write_text(
         "from agentlightning.learner.policy import Policy\n"
-        "make = lambda seed: Policy(None, None, name=f'of seed {seed}')\n"
+        "from tests.models import tiny_model\n"
+        "make = lambda seed: Policy(tiny_model(), None, name=f'of seed {seed}')\n"
         "wrong = lambda seed: 'gpt'\n"
     )
     assert open_policy(f"{maker}:make", seed=3).name == "of seed 3"
@@ -190,6 +191,21 @@ def test_a_model_may_be_made_by_a_function_of_the_seed(tmp_path: Path) -> None:
 def test_a_device_that_is_not_here_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="device 'nowhere'"):
         load_policy(tmp_path, device="nowhere")
+    with pytest.raises(ConfigError, match="device 'nowhere'"):
+        open_policy(Policy(tiny_model(), None), seed=0, device="nowhere")  # type: ignore[arg-type]
+
+
+def test_a_model_that_was_not_loaded_goes_where_it_is_told(tmp_path: Path) -> None:
+    maker = tmp_path / "made_there.py"
+    maker.write_text(
+        "from agentlightning.learner.policy import Policy\nfrom tests.models import tiny_model\n"
+        "make = lambda seed: Policy(tiny_model(), None)\n"
+    )
+    given = Policy(tiny_model(), None)  # type: ignore[arg-type]
+    for source in (f"{maker}:make", given):
+        assert open_policy(source, seed=0, device="meta").model.device.type == "meta"
+    assert open_policy(given, seed=0).model.device.type == "meta"  # it stays where it is
+    assert open_policy(f"{maker}:make", seed=0).model.device.type == choose_device()
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer: Any, tmp_path: Path) -> None:

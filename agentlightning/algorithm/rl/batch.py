@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
@@ -128,10 +128,16 @@ def make_batch(
     return Batch(sequences, metrics | _named("cut", cuts))
 
 
-def rollout_metrics(algorithm: Reinforcement, groups: Sequence[Sequence[TracedRollout]]) -> dict[str, float]:
-    """What the rollouts of a step came to, whatever is learned from them."""
+def rollout_metrics(
+    algorithm: Reinforcement,
+    groups: Sequence[Sequence[TracedRollout]],
+    useless: Sequence[Sequence[TracedRollout]] = (),
+) -> dict[str, float]:
+    """What the rollouts of a step came to, whatever is learned from them. The mean rewards are over those of `useless`
+    groups too, which these replaced: a policy that is always right would seem to earn nothing."""
     rollouts = [traced for group in groups for traced in group]
-    rewards = [reward for group in groups for reward in rewarded_group(group, algorithm.unrewarded).rewards]
+    measured = [*groups, *useless]
+    rewards = [reward for group in measured for reward in rewarded_group(group, algorithm.unrewarded).rewards]
     calls = [transition for traced in rollouts for transition in traced.transitions]
     return {
         "reward": sum(rewards) / max(1, len(rewards)),
@@ -143,6 +149,7 @@ def rollout_metrics(algorithm: Reinforcement, groups: Sequence[Sequence[TracedRo
         **_lengths("response_tokens", [len(call.response_ids) for call in calls]),
         "calls_excluded": float(sum(traced.excluded.total() for traced in rollouts)),
         "clock_skew_seconds": max((traced.clock_skew or 0.0 for traced in rollouts), key=abs, default=0.0),
+        **_mean_terms(traced for group in measured for traced in group),
         **_by_name(rollouts),
         **_unmerged(rollouts),
     }
@@ -210,13 +217,16 @@ def _advantage_metrics(groups: Sequence[Sequence[Sequence[CreditedTransition]]])
     }
 
 
-def _by_name(rollouts: Sequence[TracedRollout]) -> dict[str, float]:
-    """The mean of each part of the rewards; what rollouts came to, and what was left out or kept, by reason; how tools
-    went."""
+def _mean_terms(rollouts: Iterable[TracedRollout]) -> dict[str, float]:
+    """The mean of each part of the rewards."""
     parts = [traced.reward_terms for traced in rollouts if traced.reward_terms]
+    return {f"reward/{name}": sum(terms[name] for terms in parts) / len(parts) for name in (parts[0] if parts else ())}
+
+
+def _by_name(rollouts: Sequence[TracedRollout]) -> dict[str, float]:
+    """What rollouts came to, and what was left out or kept, by reason; how tools went."""
     return (
-        {f"reward/{name}": sum(terms[name] for terms in parts) / len(parts) for name in (parts[0] if parts else ())}
-        | _named("rollouts", Counter(traced.outcome for traced in rollouts))
+        _named("rollouts", Counter(traced.outcome for traced in rollouts))
         | _named("excluded", *(traced.excluded for traced in rollouts))
         | _named("kept", *(traced.kept for traced in rollouts))
         | _named("rewards_lost", *(traced.rewards_lost for traced in rollouts))

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -66,11 +66,17 @@ class CompleteGroup:
 
 @dataclass
 class Dropped:
-    """What was of no use since the last step: groups and rollouts, by reason, and the rollouts of those groups."""
+    """What was of no use since the last step: groups and rollouts, by reason, and the rollouts of those groups: of
+    `stale` ones, which were too old, and of the others, which taught nothing."""
 
     groups: Counter[str] = field(default_factory=Counter[str])
     rollouts: Counter[str] = field(default_factory=Counter[str])
-    traced: list[tuple[TracedRollout, ...]] = field(default_factory=list[tuple[TracedRollout, ...]])
+    stale: list[tuple[TracedRollout, ...]] = field(default_factory=list[tuple[TracedRollout, ...]])
+    useless: list[tuple[TracedRollout, ...]] = field(default_factory=list[tuple[TracedRollout, ...]])
+
+    @property
+    def traced(self) -> list[tuple[TracedRollout, ...]]:
+        return [*self.useless, *self.stale]
 
 
 class Groups:
@@ -119,12 +125,16 @@ class Groups:
     def name(self, ticket: Ticket) -> str:
         return f"{self.context.run.run_id}-{ticket.position}-v{ticket.version}"
 
-    def names(self) -> frozenset[str]:
-        """The ids of the groups that are on their way, and of those that would be begun next."""
-        before = self.sampler.state.position
-        upcoming = [self._next_ticket() for _ in range(self._capacity)]
-        self.sampler.state.position = before
-        return frozenset(map(self.name, [*self._begun.values(), *upcoming]))
+    def awaits(self, group_id: str | None) -> bool:
+        """Whether this is a group that is on its way, or one that may be begun before the weights change: where steps
+        taught nothing, or groups were replaced, there are more of these than one step takes."""
+        if group_id is None or group_id in self._begun:
+            return group_id is not None
+        version = self._lineage[-1]
+        position = group_id.removeprefix(f"{self.context.run.run_id}-").removesuffix(f"-v{version}")
+        if not position.isdecimal() or int(position) < self.sampler.state.position:
+            return False
+        return group_id == self.name(Ticket(int(position), version))
 
     # --- what a step is given ---
 
@@ -135,11 +145,11 @@ class Groups:
         where they are, fewer only after `USELESS_STEPS` times as many were of no use."""
         progress = self.context.progress
         progress.phase("rollouts", self.algorithm.tasks_per_step * self.algorithm.group_size)
-        await self._begin_groups()
         while not self._enough():
             if self._failure is not None:  # it may have come while nobody waited
                 raise self._failure
             self._changed.clear()
+            await self._begin_groups()  # what is too old by now has made room
             await self._changed.wait()
             progress.advance(len(self._ready) * self.algorithm.group_size)
         count = self.algorithm.tasks_per_step
@@ -162,13 +172,19 @@ class Groups:
         await withdraw_rollouts(self.context, lambda rollout: rollout.group_id in names)
 
     def _publish(self, version: int) -> None:
-        keep = 1 + max(self.algorithm.max_staleness, self.algorithm.replay_staleness)
-        self._lineage = [*self._lineage, version][-keep:]
+        self._lineage = [*self._lineage, version][-self._too_old :]
+
+    @property
+    def _too_old(self) -> int:
+        """The least age, in publications, at which nothing is trained."""
+        return 1 + max(self.algorithm.max_staleness, self.algorithm.replay_staleness)
 
     def _enough(self) -> bool:
-        if not self.algorithm.refills:
-            return bool(self._ready) and not self._begun
+        if not self.algorithm.refills and self._begun:
+            return False
         self._ready = [group for group in map(self._fresh, self._ready) if group is not None]
+        if not self.algorithm.refills:
+            return bool(self._ready or self._dropped.stale)
         per_step = self.algorithm.tasks_per_step
         return len(self._ready) >= per_step or len(self._dropped.traced) >= USELESS_STEPS * per_step
 
@@ -195,7 +211,7 @@ class Groups:
         the group was begun."""
         ages = {version: age for age, version in enumerate(reversed(self._lineage))}
         sampled = {int(version) for one in traced.transitions for version in np.unique(one.versions)} or {-1}
-        return max(ages.get(ticket.version if version < 0 else version, len(ages)) for version in sampled)
+        return max(ages.get(ticket.version if version < 0 else version, self._too_old) for version in sampled)
 
     # --- beside the loop ---
 
@@ -238,7 +254,7 @@ class Groups:
 
     def _drop(self, group: CompleteGroup, reason: str) -> None:
         self._dropped.groups[reason] += 1
-        self._dropped.traced.append(group.rollouts)
+        (self._dropped.stale if reason == STALE else self._dropped.useless).append(group.rollouts)
 
     @property
     def _capacity(self) -> int:
@@ -250,19 +266,33 @@ class Groups:
         return Ticket(self.sampler.take(), self._lineage[-1])
 
     async def _begin_groups(self) -> None:
+        """Begin as many groups as there is room for: those that turn out complete and of no use make room for more."""
+        while missing := self._begin():
+            await self._enqueue(missing)
+
+    def _begin(self) -> dict[str, Ticket]:
+        """The groups that are on their way from now on, and of which the store has not been told."""
         new = [self._next_ticket() for _ in range(self._capacity)]
         self._begun |= {self.name(ticket): ticket for ticket in new}
         # Restored ones too: the process may have died before it had enqueued them all.
         missing = {name: ticket for name, ticket in self._begun.items() if name not in self._enqueued}
-        if not missing:
-            return
         self._enqueued |= missing.keys()
-        # Doing it again changes nothing.
+        return missing
+
+    async def _enqueue(self, missing: Mapping[str, Ticket]) -> None:
+        """Tell the store of these groups; doing it again changes nothing. What a process that was killed had complete,
+        and `collect` passed by before it was begun here, will not be reported again: it is taken in now."""
+        passed = self._cursor
         store, size, run_id = self.context.store, self.algorithm.group_size, self.context.run.run_id
-        await asyncio.gather(*(store.create_group(size, run_id=run_id, group_id=name) for name in missing))
+        groups = await asyncio.gather(*(store.create_group(size, run_id=run_id, group_id=name) for name in missing))
         await store.enqueue_many_rollouts(
             [request for name, ticket in missing.items() for request in self._requests(name, ticket)]
         )
+        complete = sorted((group.finished_index, group) for group in groups if group.finished_index is not None)
+        for finished, group in complete:
+            if finished <= passed:
+                self._take_in(group, tuple(await self.trace(group.rollout_ids)))
+                self._changed.set()
 
     def _requests(self, name: str, ticket: Ticket) -> list[EnqueueRolloutRequest]:
         """The rollouts of a group."""

@@ -85,7 +85,7 @@ class Loop:
                 self.evaluating.cancel()
                 await asyncio.gather(self.evaluating, return_exceptions=True)
         self._save()
-        if not self.context.stop.is_set() and self._last_evaluated() != self.state.step:
+        if not self.context.stop.is_set() and self._last_evaluated() not in (None, self.state.step):
             self.context.deadline = None  # the time for the closing evaluation was set aside at the start
             try:
                 await self._evaluate()
@@ -116,7 +116,7 @@ class Loop:
         fresh = await self._credited(traced)
         again = await self._credited([group.rollouts for group in replayed])
         batches = {name: [*fresh[name].sequences, *again[name].sequences] for name in fresh}
-        metrics = rollout_metrics(self.algorithm, traced) | _flow_metrics(groups, dropped, replayed)
+        metrics = rollout_metrics(self.algorithm, traced, dropped.useless) | _flow_metrics(groups, dropped, replayed)
         metrics |= self.policies.named({name: batch.metrics for name, batch in fresh.items()})
         version = None
         if any(batches.values()):
@@ -288,7 +288,7 @@ class Loop:
             return
         if not self._overlaps:
             await self._evaluate()
-        elif self.evaluating is None or self.evaluating.done():
+        elif not self._evaluates_beside:
             await self._evaluated()
             self.checkpoints.save_candidate(self.policies, self.state)
             self.evaluating = asyncio.create_task(self._evaluate())
@@ -299,7 +299,8 @@ class Loop:
             await self.evaluating
 
     async def _evaluate_start(self) -> None:
-        """Evaluate the weights that training starts from. In a resumed run the answer is in the store already."""
+        """Evaluate the weights that training starts from, and set aside the time to do so once more at the end. In a
+        resumed run the answer is in the store already, and what it took is known."""
         if not self.context.val_tasks:
             return
         started = time.perf_counter()
@@ -307,8 +308,9 @@ class Loop:
         if first.unrewarded == len(first.tasks) and self.algorithm.unrewarded == "exclude":
             raise await why_unrewarded(self.context.store, [task.traced for task in first.tasks])
         await self._keep(first)
+        self.state.evaluation_seconds = max(self.state.evaluation_seconds, time.perf_counter() - started)
         if self.context.deadline is not None:
-            self.context.deadline -= 1.5 * (time.perf_counter() - started)
+            self.context.deadline -= 1.5 * self.state.evaluation_seconds
 
     async def _evaluate(self) -> None:
         """Evaluate the present weights."""
@@ -324,8 +326,13 @@ class Loop:
             mode="val",
             config=self.algorithm.rollout,
             reward=RewardSpec(base=self.algorithm.reward.base),
-            beside=self.evaluating is not None and not self.evaluating.done(),
+            beside=self._evaluates_beside,
         )
+
+    @property
+    def _evaluates_beside(self) -> bool:
+        """Whether an evaluation goes on beside training."""
+        return self.evaluating is not None and not self.evaluating.done()
 
     def _last_evaluated(self) -> int | None:
         return self.algorithm.evaluations[-1].step if self.algorithm.evaluations else None
@@ -337,12 +344,14 @@ class Loop:
             values["val_tool_success"] = worked
         await self.context.tracking.record(evaluation.step, values)
         best = self.state.best_reward
-        if best is None or evaluation.reward > best:
-            if evaluation.step == self.state.step:
+        if best is not None and evaluation.reward <= best:
+            return
+        if self._evaluates_beside:  # the learner may be changing the weights this very moment
+            if self.checkpoints.promote_candidate(evaluation.step, evaluation.reward):
                 self.state.best_reward = evaluation.reward
-                self.checkpoints.save_best(self.policies, self.state)
-            elif self.checkpoints.promote_candidate(evaluation.step, evaluation.reward):
-                self.state.best_reward = evaluation.reward
+        elif evaluation.step == self.state.step:
+            self.state.best_reward = evaluation.reward
+            self.checkpoints.save_best(self.policies, self.state)
 
     def _record_batch(self, step: int, groups: Sequence[CompleteGroup], replayed: Sequence[CompleteGroup]) -> None:
         """Note what the step trains on, before it does."""
@@ -369,8 +378,12 @@ class Loop:
         await self.policies.publish(self.state.policy_version)
 
     async def _restore(self) -> None:
-        """Go on from the newest checkpoint: its weights are served again under the version they were published as."""
-        restored = self.checkpoints.restore(self.policies)
+        """Go on from the newest checkpoint: its weights are served again under the version they were published as, and
+        no call is answered before they are."""
+        async with self.context.calls_held(), self.policies.alone():
+            restored = self.checkpoints.restore(self.policies)
+            if restored is not None:
+                await self.policies.publish(restored.policy_version)
         if restored is None:
             self.context.progress.note("nothing was saved yet: starting from the beginning")
         else:
@@ -378,7 +391,6 @@ class Loop:
             self.groups.restore(restored.groups)
             self.experience = [await self._read_again(ticket) for ticket in restored.experience]
             await self.context.tracking.go_on_after(restored.step)
-            await self.policies.publish(restored.policy_version)
             self.context.progress.note(f"resumed after step {restored.step} (policy version {restored.policy_version})")
         if not self.context.owns_runner:
             await self._abandon_failures()
@@ -398,9 +410,8 @@ class Loop:
 
     def _wanted(self) -> Callable[[Rollout], bool]:
         """Whether a rollout is one that the present weights are still to be measured or trained by."""
-        state, groups = self.state, self.groups.names()
-        present = f"{evaluation_id(self.run_id, 'val', state.step, state.policy_version)}-"
-        return lambda rollout: rollout.group_id in groups or rollout.rollout_id.startswith(present)
+        present = f"{evaluation_id(self.run_id, 'val', self.state.step, self.state.policy_version)}-"
+        return lambda rollout: self.groups.awaits(rollout.group_id) or rollout.rollout_id.startswith(present)
 
     async def _withdraw_leftovers(self) -> None:
         """Rollouts the process before left behind: those that will be asked for again run again, others are

@@ -81,8 +81,9 @@ class RecordedGroups(Groups):
         tickets = [*self._begun.values()]  # of a step that was begun and not finished
         count = min(self.algorithm.tasks_per_step, len(self.sampler.tasks)) - len(tickets)
         tickets += [self._next_ticket() for _ in range(count)]
-        self._begun = {}
-        self._taken = [CompleteGroup(ticket, 0, await self._read(ticket.position)) for ticket in tickets]
+        self._begun = {self.name(ticket): ticket for ticket in tickets}  # a run may be stopped while they are read
+        taken = [CompleteGroup(ticket, 0, await self._read(ticket.position)) for ticket in tickets]
+        self._taken, self._begun = taken, {}
         return self._taken, Dropped()
 
     async def _read(self, position: int) -> tuple[TracedRollout, ...]:
