@@ -68,7 +68,9 @@ class Caller:
         self._ended_with(body).failed += 1
 
     def _ended_with(self, body: int) -> _Ended:
-        ended = self._ended.setdefault(body, _Ended())
+        ended = self._ended.get(body)
+        if ended is None:
+            ended = self._ended[body] = _Ended()
         self._ended.move_to_end(body)
         if len(self._ended) > _BODIES_REMEMBERED:
             self._ended.popitem(last=False)
