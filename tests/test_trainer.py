@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import agentlightning as agl
 from agentlightning import semconv
-from agentlightning.algorithm.base import RunContext
+from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.engine.service import EngineService
 from agentlightning.errors import ConfigError, TrainingError
@@ -464,3 +464,25 @@ def test_a_resumed_run_sets_aside_the_time_for_its_closing_evaluation(tmp_path: 
     result = trainer(tmp_path, algorithm=watched, time_limit=60.0).fit(slowly_measured, TASKS, TASKS[:1], resume=True)
     assert result.stopped_because == "all steps done"
     assert all(deadlines[0] - later >= 1.5 for later in deadlines[1:]) and len(deadlines) == 13
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_job_that_must_end_begins_nothing_more_even_where_it_would_not_wait(tmp_path: Path, late: bool) -> None:
+    """As a step whose groups are there already."""
+    began: list[bool] = []
+
+    class Hasty(agl.GRPO):
+        async def run(self, context: RunContext) -> None:
+            async def at_once() -> None:
+                began.append(True)
+
+            await context.unless_stopped(at_once())
+            if late:
+                context.deadline = asyncio.get_running_loop().time() - 1
+            else:
+                context.stop.set()
+            with pytest.raises(Stopped, match="time limit reached" if late else "stopped by the user"):
+                await context.unless_stopped(at_once())
+
+    trainer(tmp_path, algorithm=Hasty()).fit(agents.vowels, TASKS)
+    assert began == [True]

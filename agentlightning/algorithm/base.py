@@ -121,15 +121,17 @@ class RunContext:
         self.tracking = Tracking(self.store, self.run, self.directory, trackers, self.progress.note)
 
     async def unless_stopped(self, work: Awaitable[T]) -> T:
-        """The result of `work`; Stopped, with the work cancelled, if the job must end first."""
+        """The result of `work`; Stopped, with the work cancelled, if the job must end first. Where it must already the
+        work does not begin: one that never has to wait would go on for ever."""
         loop = asyncio.get_running_loop()
         task = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self.stop.wait())
-        remaining = None if self.deadline is None else max(0.0, self.deadline - loop.time())
+        remaining = None if self.deadline is None else self.deadline - loop.time()
         try:
-            await asyncio.wait({task, stop}, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
+            if not self.stop.is_set() and (remaining is None or remaining > 0):
+                await asyncio.wait({task, stop}, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
+                if task.done():
+                    return task.result()
             raise Stopped(STOPPED_BY_USER if self.stop.is_set() else "time limit reached")
         finally:
             stop.cancel()
