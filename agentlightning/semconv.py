@@ -39,6 +39,7 @@ TAG: Final = "agentlightning.tag"  # .N: free words
 
 
 # On a gateway call, beside its token ids (which are stored as binary, not as attributes).
+CALL: Final = "agentlightning.call."  # how names begin that only the gateway writes
 CALL_INDEX: Final = "agentlightning.call.index"  # 0, 1, 2 … within the attempt
 CALL_ENDPOINT: Final = "agentlightning.call.endpoint"  # the protocol it came in, such as `chat/completions`
 CALL_STREAM: Final = "agentlightning.call.stream"

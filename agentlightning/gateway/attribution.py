@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
 from agentlightning import semconv
-from agentlightning.errors import ConfigError, ConflictError
+from agentlightning.errors import ConflictError
 from agentlightning.gateway.locality import why_elsewhere
 from agentlightning.gateway.request import CallRefused
 from agentlightning.store.base import LightningStore
@@ -26,9 +25,6 @@ from agentlightning.types import DEFAULT_PROJECT, UNATTRIBUTED, Attempt, Credent
 _ENDED = ENDS - {"unresponsive"}  # which a call revives while its retry has not started
 _ADMIN: Final = Credential(name="the admin key", scopes=("admin",))
 _CALLERS: Final = frozenset({"worker", "trainer", "admin"})  # scopes whose keys may call without an attempt
-_BODIES_REMEMBERED: Final = 256  # per attempt
-LOST_SECONDS: Final = 10.0
-"""After so long nobody asks again for an answer that broke off: the SDKs of OpenAI and Anthropic do after at most 8."""
 
 
 @dataclass
@@ -37,7 +33,8 @@ class Caller:
 
     `mode` is None for calls that no attempt made. `sample` names the rollout within its run: what the algorithm called
     it (`metadata["sample"]`), so that a repeated run draws the same random numbers, or else its id. `attempt` is
-    (rollout_id, attempt_id), None for nobody's."""
+    (rollout_id, attempt_id), None for nobody's. `lost` are the numbers of calls that may be stored and whose answers
+    were not sent: the next call says so. In a `deterministic` run every backend is given seeds."""
 
     rollout_id: str
     attempt_id: str
@@ -46,9 +43,10 @@ class Caller:
     project: str = DEFAULT_PROJECT
     run_seed: int = 0
     sample: str = ""
+    deterministic: bool = False
     running: int = 0
+    lost: list[int] = field(default_factory=list[int], repr=False)
     _next_index: int = field(default=0, repr=False)
-    _ended: OrderedDict[int, _Ended] = field(default_factory=OrderedDict[int, "_Ended"], repr=False)
 
     def __post_init__(self) -> None:
         self.attempt = None if self.mode is None else (self.rollout_id, self.attempt_id)
@@ -58,48 +56,6 @@ class Caller:
         index = self._next_index
         self._next_index += 1
         return index
-
-    def note_answered(self, body: int, index: int) -> None:
-        """Remember that the answer of a call whose body has this hash sets out now; said again, it counts anew."""
-        self._ended_with(body).answered[index] = time.monotonic()
-
-    def note_failed(self, body: int) -> None:
-        """Remember that a call whose body has this hash failed, or was refused."""
-        self._ended_with(body).failed += 1
-
-    def _ended_with(self, body: int) -> _Ended:
-        ended = self._ended.get(body)
-        if ended is None:
-            ended = self._ended[body] = _Ended()
-        self._ended.move_to_end(body)
-        if len(self._ended) > _BODIES_REMEMBERED:
-            self._ended.popitem(last=False)
-        return ended
-
-    def repeated(self, body: int, *, retry: bool, came: float) -> list[int]:
-        """The calls that a request repeats because its client did not hear their answer. Where one with this body
-        failed or was refused, it is that one which is tried again, and no answer was lost. Nor was one that set out
-        more than `LOST_SECONDS` before this request `came` (`time.monotonic`): what is tried again was refused on its
-        way here. Of several later ones it cannot be told which was lost: all are named."""
-        ended = self._ended.get(body)
-        if ended is None:
-            return []
-        if not retry:
-            ended.failed = 0  # what failed before was given up
-            return []
-        if ended.failed:
-            ended.failed -= 1
-            return []
-        del self._ended[body]
-        return [index for index, sent in ended.answered.items() if sent >= came - LOST_SECONDS]
-
-
-@dataclass
-class _Ended:
-    """What became of an attempt's calls of one body: when each was answered, by its index, and how many failed."""
-
-    answered: dict[int, float] = field(default_factory=dict[int, float])
-    failed: int = 0
 
 
 NOBODY: Final = Caller(UNATTRIBUTED, UNATTRIBUTED, AttemptTracer(UNATTRIBUTED, UNATTRIBUTED).trace_id, None)
@@ -115,8 +71,6 @@ class Attributor:
     placeholders such as `EMPTY`; with `local_only` these calls must come from this machine's own programs."""
 
     def __init__(self, store: LightningStore | None, *, admin_key: str | None = None, remembered: int = 10_000) -> None:
-        if admin_key is not None and store is None:
-            raise ConfigError("admin_key needs a store, which keeps the other keys; give the gateway its store")
         self._store = store
         self._admin_key = admin_key
         self.local_only = False
@@ -125,31 +79,27 @@ class Attributor:
         self._keys: OrderedDict[str, Credential] = OrderedDict()
         self._meeting = asyncio.Lock()
 
-    async def attribute(self, path_ids: tuple[str, str] | None, headers: Mapping[str, str]) -> Caller:
-        """The caller, `UNATTRIBUTED` for a call that names no attempt, and without a store. `headers` has lower-case
-        names.
+    async def attribute(
+        self, path_ids: tuple[str, str] | None, headers: Mapping[str, str]
+    ) -> tuple[Caller, Credential | None]:
+        """The caller, `UNATTRIBUTED` for a call that names no attempt, and without a store; and what its key allows.
+        `headers` has lower-case names.
 
         CallRefused: as `check_key`, 403 for a key of another attempt, an attempt that has ended or a rollout that is
         terminal, 404 for ids the store does not know, 409 for the key of a worker that holds no attempt, or several."""
         credential = await self.check_key(headers)
         if self._store is None:
-            return NOBODY
+            return NOBODY, credential
         key_ids = credential.attempt if credential else None
         if path_ids and key_ids and path_ids != key_ids:
             _refuse(403, "wrong_attempt", "the API key belongs to another attempt than the URL names; use one of them")
         ids = path_ids or key_ids
         if ids is None:
-            return NOBODY
+            return NOBODY, credential
         caller = await self._caller(self._store, *ids)
         if credential and credential.project not in (None, caller.project):
             _refuse(404, "rollout_not_found", f"there is no rollout {ids[0]!r} in the project of this key")
-        return caller
-
-    def remembered(self, path_ids: tuple[str, str] | None, headers: Mapping[str, str]) -> Caller | None:
-        """The attempt that a call seems to come from, if it is remembered: nothing is checked, and no store asked."""
-        credential = self._keys.get(api_key_of(headers) or "")
-        ids = path_ids or (credential.attempt if credential else None)
-        return self._callers.get(ids) if ids else None
+        return caller, credential
 
     async def check_key(self, headers: Mapping[str, str]) -> Credential | None:
         """What the caller's key allows, None for a foreign one. CallRefused (401, 403) where one is required, and 403
@@ -226,6 +176,7 @@ class Attributor:
                 project=rollout.project,
                 run_seed=seed if isinstance(seed, int) else 0,
                 sample=str(rollout.metadata.get("sample", rollout.rollout_id)),
+                deterministic=rollout.metadata.get("deterministic") is True,
                 _next_index=next_index,
             )
             self._callers[ids] = caller
@@ -245,8 +196,13 @@ def api_key_of(headers: Mapping[str, str]) -> str | None:
     return headers.get("x-api-key") or None
 
 
+def is_worker(credential: Credential | None) -> bool:
+    """Whether a key is one that no agent holds: of a worker's own scope or a higher one."""
+    return credential is not None and not _CALLERS.isdisjoint(credential.scopes)
+
+
 def _may_call(credential: Credential) -> bool:
-    return credential.attempt is not None or not _CALLERS.isdisjoint(credential.scopes)
+    return credential.attempt is not None or is_worker(credential)
 
 
 def _refuse(status: int, code: str, message: str) -> NoReturn:

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from agentlightning.errors import BackendError, UnavailableError
-from agentlightning.gateway.attribution import Attributor, Caller
+from agentlightning.errors import BackendError
+from agentlightning.gateway.attribution import Attributor, Caller, is_worker
 from agentlightning.gateway.backend import LEFT_OPEN, SESSION_HEADER, RelayedAnswer, RelayedCall
 from agentlightning.gateway.capture import CallRecord
 from agentlightning.gateway.conversations import Conversations
@@ -24,13 +24,11 @@ from agentlightning.gateway.endpoints.passed_through import HEADERS, read_fields
 from agentlightning.gateway.holding import Holding
 from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
 from agentlightning.gateway.recording import Recorder
-from agentlightning.gateway.request import NOT_JSON, CallRequest
+from agentlightning.gateway.request import NOT_JSON, CallRefused, CallRequest
 from agentlightning.gateway.running import CallStatistics, RunningCall
 from agentlightning.gateway.sampling import effective_sampling, run_sampling
 from agentlightning.semconv import FROZEN_HEADER
-
-# How the SDKs of OpenAI and Anthropic say that they repeat a request.
-RETRY_HEADER = "x-stainless-retry-count"
+from agentlightning.types import Credential
 
 
 class CallOpener:
@@ -59,7 +57,7 @@ class CallOpener:
 
     async def caller(self, headers: Mapping[str, str], path_ids: tuple[str, str] | None) -> Caller:
         """Who asks. CallRefused as for a call."""
-        return await self._attributor.attribute(path_ids, headers)
+        return (await self._attributor.attribute(path_ids, headers))[0]
 
     async def open(
         self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None
@@ -67,23 +65,14 @@ class CallOpener:
         """Check, attribute and start a call; use it as `async with`. `headers` has lower-case names.
 
         Raises BackendError (and its kin CallRefused) for everything that cannot be answered."""
-        body_hash, retry, came = hash(body), headers.get(RETRY_HEADER, "0") != "0", time.monotonic()
-        caller: Caller | None = None
-        try:
-            caller = await self.caller(headers, path_ids)
-            request, entry, fields = await self._read(caller, endpoint, body, headers)
-            held_seconds = 0.0
-            while (gate := self._models.gate(entry.name)).held:
-                held_seconds += await self._holding.wait(gate, caller.attempt)
-                # Meanwhile the attempt may have ended, and the model may be another.
-                caller = await self.caller(headers, path_ids)
-                request, entry, fields = await self._read(caller, endpoint, body, headers)
-        except BaseException as error:  # also where the client left
-            if caller is None and isinstance(error, UnavailableError):  # the store did not say whose call it is
-                caller = self._attributor.remembered(path_ids, headers)
-            if caller is not None and caller.attempt and not retry:  # of a retry, the next one repeats what it did
-                caller.note_failed(body_hash)
-            raise
+        caller, key = await self._attributor.attribute(path_ids, headers)
+        request, entry, fields = await self._read(caller, key, endpoint, body, headers)
+        held_seconds = 0.0
+        while (gate := self._models.gate(entry.name)).held:
+            held_seconds += await self._holding.wait(gate, caller.attempt)
+            # Meanwhile the attempt may have ended, and the model may be another.
+            caller, key = await self._attributor.attribute(path_ids, headers)
+            request, entry, fields = await self._read(caller, key, endpoint, body, headers)
         attempt = caller.attempt
         call_index = caller.take_call_index() if attempt else None
         sampling, overridden = LEFT_OPEN, dict[str, Any]()
@@ -97,7 +86,7 @@ class CallOpener:
             request_id=request_id,
             model=head.model,
             sampling=sampling,
-            session=_session(caller, headers),
+            session=_session(caller, key, headers),
             extra=request.extra if run_sampling(entry, caller) else request.extra | request.shaping,
         )
         record = CallRecord(
@@ -110,10 +99,10 @@ class CallOpener:
             sampling=sampling,
             overridden=overridden,
             traceparent=headers.get("traceparent"),
-            body_hash=body_hash,
-            discards=caller.repeated(body_hash, retry=retry, came=came) if attempt else [],
+            discards=caller.lost,
             held_seconds=held_seconds,
         )
+        caller.lost = []
         recorder = self._recorders[0 if attempt else 1] if self._recorders else None
         running = RunningCall(record, call, gate, recorder, self.statistics)
         running.remember = partial(self.conversations.remember, caller, endpoint, request, head)
@@ -126,34 +115,43 @@ class CallOpener:
     ) -> int:
         """How many tokens the prompt of a call would have; nothing is numbered or captured. BackendError as in `open`,
         and where the backend cannot count."""
-        caller = await self.caller(headers, path_ids)
-        request, entry, fields = await self._read(caller, endpoint, body, headers)
+        caller, key = await self._attributor.attribute(path_ids, headers)
+        request, entry, fields = await self._read(caller, key, endpoint, body, headers)
         model = _model_of(request, entry)
         if fields is not None:
             async with entry.backend.relay(RelayedCall(endpoint.path, model, fields, _let_through(headers))) as answer:
                 return await _count(answer)
         return await entry.backend.count_tokens(
-            msgspec.structs.replace(request, model=model, session=_session(caller, headers))
+            msgspec.structs.replace(request, model=model, session=_session(caller, key, headers))
         )
 
     async def _read(
-        self, caller: Caller, endpoint: Endpoint, body: bytes, headers: Mapping[str, str]
+        self, caller: Caller, key: Credential | None, endpoint: Endpoint, body: bytes, headers: Mapping[str, str]
     ) -> tuple[CallRequest, ModelEntry, dict[str, msgspec.Raw] | None]:
         """What is asked, and who answers it; and the request's fields, if that one does so in the agent's protocol."""
         if any(endpoint.path in entry.backend.relays for entry in self._models):
             fields = read_fields(body)
             request = read_request(fields)
-            entry = self._resolve(request.model, headers)
+            entry = self._resolve(request.model, key, headers)
             if endpoint.path in entry.backend.relays:
                 return request, entry, fields
         request = await self.conversations.join(caller, endpoint.read(body))
-        return request, self._resolve(request.model, headers), None
+        return request, self._resolve(request.model, key, headers), None
 
-    def _resolve(self, model: str, headers: Mapping[str, str]) -> ModelEntry:
-        """Who answers; a call that says it is none of the policy's is not trained, and sampled as it asks."""
+    def _resolve(self, model: str, key: Credential | None, headers: Mapping[str, str]) -> ModelEntry:
+        """Who answers; a call that says it is none of the policy's is not trained, and sampled as it asks. CallRefused
+        (403) where an agent says so of the policy."""
         entry = self._models.resolve(model)
-        frozen = headers.get(FROZEN_HEADER) == "true"
-        return replace(entry, trainable=False, train=None, val=None) if frozen else entry
+        if headers.get(FROZEN_HEADER) != "true":
+            return entry
+        if entry.trainable and not (is_worker(key) or (key is not None and key.rewards)):
+            raise CallRefused(
+                f"an agent cannot take its calls of {entry.name!r} out of training ({FROZEN_HEADER}): ask a model that "
+                "is registered with trainable=False, or use a key with the scope worker, or one that gives rewards",
+                status=403,
+                code="key_scope",
+            )
+        return replace(entry, trainable=False, train=None, val=None)
 
 
 class _Counted(msgspec.Struct):
@@ -178,5 +176,8 @@ def _model_of(request: CallRequest, entry: ModelEntry) -> str:
     return request.model if entry.name == ANY else entry.name
 
 
-def _session(caller: Caller, headers: Mapping[str, str]) -> str | None:
-    return caller.attempt_id if caller.attempt else headers.get(SESSION_HEADER)
+def _session(caller: Caller, key: Credential | None, headers: Mapping[str, str]) -> str | None:
+    """The attempt; or what a gateway before this one says it is, which no agent may."""
+    if caller.attempt:
+        return caller.attempt_id
+    return headers.get(SESSION_HEADER) if is_worker(key) else None

@@ -5,9 +5,9 @@ A pure transformation. It does not know HTTP or the store, and never sees a head
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
+import secrets
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,8 +38,8 @@ NOT_FINITE = "logprob is not finite"
 class CallRecord:
     """What was decided about a call before it was made, and when it began (seconds since the epoch).
 
-    `call_index` is None for calls that no attempt made; `discards` are the calls this one repeats, those whose body had
-    the same hash. Before it began it was held for `held_seconds`."""
+    `call_index` is None for calls that no attempt made; `discards` are earlier calls whose answers were not sent.
+    Before it began it was held for `held_seconds`."""
 
     caller: Caller
     call_index: int | None
@@ -50,10 +50,10 @@ class CallRecord:
     sampling: Sampling
     overridden: dict[str, Any]
     traceparent: str | None
-    body_hash: int
     discards: list[int]
     held_seconds: float
     start_time: float = field(default_factory=time.time)
+    span_id: str = field(default_factory=lambda: secrets.token_hex(8))  # nobody can guess it and take its place
 
 
 def call_span(
@@ -64,7 +64,7 @@ def call_span(
     time_to_first_chunk: float | None,
     error: BaseException | None,
 ) -> Span:
-    """The span of a finished, failed or aborted call. The same call always gets the same span id."""
+    """The span of a finished, failed or aborted call."""
     attributes = _attributes(record, answer)
     if time_to_first_chunk is not None:
         attributes[semconv.GEN_AI_TIME_TO_FIRST_CHUNK] = time_to_first_chunk
@@ -79,7 +79,9 @@ def call_span(
 def undelivered_span(record: CallRecord, *, time: float) -> Span:
     """Says that nobody received the answer of a call whose span is stored already."""
     assert record.call_index is not None
-    return _span(record, semconv.UNDELIVERED, {semconv.CALL_DISCARDS: [record.call_index]}, time, SpanStatus(), None)
+    attributes: Attributes = {semconv.CALL_DISCARDS: [record.call_index]}
+    span = _span(record, semconv.UNDELIVERED, attributes, time, SpanStatus(), None)
+    return msgspec.structs.replace(span, span_id=secrets.token_hex(8))
 
 
 def untrainable_reason(answer: Answer, captures_tokens: bool) -> str | None:
@@ -117,7 +119,7 @@ def _span(
         attempt_id=record.caller.attempt_id,
         sequence_id=0,  # the store numbers it
         trace_id=trace_id,
-        span_id=hashlib.blake2b(f"{name}\x1f{record.head.response_id}".encode(), digest_size=8).hexdigest(),
+        span_id=record.span_id,
         parent_id=parent_id,
         name=name,
         start_time=record.start_time,

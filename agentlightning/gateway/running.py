@@ -30,12 +30,11 @@ class ClientGone(Exception):
 @dataclass
 class CallStatistics:
     """What became of calls since the gateway began, by model and outcome (`answered`, `failed`, `aborted`), and why
-    some cannot be trained on. `retried` counts answers that a client asked for again, `undelivered` those whose client
-    had left, `held` recorded calls that waited while weights were updated, for `held_seconds` in all."""
+    some cannot be trained on. `undelivered` counts answers whose client had left,
+    `held` recorded calls that waited while weights were updated, for `held_seconds` in all."""
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     untrainable: Counter[str] = field(default_factory=Counter[str])
-    retried: int = 0
     undelivered: int = 0
     held: int = 0
     held_seconds: float = 0.0
@@ -44,7 +43,6 @@ class CallStatistics:
         flag = span.attributes.get(semconv.CALL_FLAG)
         if flag:
             self.untrainable[str(flag)] += 1
-        self.retried += bool(record.discards)
         self.held += record.held_seconds > 0
         self.held_seconds += record.held_seconds
 
@@ -86,9 +84,7 @@ class RunningCall:
         """Store the finished call. When this returns the call is durable; only then may its end be sent."""
         self._recorded = True
         if self._recorder is not None:
-            await self._recorder.record(self._span(self.refused))
-            if self.refused is None and self._record.call_index is not None:  # only now the answer sets out
-                self._record.caller.note_answered(self._record.body_hash, self._record.call_index)
+            await self._store(self._recorder, self._span(self.refused))
         self._statistics.calls[self._record.entry.name, "failed" if self.refused else "answered"] += 1
         if self.remember is not None:
             self.remember(self.answer, body)
@@ -97,16 +93,20 @@ class RunningCall:
         """The client left between the commit and the end of its answer: note that nobody received it."""
         if self._recorder is not None and self._record.call_index is not None:
             self._statistics.undelivered += 1
-            await self._recorder.record(undelivered_span(self._record, time=time.time()))
+            await self._store(self._recorder, undelivered_span(self._record, time=time.time()))
+
+    async def _store(self, recorder: Recorder, span: Span) -> None:
+        """Record a span. Where that fails nobody can tell whether it is stored, and nobody gets the answer."""
+        try:
+            await recorder.record(span)
+        except BaseException:
+            if self._record.call_index is not None:
+                self._record.caller.lost += [*self._record.discards, self._record.call_index]
+            raise
 
     def _span(self, error: BaseException | None) -> Span:
         """What is stored of the call, which has ended."""
         record, first = self._record, self.answer.first_token_time
-        if record.call_index is not None:
-            if error:
-                record.caller.note_failed(record.body_hash)
-            else:
-                record.caller.note_answered(record.body_hash, record.call_index)
         span = call_span(
             record,
             self.answer,
@@ -131,7 +131,7 @@ class RunningCall:
                 self._statistics.calls[self._record.entry.name, "aborted" if aborted else "failed"] += 1
                 self.answer.abort(ABORTED if aborted else FAILED)
                 if self._recorder is not None:
-                    await self._recorder.record(self._span(error))
+                    await self._store(self._recorder, self._span(error))
         finally:
             self._gate.leave(self._record.caller.attempt)
             self._record.caller.running -= 1

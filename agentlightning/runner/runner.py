@@ -41,6 +41,7 @@ from agentlightning.runner.resources import ResourceCache
 from agentlightning.store.base import LightningStore
 from agentlightning.store.lifecycle import TERMINAL
 from agentlightning.tracing.choice import TracerKind, choose_tracer
+from agentlightning.tracing.dialects import speaks_for_gateway
 from agentlightning.tracing.logs import AttemptLogs
 from agentlightning.types import (
     And,
@@ -343,7 +344,8 @@ class Runner:
         """Store the spans recorded since the last time. A span that is refused is dropped with the batch it is in, and
         so is one at which the server fails again and again (InvalidError)."""
         async with flight.sending:
-            flight.unsent += flight.tracer.drain()
+            # What an agent's own process says is no more believed than what its key would.
+            flight.unsent += [span for span in flight.tracer.drain() if not speaks_for_gateway(span)]
             if not flight.unsent:
                 return
             try:

@@ -17,11 +17,12 @@ import msgspec
 from agentlightning.errors import ForbiddenError, NotFoundError
 from agentlightning.gateway.attribution import api_key_of
 from agentlightning.gateway.locality import why_elsewhere
-from agentlightning.semconv import REWARD
+from agentlightning.semconv import CALL, REWARD
 from agentlightning.server.sessions import Sessions
 from agentlightning.store import calls
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import AdminCall, Call
+from agentlightning.tracing.dialects import speaks_for_gateway
 from agentlightning.types import DEFAULT_PROJECT, UNATTRIBUTED, Credential, EnqueueRolloutRequest, KeyScope, Span
 
 C = TypeVar("C", bound=Call[Any])
@@ -95,24 +96,31 @@ class Scope:
         if self.attempt is not None or self.project is not None or "admin" not in self.opens:
             raise ForbiddenError(f"this needs an admin key of the whole store; {self.name} is not one")
 
-    def require_attempts(self, spans: Iterable[Span]) -> None:
-        """ForbiddenError if a span belongs to an attempt that the caller may not touch, or holds what it may not give:
-        a reward, or the token ids that a policy is trained on."""
+    def refuses(self, span: Span) -> str | None:
+        """Why the caller may not add a span with this content, or None: an attempt's key does not speak for the
+        gateway, and gives rewards only if it was issued to."""
+        if self.attempt is not None and speaks_for_gateway(span):
+            return (
+                f"span {span.span_id} holds what only the gateway records; leave out `tokens` (token ids) and names "
+                f"that begin with {CALL}"
+            )
+        if not self.rewards and (span.name == REWARD or any(name.startswith(_REWARDS) for name in span.attributes)):
+            return (
+                f"span {span.span_id} holds a reward, which an agent's own key cannot give; use a grader's key, or "
+                "one issued for the attempt with rewards=True"
+            )
+        return None
+
+    def require_spans(self, spans: Iterable[Span]) -> None:
+        """ForbiddenError if a span belongs to an attempt that the caller may not touch, or says what it may not."""
         for span in spans:
             if self.attempt is not None and (span.rollout_id, span.attempt_id) != self.attempt:
                 raise ForbiddenError(
                     f"this key is for attempt {self.attempt[1]} of rollout {self.attempt[0]}; span {span.span_id} "
                     f"names attempt {span.attempt_id} of rollout {span.rollout_id}"
                 )
-            if self.attempt is not None and span.tokens is not None:
-                raise ForbiddenError(
-                    f"span {span.span_id} holds token ids, which only the gateway records; leave `tokens` out"
-                )
-            if not self.rewards and (span.name == REWARD or any(name.startswith(_REWARDS) for name in span.attributes)):
-                raise ForbiddenError(
-                    f"span {span.span_id} holds a reward, which an agent's own key cannot give; use a grader's key, or "
-                    "one issued for the attempt with rewards=True"
-                )
+            if reason := self.refuses(span):
+                raise ForbiddenError(reason)
 
 
 _REWARDS: Final = f"{REWARD}."
@@ -153,7 +161,7 @@ class Access:
         """The call as this caller may make it: within its project, and under its name. ForbiddenError if it reaches
         outside."""
         if isinstance(call, calls.AddSpans):
-            scope.require_attempts(call.spans)
+            scope.require_spans(call.spans)
         if isinstance(call, AdminCall):
             call = msgspec.structs.replace(call, actor=scope.name)
         if scope.project is None:

@@ -1,7 +1,7 @@
 """How many requests a caller may make: a token bucket for each, as ASGI middleware.
 
-This module knows callers by their key or their address, and how SDKs say that they repeat a request. It does not know
-whether a key is valid; it learns that from the answers, so that inventing keys gains nobody anything.
+This module knows callers by their key or their address. It does not know whether a key is valid; it learns that from
+the answers, so that inventing keys gains nobody anything.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.calls import RETRY_HEADER
 from agentlightning.store.calls import ErrorBody, ErrorReply
 
 _BURST: Final = 2.0  # seconds' worth of requests that may come at once
 _REMEMBERED: Final = 10_000
 _UNLIMITED: Final = frozenset({"/health", "/ready"})
 _OPEN: Final = frozenset({"/docs", "/openapi.json"})  # answered whatever the key
-_RETRY: Final = RETRY_HEADER.encode()
 
 
 class Buckets:
@@ -56,34 +54,6 @@ class Buckets:
         return wait
 
 
-class Refusals:
-    """First tries that were refused unread, each told by its path, who asked and its length: what repeats one of them
-    must not pass for the repetition of a call whose answer was lost."""
-
-    def __init__(self, remembered: int = _REMEMBERED) -> None:
-        self._remembered = remembered
-        self._counts: OrderedDict[tuple[str, bytes, bytes | None], int] = OrderedDict()
-
-    def note(self, scope: Scope, caller: bytes) -> None:
-        """This request is refused."""
-        if _header(scope, _RETRY) == b"0":
-            name = _request(scope, caller)
-            self._counts[name] = self._counts.pop(name, 0) + 1
-            if len(self._counts) > self._remembered:
-                self._counts.popitem(last=False)
-
-    def settle(self, scope: Scope, caller: bytes) -> None:
-        """This request goes on: as a first try, if it repeats one that was refused."""
-        if not self._counts or _header(scope, _RETRY) in (None, b"0"):
-            return
-        name = _request(scope, caller)
-        count = self._counts.pop(name, 0)
-        if count:
-            scope["headers"] = [header for header in scope["headers"] if header[0] != _RETRY]
-        if count > 1:
-            self._counts[name] = count - 1
-
-
 class RateLimit:
     """Answers 429 with `Retry-After` to callers whose bucket is empty. A key counts for itself once a request with it
     was answered; until then, and without one, the client's address does."""
@@ -91,7 +61,6 @@ class RateLimit:
     def __init__(self, app: ASGIApp, buckets: Buckets) -> None:
         self._app = app
         self._buckets = buckets
-        self._refusals = Refusals()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in _UNLIMITED:
@@ -103,10 +72,8 @@ class RateLimit:
         address = _address(scope)
         wait = self._buckets.take(key if key is not None and known else address, now)
         if wait:
-            self._refusals.note(scope, key or address)
             await _refuse(send, wait)
             return
-        self._refusals.settle(scope, key or address)
         if key is None or known or scope["path"] in _OPEN:
             await self._app(scope, receive, send)
             return
@@ -125,14 +92,6 @@ def _key(scope: Scope) -> bytes | None:
         if name in (b"authorization", b"x-api-key") and value:
             return hashlib.sha256(value).digest()
     return None
-
-
-def _header(scope: Scope, wanted: bytes) -> bytes | None:
-    return next((value for name, value in scope["headers"] if name == wanted), None)
-
-
-def _request(scope: Scope, caller: bytes) -> tuple[str, bytes, bytes | None]:
-    return scope["path"], caller, _header(scope, b"content-length")
 
 
 def _address(scope: Scope) -> bytes:

@@ -144,7 +144,6 @@ class GatewayMetrics(Collector):
             untrainable.add_metric([reason], count)
         yield untrainable
         for name, meaning, count in (
-            ("retried_calls", "Calls that a client repeated because it had not heard the answer.", counted.retried),
             ("undelivered_answers", "Answers whose client had left.", counted.undelivered),
             ("held_calls", "Recorded calls that waited while weights were updated.", counted.held),
             ("held_seconds", "For how long they waited in all.", counted.held_seconds),

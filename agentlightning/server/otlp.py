@@ -1,7 +1,8 @@
 """OTLP over HTTP: spans from any OpenTelemetry exporter, at `/v1/traces` and at the same path under an attempt's URL.
 
 This module knows whose a span is and how OTLP answers. Decoding is `tracing.otlp`'s, what is allowed is `access`'s.
-Nothing is dropped: a span that names no attempt the store knows goes to the rollout `unattributed`.
+Nothing is dropped in silence: the answer counts the spans that a key may not add, and those that name no attempt the
+store knows go to the rollout `unattributed`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from agentlightning.server.failures import TooLargeError, failure_of
 from agentlightning.server.requests import receive_body
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import AddSpans, QueryAttempts
-from agentlightning.tracing.otlp import JSON, PROTOBUF, UnsupportedMediaError, decode_traces, resolve
+from agentlightning.tracing.otlp import JSON, PROTOBUF, UnsupportedMediaError, decode_traces, encode_response, resolve
 from agentlightning.types import DEFAULT_PROJECT, UNATTRIBUTED, Span
 
 _RETRY_AFTER_SECONDS: Final = 1
@@ -46,16 +47,21 @@ class Intake:
         scope.require(AddSpans)
         return scope
 
-    async def add(self, scope: Scope, spans: Sequence[Span], url_ids: tuple[str, str] | None = None) -> None:
-        """Store spans, all or none, under the attempts they belong to.
+    async def add(self, scope: Scope, spans: Sequence[Span], url_ids: tuple[str, str] | None = None) -> list[str]:
+        """Store spans under the attempts they belong to, all or none but for those whose content the caller may not
+        add; why not, of each of these. ForbiddenError where that is all of them.
 
         An attempt's key decides: a span without ids is that attempt's, one that names another attempt is a
         ForbiddenError. Otherwise a span belongs to whom it names; if that is nobody the caller can reach, it is kept as
         unattributed, with the names it gave as attributes."""
         nobody = scope.attempt or (UNATTRIBUTED, UNATTRIBUTED)
-        assigned = [_assigned(span, resolve(span, url_ids) or nobody) for span in spans]
+        verdicts = [(span, scope.refuses(span)) for span in spans]
+        refused = [reason for _, reason in verdicts if reason is not None]
+        assigned = [_assigned(span, resolve(span, url_ids) or nobody) for span, reason in verdicts if reason is None]
         if not assigned:
-            return
+            if refused:
+                raise ForbiddenError(refused[0])
+            return []
         try:
             await self._add(scope, assigned)
         except NotFoundError:
@@ -63,6 +69,7 @@ class Intake:
                 raise
             known = await self._known(scope, {span.rollout_id for span in assigned})
             await self._add(scope, [span if _ids(span) in known else _unattributed(span) for span in assigned])
+        return refused
 
     async def _add(self, scope: Scope, spans: list[Span]) -> None:
         if scope.project not in (None, DEFAULT_PROJECT) and any(_ids(span)[0] == UNATTRIBUTED for span in spans):
@@ -124,11 +131,10 @@ class OtlpRoutes:
             encoding = request.headers.get("content-encoding", "")
             # In a thread: a large batch takes long to decode, and LLM calls go on meanwhile.
             spans = await asyncio.to_thread(_decode, body, encoding, content_type, self._body_limit)
-            await self._intake.add(scope, spans, _url_ids(request))
+            refused = await self._intake.add(scope, spans, _url_ids(request))
         except AgentLightningError as error:
             return _refusal(error, answer_type)
-        # An ExportTraceServiceResponse that has nothing to report.
-        return Response(b"" if answer_type == PROTOBUF else b"{}", headers={"content-type": answer_type})
+        return Response(encode_response(refused, answer_type), headers={"content-type": answer_type})
 
 
 def _url_ids(request: Request) -> tuple[str, str] | None:

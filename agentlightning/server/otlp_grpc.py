@@ -20,7 +20,7 @@ from agentlightning.server.access import Access
 from agentlightning.server.failures import failure_of
 from agentlightning.server.otlp import Intake
 from agentlightning.store.base import LightningStore
-from agentlightning.tracing.otlp import PROTOBUF, decode_traces
+from agentlightning.tracing.otlp import PROTOBUF, decode_traces, encode_response
 
 logger = logging.getLogger(__name__)
 
@@ -92,13 +92,13 @@ class OtlpGrpcServer:
         try:
             scope = await self._intake.admit(_headers(context))
             spans = await asyncio.to_thread(decode_traces, request, PROTOBUF)
-            await self._intake.add(scope, spans)
+            refused = await self._intake.add(scope, spans)
         except AgentLightningError as error:
             await _abort(context, _CODES[failure_of(error).code], str(error)[:_LONGEST_MESSAGE])
         except Exception:
             logger.exception("OTLP/gRPC export failed")
             await _abort(context, grpc.StatusCode.INTERNAL, "the server failed at this request; its log says why")
-        return b""  # an ExportTraceServiceResponse that has nothing to report
+        return encode_response(refused, PROTOBUF)
 
 
 def _headers(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:

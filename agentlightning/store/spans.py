@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
-from agentlightning.errors import NotFoundError
+from agentlightning.errors import ConflictError, NotFoundError
+from agentlightning.semconv import CALL_ENDPOINT
 from agentlightning.store import calls, codec, lifecycle
 from agentlightning.store.attempts import load_standing, load_with_sequence, save_standing
 from agentlightning.store.codec import SpanColumns
@@ -46,7 +47,7 @@ def add_spans(tx: Transaction, spans: Sequence[Span], columns: Sequence[SpanColu
                 continue
             sequence_id = row.sequence_id or highest + 1
             if tx.connection.execute(_INSERT, (number, row[0], sequence_id, *row[2:])).rowcount == 0:
-                stored[index] = _stored_sequence_id(tx.connection, number, row.span_id)
+                stored[index] = _stored_before(tx.connection, number, row, spans[index])
                 continue
             highest = max(highest, sequence_id)
             stored[index] = sequence_id
@@ -57,10 +58,16 @@ def add_spans(tx: Transaction, spans: Sequence[Span], columns: Sequence[SpanColu
     return stored
 
 
-def _stored_sequence_id(connection: Connection, number: int, span_id: str) -> int:
-    (sequence_id,) = connection.execute(
-        "SELECT sequence_id FROM spans WHERE attempt = ? AND span_id = ?", (number, span_id)
+def _stored_before(connection: Connection, number: int, row: SpanColumns, span: Span) -> int:
+    """The sequence id of the span that has this id already. ConflictError for a call of the gateway whose place another
+    span has: it must not be lost."""
+    sequence_id, start_time = connection.execute(
+        "SELECT sequence_id, start_time FROM spans WHERE attempt = ? AND span_id = ?", (number, row.span_id)
     ).fetchone()
+    if start_time != row.start_time and CALL_ENDPOINT in span.attributes:
+        raise ConflictError(
+            f"the call {row.span_id} of attempt {span.attempt_id} is not stored: its id is another span's"
+        )
     return sequence_id
 
 

@@ -56,6 +56,11 @@ def is_gateway_call(span: Span) -> bool:
     return span.tokens is not None or semconv.CALL_ENDPOINT in span.attributes
 
 
+def speaks_for_gateway(span: Span) -> bool:
+    """Whether it holds what only the gateway writes."""
+    return span.tokens is not None or any(name.startswith(semconv.CALL) for name in (span.name, *span.attributes))
+
+
 def kind_of(span: Span) -> Kind:
     if is_gateway_call(span):
         return "call"

@@ -19,7 +19,10 @@ from typing import Any, Final
 import msgspec
 from google.protobuf import json_format
 from google.protobuf.message import DecodeError
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, InstrumentationScope, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1 import trace_pb2 as otlp
@@ -74,6 +77,16 @@ def decode_traces(body: bytes, content_type: str) -> list[Span]:
         for scope_spans in resource_spans.scope_spans
         for span in scope_spans.spans
     ]
+
+
+def encode_response(refused: Sequence[str], media_type: str) -> bytes:
+    """An ExportTraceServiceResponse in either encoding; spans were `refused` for these reasons. OTLP calls that a
+    partial success: clients do not send them again."""
+    response = ExportTraceServiceResponse()
+    if refused:
+        response.partial_success.rejected_spans = len(refused)
+        response.partial_success.error_message = refused[0][:1000]
+    return response.SerializeToString() if media_type == PROTOBUF else json_format.MessageToJson(response).encode()
 
 
 def resolve(span: Span, url_ids: tuple[str, str] | None) -> tuple[str, str] | None:

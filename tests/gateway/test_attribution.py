@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
@@ -11,9 +10,7 @@ import pytest
 
 from agentlightning import semconv
 from agentlightning.gateway.attribution import api_key_of
-from agentlightning.store.sql import SqlStore
 from tests.gateway.talker import PLAIN, user
-from tests.gateway.upstream import GOOD, Upstream, gateway_before
 from tests.gateway.world import World, world
 
 pytestmark = pytest.mark.anyio
@@ -129,20 +126,3 @@ async def test_a_refused_request_takes_no_number(gateway_world: World) -> None:
     await say_hello(client)
     (span,) = await gateway_world.spans(attempted)
     assert span.attributes[semconv.CALL_INDEX] == 0
-
-
-async def test_the_retry_of_a_call_that_failed_discards_no_answer_to_the_same_prompt(tmp_path: Path) -> None:
-    store = await SqlStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
-    upstream = Upstream(GOOD, error={"error": {"message": "not now"}})
-    async with gateway_before(upstream, store) as front:
-        attempted = await front.attempt()
-        client = front.client(attempted)
-        for status, tries in ((200, 0), (500, 0), (200, 1), (500, 0), (200, 0), (200, 1)):
-            upstream.status = status
-            with suppress(openai.InternalServerError):
-                await client.chat.completions.create(
-                    model="policy", messages=user("hello"), extra_headers={"x-stainless-retry-count": str(tries)}
-                )
-        discarded = [span.attributes.get(semconv.CALL_DISCARDS) for span in await front.spans(attempted)]
-    assert discarded == [None, None, None, None, None, [0, 2, 4]]
-    await store.close()

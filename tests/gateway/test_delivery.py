@@ -17,8 +17,7 @@ import pytest
 
 from agentlightning import semconv
 from agentlightning.data.transitions import NOT_RECEIVED, TracedRollout, trace_rollout
-from agentlightning.errors import InvalidError, UnavailableError
-from agentlightning.gateway import attribution
+from agentlightning.errors import ConflictError, InvalidError, UnavailableError
 from agentlightning.gateway.recording import Recorder
 from agentlightning.store.redaction import redaction
 from agentlightning.store.sql import SqlStore
@@ -26,11 +25,9 @@ from agentlightning.types import UNATTRIBUTED, AttemptedRollout, Span
 from tests.gateway.servers import until
 from tests.gateway.talker import user
 from tests.gateway.upstream import GOOD, Upstream, gateway_before
-from tests.gateway.world import World, world
+from tests.gateway.world import World
 
 pytestmark = pytest.mark.anyio
-
-RETRY = {"x-stainless-retry-count": "1"}
 
 
 class SlowStore(SqlStore):
@@ -127,133 +124,50 @@ async def test_a_client_that_gives_up_and_asks_again_is_trained_once(tmp_path: P
         assert trained(await traced(built, attempted)) == [1]
 
 
-# --- calls that are repeated -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_retry_takes_the_place_of_the_call_it_repeats(usual: World, stream: bool) -> None:
+async def test_what_an_agent_says_of_an_answer_takes_it_out_of_no_training(usual: World) -> None:
     attempted = await usual.attempt()
-    path = f"{usual.client(attempted).base_url}chat/completions"
-    for text, headers in (("other", {}), ("hello", {}), ("hello", RETRY)):
-        body = {"model": "policy", "messages": user(text), "stream": stream}
-        await usual.client(attempted).post(path, cast_to=object, body=body, options={"headers": headers})
-    *_, last = await usual.spans(attempted)
-    learned = await traced(usual, attempted)
-    assert last.attributes[semconv.CALL_DISCARDS] == [1]
-    assert trained(learned) == [0, 2] and learned.excluded == Counter({NOT_RECEIVED: 1})
-
-
-async def test_of_several_retries_the_last_is_trained(usual: World) -> None:
-    attempted = await usual.attempt()
-    for count in range(3):
+    for count in range(3):  # as SDKs say that they did not hear an answer, which was sent
         await ask(usual, attempted, extra_headers={"x-stainless-retry-count": str(count)})
-    assert trained(await traced(usual, attempted)) == [2]
+    with pytest.raises(openai.PermissionDeniedError, match="out of training"):
+        await ask(usual, attempted, extra_headers={semconv.FROZEN_HEADER: "true"})
+    assert trained(await traced(usual, attempted)) == [0, 1, 2]
 
 
-async def test_a_retry_of_what_was_never_answered_discards_nothing(usual: World) -> None:
-    attempted = await usual.attempt()
-    await ask(usual, attempted, text="first")
-    await ask(usual, attempted, text="second", extra_headers=RETRY)
-    assert all(semconv.CALL_DISCARDS not in span.attributes for span in await usual.spans(attempted))
-    assert trained(await traced(usual, attempted)) == [0, 1]
+class SilentStore(SqlStore):
+    """Writes spans and then does not say so, as a server that is cut off does."""
+
+    silent = False
+
+    async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
+        stored = await super().add_many_spans(spans)
+        if self.silent:
+            self.silent = False
+            raise InvalidError("nobody knows what became of them")
+        return stored
 
 
-async def test_a_retry_discards_nothing_of_another_attempt(usual: World) -> None:
-    first, second = await usual.attempt(), await usual.attempt()
-    await ask(usual, first)
-    await ask(usual, second, extra_headers=RETRY)
-    assert trained(await traced(usual, first)) == trained(await traced(usual, second)) == [0]
-
-
-async def test_the_same_prompt_asked_on_purpose_is_trained_each_time(usual: World) -> None:
-    attempted = await usual.attempt()
-    await asyncio.gather(*(ask(usual, attempted) for _ in range(3)))
-    await ask(usual, attempted, extra_headers={"x-stainless-retry-count": "0"})
-    assert trained(await traced(usual, attempted)) == [0, 1, 2, 3]
-
-
-async def test_an_answer_can_be_lost_for_some_seconds_after_it_set_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attribution, "LOST_SECONDS", 0.5)
-    async with slow_world(tmp_path) as (built, store):
+async def test_an_answer_that_the_gateway_did_not_send_is_not_trained(tmp_path: Path) -> None:
+    store = await SilentStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
+    async with gateway_before(Upstream(GOOD), store) as built:
         attempted = await built.attempt()
-        asked = asyncio.create_task(ask(built, attempted))
-        await asyncio.wait_for(store.reached.wait(), 10)
-        await asyncio.sleep(0.6)  # the store is slow: the answer sets out when it is written
-        store.may_write.set()
-        await asked
-        await ask(built, attempted, extra_headers=RETRY)
-        await ask(built, attempted)
-        await asyncio.sleep(0.6)
-        await ask(built, attempted, extra_headers=RETRY)  # of what never came here
-        assert trained(await traced(built, attempted)) == [1, 2, 3]
-
-
-@pytest.mark.parametrize(("longest_hold", "timeout"), [(0.1, 60.0), (60.0, 0.3)], ids=["refused", "left"])
-async def test_a_retry_of_a_call_that_was_held_discards_no_answer_to_the_same_prompt(
-    tmp_path: Path, longest_hold: float, timeout: float
-) -> None:
-    async with world(tmp_path, longest_hold=longest_hold) as built:
-        attempted = await built.attempt()
-        for _ in range(3):
+        assert isinstance(store, SilentStore)
+        store.silent = True
+        with pytest.raises(openai.UnprocessableEntityError):
             await ask(built, attempted)
-        built.gateway.hold(seconds=0.6)
-        client = built.client(attempted, max_retries=3, timeout=timeout)
-        answer = await client.chat.completions.with_raw_response.create(model="policy", messages=user("hello"))
-        assert answer.retries_taken > 0
-        assert trained(await traced(built, attempted)) == [0, 1, 2, 3]
-
-
-class ForgetfulStore(SqlStore):
-    """Cannot be reached when next asked about an attempt."""
-
-    away = False
-
-    async def get_latest_attempt(self, rollout_id):
-        if self.away:
-            self.away = False
-            raise UnavailableError("the store's server is gone")
-        return await super().get_latest_attempt(rollout_id)
-
-
-async def test_a_retry_of_a_call_that_the_store_could_not_attribute_discards_no_answer(tmp_path: Path) -> None:
-    store = await ForgetfulStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
-    try:
-        async with gateway_before(Upstream(GOOD), store) as built:
-            attempted = await built.attempt()
-            by_path = built.client(attempted, max_retries=1)
-            by_key = built.client(api_key=attempted.api_key, max_retries=1)
-            for client in (by_path, by_key):
-                await client.chat.completions.create(model="policy", messages=user("hello"))
-                store.away = True
-                await client.chat.completions.create(model="policy", messages=user("hello"))
-                assert not store.away
-            assert trained(await traced(built, attempted)) == [0, 1, 2, 3]
-    finally:
-        await store.close()
-
-
-async def test_a_lost_answer_is_discarded_though_its_first_retry_was_refused(tmp_path: Path) -> None:
-    async with world(tmp_path, longest_hold=0.1) as built:
-        attempted = await built.attempt()
         await ask(built, attempted)
-        async with built.gateway.held():
-            with pytest.raises(openai.InternalServerError):
-                await ask(built, attempted, extra_headers=RETRY)
-        await ask(built, attempted, extra_headers={"x-stainless-retry-count": "2"})
         assert trained(await traced(built, attempted)) == [1]
+    await store.close()
 
 
-async def test_a_retry_that_is_held_for_long_discards_what_was_lost_before(
-    gateway_world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attribution, "LOST_SECONDS", 0.5)
-    attempted = await gateway_world.attempt()
-    await ask(gateway_world, attempted)
-    gateway_world.gateway.hold(seconds=1.0)
-    await ask(gateway_world, attempted, extra_headers=RETRY)
-    assert trained(await traced(gateway_world, attempted)) == [1]
+async def test_no_span_of_an_agent_takes_the_place_of_a_call(usual: World) -> None:
+    attempted = await usual.attempt()
+    await ask(usual, attempted)
+    (call,) = await usual.spans(attempted)
+    with pytest.raises(ConflictError, match="another span"):
+        await usual.store.add_many_spans([msgspec.structs.replace(call, start_time=call.start_time + 1)])
+    await usual.store.add_many_spans([call])  # a write that is repeated
+    await ask(usual, attempted)
+    assert len({span.span_id for span in await usual.spans(attempted)}) == 2
 
 
 async def test_every_choice_is_kept_and_the_first_is_trained(gateway_world: World) -> None:
@@ -286,7 +200,7 @@ async def test_an_undelivered_answer_that_no_attempt_asked_for_leaves_no_note(tm
     async with slow_world(tmp_path) as (built, store):
         store.may_write.set()
         await ask(built)
-        await ask(built, extra_headers=RETRY)
+        await ask(built)
         await built.gateway.close()
         spans = await store.query_spans(UNATTRIBUTED)
     assert len(spans) == 2 and all(semconv.CALL_DISCARDS not in span.attributes for span in spans)

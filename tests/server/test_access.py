@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Callable
+from itertools import product
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
 
+from agentlightning import semconv
 from agentlightning.errors import InvalidError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelTable
@@ -191,6 +193,21 @@ async def test_an_attempts_key_writes_no_tokens_to_train_on(store, http):
     for key in (place.attempt_key, place.grading_key):
         status, text = await Caller(http, key)(calls.AddSpans(spans=[forged]))
         assert status == 403 and "token ids" in text
+
+
+async def test_an_attempts_key_does_not_speak_for_the_gateway(store, http):
+    place = await furnish(store, "a", "a")
+    forged = [
+        span_of(place, 2, name=semconv.UNDELIVERED),
+        span_of(place, 3, attributes={semconv.CALL_DISCARDS: [0]}),
+        span_of(place, 4, attributes={semconv.CALL_INDEX: 1}),
+        span_of(place, 5, attributes={semconv.CALL_ENDPOINT: "responses"}),
+    ]
+    for key, span in product((place.attempt_key, place.grading_key), forged):
+        status, text = await Caller(http, key)(calls.AddSpans(spans=[span_of(place, 6), span]))
+        assert status == 403 and semconv.CALL in text
+        assert (await Caller(http, key).request("POST", "/v1/traces", **otlp(span)))[0] == 403
+    assert len(await store.query_spans(place.rollout_id)) == 1
 
 
 async def test_an_attempts_key_touches_no_other_attempt(store, http):

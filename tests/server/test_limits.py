@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
-
 import aiohttp
 import pytest
-from openai import AsyncOpenAI
 
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.models import ModelEntry, ModelTable
-from agentlightning.semconv import CALL_DISCARDS
 from agentlightning.server.app import create_app
-from agentlightning.server.limits import Buckets, Refusals
+from agentlightning.server.limits import Buckets
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.client import LightningStoreClient
-from tests.gateway.talker import user
-from tests.gateway.upstream import GOOD, Upstream
-from tests.gateway.world import GREEDY
 from tests.server.conftest import ADMIN_KEY
 
 pytestmark = pytest.mark.anyio
@@ -92,40 +82,3 @@ async def test_a_client_of_ours_waits_and_asks_again(store):
         for _ in range(15):
             await client.statistics()
         await client.close()
-
-
-async def test_a_call_that_was_refused_discards_no_answer_when_it_is_repeated(store):
-    """An agent that asks one question again and again, faster than it may: each answer it got is trained."""
-    attempted = await store.start_rollout("task")
-    async with Upstream(GOOD).backend() as backend:
-        gateway = Gateway(ModelTable([ModelEntry("policy", backend, train=GREEDY)]), store)
-        async with HttpServer(create_app(store, gateway=gateway, rate_limit=5)) as server:
-            client = AsyncOpenAI(base_url=f"{server.url}/v1", api_key=attempted.api_key, max_retries=5)
-            ask = client.chat.completions.with_raw_response.create
-            one_by_one = [await ask(model="policy", messages=user("hello")) for _ in range(14)]
-            at_once = await asyncio.gather(*(ask(model="policy", messages=user("hello")) for _ in range(14)))
-            assert any(answer.retries_taken for answer in one_by_one), "the limit was never met"
-            assert sum(answer.retries_taken > 0 for answer in at_once) > 1
-            await client.close()
-        await gateway.close()
-    spans = await store.query_spans(attempted.rollout_id)
-    assert len(spans) == 28 and all(CALL_DISCARDS not in span.attributes for span in spans)
-
-
-def test_a_refusal_is_forgotten_with_its_repetition_and_says_nothing_of_other_requests():
-    def request(retries: str, path: str = "/v1/chat/completions", length: str = "10") -> dict[str, Any]:
-        headers = [(b"x-stainless-retry-count", retries.encode()), (b"content-length", length.encode())]
-        return {"path": path, "headers": headers}
-
-    def is_retry(refusals: Refusals, scope: dict[str, Any]) -> bool:
-        refusals.settle(scope, b"a")
-        return any(name == b"x-stainless-retry-count" and value != b"0" for name, value in scope["headers"])
-
-    refusals = Refusals(remembered=2)
-    for retries in ("0", "1", "0"):  # a refused retry is the same request again
-        refusals.note(request(retries), b"a")
-    assert is_retry(refusals, request("1", length="11"))
-    assert [is_retry(refusals, request("2")) for _ in range(3)] == [False, False, True]
-    for length in range(3):
-        refusals.note(request("0", length=str(length)), b"a")
-    assert [is_retry(refusals, request("1", length=str(length))) for length in range(3)] == [True, False, False]

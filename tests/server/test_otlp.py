@@ -13,12 +13,12 @@ from opentelemetry.exporter.otlp.proto.http import Compression
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
-from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID, reward_name
+from agentlightning.semconv import ATTEMPT_ID, CALL_DISCARDS, ROLLOUT_ID, reward_name
 from agentlightning.server.app import create_app
 from agentlightning.server.otlp import inflate
 from agentlightning.server.serve import HttpServer
 from agentlightning.store import calls
-from agentlightning.tracing.otlp import JSON, PROTOBUF, SCOPE_NAME, encode_traces
+from agentlightning.tracing.otlp import JSON, PROTOBUF, SCOPE_NAME, encode_traces, parse_request
 from agentlightning.types import UNATTRIBUTED, AttemptedRollout, EnqueueRolloutRequest, Span
 from tests.server.conftest import ADMIN_KEY
 from tests.server.exporters import export, ids, key_of
@@ -141,6 +141,20 @@ async def test_an_agents_own_key_cannot_give_rewards_this_way_either(store, http
         assert answer.status == 403
         assert "reward" in (await answer.json())["message"]
     assert await stored(store, attempted) == []
+
+
+@pytest.mark.parametrize("refused", [reward_name(0), CALL_DISCARDS])
+async def test_what_a_key_may_not_add_costs_the_spans_beside_it_nothing(store, http, attempted, refused):
+    body = posted()
+    body["resourceSpans"] += posted(span_id="00f067aa0ba902b7", **{refused: "x"})["resourceSpans"]
+    async with http.post("/v1/traces", json=body, headers=key_of(attempted)) as answer:
+        told = (await answer.json())["partialSuccess"]
+        assert (answer.status, told["rejectedSpans"]) == (200, "1") and "00f067aa0ba902b7" in told["errorMessage"]
+    assert [span.span_id for span in await stored(store, attempted)] == ["b7ad6b7169203331"]
+    headers, body = {**key_of(attempted), "content-type": PROTOBUF}, json.dumps(body).encode()
+    async with http.post("/v1/traces", data=parse_request(body, JSON).SerializeToString(), headers=headers) as answer:
+        told = ExportTraceServiceResponse.FromString(await answer.read()).partial_success
+    assert told.rejected_spans == 1 and "00f067aa0ba902b7" in told.error_message
 
 
 async def test_a_key_of_a_project_reaches_only_the_attempts_of_that_project(store, http, attempted):
