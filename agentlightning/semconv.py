@@ -48,6 +48,7 @@ CALL_PROMPT: Final = "agentlightning.call.prompt"  # the text that was continued
 CALL_RESPONSE: Final = "agentlightning.call.response"  # the answer as it came, of endpoints that are passed through
 CALL_SAMPLING: Final = "agentlightning.call.sampling"  # JSON of the sampling that was in effect
 CALL_OVERRIDDEN: Final = "agentlightning.call.overridden"  # JSON of what the agent asked instead, if it differed
+CALL_DROPPED: Final = "agentlightning.call.dropped"  # names of fields that the backend was not sent
 CALL_FLAG: Final = "agentlightning.call.untrainable"  # why this call must not be trained, absent if it may
 CALL_DISCARDS: Final = "agentlightning.call.discards"  # indices of calls whose answers nobody received
 CALL_BACKEND: Final = "agentlightning.call.backend"

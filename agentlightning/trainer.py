@@ -43,7 +43,7 @@ from agentlightning.runner.hooks import Hook
 from agentlightning.runner.processes import Isolation, boot_of, usual_concurrency
 from agentlightning.runner.runner import Runner
 from agentlightning.server.app import create_app
-from agentlightning.server.lending import models_held, register_model, unregister_model
+from agentlightning.server.lending import lent, models_held
 from agentlightning.server.serve import HttpServer, run_on_fastest_loop
 from agentlightning.store.base import LightningStore
 from agentlightning.store.client import LightningStoreClient
@@ -295,7 +295,8 @@ class Trainer:
         else:
             url = self.server.rstrip("/")
             if entries:
-                await self._lend_to_server(stack, entries, directory.mark.run_id)
+                lending = lent(self.server, entries, port=self.port, api_key=self.api_key, owner=directory.mark.run_id)
+                await stack.enter_async_context(lending)
                 calls_held = partial(models_held, url, [entry.name for entry in entries], api_key=self.api_key)
         self.progress.note(f"dashboard: {url}/#/runs/{directory.mark.run_id}")
         resources = self.initial_resources
@@ -318,6 +319,7 @@ class Trainer:
             train_tasks=train_tasks,
             val_tasks=val_tasks,
             seed=self.seed,
+            deterministic=self.deterministic,
             # Others add theirs to a shared store; in the run's own, the latest has the address of this very process.
             resources_id=None if self.server is None else stored.resources_id,
             policies={name: TrainedPolicy(learner, served.service) for name, (served, learner) in opened.items()},
@@ -382,23 +384,6 @@ class Trainer:
             hosted = HttpBackend(upstream.endpoint, kind="openai", api_key=key)
             return [ModelEntry(upstream.model, hosted, trainable=False, train=None, val=None)]
         return []
-
-    async def _lend_to_server(self, stack: AsyncExitStack, entries: Sequence[ModelEntry], run_id: str) -> None:
-        """Serve this process's policies on loopback and let the server's gateway route to them."""
-        assert self.server is not None
-        gateway = Gateway(ModelTable(entries))
-        stack.push_async_callback(gateway.close)
-        http = HttpServer(create_app(None, gateway=gateway), port=self.port)
-        await http.start()
-        stack.push_async_callback(http.stop)
-        for entry in entries:
-            await register_model(self.server, entry, base_url=f"{http.url}/v1", api_key=self.api_key, owner=run_id)
-            stack.push_async_callback(self._take_back, entry.name, run_id)
-
-    async def _take_back(self, name: str, run_id: str) -> None:
-        assert self.server is not None
-        with contextlib.suppress(UnavailableError):  # a server that is gone routes nowhere any more
-            await unregister_model(self.server, name, api_key=self.api_key, owner=run_id)
 
     async def _run_beside_runner(self, agent: LitAgent[Any], algorithm: Algorithm, context: RunContext) -> None:
         """Run the algorithm with this process's runner beside it; whichever fails first ends both."""

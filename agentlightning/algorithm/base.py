@@ -105,6 +105,7 @@ class RunContext:
     train_tasks: Sequence[Any]
     val_tasks: Sequence[Any]
     seed: int = 0
+    deterministic: bool = False
     resources_id: str | None = None
     policies: Mapping[str, TrainedPolicy] = field(default_factory=dict[str, TrainedPolicy])
     calls_held: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
@@ -119,6 +120,12 @@ class RunContext:
     def __post_init__(self) -> None:
         trackers = (JSONLines(), *self.trackers)
         self.tracking = Tracking(self.store, self.run, self.directory, trackers, self.progress.note)
+
+    def noise(self, sample: str) -> dict[str, Any]:
+        """Metadata of the rollout known as `sample` in its run, by which every run of this seed draws the same random
+        numbers; where the run is deterministic, at every cost."""
+        names = {"seed": self.seed, "sample": sample}
+        return names | {"deterministic": True} if self.deterministic else names
 
     async def unless_stopped(self, work: Awaitable[T]) -> T:
         """The result of `work`; Stopped, with the work cancelled, if the job must end first. Where it must already the

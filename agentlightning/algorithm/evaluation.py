@@ -86,7 +86,7 @@ async def evaluate(
             resources_id=context.resources_id,
             run_id=context.run.run_id,
             config=config,
-            metadata={"seed": context.seed, "sample": f"{mode}-{step}-{name}", EVALUATED_STEP: step},
+            metadata=context.noise(f"{mode}-{step}-{name}") | {EVALUATED_STEP: step},
         )
         for task, name in attempts
     ]

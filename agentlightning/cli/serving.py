@@ -144,7 +144,7 @@ async def _serve(
         policy, concurrency=concurrency, max_sequence_length=max_sequence_length, threads=threads, seed=seed
     )
     try:
-        gateway = Gateway(ModelTable([ModelEntry(model_name, served.backend)]))
+        gateway = Gateway(ModelTable([ModelEntry(model_name, served.backend)]), admin_key=key)
         app = create_app(None, gateway=gateway, guarded=key is not None)
         if key is not None:
             app.add_middleware(RequireKey, key=key)

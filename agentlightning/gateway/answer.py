@@ -99,6 +99,8 @@ class Answer:
                 choice.stop_string = event.stop_string
                 choice.untrainable = event.untrainable
                 choice.last_version = event.version
+                if event.versions and sum(count for _, count in event.versions) == len(choice.token_ids):
+                    choice.versions = event.versions
             case Started():
                 self.prompt_token_ids = event.prompt_token_ids
                 self.spliced_tokens = event.spliced_tokens

@@ -66,9 +66,10 @@ class Attributor:
     """Resolves calls to attempts. Remembers up to `remembered` attempts, least recently used out, save those with
     running calls.
 
-    With an `admin_key` a call needs a key: its attempt's, one issued with the scope worker, trainer or admin, or the
-    admin key itself. Without, a path that names the attempt is enough and foreign keys are ignored, as agents carry
-    placeholders such as `EMPTY`; with `local_only` these calls must come from this machine's own programs."""
+    With an `admin_key` a call needs a key: the admin key itself or, with a store, its attempt's or one issued with the
+    scope worker, trainer or admin. Without, a path that names the attempt is enough and foreign keys are ignored, as
+    agents carry placeholders such as `EMPTY`; with `local_only` these calls must come from this machine's own
+    programs."""
 
     def __init__(self, store: LightningStore | None, *, admin_key: str | None = None, remembered: int = 10_000) -> None:
         self._store = store

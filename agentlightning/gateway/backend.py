@@ -99,13 +99,15 @@ class Finished(msgspec.Struct, frozen=True):
     """Last event of one choice. `stop_string` is the stop string that ended it. `untrainable` says why the choice must
     not be trained, where the backend knows it, such as a stop string that ended the text without the policy having
     sampled an end. `version` is the policy version in force at the end, where the backend cannot tell which tokens
-    were sampled by which: the deltas then name the oldest it may have been."""
+    were sampled by which: the deltas then name the oldest it may have been. `versions` are run-length those of the whole
+    choice, where the backend tells them no earlier."""
 
     index: int
     finish_reason: FinishReason
     untrainable: str | None = None
     stop_string: str | None = None
     version: int | None = None
+    versions: list[list[int]] = []
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -144,10 +146,12 @@ class RelayedAnswer(msgspec.Struct, frozen=True):
 class Backend(Protocol):
     """Answers calls. `name` is what spans say of it, such as its URL. `captures_tokens` says whether exact ids and
     logprobs are returned. `relays` are the endpoints (`embeddings`, `responses` …) that it answers in their own
-    protocol; all others reach it as `ModelCall`s."""
+    protocol; all others reach it as `ModelCall`s. One that is `seeded` is given a seed with every call of an attempt,
+    others only in a deterministic run, as a seed slows them down."""
 
     name: str
     captures_tokens: bool
+    seeded: bool
     relays: frozenset[str]
 
     def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from agentlightning.errors import BackendError
+from agentlightning.gateway.admission import Admitted, admit, admit_relayed
 from agentlightning.gateway.attribution import Attributor, Caller, is_worker
 from agentlightning.gateway.backend import LEFT_OPEN, SESSION_HEADER, RelayedAnswer, RelayedCall
 from agentlightning.gateway.capture import CallRecord
@@ -73,6 +74,7 @@ class CallOpener:
             # Meanwhile the attempt may have ended, and the model may be another.
             caller, key = await self._attributor.attribute(path_ids, headers)
             request, entry, fields = await self._read(caller, key, endpoint, body, headers)
+        admitted = _admitted(request, entry, caller)
         attempt = caller.attempt
         call_index = caller.take_call_index() if attempt else None
         sampling, overridden = LEFT_OPEN, dict[str, Any]()
@@ -87,7 +89,8 @@ class CallOpener:
             model=head.model,
             sampling=sampling,
             session=_session(caller, key, headers),
-            extra=request.extra if run_sampling(entry, caller) else request.extra | request.shaping,
+            tools=admitted.tools,
+            extra=admitted.extra if run_sampling(entry, caller) else admitted.extra | request.shaping,
         )
         record = CallRecord(
             caller=caller,
@@ -100,6 +103,8 @@ class CallOpener:
             overridden=overridden,
             traceparent=headers.get("traceparent"),
             discards=caller.lost,
+            dropped=admitted.dropped,
+            one_tool_call=admitted.one_tool_call,
             held_seconds=held_seconds,
         )
         caller.lost = []
@@ -107,6 +112,8 @@ class CallOpener:
         running = RunningCall(record, call, gate, recorder, self.statistics)
         running.remember = partial(self.conversations.remember, caller, endpoint, request, head)
         if fields is not None:
+            if _is_guarded(entry, caller):
+                fields, record.dropped = admit_relayed(fields)
             running.relayed = RelayedCall(endpoint.path, head.model, fields, _let_through(headers), call.session)
         return running
 
@@ -152,6 +159,18 @@ class CallOpener:
                 code="key_scope",
             )
         return replace(entry, trainable=False, train=None, val=None)
+
+
+def _is_guarded(entry: ModelEntry, caller: Caller) -> bool:
+    """Whether the model is an engine of ours, and asked by somebody who may not send it all there is. Who only has an
+    agent recorded (`ANY`) has it recorded as it is."""
+    return entry.backend.captures_tokens and entry.name != ANY and (entry.trainable or caller.attempt is not None)
+
+
+def _admitted(request: CallRequest, entry: ModelEntry, caller: Caller) -> Admitted:
+    if _is_guarded(entry, caller):
+        return admit(request, trained=entry.trainable)
+    return Admitted(request.extra, request.tools, one_tool_call=False, dropped=[])
 
 
 class _Counted(msgspec.Struct):

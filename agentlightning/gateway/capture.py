@@ -10,7 +10,7 @@ import re
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -32,6 +32,8 @@ NO_TOKEN_IDS = "backend returns no token ids"
 LENGTHS_DIFFER = "ids and logprobs differ in length"
 COUNTS_DIFFER = "ids and reported usage differ"
 NOT_FINITE = "logprob is not finite"
+UNKNOWN_LOGPROB = "logprob is clamped or unknown"
+_CLAMPED: Final = -9999.0  # what vLLM writes for minus infinity, and for what it does not know
 
 
 @dataclass
@@ -39,7 +41,7 @@ class CallRecord:
     """What was decided about a call before it was made, and when it began (seconds since the epoch).
 
     `call_index` is None for calls that no attempt made; `discards` are earlier calls whose answers were not sent.
-    Before it began it was held for `held_seconds`."""
+    `dropped` are the names of what the backend was not sent. Before it began it was held for `held_seconds`."""
 
     caller: Caller
     call_index: int | None
@@ -51,6 +53,8 @@ class CallRecord:
     overridden: dict[str, Any]
     traceparent: str | None
     discards: list[int]
+    dropped: list[str]
+    one_tool_call: bool
     held_seconds: float
     start_time: float = field(default_factory=time.time)
     span_id: str = field(default_factory=lambda: secrets.token_hex(8))  # nobody can guess it and take its place
@@ -98,6 +102,8 @@ def untrainable_reason(answer: Answer, captures_tokens: bool) -> str | None:
             return LENGTHS_DIFFER
         if not all(map(math.isfinite, choice.logprobs)):
             return NOT_FINITE
+        if min(choice.logprobs) <= _CLAMPED:
+            return UNKNOWN_LOGPROB
     if answer.usage is not None:
         sampled = sum([len(choice.token_ids) for choice in answer.choices])
         if (answer.usage.prompt_tokens, answer.usage.completion_tokens) != (len(answer.prompt_token_ids), sampled):
@@ -165,6 +171,7 @@ def _attributes(record: CallRecord, answer: Answer) -> Attributes:
         (semconv.CALL_INDEX, record.call_index),
         (semconv.CALL_DISCARDS, record.discards or None),
         (semconv.CALL_HELD_SECONDS, record.held_seconds or None),
+        (semconv.CALL_DROPPED, record.dropped or None),
         (semconv.CALL_OVERRIDDEN, _json(record.overridden) if record.overridden else None),
         (semconv.GEN_AI_TOOL_DEFINITIONS, request.tools_json or (_json(request.tools) if request.tools else None)),
         (semconv.RECORDED_SPLICE, answer.spliced_tokens or None),

@@ -38,7 +38,7 @@ async def probe(backend: RemoteBackend, model: str, train: Sampling | None) -> N
     if reason is not None:
         raise _unfit(
             backend,
-            f"gave an answer that cannot be trained ({reason}): it must be vLLM 0.10.2 or newer, which returns token "
+            f"gave an answer that cannot be trained ({reason}): it must be vLLM 0.16 or newer, which returns token "
             "ids, SGLang with a tokenizer named here, or a gateway of this project",
         )
 

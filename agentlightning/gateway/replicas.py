@@ -119,6 +119,7 @@ class Replicas:
         self.replicas = tuple(replicas)
         self.name = ", ".join(replica.backend.name for replica in replicas)
         self.captures_tokens = all(replica.backend.captures_tokens for replica in replicas)
+        self.seeded = all(replica.backend.seeded for replica in replicas)
         self.relays = frozenset.intersection(*(replica.backend.relays for replica in replicas))
         if len(replicas) > 1:
             for replica in replicas:

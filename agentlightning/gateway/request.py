@@ -6,15 +6,22 @@ Knows JSON bodies and nothing else: no backends, no rollouts, no HTTP server.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from agentlightning.errors import BackendError
 from agentlightning.gateway.backend import LEFT_OPEN, ModelCall, Sampling
 
-# Fields other than temperature, top_p and top_k that shape the distribution tokens are sampled from.
-SHAPING_FIELDS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "logit_bias")
+# Fields other than temperature, top_p and top_k that shape the distribution tokens are sampled from, and the values
+# that do not.
+NEUTRAL_PENALTIES: Final[Mapping[str, Any]] = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_p": 0.0,
+}
+SHAPING_FIELDS: Final = (*NEUTRAL_PENALTIES, "logit_bias")
 
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])

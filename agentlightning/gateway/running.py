@@ -9,14 +9,17 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
+
+import msgspec
 
 from agentlightning import semconv
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.backend import BackendEvent, ModelCall, RelayedAnswer, RelayedCall
+from agentlightning.gateway.backend import BackendEvent, Delta, ModelCall, RelayedAnswer, RelayedCall
 from agentlightning.gateway.capture import ABORTED, FAILED, CallRecord, call_span, undelivered_span
 from agentlightning.gateway.holding import Gate
 from agentlightning.gateway.recording import Recorder
@@ -73,7 +76,8 @@ class RunningCall:
 
     def events(self) -> AsyncGenerator[BackendEvent, None]:
         """The backend's events; closing the iterator cancels the generation."""
-        return self._record.entry.backend.answer(self._call)
+        events = self._record.entry.backend.answer(self._call)
+        return _with_one_tool_call(events) if self._record.one_tool_call else events
 
     def relay(self) -> AbstractAsyncContextManager[RelayedAnswer]:
         """The backend's own answer to a call that is passed through."""
@@ -135,3 +139,14 @@ class RunningCall:
         finally:
             self._gate.leave(self._record.caller.attempt)
             self._record.caller.running -= 1
+
+
+async def _with_one_tool_call(events: AsyncGenerator[BackendEvent, None]) -> AsyncGenerator[BackendEvent, None]:
+    """Of each choice the first tool call alone; the tokens of the others stay, as they were sampled."""
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Delta) and "tool_calls" in event.delta:
+                parts: list[dict[str, Any]] = event.delta["tool_calls"]
+                first = [part for place, part in enumerate(parts) if part.get("index", place) == 0]
+                event = msgspec.structs.replace(event, delta=event.delta | {"tool_calls": first})
+            yield event

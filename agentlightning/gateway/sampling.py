@@ -26,19 +26,20 @@ def effective_sampling(
 ) -> tuple[Sampling, dict[str, Any]]:
     """(the sampling in effect, what the agent asked instead where that differs).
 
-    Where the run decides, its temperature, top_p and top_k hold without penalties; elsewhere the agent's do."""
+    Where the run decides, its temperature, top_p, top_k and seeds hold, without penalties; elsewhere the agent's do."""
     asked, decided, overridden = request.sampling, run_sampling(entry, caller), dict[str, Any]()
     sampling = asked
     if decided is not None:
         limit = decided.max_tokens if asked.max_tokens is None else asked.max_tokens
         if decided.max_tokens is not None and limit is not None:
             limit = min(limit, decided.max_tokens)
-        sampling = replace(decided, max_tokens=limit, stop=asked.stop, seed=asked.seed, n=asked.n)
-        for name in ("temperature", "top_p", "top_k", "max_tokens"):
+        sampling = replace(decided, max_tokens=limit, stop=asked.stop, n=asked.n)
+        for name in ("temperature", "top_p", "top_k", "max_tokens", "seed"):
             value = getattr(asked, name)
             if value is not None and value != getattr(sampling, name):
                 overridden[name] = value
         overridden |= request.shaping
-    if sampling.seed is None and call_index is not None and entry.backend.captures_tokens:
+    seeded = entry.backend.seeded or (caller.deterministic and entry.backend.captures_tokens)
+    if sampling.seed is None and call_index is not None and seeded:
         sampling = replace(sampling, seed=call_seed(caller.run_seed, caller.sample, call_index))
     return sampling, overridden

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
@@ -22,6 +24,7 @@ from agentlightning.gateway.replicas import servers_of
 _log = logging.getLogger(__name__)
 _HOLDER: Final = "an update of weights"
 _NOT_THERE: Final = "no_such_route"
+_FAILED: Final = re.compile(r'"success"\s*:\s*false')  # what servers answer with 200 where a cache is in use
 
 
 class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,13 +112,14 @@ _Request: TypeAlias = tuple[str, Mapping[str, Any]]  # a POST of a body to a URL
 
 @dataclass(frozen=True)
 class _Script:
-    """Requests in their order: `load` is the one that changes weights, `end` is made whatever became of the others.
-    `needs` says what the server must be."""
+    """Requests in their order: `load` is the one that changes weights, `label` names them where the server has such a
+    route, `end` is made whatever became of the others. `needs` says what the server must be."""
 
     needs: str
     load: _Request
     before: tuple[_Request, ...] = ()
     after: tuple[_Request, ...] = ()
+    label: _Request | None = None
     end: _Request | None = None
 
 
@@ -130,10 +134,11 @@ def _vllm(connection: Connection, update: WeightUpdate) -> _Script:
         load = f"{connection.root}/collective_rpc", {"method": "reload_weights", "kwargs": where}
     # Keys and values of the old weights are dropped for those that are paused too: they are computed again.
     caches = f"{connection.root}/reset_prefix_cache?reset_running_requests=true", {}
+    label = f"{connection.root}/update_weight_version", {"new_version": str(update.policy_version)}  # since vLLM 0.30
     if update.in_flight == "finish":
-        return _Script(needs, load, after=(caches,))
+        return _Script(needs, load, after=(caches,), label=label)
     pause, resume = ((f"{connection.root}/{path}", {}) for path in ("pause?mode=keep", "resume"))
-    return _Script(needs, load, before=(pause,), after=(caches,), end=resume)
+    return _Script(needs, load, before=(pause,), after=(caches,), label=label, end=resume)
 
 
 def _sglang(connection: Connection, update: WeightUpdate) -> _Script:
@@ -178,6 +183,9 @@ async def _update(connection: Connection, script: _Script, update: WeightUpdate)
             for request in (*script.before, script.load, *script.after):
                 await _post(connection, request, script.needs)
                 touched = touched or request is script.load
+            if script.label is not None:
+                with _without_route():
+                    await _post(connection, script.label, script.needs)
         finally:
             if script.end is not None:
                 await _post(connection, script.end, script.needs)
@@ -200,5 +208,15 @@ async def _post(connection: Connection, request: _Request, needs: str) -> None:
         said = (await response.read())[:500].decode(errors="replace")
         if response.status in (401, 403, 404, 405):
             raise BackendError(f"{url} answers {response.status}: {said}; needed is {needs}", code=_NOT_THERE)
-        if response.status != 200:
+        if response.status != 200 or _FAILED.search(said):
             raise BackendError(f"{url} answered {response.status}: {said}")
+
+
+@contextmanager
+def _without_route() -> Generator[None]:
+    """A server that lacks a route goes on without."""
+    try:
+        yield
+    except BackendError as error:
+        if error.code != _NOT_THERE:
+            raise

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Generator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Final
 from urllib.parse import quote
 
@@ -17,24 +18,36 @@ import aiohttp
 import msgspec
 
 from agentlightning.errors import AgentLightningError, UnavailableError
+from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Sampling
-from agentlightning.gateway.models import ModelEntry
+from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.updates import ServerUpdate, WeightUpdate
+from agentlightning.server.app import create_app
 from agentlightning.server.models import Hold, ModelRegistration, Release, RunSampling, Updated
+from agentlightning.server.serve import HttpServer
 from agentlightning.store.wire import Answer, error_of
 
 _log: Final = logging.getLogger(__name__)
 
 
 async def register_model(
-    server: str, entry: ModelEntry, *, base_url: str, api_key: str | None, owner: str | None = None, check: bool = True
+    server: str,
+    entry: ModelEntry,
+    *,
+    base_url: str,
+    api_key: str | None,
+    backend_key: str | None = None,
+    owner: str | None = None,
+    check: bool = True,
 ) -> None:
-    """Let the gateway of `server` route `entry.name` to `base_url` (this process's endpoint), in the name of `owner`.
+    """Let the gateway of `server`, whose key is `api_key`, route `entry.name` to `base_url` (this process's endpoint,
+    whose key is `backend_key`), in the name of `owner`.
 
     ConflictError where the name is another owner's, and what else the server refuses as its own error; UnavailableError
     where it cannot be reached."""
     asked = ModelRegistration(
         base_url=base_url,
+        api_key=backend_key,
         aliases=entry.aliases,
         trainable=entry.trainable,
         train=_registered(entry.train),
@@ -49,6 +62,31 @@ async def unregister_model(server: str, name: str, *, api_key: str | None, owner
     """Take the model away again; nothing happens if it is gone already, or is another `owner`'s by now."""
     query = "" if owner is None else f"?owner={quote(owner, safe='')}"
     await _ask("DELETE", server, quote(name) + query, api_key, None)
+
+
+@asynccontextmanager
+async def lent(
+    server: str, entries: Sequence[ModelEntry], *, port: int, api_key: str | None, owner: str
+) -> AsyncGenerator[None]:
+    """As long as the block lasts the gateway of `server` routes to these models of this process, which are served on
+    loopback with a key that the server alone has: it says whose calls they are."""
+    key = secrets.token_urlsafe()
+    gateway = Gateway(ModelTable(entries), admin_key=key)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(gateway.close)
+        http = HttpServer(create_app(None, gateway=gateway), port=port)
+        await http.start()
+        stack.push_async_callback(http.stop)
+        for entry in entries:
+            url = f"{http.url}/v1"
+            await register_model(server, entry, base_url=url, backend_key=key, api_key=api_key, owner=owner)
+            stack.push_async_callback(_take_back, server, entry.name, api_key, owner)
+        yield
+
+
+async def _take_back(server: str, name: str, api_key: str | None, owner: str) -> None:
+    with suppress(UnavailableError):  # a server that is gone routes nowhere any more
+        await unregister_model(server, name, api_key=api_key, owner=owner)
 
 
 def _registered(sampling: Sampling | None) -> RunSampling | None:

@@ -128,7 +128,7 @@ class Measuring:
             resources_id=version.resources_id,
             run_id=run_id,
             config=RolloutConfig(timeout_seconds=self._timeout, max_attempts=3, retry_condition=("unresponsive",)),
-            metadata={"measure": measure, "seed": self._context.seed, "sample": f"{mode}-{number}"},
+            metadata={"measure": measure} | self._context.noise(f"{mode}-{number}"),
         )
 
     async def _leave(self, requests: Sequence[EnqueueRolloutRequest]) -> None:

@@ -307,7 +307,7 @@ class Groups:
                 group_id=name,
                 group_index=member,
                 config=algorithm.rollout,
-                metadata={"seed": context.seed, "sample": f"train-{step + 1}-{index}-{member}"},
+                metadata=context.noise(f"train-{step + 1}-{index}-{member}"),
             )
             for member in range(algorithm.group_size)
         ]

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, Generic, Literal, TypeAlias, TypeVar
 import msgspec
 
 from agentlightning.errors import BackendError, ConfigError, nearest
+from agentlightning.gateway.admission import leaves_sampling_free
 from agentlightning.gateway.backend import (
     CONSTRAINED,
     SESSION_HEADER,
@@ -31,7 +32,7 @@ from agentlightning.gateway.backend import (
     unsupported,
 )
 from agentlightning.gateway.backends.connection import Connection, KeyHeader, event_data, refusal
-from agentlightning.gateway.request import NOT_JSON, given
+from agentlightning.gateway.request import NEUTRAL_SHAPING, NOT_JSON, given
 from agentlightning.types import FinishReason
 
 T = TypeVar("T")
@@ -59,13 +60,6 @@ KINDS: Final[dict[str, _Kind]] = {
         key_header="x-api-key",
     ),
 }
-# Where the distribution to sample from is said, it is said in full: vLLM takes the rest from the model's own generation
-# config, which may hold a penalty.
-_NEUTRAL: Final = {"min_p": 0.0, "repetition_penalty": 1.0}
-# Fields of vLLM's that leave it another choice of tokens than the policy's.
-_CONSTRAINTS: Final = frozenset(
-    {"structured_outputs", "allowed_token_ids", "bad_words", "min_tokens", "use_beam_search"}
-)
 # What comes back with an answer that was passed through.
 _RELAYED_HEADERS: Final = ("content-type", "request-id", "x-request-id", "retry-after", "openai-processing-ms")
 _FINISH_REASONS: dict[str, FinishReason] = {
@@ -97,6 +91,7 @@ class HttpBackend:
             raise ConfigError(f"there is no kind of backend {kind!r}; {nearest(kind, KINDS)}")
         self.kind: str = kind
         self.captures_tokens = KINDS[kind].captures_tokens
+        self.seeded = False
         self.relays = KINDS[kind].relays
         self.model = model
         self.connection = Connection(
@@ -170,6 +165,7 @@ class HttpBackend:
             "tool_choice": call.tool_choice,
             "stream_options": {"include_usage": True} if call.stream else None,
             "return_token_ids": self.captures_tokens or None,
+            "return_weight_versions": self.captures_tokens or None,
         }
         if self.kind in ("openai", "azure") and chat:
             optional[call.max_tokens_name] = optional.pop("max_tokens")
@@ -178,7 +174,15 @@ class HttpBackend:
             optional["top_logprobs"] = (call.top_logprobs or None) if chat else None
         asked = {"messages": call.messages} if chat else {"prompt": call.prompt}
         always = {"model": self.model or call.model, **asked, "stream": call.stream}
-        return (_NEUTRAL if whole else {}) | call.extra | always | given(**optional)
+        # Where the distribution to sample from is said, it is said in full: vLLM takes the rest from the model's own
+        # generation config, which may hold a penalty.
+        neutral = NEUTRAL_SHAPING if whole else {}
+        return (
+            {name: value for name, value in neutral.items() if name != "logit_bias"}
+            | call.extra
+            | always
+            | given(**optional)
+        )
 
 
 class _Counted(msgspec.Struct):
@@ -219,6 +223,14 @@ class _Spoken(msgspec.Struct):
     tool_calls: list[_ToolCallPart] | None = None
 
 
+class _Weights(msgspec.Struct):
+    """The tokens from `start` to `end` of a choice were sampled by the weights of this name."""
+
+    version: str
+    start: int
+    end: int
+
+
 class _Said(msgspec.Struct, Generic[T]):
     """Of a chunk (`delta`), of a whole answer (`message`), or of a continued prompt (`text`)."""
 
@@ -232,6 +244,7 @@ class _Said(msgspec.Struct, Generic[T]):
     token_ids: tuple[int, ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     policy_versions: list[tuple[int, int]] | None = None
+    weight_versions: list[_Weights] | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -330,16 +343,12 @@ class _AnswerReader:
         if self._unfinished:
             raise BackendError("the backend ended its answer before every choice was finished")
         last = None if self._told_version or version == self._version else version
-        events: list[BackendEvent] = [
-            Finished(
-                choice.index,
-                reason,
-                WEIGHTS_UNKNOWN if unknown else self._untrainable(choice),
-                choice.stop_reason if isinstance(choice.stop_reason, str) else None,
-                last,
-            )
-            for choice, reason in self._ends
-        ]
+        events: list[BackendEvent] = []
+        for choice, reason in self._ends:
+            runs = _version_runs(choice, self._version)
+            untrainable = WEIGHTS_UNKNOWN if unknown else self._untrainable(choice)
+            stopped = choice.stop_reason if isinstance(choice.stop_reason, str) else None
+            events.append(Finished(choice.index, reason, untrainable, stopped, None if runs else last, runs))
         if self._usage is not None:
             told = self._usage
             details = given(
@@ -361,25 +370,20 @@ class _AnswerReader:
         return tuple([_ENTRY.decode(entry).logprob for entry in told.content]), tuple(told.content)
 
     def _untrainable(self, choice: _Said[Any]) -> str | None:
-        if constrained(self._call):
+        call = self._call
+        if not leaves_sampling_free(call.extra, call.tools, call.tool_choice):
             return CONSTRAINED
         if choice.finish_reason not in _FINISH_REASONS:
             return "the backend aborted the answer"
         return STOPPED_BY_STRING if isinstance(choice.stop_reason, str) else None
 
 
-def constrained(call: ModelCall) -> bool:
-    """Whether something narrows what may be sampled: a forced tool call, JSON, vLLM's structured outputs and lists."""
-    if call.tool_choice not in (None, "none", "auto"):
-        return True
-    if not call.extra:
-        return False
-    if any(map(call.extra.get, _CONSTRAINTS)):
-        return True
-    response_format = call.extra.get("response_format")
-    if response_format is not None and response_format != {"type": "text"}:
-        return True
-    return any(name.startswith("guided_") for name in call.extra)
+def _version_runs(choice: _Said[Any], version: int) -> list[list[int]]:
+    """The policy version of each token, run-length, where the server names its weights by them; empty where it does
+    not, or where they have been another `version` since before the call."""
+    weights = choice.weight_versions or []
+    runs = [[int(one.version), one.end - one.start] for one in weights if one.version.isdecimal()]
+    return runs if len(runs) == len(weights) and runs and runs[-1][0] >= version else []
 
 
 def _delta(choice: _Said[Any]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class ByProtocol:
         self._openai = openai
         self._anthropic = anthropic
         self.name = f"{openai.name}, {anthropic.name}"
-        self.captures_tokens = openai.captures_tokens
+        self.captures_tokens, self.seeded = openai.captures_tokens, openai.seeded
         self.relays = openai.relays | anthropic.relays
 
     def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:

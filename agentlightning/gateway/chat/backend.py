@@ -31,22 +31,14 @@ from agentlightning.gateway.chat.stop_strings import StopStrings
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.chat.tool_calls import Part, ToolCall, ToolCallParser
 from agentlightning.gateway.generation import GenerationRequest, SampledToken, TokenGenerator, choice_seed
+from agentlightning.gateway.request import NEUTRAL_SHAPING
 from agentlightning.types import FinishReason
 
 _LONG: Final = 100_000  # characters, which take a tenth of a second to tokenise: other calls go on meanwhile
-# Fields that change nothing about the answer, and values that state what holds here anyway.
-_IGNORED: Final = {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"}
-_NEUTRAL: Final[dict[str, Any]] = {
-    "parallel_tool_calls": True,
-    "response_format": {"type": "text"},
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "min_p": 0,
-    "logit_bias": {},
-    "modalities": ["text"],
-    "suffix": "",
-}
+# Fields that the chat template is given.
+_VARIABLES: Final = ("reasoning_effort", "documents")
+# Of fields that cannot be honoured, the values that state what holds here anyway.
+_NEUTRAL: Final[dict[str, Any]] = {**NEUTRAL_SHAPING, "add_generation_prompt": True, "continue_final_message": False}
 
 
 class TokenBackend:
@@ -56,7 +48,7 @@ class TokenBackend:
     `name` is what spans say of it. The generator belongs to its owner. The seed of a call decides its random numbers
     alone, where the generator honours seeds."""
 
-    captures_tokens = True
+    captures_tokens = seeded = True
     relays: frozenset[str] = frozenset()
 
     def __init__(self, chat: ChatTemplate, generator: TokenGenerator, *, name: str) -> None:
@@ -233,8 +225,10 @@ def _check(call: ModelCall) -> dict[str, Any]:
     variables: dict[str, Any] = {}
     for name, value in call.extra.items():
         if name == "chat_template_kwargs" and isinstance(value, dict):
-            variables = value
-        elif name not in _IGNORED and (name not in _NEUTRAL or value != _NEUTRAL[name]):
+            variables |= value
+        elif name in _VARIABLES:
+            variables.setdefault(name, value)
+        elif name not in _NEUTRAL or value != _NEUTRAL[name]:
             raise unsupported(name, f"tokens are sampled freely here, without {name}={value!r}; leave it out")
     return variables
 

@@ -69,6 +69,7 @@ SAMPLING_TYPES: dict[str, Any] = {
     "stream": bool,
     "stream_options": _StreamOptions,
     "return_token_ids": bool,
+    "return_weight_versions": bool,  # they come with the token ids
     "presence_penalty": float,
     "frequency_penalty": float,
     "repetition_penalty": float,

@@ -1,0 +1,121 @@
+"""What of an agent's request reaches an engine that is ours: the fields of a list, and no others.
+
+The engine is trusted with weights and the agent with nothing, and what constrains the sampling would be trained as if
+the policy had said it. Hints are dropped, and noted in the span; what changes the meaning of an answer is sent, and the
+answer not trained, or it is refused. Knows requests; no backends, rollouts or spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from agentlightning.gateway.request import NEUTRAL_SHAPING, CallRefused, CallRequest
+
+_PROMPT: Final = frozenset(
+    {"chat_template_kwargs", "reasoning_effort", "documents", "add_generation_prompt", "continue_final_message"}
+)
+"""They change the prompt, which is recorded as it was rendered."""
+_MEANT: Final = frozenset({"response_format", "structured_outputs"})
+"""They constrain what is sampled, and an answer without them would be another."""
+_UNTRAINED: Final = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "ignore_eos",
+        "include_reasoning",
+        "min_tokens",
+        "stop_token_ids",
+        "thinking_token_budget",
+    }
+)
+"""What else a model that is not trained is sent."""
+_TEMPLATE_VARIABLES: Final = frozenset(
+    {
+        "clear_thinking",
+        "custom_instructions",
+        "date_string",
+        "enable_thinking",
+        "preserve_thinking",
+        "reasoning_effort",
+        "thinking",
+        "thinking_budget",
+        "thinking_mode",
+    }
+)
+"""Of `chat_template_kwargs`, which servers also hand to the function that renders."""
+_FUNCTION: Final = frozenset({"name", "description", "parameters"})
+_EMBEDDED: Final = frozenset({"model", "input", "dimensions", "encoding_format"})
+_REFUSED: Final[Mapping[str, tuple[Any, str]]] = {
+    "functions": ([], "send tools"),
+    "function_call": ("none", "send tool_choice"),
+    "modalities": (["text"], "answers are text"),
+    "audio": (None, "answers are text"),
+    "web_search_options": (None, "nothing is searched here; offer a tool"),
+    "suffix": ("", "a prompt is continued at its end"),
+}
+"""What cannot be honoured: the value that asks for nothing, and what to do."""
+_GUIDED: Final = "guided_"  # vLLM knew such fields until 0.12
+_FREE: Final = {**NEUTRAL_SHAPING, "parallel_tool_calls": True, "response_format": {"type": "text"}}
+_INERT: Final = frozenset(
+    {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user", "verbosity", "thinking"}
+)
+
+
+class Admitted(NamedTuple):
+    """What is sent of `CallRequest.extra` and `tools`, and the names of what is not. With `one_tool_call` the agent gets
+    no more than the first tool call of an answer, which is sampled freely all the same."""
+
+    extra: dict[str, Any]
+    tools: list[dict[str, Any]]
+    one_tool_call: bool
+    dropped: list[str]
+
+
+def admit(request: CallRequest, *, trained: bool) -> Admitted:
+    """What an engine is sent of a request to a model that is `trained` or not. CallRefused (400) names what cannot be
+    honoured and would have changed the answer's meaning."""
+    sent = _PROMPT | _MEANT if trained else _PROMPT | _MEANT | _UNTRAINED
+    extra: dict[str, Any] = {}
+    dropped: list[str] = []
+    for name, value in request.extra.items():
+        nothing, instead = _REFUSED.get(name, (value, ""))
+        if value != nothing or name.startswith(_GUIDED):
+            instead = instead or "send response_format"
+            raise CallRefused(f"{name} is not supported: {instead}", code="unsupported_parameter", param=name)
+        if name == "chat_template_kwargs" and isinstance(value, dict):
+            extra[name] = {key: one for key, one in value.items() if key in _TEMPLATE_VARIABLES}
+            dropped += [f"{name}.{key}" for key in value if key not in _TEMPLATE_VARIABLES]
+        elif name in sent and value != _FREE.get(name):
+            extra[name] = value
+        elif name not in _FREE and name not in _REFUSED:
+            dropped.append(name)
+    tools = request.tools
+    if trained and tools:
+        tools = [{"type": "function", "function": _function(tool["function"], dropped)} for tool in tools]
+    one_tool_call = request.extra.get("parallel_tool_calls") is False
+    return Admitted(extra, tools, one_tool_call, sorted(set(dropped)))
+
+
+def _function(function: Mapping[str, Any], dropped: list[str]) -> dict[str, Any]:
+    """Without `strict`, by which servers constrain the arguments."""
+    dropped += [f"tools.{name}" for name in function if name not in _FUNCTION]
+    return {name: value for name, value in function.items() if name in _FUNCTION}
+
+
+def admit_relayed(fields: dict[str, msgspec.Raw]) -> tuple[dict[str, msgspec.Raw], list[str]]:
+    """The fields of a request for embeddings that an engine is sent, and the names of the others."""
+    return {name: fields[name] for name in fields if name in _EMBEDDED}, [one for one in fields if one not in _EMBEDDED]
+
+
+def leaves_sampling_free(extra: Mapping[str, Any], tools: list[dict[str, Any]], tool_choice: Any) -> bool:
+    """Whether an answer with these fields comes from the policy's own distribution. What is not known to leave it alone
+    does not."""
+    if tool_choice not in (None, "none", "auto"):
+        return False
+    known = (
+        name in _PROMPT or name in _INERT or (name in _FREE and value == _FREE[name]) for name, value in extra.items()
+    )
+    return all(known) and not any(tool["function"].get("strict") for tool in tools)
