@@ -332,7 +332,7 @@ async def _answers(backend: HttpBackend, model: str | None) -> AsyncGenerator[Ch
     yield Check("answer", "ok", f"{model} answers")
     reason = untrainable_reason(answer, backend.captures_tokens)
     if reason is not None:
-        fix = "nothing is needed to record and evaluate; to train take vLLM 0.10.2 or newer, or a Trainer's own engine"
+        fix = "nothing is needed to record and evaluate; to train take vLLM 0.16 or newer, or a Trainer's own engine"
         yield Check("token ids", "warning", f"they do not come back: {reason}", fix)
         return
     try:

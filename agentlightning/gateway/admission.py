@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from agentlightning.gateway.request import NEUTRAL_SHAPING, CallRefused, CallRequest
+from agentlightning.gateway.request import NEUTRAL_PENALTIES, CallRefused, CallRequest
 
 _PROMPT: Final = frozenset(
     {"chat_template_kwargs", "reasoning_effort", "documents", "add_generation_prompt", "continue_final_message"}
@@ -58,15 +58,21 @@ _REFUSED: Final[Mapping[str, tuple[Any, str]]] = {
 }
 """What cannot be honoured: the value that asks for nothing, and what to do."""
 _GUIDED: Final = "guided_"  # vLLM knew such fields until 0.12
-_FREE: Final = {**NEUTRAL_SHAPING, "parallel_tool_calls": True, "response_format": {"type": "text"}}
+_FREE: Final[Mapping[str, Any]] = {
+    **NEUTRAL_PENALTIES,
+    "logit_bias": {},
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+}
+"""Values that ask for nothing."""
 _INERT: Final = frozenset(
     {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user", "verbosity", "thinking"}
 )
 
 
 class Admitted(NamedTuple):
-    """What is sent of `CallRequest.extra` and `tools`, and the names of what is not. With `one_tool_call` the agent gets
-    no more than the first tool call of an answer, which is sampled freely all the same."""
+    """What is sent of `CallRequest.extra` and `tools`, and the names of what is not. With `one_tool_call` the agent
+    gets the first tool call of an answer alone, which is sampled freely all the same."""
 
     extra: dict[str, Any]
     tools: list[dict[str, Any]]

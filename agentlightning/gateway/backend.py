@@ -99,8 +99,8 @@ class Finished(msgspec.Struct, frozen=True):
     """Last event of one choice. `stop_string` is the stop string that ended it. `untrainable` says why the choice must
     not be trained, where the backend knows it, such as a stop string that ended the text without the policy having
     sampled an end. `version` is the policy version in force at the end, where the backend cannot tell which tokens
-    were sampled by which: the deltas then name the oldest it may have been. `versions` are run-length those of the whole
-    choice, where the backend tells them no earlier."""
+    were sampled by which: the deltas then name the oldest it may have been. `versions` are those of the whole choice,
+    run-length, where the backend tells them no earlier."""
 
     index: int
     finish_reason: FinishReason

@@ -128,8 +128,11 @@ class CallOpener:
         if fields is not None:
             async with entry.backend.relay(RelayedCall(endpoint.path, model, fields, _let_through(headers))) as answer:
                 return await _count(answer)
+        admitted = _admitted(request, entry, caller)
         return await entry.backend.count_tokens(
-            msgspec.structs.replace(request, model=model, session=_session(caller, key, headers))
+            msgspec.structs.replace(
+                request, model=model, session=_session(caller, key, headers), extra=admitted.extra, tools=admitted.tools
+            )
         )
 
     async def _read(

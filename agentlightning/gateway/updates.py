@@ -134,7 +134,7 @@ def _vllm(connection: Connection, update: WeightUpdate) -> _Script:
         load = f"{connection.root}/collective_rpc", {"method": "reload_weights", "kwargs": where}
     # Keys and values of the old weights are dropped for those that are paused too: they are computed again.
     caches = f"{connection.root}/reset_prefix_cache?reset_running_requests=true", {}
-    label = f"{connection.root}/update_weight_version", {"new_version": str(update.policy_version)}  # since vLLM 0.30
+    label = f"{connection.root}/update_weight_version", {"new_version": str(update.policy_version)}
     if update.in_flight == "finish":
         return _Script(needs, load, after=(caches,), label=label)
     pause, resume = ((f"{connection.root}/{path}", {}) for path in ("pause?mode=keep", "resume"))

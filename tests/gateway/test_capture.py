@@ -107,9 +107,12 @@ async def test_sampling_noise_depends_on_names_and_not_on_timing(gateway_world: 
     assert len(set(seeds)) == 3
 
 
-async def test_a_seed_of_the_agents_own_is_respected(gateway_world: World) -> None:
-    _, span = await call(gateway_world, await gateway_world.attempt(), seed=11)
+async def test_a_seed_of_the_agents_own_counts_where_the_agent_decides(gateway_world: World) -> None:
+    _, span = await call(gateway_world, await gateway_world.attempt(mode="test"), seed=11)
     assert json.loads(span.attributes[semconv.CALL_SAMPLING])["seed"] == 11
+    _, span = await call(gateway_world, await gateway_world.attempt(), seed=11)
+    assert json.loads(span.attributes[semconv.CALL_SAMPLING])["seed"] != 11
+    assert json.loads(span.attributes[semconv.CALL_OVERRIDDEN]) == {"seed": 11}
 
 
 async def test_every_choice_is_captured(gateway_world: World) -> None:

@@ -9,7 +9,8 @@ import aiohttp
 import openai
 import pytest
 
-from tests.gateway.talker import PLAIN, SEARCH_TOOL, user
+from agentlightning import semconv
+from tests.gateway.talker import PLAIN, SEARCH_TOOL, make_talker, user
 from tests.gateway.world import World, world
 
 pytestmark = pytest.mark.anyio
@@ -218,7 +219,6 @@ async def test_a_body_above_the_limit_is_refused(tmp_path: Path) -> None:
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"top_logprobs": 2, "logprobs": True}, "top_logprobs"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"extra_body": {"guided_regex": "a+"}}, "guided_regex"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
@@ -231,6 +231,22 @@ async def test_what_the_engine_cannot_honour_is_refused(gateway_world: World, pa
         await gateway_world.client().chat.completions.create(
             **{"model": "policy", "messages": user("hello"), "tools": [SEARCH_TOOL], **parameters}
         )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_agent_that_wants_one_tool_call_gets_the_first(gateway_world: World, stream: bool) -> None:
+    attempted = await gateway_world.attempt()
+    answer = await gateway_world.client(attempted).chat.completions.create(
+        model="policy", messages=user("both"), tools=[SEARCH_TOOL], parallel_tool_calls=False, stream=stream
+    )
+    if stream:
+        parts = [part for chunk in [one async for one in answer] for part in chunk.choices[0].delta.tool_calls or ()]
+    else:
+        parts = answer.choices[0].message.tool_calls
+    (span,) = await gateway_world.spans(attempted)
+    assert [part.function.arguments for part in parts] == ['{"q": "sun"}']
+    assert semconv.CALL_FLAG not in span.attributes  # both were sampled, and freely
+    assert make_talker().tokenizer.decode(span.tokens.choices[0].token_ids).count("<tool_call>") == 2
 
 
 async def test_a_prompt_that_does_not_fit_is_refused_before_a_stream_begins(gateway_world: World) -> None:

@@ -49,6 +49,8 @@ class Engine:
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []
         self.fails: dict[str, int] = {}
+        self.names_weights = False
+        self.drops_cache = True
         self.calls = 0
         self._free = asyncio.Event()
         self._free.set()
@@ -89,7 +91,7 @@ class Engine:
             case "/collective_rpc":
                 return JSONResponse({"results": [None]})
             case "/reset_prefix_cache":
-                return Response()
+                return Response() if self.drops_cache else JSONResponse({"success": False})
             case "/pause":
                 return JSONResponse({"status": "paused"})
             case "/resume":
@@ -99,6 +101,8 @@ class Engine:
 
     def app(self) -> Starlette:
         control = ("/collective_rpc", "/reset_prefix_cache", "/pause", "/resume", "/v1/load_lora_adapter")
+        if self.names_weights:
+            control = (*control, "/update_weight_version")
         routes = [Route(path, self._control, methods=["POST"]) for path in control]
         return Starlette(routes=[Route("/v1/chat/completions", self._answer, methods=["POST"]), *routes])
 
@@ -162,6 +166,24 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 # --- one server ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_server_that_names_its_weights_is_told_their_version() -> None:
+    engine = Engine()
+    engine.names_weights = True
+    async with before(engine) as world:
+        await update_weights(world.gateway, "p", SEVEN)
+    assert engine.told[-1] == ("/update_weight_version", {"new_version": "7"})
+
+
+async def test_a_cache_that_was_not_dropped_makes_an_update_fail() -> None:
+    engine = Engine()
+    engine.drops_cache = False
+    async with before(engine) as world:
+        with pytest.raises(BackendError, match="success"):
+            await update_weights(world.gateway, "p", SEVEN)
+        with pytest.raises(openai.InternalServerError, match="nobody knows the weights"):
+            await call(world, await world.attempt())
 
 
 async def test_vllm_loads_the_weights_then_forgets_what_it_computed_with_the_old_ones() -> None:

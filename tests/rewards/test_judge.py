@@ -16,6 +16,7 @@ from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.rewards import judge as judge_module
+from agentlightning.store.calls import IssueAttemptKey
 from agentlightning.tracing.context import AttemptTracer, bind, recording
 from agentlightning.types import LLM, PromptTemplate
 from tests.gateway.world import World, world
@@ -159,15 +160,16 @@ async def test_a_judge_that_nobody_registered_is_not_replaced_by_the_policy(behi
     url = f"{behind_gateway.url}/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}/v1"
     with bind(AttemptTracer(attempted.rollout_id, attempted.attempt.attempt_id)):
         judge = rewards.LLMJudge(LLM(endpoint=url, model="jugde", api_key=attempted.api_key))
-        with pytest.raises(ConfigError, match=r"called 'jugde'; 'policy' answered"):
+        with pytest.raises(BackendError, match=r"calls of 'policy' out of training"):
             await judge.score(**VALUES)
 
 
-async def test_a_call_of_the_policy_that_says_it_is_frozen_is_sampled_as_asked_and_not_trained(
+async def test_a_call_of_the_policy_that_a_grader_says_is_frozen_is_sampled_as_asked_and_not_trained(
     behind_gateway: World,
 ) -> None:
     attempted = await behind_gateway.attempt()
-    client = behind_gateway.client(attempted)
+    asked = IssueAttemptKey(rollout_id=attempted.rollout_id, attempt_id=attempted.attempt.attempt_id, rewards=True)
+    client = behind_gateway.client(attempted, api_key=await behind_gateway.store.perform(asked))
     ask: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
     await client.chat.completions.create(**ask, temperature=0.5, extra_headers={semconv.FROZEN_HEADER: "true"})
     await client.chat.completions.create(**ask, temperature=0.5)

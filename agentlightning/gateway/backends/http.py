@@ -32,7 +32,7 @@ from agentlightning.gateway.backend import (
     unsupported,
 )
 from agentlightning.gateway.backends.connection import Connection, KeyHeader, event_data, refusal
-from agentlightning.gateway.request import NEUTRAL_SHAPING, NOT_JSON, given
+from agentlightning.gateway.request import NEUTRAL_PENALTIES, NOT_JSON, given
 from agentlightning.types import FinishReason
 
 T = TypeVar("T")
@@ -176,13 +176,7 @@ class HttpBackend:
         always = {"model": self.model or call.model, **asked, "stream": call.stream}
         # Where the distribution to sample from is said, it is said in full: vLLM takes the rest from the model's own
         # generation config, which may hold a penalty.
-        neutral = NEUTRAL_SHAPING if whole else {}
-        return (
-            {name: value for name, value in neutral.items() if name != "logit_bias"}
-            | call.extra
-            | always
-            | given(**optional)
-        )
+        return (dict(NEUTRAL_PENALTIES) if whole else {}) | call.extra | always | given(**optional)
 
 
 class _Counted(msgspec.Struct):
@@ -371,7 +365,7 @@ class _AnswerReader:
 
     def _untrainable(self, choice: _Said[Any]) -> str | None:
         call = self._call
-        if not leaves_sampling_free(call.extra, call.tools, call.tool_choice):
+        if self._captures_tokens and not leaves_sampling_free(call.extra, call.tools, call.tool_choice):
             return CONSTRAINED
         if choice.finish_reason not in _FINISH_REASONS:
             return "the backend aborted the answer"

@@ -31,14 +31,19 @@ from agentlightning.gateway.chat.stop_strings import StopStrings
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.chat.tool_calls import Part, ToolCall, ToolCallParser
 from agentlightning.gateway.generation import GenerationRequest, SampledToken, TokenGenerator, choice_seed
-from agentlightning.gateway.request import NEUTRAL_SHAPING
+from agentlightning.gateway.request import NEUTRAL_PENALTIES
 from agentlightning.types import FinishReason
 
 _LONG: Final = 100_000  # characters, which take a tenth of a second to tokenise: other calls go on meanwhile
 # Fields that the chat template is given.
 _VARIABLES: Final = ("reasoning_effort", "documents")
 # Of fields that cannot be honoured, the values that state what holds here anyway.
-_NEUTRAL: Final[dict[str, Any]] = {**NEUTRAL_SHAPING, "add_generation_prompt": True, "continue_final_message": False}
+_NEUTRAL: Final[dict[str, Any]] = {
+    **NEUTRAL_PENALTIES,
+    "logit_bias": {},
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+}
 
 
 class TokenBackend:

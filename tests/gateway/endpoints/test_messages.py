@@ -161,12 +161,8 @@ async def test_the_sdks_tool_runner_does_without_threads(gateway_world: World) -
     ("parameters", "says"),
     [
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "parallel_tool_calls"),
-        ({"thinking": {"type": "adaptive"}}, "thinking"),
-        ({"output_config": {"effort": "low"}}, "reasoning_effort"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "response_format"),
         ({"extra_body": {"frequency_penalty": 0.5}}, "frequency_penalty"),
-        ({"extra_body": {"made_up": 1}}, "made_up"),
         (block("image", source={"type": "url", "url": "https://x.org/a.png"}), "image_url"),
         ({"messages": user("x y " * 600)}, "max_sequence_length"),
     ],
@@ -186,7 +182,10 @@ async def test_what_changes_nothing_about_the_answer_is_accepted(gateway_world: 
         cache_control={"type": "ephemeral"},
         metadata={"user_id": "u"},
         service_tier="standard_only",
-        thinking={"type": "disabled"},
+        thinking={"type": "adaptive"},
+        output_config={"effort": "low"},
+        tool_choice={"type": "auto", "disable_parallel_tool_use": True},
+        extra_body={"made_up": 1},
         extra_headers={"anthropic-beta": "some-beta"},
     )
     assert answer.content[0].text == PLAIN["hello"]

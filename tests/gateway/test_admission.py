@@ -1,0 +1,203 @@
+"""What an agent may send an engine, and what becomes of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from starlette.applications import Starlette
+
+from agentlightning import semconv
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.store.calls import IssueKey
+from agentlightning.store.sql import SqlStore
+from tests.gateway.talker import SEARCH_TOOL, user
+from tests.gateway.upstream import DONE, GOOD, Upstream, chunk, gateway_before, piece
+from tests.gateway.world import World, serving
+
+pytestmark = pytest.mark.anyio
+
+SENT = {"model", "messages", "stream", "max_tokens", "return_token_ids", "return_weight_versions", "logprobs"}
+SAMPLING = {"temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"}
+# Fields that vLLM 0.33 acts on.
+HOSTILE: dict[str, Any] = {
+    "allowed_token_ids": [5],
+    "chat_template": "{{ messages }}",
+    "ignore_eos": True,
+    "kv_transfer_params": {"remote_host": "10.0.0.1"},
+    "logits_processors": ["os.system"],
+    "media_io_kwargs": {"video": {"num_frames": -1}},
+    "min_tokens": 500,
+    "priority": -9,
+    "prompt_logprobs": 20,
+    "request_id": "another's",
+    "stop_token_ids": [4],
+    "thinking_token_budget": 1,
+    "use_beam_search": True,
+    "user": "me",
+    "vllm_xargs": {"x": 1},
+    "watermarking": True,
+}
+
+
+@asynccontextmanager
+async def served(directory: Path, events: list[str] = GOOD, **entry: Any) -> AsyncIterator[tuple[World, Upstream]]:
+    store = await SqlStore.open(directory / "store.sqlite", synchronous="NORMAL")
+    upstream = Upstream(events)
+    async with gateway_before(upstream, store) as front:
+        if entry:
+            front.gateway.models.put(ModelEntry("policy", front.gateway.entry("policy").backend, **entry))
+        yield front, upstream
+    await store.close()
+
+
+async def ask(front: World, mode: Any = "train", **fields: Any) -> Any:
+    """The span of a call of a new attempt."""
+    attempted = await front.attempt(mode=mode)
+    extra = {name: value for name, value in fields.items() if name not in ("tools", "tool_choice", "seed")}
+    known = {name: value for name, value in fields.items() if name not in extra}
+    await front.client(attempted).chat.completions.create(
+        model="policy", messages=user("hello"), max_tokens=9, extra_body=extra, **known
+    )
+    return (await front.spans(attempted))[0]
+
+
+@pytest.mark.parametrize("mode", ["train", "test"])
+async def test_an_engine_in_training_is_sent_the_fields_of_a_list_and_no_others(tmp_path: Path, mode: str) -> None:
+    async with served(tmp_path) as (front, upstream):
+        span = await ask(front, mode, **HOSTILE)
+    assert upstream.asked[0].keys() == (SENT | SAMPLING if mode == "train" else SENT)
+    assert span.attributes[semconv.CALL_DROPPED] == sorted(HOSTILE)
+    assert semconv.CALL_FLAG not in span.attributes
+
+
+async def test_a_tool_that_asks_for_a_grammar_is_offered_without(tmp_path: Path) -> None:
+    strict = {"type": "function", "function": {**SEARCH_TOOL["function"], "strict": True}}
+    async with served(tmp_path) as (front, upstream):
+        span = await ask(front, tools=[strict], tool_choice="auto", parallel_tool_calls=False)
+    assert upstream.asked[0]["tools"] == [SEARCH_TOOL] and "parallel_tool_calls" not in upstream.asked[0]
+    assert span.attributes[semconv.CALL_DROPPED] == ["tools.strict"]
+    assert semconv.CALL_FLAG not in span.attributes
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [SEARCH_TOOL], "tool_choice": "required"},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a+"}},
+    ],
+)
+async def test_what_changes_the_meaning_of_an_answer_is_sent_and_not_trained(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    async with served(tmp_path) as (front, upstream):
+        span = await ask(front, **fields)
+    assert upstream.asked[0].items() >= fields.items()
+    assert span.attributes[semconv.CALL_FLAG] == "constrained by a grammar"
+
+
+@pytest.mark.parametrize("name", ["guided_json", "functions", "audio", "web_search_options"])
+async def test_what_cannot_be_had_and_would_be_missed_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    async with served(tmp_path) as (front, upstream):
+        with pytest.raises(openai.BadRequestError, match=name):
+            await ask(front, **{name: {"type": "object"}})
+    assert upstream.asked == []
+
+
+async def test_variables_of_a_template_are_those_that_change_the_prompt_alone(tmp_path: Path) -> None:
+    async with served(tmp_path) as (front, upstream):
+        asked = {"enable_thinking": False, "tokenize": True, "chat_template": "x"}
+        span = await ask(front, chat_template_kwargs=asked, reasoning_effort="low")
+    assert upstream.asked[0]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert upstream.asked[0]["reasoning_effort"] == "low"
+    dropped = ["chat_template_kwargs.chat_template", "chat_template_kwargs.tokenize"]
+    assert span.attributes[semconv.CALL_DROPPED] == dropped and semconv.CALL_FLAG not in span.attributes
+
+
+async def test_a_frozen_engine_is_sent_constraints_and_nothing_that_reaches_its_insides(tmp_path: Path) -> None:
+    async with served(tmp_path, trainable=False, train=None) as (front, upstream):
+        await ask(front, **HOSTILE)
+    kept = {"allowed_token_ids", "ignore_eos", "min_tokens", "stop_token_ids", "thinking_token_budget"}
+    assert upstream.asked[0].keys() == SENT | kept
+
+
+async def test_a_penalty_that_the_agent_decides_is_not_trained(tmp_path: Path) -> None:
+    async with served(tmp_path, train=None) as (front, _):
+        flags = [(await ask(front, min_p=value)).attributes.get(semconv.CALL_FLAG) for value in (0.0, 0.2)]
+    assert flags == [None, "constrained by a grammar"]
+
+
+async def test_a_server_is_sent_seeds_in_deterministic_runs_alone(tmp_path: Path) -> None:
+    async with served(tmp_path) as (front, upstream):
+        await ask(front, seed=3)
+        attempted = await front.attempt(metadata={"seed": 1, "deterministic": True})
+        await front.client(attempted).chat.completions.create(model="policy", messages=user("hello"), seed=3)
+    plain, deterministic = upstream.asked
+    assert "seed" not in plain and deterministic["seed"] > 3
+
+
+async def test_a_logprob_that_the_server_does_not_know_is_not_trained(tmp_path: Path) -> None:
+    unknown = [GOOD[0], chunk(piece("Hi", [4, 5, 6], [-0.5, -9999.0, -0.1], finish_reason="stop")), *GOOD[3:]]
+    async with served(tmp_path, unknown) as (front, _):
+        assert (await ask(front)).attributes[semconv.CALL_FLAG] == "logprob is clamped or unknown"
+
+
+@pytest.mark.parametrize(
+    ("told", "versions"),
+    [
+        ([("6", 0, 2), ("7", 2, 3)], ((6, 2), (7, 1))),
+        ([("default", 0, 3)], ((5, 3),)),
+        ([("4", 0, 3)], ((5, 3),)),  # the name of weights that were replaced since by somebody who gave no name
+        ([("6", 0, 2)], ((5, 3),)),
+    ],
+)
+async def test_the_versions_of_the_weights_are_the_servers_where_it_names_them(
+    tmp_path: Path, told: list[tuple[str, int, int]], versions: Any
+) -> None:
+    spans = [{"version": version, "start": start, "end": end} for version, start, end in told]
+    events = [*GOOD[:2], chunk(piece("!", [5, 6], [-0.25, -0.125], finish_reason="stop", weight_versions=spans)), DONE]
+    async with served(tmp_path, events) as (front, _):
+        front.gateway.entry("policy").backend.connection.version = 5
+        attempted = await front.attempt()
+        stream = await front.client(attempted).chat.completions.create(
+            model="policy", messages=user("hello"), stream=True
+        )
+        [part async for part in stream]
+        (span,) = await front.spans(attempted)
+    assert span.tokens.choices[0].versions == versions
+
+
+async def test_whose_session_a_call_is_nobody_says_but_a_worker(tmp_path: Path) -> None:
+    store = await SqlStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
+    upstream = Upstream(GOOD)
+    async with gateway_before(upstream, store) as front:
+        worker = await store.perform(IssueKey(name="gateway", scopes=["worker"]))
+        reader = await store.perform(IssueKey(name="reader", scopes=["read"]))
+        for key in ("EMPTY", reader.api_key, worker.api_key):
+            await front.client(api_key=key).chat.completions.create(
+                model="policy", messages=user("hello"), extra_headers={"x-agentlightning-session": "another's"}
+            )
+    await store.close()
+    assert [headers.get("x-agentlightning-session") for headers in upstream.headers] == [None, None, "another's"]
+
+
+async def test_a_gateway_without_a_store_answers_whoever_has_its_key() -> None:
+    upstream = Upstream(GOOD)
+    async with upstream.backend() as backend:
+        gateway = Gateway(ModelTable([ModelEntry("policy", backend)]), admin_key="the key of the front")
+        async with serving(Starlette(routes=gateway.routes())) as url:
+            for key in ("the key of the front", "EMPTY"):
+                client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+                ask = client.chat.completions.create(
+                    model="policy", messages=user("hello"), extra_headers={"x-agentlightning-session": "s"}
+                )
+                with pytest.raises(openai.AuthenticationError) if key == "EMPTY" else nullcontext():
+                    await ask
+                await client.close()
+    assert [headers.get("x-agentlightning-session") for headers in upstream.headers] == ["s"]
