@@ -15,7 +15,7 @@ from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store import calls, codec, keys, lifecycle
 from agentlightning.store.database import Connection
 from agentlightning.store.lifecycle import Standing
-from agentlightning.store.outcomes import note_error
+from agentlightning.store.outcomes import note_error, recall
 from agentlightning.store.rollouts import create_rollout, require_rollout, set_status
 from agentlightning.store.tables import ATTEMPTS, ROLLOUTS
 from agentlightning.store.transaction import Transaction
@@ -253,6 +253,7 @@ def withdraw(tx: Transaction, leased: Sequence[AttemptedRollout]) -> None:
         tx.connection.execute("DELETE FROM attempts WHERE attempt_id = ?", (standing.attempt_id,))
         tx.connection.execute("UPDATE rollouts SET attempts = attempts - 1 WHERE rollout_id = ?", (rollout.rollout_id,))
         set_status(tx, rollout.rollout_id, "queuing" if standing.sequence_id == 1 else "requeuing")
+        recall(tx.connection, rollout.rollout_id)
 
 
 def query_attempts(tx: Transaction, call: calls.QueryAttempts) -> list[Attempt]:

@@ -55,12 +55,7 @@ def check_file(path: Path, *, reading: bool = False) -> None:
         raise _unusable(path, error) from None
     if not header.startswith(b"SQLite format 3\x00") or int.from_bytes(header[68:72], "big") != APPLICATION_ID:
         raise ConfigError(f"{path} is not an Agent Lightning store; it was left as it is. Choose another path")
-    version = int.from_bytes(header[60:64], "big")
-    if not 1 <= version <= schema.VERSION:
-        raise ConfigError(
-            f"the store {path} has layout {version} and this release reads layouts 1 to {schema.VERSION}; it was left "
-            "as it is. Use the release that wrote it, or choose another path"
-        )
+    schema.check_version(int.from_bytes(header[60:64], "big"), f"the store {path}")
     if not reading and not os.access(path, os.W_OK):
         raise _unusable(path, PermissionError("no permission to write it"))
     _check_whole(path, header)
