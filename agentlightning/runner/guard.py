@@ -1,8 +1,8 @@
 """A call that one rollout's code makes with another rollout's client is refused before it is sent.
 
-Which rollout the running code belongs to is known here, by its context; whose call it would be is in its URL and key. A
-client in a global, made from the `llm` of whichever rollout came first, is how the two differ. Knows HTTPX, on which the
-SDKs of OpenAI and Anthropic and what is built upon them stand; other HTTP clients go unseen.
+Which rollout the running code belongs to is known here, by its context; whose call it would be is in its URL and key.
+The two differ where a client in a global was made from the `llm` of whichever rollout came first. Knows HTTPX, on which
+the SDKs of OpenAI and Anthropic stand, and what is built upon them; other HTTP clients go unseen.
 """
 
 from __future__ import annotations
@@ -57,6 +57,6 @@ def _check(url: str, headers: Any) -> None:
     if named is not None and named[:2] != (binding.tracer.rollout_id, binding.tracer.attempt_id):
         raise ForeignClientError(
             f"this call of attempt {binding.tracer.attempt_id} would have been recorded for attempt {named[1]}, whose "
-            "client made it. Make the client inside the agent, from its own `llm`, and keep it in no global; or make it "
-            "from the environment and run the agent with isolation='process'"
+            "client made it. Make the client inside the agent, from its own `llm`, and keep it in no global; or make "
+            "it from the environment and run the agent with isolation='process'"
         )

@@ -58,7 +58,7 @@ async def first_comes(task: str, llm: agl.LLM) -> float:
         await together.wait()
     try:
         await shared.chat.completions.create(model="policy", messages=[{"role": "user", "content": task}])
-    except Exception:
+    except Exception:  # noqa: BLE001
         return 0.0
     return 1.0
 
