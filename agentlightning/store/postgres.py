@@ -210,8 +210,7 @@ def _lay_out(connection: PostgresConnection) -> None:
             )
         row = connection.execute("SELECT value FROM meta WHERE name = 'layout'").fetchone()
         version = int(bytes(row[0])) if row is not None else -1
-    if not 0 <= version <= schema.VERSION:
-        raise ConfigError(f"the database holds layout {version} and this release reads up to {schema.VERSION}")
+        schema.check_version(version, "the database")
     if version == schema.VERSION:
         return
     schema.migrate(connection, version)
