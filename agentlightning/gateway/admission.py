@@ -121,7 +121,10 @@ def leaves_sampling_free(extra: Mapping[str, Any], tools: list[dict[str, Any]], 
     does not."""
     if tool_choice not in (None, "none", "auto"):
         return False
-    known = (
-        name in _PROMPT or name in _INERT or (name in _FREE and value == _FREE[name]) for name, value in extra.items()
-    )
-    return all(known) and not any(tool["function"].get("strict") for tool in tools)
+    free = all(name in _PROMPT or asks_for_nothing(name, value) for name, value in extra.items())
+    return free and not any(tool["function"].get("strict") for tool in tools)
+
+
+def asks_for_nothing(name: str, value: Any) -> bool:
+    """Whether an answer is the same with and without this field."""
+    return name in _INERT or (name in _FREE and value == _FREE[name])

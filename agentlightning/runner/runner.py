@@ -346,8 +346,7 @@ class Runner:
         """Store the spans recorded since the last time. A span that is refused is dropped with the batch it is in, and
         so is one at which the server fails again and again (InvalidError)."""
         async with flight.sending:
-            # What an agent's own process says is no more believed than what its key would.
-            flight.unsent += [span for span in flight.tracer.drain() if not speaks_for_gateway(span)]
+            flight.unsent += [span for span in flight.tracer.drain() if not speaks_for_gateway(span)]  # no agent may
             if not flight.unsent:
                 return
             try:

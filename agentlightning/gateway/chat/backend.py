@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any, Final
 
 from agentlightning.data.token_bytes import TokenBytes
+from agentlightning.gateway.admission import asks_for_nothing
 from agentlightning.gateway.backend import (
     STOPPED_BY_STRING,
     BackendEvent,
@@ -31,7 +32,6 @@ from agentlightning.gateway.chat.stop_strings import StopStrings
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.chat.tool_calls import Part, ToolCall, ToolCallParser
 from agentlightning.gateway.generation import GenerationRequest, SampledToken, TokenGenerator, choice_seed
-from agentlightning.gateway.request import NEUTRAL_PENALTIES
 from agentlightning.types import FinishReason
 
 _LONG: Final = 100_000  # characters, which take a tenth of a second to tokenise: other calls go on meanwhile
@@ -39,10 +39,9 @@ _LONG: Final = 100_000  # characters, which take a tenth of a second to tokenise
 _VARIABLES: Final = ("reasoning_effort", "documents")
 # Of fields that cannot be honoured, the values that state what holds here anyway.
 _NEUTRAL: Final[dict[str, Any]] = {
-    **NEUTRAL_PENALTIES,
-    "logit_bias": {},
     "add_generation_prompt": True,
     "continue_final_message": False,
+    "modalities": ["text"],
 }
 
 
@@ -233,7 +232,7 @@ def _check(call: ModelCall) -> dict[str, Any]:
             variables |= value
         elif name in _VARIABLES:
             variables.setdefault(name, value)
-        elif name not in _NEUTRAL or value != _NEUTRAL[name]:
+        elif not asks_for_nothing(name, value) and (name not in _NEUTRAL or value != _NEUTRAL[name]):
             raise unsupported(name, f"tokens are sampled freely here, without {name}={value!r}; leave it out")
     return variables
 
