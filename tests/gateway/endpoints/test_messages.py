@@ -277,8 +277,8 @@ async def test_tokens_are_counted_and_nothing_is_recorded(gateway_world: World) 
     (span,) = await gateway_world.spans(attempted)
     assert span.attributes[semconv.CALL_INDEX] == 0
     strictly(MessageTokensCount, (await post(gateway_world, "messages/count_tokens", request))[1])
-    with pytest.raises(anthropic.BadRequestError, match="thinking"):
-        await client.messages.count_tokens(**request, thinking={"type": "adaptive"})
+    with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
+        await client.messages.count_tokens(**request, tool_choice={"type": "any"})
 
 
 async def test_models_are_listed_in_anthropics_form(gateway_world: World) -> None:
