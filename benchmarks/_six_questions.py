@@ -12,12 +12,9 @@ from typing import Any, Final
 import agentlightning as agl
 from agentlightning.learner.policy import Policy
 
-_OWNED: Final = """
-apple Ada, boat Ben, candle Cleo, drum Dan, engine Eva, feather Finn, guitar Gus, hammer Hana, island Ivo, jacket Jill,
-kettle Kurt, ladder Lena, mirror Max, needle Nora, orange Otto, piano Pia, quilt Quin, ribbon Rosa, saddle Sam,
-teapot Tess, umbrella Uma, violin Vera, wagon Will, zebra Yara
-"""
-OWNER: Final = dict(pair.split() for pair in _OWNED.split(","))
+OWNER: Final = {"apple": "Ada", "boat": "Ben", "candle": "Cleo", "drum": "Dan", "engine": "Eva", "feather": "Finn"}
+_OTHERS: Final = "Gus Hana Ivo Jill Kurt Lena Max Nora Otto Pia Quin Rosa Sam Tess Uma Vera Will Yara"
+NAMES: Final = (*OWNER.values(), *_OTHERS.split())
 QUESTIONS: Final = 6
 SYSTEM: Final = f"Find the owner in {QUESTIONS} questions."
 DEMONSTRATIONS: Final = 1500
@@ -36,7 +33,7 @@ def begin(thing: str) -> list[Any]:
 
 def answer(thing: str, said: str) -> str:
     """What a question is answered; `yes` ends the game."""
-    named = [name for name in OWNER.values() if name in said.replace("?", " ").split()]
+    named = [name for name in NAMES if name in said.replace("?", " ").split()]
     return "yes" if named == [OWNER[thing]] else "no"
 
 
@@ -68,7 +65,7 @@ def demonstrate(generator: random.Random) -> dict[str, Any]:
     thing = generator.choice(list(OWNER))
     messages = begin(thing)
     for _ in range(QUESTIONS):
-        owner = OWNER[thing] if generator.random() < KNOWN else generator.choice(list(OWNER.values()))
+        owner = OWNER[thing] if generator.random() < KNOWN else generator.choice(NAMES)
         said = generator.choice(TALK) + owner
         told = answer(thing, said)
         messages.append({"role": "assistant", "content": said})

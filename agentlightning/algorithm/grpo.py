@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from agentlightning.algorithm.rl.reinforcement import WITHOUT_VARIANCE, Reinforcement
+from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.credit_table import RewardedGroup, make_credit
 from agentlightning.data.sequences import Aggregation, CreditedTransition
 from agentlightning.errors import ConfigError
@@ -25,31 +25,32 @@ class GRPO(Reinforcement):
 
     `returns` says how a rollout's reward is divided over its calls, `baseline` what that is compared with. Both are a
     name of `data/credit_table.py`, a reference (`file.py:function`) or a function, and are called with their options.
+    With `equal_rewards` a group teaches whose rewards are all equal, where `returns` tells its calls apart.
     What does not go together is refused."""
 
     returns: Any = "identical"  # str or function: what reads run files knows no such union
     returns_options: dict[str, Any] = field(default_factory=dict[str, Any])
     baseline: Any = "grpo"
     baseline_options: dict[str, Any] = field(default_factory=dict[str, Any])
+    equal_rewards: bool = False
     name: str = "grpo"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.credit = make_credit(
-            self.returns, self.returns_options, self.baseline, self.baseline_options, reward=self.reward
+            self.returns,
+            self.returns_options,
+            self.baseline,
+            self.baseline_options,
+            equal_rewards=self.equal_rewards,
+            reward=self.reward,
         )
-        if self.group_size < 2 and self.credit.compares_group:
+        alone = [RewardedGroup.trial(0.0), RewardedGroup.trial(1.0)]
+        if self.group_size < 2 and not any(self._teaches(*order) for order in (alone, alone[::-1])):
             raise ConfigError(
                 f"group_size is {self.group_size}; baseline {self.baseline!r} with returns {self.returns!r} compares "
                 "rollouts of one task and needs at least 2"
             )
-
-    def why_useless(self, group: RewardedGroup) -> str | None:
-        reason = super().why_useless(group)
-        if reason is None and self.credit.compares_group:
-            credited = [item for rollout in self.advantages([group])[0] for item in rollout]
-            return None if any(item.advantages.any() for item in credited) else WITHOUT_VARIANCE
-        return reason
 
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
         return self.credit.advantages(groups)

@@ -53,6 +53,8 @@ class SFT(Reinforcement):
         super().__post_init__()
         if self.loss != "policy_gradient":
             raise ConfigError(f"loss is {self.loss!r}; fine-tuning has one loss, −log p: leave it out")
+        if self.old != "behaviour":
+            raise ConfigError(f"old is {self.old!r}; fine-tuning asks for no importance ratio: leave it out")
         self._check_traces()
         if self.best is not None and not 1 <= self.best < (math.inf if self.traces else self.group_size):
             raise ConfigError(

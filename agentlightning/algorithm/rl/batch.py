@@ -110,10 +110,8 @@ def make_batch(
     enough = [group for group in rewarded if len(group.rewards) >= algorithm.fewest_rewarded]
     sequences: list[TrainingSequence] = []
     flat = 0
-    if values is None:
-        credited = algorithm.advantages(enough)
-    else:
-        credited = algorithm.advantages_with_values(enough, _values_of(enough, algorithm.level, values))
+    said = None if values is None else _values_of(enough, algorithm.level, values)
+    credited = algorithm.credited(enough, said)
     for group in credited:
         if not any(item.teaches for transitions in group for item in transitions):
             flat += 1
@@ -140,13 +138,17 @@ def rollout_metrics(
     useless: Sequence[Sequence[TracedRollout]] = (),
 ) -> dict[str, float]:
     """What the rollouts of a step came to, whatever is learned from them. The mean rewards are over those of `useless`
-    groups too, which these replaced: a policy that is always right would seem to earn nothing."""
+    groups too, which these replaced: a policy that is always right would seem to earn nothing. `rewards_positive` is
+    the share of them that earned something, terms that were added to the agent's own reward aside."""
     rollouts = [traced for group in groups for traced in group]
     measured = [*groups, *useless]
     rewards = [reward for group in measured for reward in rewarded_group(group, algorithm.unrewarded).rewards]
+    earned = [traced.reward_terms.get(algorithm.reward.base, 0.0) > 0 for group in measured for traced in group]
     calls = [transition for traced in rollouts for transition in traced.transitions]
     return {
         "reward": sum(rewards) / max(1, len(rewards)),
+        "rewards": float(len(earned)),
+        "rewards_positive": sum(earned) / max(1, len(earned)),
         "rollouts": float(len(rollouts)),
         "unrewarded": float(sum(traced.reward is None for traced in rollouts)),
         "calls": float(len(calls)),
