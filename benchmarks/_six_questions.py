@@ -1,7 +1,7 @@
-"""A game in which failing takes longer than succeeding: find the owner of a thing within six questions.
+"""A game in which failing takes longer than succeeding: six questions, each with an answer of one word.
 
-A rollout that knows the owner has few sampled tokens, one that does not has the most. What weighs tokens alike then
-weighs failures more than successes.
+Who knows the answer says it, who does not talks. What weighs all tokens alike then weighs failures more than successes:
+where few rollouts succeed, the mean advantage of a token is far below 0.
 """
 
 from __future__ import annotations
@@ -12,48 +12,40 @@ from typing import Any, Final
 import agentlightning as agl
 from agentlightning.learner.policy import Policy
 
-OWNER: Final = {"apple": "Ada", "boat": "Ben", "candle": "Cleo", "drum": "Dan", "engine": "Eva", "feather": "Finn"}
-_OTHERS: Final = "Gus Hana Ivo Jill Kurt Lena Max Nora Otto Pia Quin Rosa Sam Tess Uma Vera Will Yara"
-NAMES: Final = (*OWNER.values(), *_OTHERS.split())
-QUESTIONS: Final = 6
-SYSTEM: Final = f"Find the owner in {QUESTIONS} questions."
+ANSWER: Final = {
+    "Who painted the ceiling?": "Michelangelo",
+    "Which metal is liquid?": "mercury",
+    "What do bees make?": "honey",
+    "Where is the Louvre?": "Paris",
+    "Which planet is red?": "Mars",
+    "What is frozen water?": "ice",
+}
+SYSTEM: Final = "Answer in one word."
 DEMONSTRATIONS: Final = 1500
-KNOWN: Final = 0.03  # how often a demonstrated question knows the owner; otherwise it guesses
-TALK: Final = ("", "", "Does it belong to ", "I am not sure at all, but it may well belong to ")
+KNOWN: Final = 0.2  # how often a demonstration knows the answer
+TALKS: Final = 0.6  # and how often it talks; otherwise it guesses in a word
+TALK: Final = ("I am not sure at all, but it may well be", "Let me think about it for a while: perhaps it is")
 
 
 def tasks(count: int, seed: int | str) -> list[dict[str, Any]]:
     generator = random.Random(f"six questions/{seed}")
-    return [{"thing": generator.choice(list(OWNER))} for _ in range(count)]
+    return [{"question": generator.choice(list(ANSWER))} for _ in range(count)]
 
 
-def begin(thing: str) -> list[Any]:
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"Who owns the {thing}?"}]
-
-
-def answer(thing: str, said: str) -> str:
-    """What a question is answered; `yes` ends the game."""
-    named = [name for name in NAMES if name in said.replace("?", " ").split()]
-    return "yes" if named == [OWNER[thing]] else "no"
+def prompt(question: str) -> list[Any]:
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
 
 
 @agl.rollout
 async def player(task: dict[str, Any], llm: agl.LLM) -> float:
-    """1 for the owner, 0 for none in six questions."""
+    """1 for the right word and no other."""
     client = agl.openai_client(llm)
-    messages = begin(task["thing"])
-    for _ in range(QUESTIONS):
-        completion = await client.chat.completions.create(model=llm.model, messages=messages)
-        said = completion.choices[0].message.content or ""
-        told = answer(task["thing"], said)
-        if told == "yes":
-            return 1.0
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": told}]
-    return 0.0
+    completion = await client.chat.completions.create(model=llm.model, messages=prompt(task["question"]))
+    return agl.rewards.exact_match(completion.choices[0].message.content or "", ANSWER[task["question"]])
 
 
 def make(seed: int) -> Policy:
-    """A tiny model that guesses nearly at random and talks about it; the same for the same seed."""
+    """A tiny model that mostly guesses and talks; the same for the same seed."""
     from agentlightning.learner.warm_start import WarmStart, make_policy
 
     generator = random.Random(seed)
@@ -62,14 +54,11 @@ def make(seed: int) -> Policy:
 
 
 def demonstrate(generator: random.Random) -> dict[str, Any]:
-    thing = generator.choice(list(OWNER))
-    messages = begin(thing)
-    for _ in range(QUESTIONS):
-        owner = OWNER[thing] if generator.random() < KNOWN else generator.choice(NAMES)
-        said = generator.choice(TALK) + owner
-        told = answer(thing, said)
-        messages.append({"role": "assistant", "content": said})
-        if told == "yes":
-            break
-        messages.append({"role": "user", "content": told})
-    return {"messages": messages}
+    question = generator.choice(list(ANSWER))
+    said, chance = generator.choice(list(ANSWER.values())), generator.random()
+    if chance < KNOWN:
+        said = ANSWER[question]
+    elif chance < KNOWN + TALKS:
+        other = generator.choice(list(ANSWER.values()))
+        said = f"{generator.choice(TALK)} {said}, or else {other}, or something else"
+    return {"messages": [*prompt(question), {"role": "assistant", "content": said}]}

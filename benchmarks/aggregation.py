@@ -153,13 +153,13 @@ def train_game(changed: dict[str, Any], seed: int, directory: Path) -> None:
     from agentlightning.cli.training import make_algorithm
     from agentlightning.learner.base import AdamW
 
-    config = load_config(TEMPLATE / "run.yaml", settings({"max_tokens": 24} | changed), {})
+    config = load_config(TEMPLATE / "run.yaml", settings({"max_tokens": 40} | changed), {})
     agl.Trainer(
         model=game.make(seed),
         algorithm=make_algorithm(config.algorithm),
         optimizer=AdamW(**config.optimizer),
         n_runners=64,
-        max_sequence_length=512,
+        max_sequence_length=256,
         run_dir=directory / "run",
         seed=seed,
     ).fit(game.player, game.tasks(400, seed), game.tasks(120, "held-out"))

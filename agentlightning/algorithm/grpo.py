@@ -34,9 +34,11 @@ class GRPO(Reinforcement):
     baseline_options: dict[str, Any] = field(default_factory=dict[str, Any])
     equal_rewards: bool = False
     name: str = "grpo"
+    credit_by_settings: bool = field(init=False, default=True)  # so that a dashboard can say what calls were worth
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.credit_by_settings = type(self).advantages is GRPO.advantages
         self.credit = make_credit(
             self.returns,
             self.returns_options,
@@ -45,12 +47,15 @@ class GRPO(Reinforcement):
             equal_rewards=self.equal_rewards,
             reward=self.reward,
         )
-        alone = [RewardedGroup.trial(0.0), RewardedGroup.trial(1.0)]
-        if self.group_size < 2 and not any(self._teaches(*order) for order in (alone, alone[::-1])):
+        if self.group_size < 2 and self.credit.compares_group:
             raise ConfigError(
                 f"group_size is {self.group_size}; baseline {self.baseline!r} with returns {self.returns!r} compares "
                 "rollouts of one task and needs at least 2"
             )
+
+    def try_advantages(self) -> None:
+        if self.credit.built_in or not self.credit_by_settings:  # `make_credit` has tried functions of a user's own
+            super().try_advantages()
 
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
         return self.credit.advantages(groups)

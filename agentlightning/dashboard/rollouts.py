@@ -199,7 +199,7 @@ def rollout_view(
 ) -> RolloutView:
     """`spans` are those of the attempt numbered `shown`."""
     traced = trace_rollout(rollout, spans, calls=training.calls, reward=training.reward)
-    steps = read_steps(spans)
+    steps = read_steps(spans, training.reward.failed_tool)
     return RolloutView(
         row=summed_up(rollout, attempts[-1] if attempts else None, spans),
         attempts=list(attempts),

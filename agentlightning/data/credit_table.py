@@ -51,6 +51,7 @@ _HOLD_R_IN_EVERY_CALL: Final = (formulas.identical, formulas.air, formulas.disco
 _READ_INTERMEDIATE: Final = (formulas.air, formulas.air_dense, formulas.discounted)
 _TELL_NO_CALLS_APART: Final = (formulas.identical, formulas.tree)
 _COMPARE_NO_GROUP: Final = (formulas.no_baseline, formulas.reinforce_plus_plus, formulas.gae)
+_OVER_THE_BATCH: Final = (formulas.reinforce_plus_plus, formulas.reinforce_plus_plus_baseline, formulas.gae)
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,21 @@ class Credit:
     def needs_values(self) -> bool:
         """Whether a critic must say first what each sampled token is worth."""
         return self.baseline is formulas.gae
+
+    @property
+    def compares_group(self) -> bool:
+        """Whether one rollout of a task by itself would teach nothing; of a baseline of one's own this is not known."""
+        group_wise = self.baseline in BASELINES.values() and self.baseline not in _COMPARE_NO_GROUP
+        return self.returns is formulas.tree or group_wise
+
+    @property
+    def built_in(self) -> bool:
+        return self.returns in RETURNS.values() and self.baseline in BASELINES.values()
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether the groups of a step must be together, as those that are whitened."""
+        return self.baseline in _OVER_THE_BATCH
 
     @property
     def reads_intermediate(self) -> bool:
@@ -186,12 +202,15 @@ def make_credit(
             f"equal_rewards lets a group teach whose rewards are all equal and whose calls differ, which returns "
             f"{_name(first)!r} with baseline {_name(second)!r} does not ask: leave it out"
         )
-    try:  # options out of range are told now, rather than after the first rollouts
+    try:  # what is wrong is told now, rather than after the first rollouts
         credit.advantages([RewardedGroup.trial(0.0, 1.0)])
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"returns_options {returns_options} or baseline_options {baseline_options}: {error}"
-        ) from None
+        told = f"returns_options {returns_options} or baseline_options {baseline_options}"
+        raise ConfigError(f"{told}: {error}") from None
+    except (AssertionError, AttributeError, LookupError):
+        if credit.built_in:
+            raise
+        # A function of a user's own may look for what no agent has told of these made-up calls.
     return credit
 
 

@@ -138,17 +138,13 @@ def rollout_metrics(
     useless: Sequence[Sequence[TracedRollout]] = (),
 ) -> dict[str, float]:
     """What the rollouts of a step came to, whatever is learned from them. The mean rewards are over those of `useless`
-    groups too, which these replaced: a policy that is always right would seem to earn nothing. `rewards_positive` is
-    the share of them that earned something, terms that were added to the agent's own reward aside."""
+    groups too, which these replaced: a policy that is always right would seem to earn nothing."""
     rollouts = [traced for group in groups for traced in group]
     measured = [*groups, *useless]
     rewards = [reward for group in measured for reward in rewarded_group(group, algorithm.unrewarded).rewards]
-    earned = [traced.reward_terms.get(algorithm.reward.base, 0.0) > 0 for group in measured for traced in group]
     calls = [transition for traced in rollouts for transition in traced.transitions]
     return {
         "reward": sum(rewards) / max(1, len(rewards)),
-        "rewards": float(len(earned)),
-        "rewards_positive": sum(earned) / max(1, len(earned)),
         "rollouts": float(len(rollouts)),
         "unrewarded": float(sum(traced.reward is None for traced in rollouts)),
         "calls": float(len(calls)),
@@ -161,6 +157,11 @@ def rollout_metrics(
         **_by_name(rollouts),
         **_unmerged(rollouts),
     }
+
+
+def groups_that_earned(algorithm: Reinforcement, groups: Sequence[Sequence[TracedRollout]]) -> list[bool]:
+    """Whether a rollout of each group has a reward above 0, terms that were added to the agent's own aside."""
+    return [any(one.reward_terms.get(algorithm.reward.base, 0.0) > 0 for one in group) for group in groups if group]
 
 
 def minibatches(

@@ -232,7 +232,7 @@ class Reinforcement(metaclass=_Tried):
             raise
         except Exception as error:
             raise ConfigError(
-                f"{self.name}.advantages fails on two groups of {self.group_size} rollouts, made to try it: "
+                f"{type(self).__name__}.advantages fails on two groups of {self.group_size} rollouts, made to try it: "
                 f"{type(error).__name__}: {error}"
             ) from error
         equal = [RewardedGroup.trial(*[reward] * self.group_size) for reward in (0.0, 1.0, -1e6)]
@@ -250,9 +250,9 @@ class Reinforcement(metaclass=_Tried):
         if not groups:
             return []
         if values is None:
-            return check_credited(f"{self.name}.advantages", groups, self.advantages(groups))
+            return check_credited(f"{type(self).__name__}.advantages", groups, self.advantages(groups))
         answer = self.advantages_with_values(groups, values)
-        return check_credited(f"{self.name}.advantages_with_values", groups, answer)
+        return check_credited(f"{type(self).__name__}.advantages_with_values", groups, answer)
 
     @property
     def fewest_rewarded(self) -> int:
