@@ -194,6 +194,8 @@ class Trainer:
             )
         train_tasks = load_dataset(train_dataset) if train_dataset is not None else []
         val_tasks = load_dataset(val_dataset) if val_dataset is not None else []
+        if isinstance(algorithm, Reinforcement) and algorithm.evaluate_every and not val_tasks:
+            raise ConfigError("evaluate_every measures held-out tasks, and there are none: give some, or leave it out")
         return await self._run(agent, algorithm, train_tasks, val_tasks, resume)
 
     def dev(self, agent: LitAgent[Any] | Callable[..., Any] | str, dataset: Any) -> list[EvaluatedTask]:

@@ -1,7 +1,7 @@
-"""A game in which failing takes longer than succeeding: six questions, each with an answer of one word.
+"""A game in which failing rollouts make more calls than those that succeed: find an owner within six questions.
 
-Who knows the answer says it, who does not talks. What weighs all tokens alike then weighs failures more than successes:
-where few rollouts succeed, the mean advantage of a token is far below 0.
+Each question has a form to keep. Who finds the owner soon keeps it once or twice, who fails six times: what weighs all
+tokens alike punishes the form itself, without which nothing succeeds any more.
 """
 
 from __future__ import annotations
@@ -12,40 +12,45 @@ from typing import Any, Final
 import agentlightning as agl
 from agentlightning.learner.policy import Policy
 
-ANSWER: Final = {
-    "Who painted the ceiling?": "Michelangelo",
-    "Which metal is liquid?": "mercury",
-    "What do bees make?": "honey",
-    "Where is the Louvre?": "Paris",
-    "Which planet is red?": "Mars",
-    "What is frozen water?": "ice",
-}
-SYSTEM: Final = "Answer in one word."
+OWNER: Final = {"apple": "Ada", "boat": "Ben", "candle": "Cleo", "drum": "Dan", "engine": "Eva", "feather": "Finn"}
+_OTHERS: Final = "Gus Hana Ivo Jill Kurt Lena Max Nora Otto Pia Quin Rosa Sam Tess Uma Vera Will Yara"
+NAMES: Final = (*OWNER.values(), *_OTHERS.split())
+QUESTIONS: Final = 6
+SYSTEM: Final = f"Find the owner in {QUESTIONS} questions."
 DEMONSTRATIONS: Final = 1500
-KNOWN: Final = 0.2  # how often a demonstration knows the answer
-TALKS: Final = 0.6  # and how often it talks; otherwise it guesses in a word
-TALK: Final = ("I am not sure at all, but it may well be", "Let me think about it for a while: perhaps it is")
+KNOWN: Final = 0.02  # how often a demonstrated question names the owner; otherwise it guesses
 
 
 def tasks(count: int, seed: int | str) -> list[dict[str, Any]]:
     generator = random.Random(f"six questions/{seed}")
-    return [{"question": generator.choice(list(ANSWER))} for _ in range(count)]
+    return [{"thing": generator.choice(list(OWNER))} for _ in range(count)]
 
 
-def prompt(question: str) -> list[Any]:
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+def begin(thing: str) -> list[Any]:
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"Who owns the {thing}?"}]
+
+
+def question(name: str) -> str:
+    return f"Please tell me: does it belong to {name}?"
 
 
 @agl.rollout
 async def player(task: dict[str, Any], llm: agl.LLM) -> float:
-    """1 for the right word and no other."""
+    """1 for the owner, 0 for none in six questions; what is no question is told to be none, and counts."""
     client = agl.openai_client(llm)
-    completion = await client.chat.completions.create(model=llm.model, messages=prompt(task["question"]))
-    return agl.rewards.exact_match(completion.choices[0].message.content or "", ANSWER[task["question"]])
+    messages, known = begin(task["thing"]), {question(name) for name in NAMES}
+    for _ in range(QUESTIONS):
+        completion = await client.chat.completions.create(model=llm.model, messages=messages)
+        said = completion.choices[0].message.content or ""
+        if said == question(OWNER[task["thing"]]):
+            return 1.0
+        told = "no" if said in known else "that is no question"
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": told}]
+    return 0.0
 
 
 def make(seed: int) -> Policy:
-    """A tiny model that mostly guesses and talks; the same for the same seed."""
+    """A tiny model that keeps the form and guesses nearly at random; the same for the same seed."""
     from agentlightning.learner.warm_start import WarmStart, make_policy
 
     generator = random.Random(seed)
@@ -54,11 +59,12 @@ def make(seed: int) -> Policy:
 
 
 def demonstrate(generator: random.Random) -> dict[str, Any]:
-    question = generator.choice(list(ANSWER))
-    said, chance = generator.choice(list(ANSWER.values())), generator.random()
-    if chance < KNOWN:
-        said = ANSWER[question]
-    elif chance < KNOWN + TALKS:
-        other = generator.choice(list(ANSWER.values()))
-        said = f"{generator.choice(TALK)} {said}, or else {other}, or something else"
-    return {"messages": [*prompt(question), {"role": "assistant", "content": said}]}
+    thing = generator.choice(list(OWNER))
+    messages = begin(thing)
+    for _ in range(QUESTIONS):
+        name = OWNER[thing] if generator.random() < KNOWN else generator.choice(NAMES)
+        messages.append({"role": "assistant", "content": question(name)})
+        if name == OWNER[thing]:
+            break
+        messages.append({"role": "user", "content": "no"})
+    return {"messages": messages}

@@ -3,9 +3,9 @@
     make .venv-experiments/.setup
     python benchmarks/aggregation.py [--only game,template] [--seeds 1-5] [--steps 20] [--workers 2]
 
-Everything but `algorithm.aggregation` is as each task has it: a game in which failing takes longer
-(`_six_questions.py`, with the settings of the template), the template of `agl init`, the quickstart, and the three
-experiments.
+Everything but `algorithm.aggregation` is as each task has it: a game in which failing rollouts make more calls
+(`_six_questions.py`) and a task in which failing answers are longer (`_talk.py`), with the settings of the template;
+the template of `agl init`; the quickstart; and the three experiments.
 
 Each run is a process, pinned to a core, at nice 15. A run that was finished in --out is read, not run again; the table
 and `benchmarks/results/aggregation.json` are of all that were finished there with these --steps. A run collapsed if it
@@ -122,7 +122,7 @@ def train(case: str, aggregation: str, seed: int, steps: int | None, directory: 
     with log.open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    changed = {"aggregation": aggregation} | ({"steps": steps} if steps else {})
+    changed = {"aggregation": aggregation, "stop_on_collapse": 0} | ({"steps": steps} if steps else {})
     CASES[case](changed, seed, directory)
 
 
@@ -148,21 +148,33 @@ def train_template(changed: dict[str, Any], seed: int, directory: Path) -> None:
 def train_game(changed: dict[str, Any], seed: int, directory: Path) -> None:
     import _six_questions as game
 
+    train_as_the_template(game.make(seed), game.player, game.tasks, {"max_tokens": 24} | changed, seed, directory)
+
+
+def train_talk(changed: dict[str, Any], seed: int, directory: Path) -> None:
+    import _talk as talk
+
+    train_as_the_template(talk.make(seed), talk.answerer, talk.tasks, {"max_tokens": 40} | changed, seed, directory)
+
+
+def train_as_the_template(
+    policy: Any, agent: Any, tasks: Callable[..., list[Any]], changed: dict[str, Any], seed: int, directory: Path
+) -> None:
     import agentlightning as agl
     from agentlightning.cli.config import load_config
     from agentlightning.cli.training import make_algorithm
     from agentlightning.learner.base import AdamW
 
-    config = load_config(TEMPLATE / "run.yaml", settings({"max_tokens": 40} | changed), {})
+    config = load_config(TEMPLATE / "run.yaml", settings(changed), {})
     agl.Trainer(
-        model=game.make(seed),
+        model=policy,
         algorithm=make_algorithm(config.algorithm),
         optimizer=AdamW(**config.optimizer),
         n_runners=64,
-        max_sequence_length=256,
+        max_sequence_length=512,
         run_dir=directory / "run",
         seed=seed,
-    ).fit(game.player, game.tasks(400, seed), game.tasks(120, "held-out"))
+    ).fit(agent, tasks(400, seed), tasks(120, "held-out"))
 
 
 def train_quickstart(changed: dict[str, Any], seed: int, directory: Path) -> None:
@@ -194,6 +206,7 @@ def experiment(name: str) -> Callable[[dict[str, Any], int, Path], None]:
 
 CASES: Final[dict[str, Callable[[dict[str, Any], int, Path], None]]] = {
     "game": train_game,
+    "talk": train_talk,
     "template": train_template,
     "quickstart": train_quickstart,
     **{name: experiment(name) for name in EXPERIMENTS},

@@ -97,6 +97,7 @@ class DAPO(GRPO):
     The penalty is R − min(1, max(0, (longest answer − (L − B)) / B)) with L = `max_tokens` and B the last fifth of it,
     unless `reward` states an `overlong_penalty` of its own; `overlong=False` leaves it out."""
 
+    aggregation: Aggregation = "token-mean"
     clip_low: float | None = 0.2
     clip_high: float | None = 0.28
     dynamic_sampling: bool = True
@@ -136,6 +137,7 @@ class CISPO(GRPO):
     ratio. There is no lower bound, as in the paper (`clip_low` 1)."""
 
     loss: Any = "cispo"
+    aggregation: Aggregation = "token-mean"
     clip_low: float | None = 1.0
     clip_high: float | None = 0.2
     name: str = "cispo"

@@ -84,9 +84,9 @@ class Reinforcement(metaclass=_Tried):
     `replay_groups` recent groups, up to `replay_staleness` publications old, are trained again in every step.
     Training stops after `steps`, or once the mean training reward of three steps reaches `target_reward`; and with an
     error where a loss or gradient is not finite, or, if `stop_on_explosion` is not 0, after that many steps in a row
-    whose gradient is over 20 times as large as usual (`exploding_steps`). Without, the first of them is told.
-    It stops, too, after `stop_on_collapse` steps or more in a row that earned nothing (`collapsed_steps`); with 0 it
-    only says so."""
+    whose gradient is over 20 times as large as usual (`GradientNorms`); without, the first of them is told. It stops,
+    too, after `stop_on_collapse` steps in a row that earned nothing, where others did before and chance does not
+    explain it (`Earnings`); with 0 it only says so."""
 
     steps: int = 100
     tasks_per_step: int = 16
