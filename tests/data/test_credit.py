@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import hypothesis
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -198,6 +199,10 @@ def test_rollouts_that_differ_by_rounding_are_not_blown_up() -> None:
 ROLLOUTS = st.lists(st.lists(st.floats(-1, 1, width=16), min_size=1, max_size=6), min_size=2, max_size=6)
 
 
+THOROUGH = hypothesis.settings(max_examples=60, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+
+
+@THOROUGH
 @given(ROLLOUTS)
 def test_what_is_divided_by_a_spread_has_at_most_that_spread_however_returns_differ_within_rollouts(
     values: list[list[float]],
@@ -208,6 +213,7 @@ def test_what_is_divided_by_a_spread_has_at_most_that_spread_however_returns_dif
         assert np.mean(of_rollouts) <= 1 + 1e-6
 
 
+@THOROUGH
 @given(st.lists(st.tuples(st.floats(-1, 1, width=16), st.integers(1, 6)), min_size=2, max_size=6))
 def test_of_one_return_per_rollout_the_spread_is_that_of_the_rollouts(rollouts: list[tuple[float, int]]) -> None:
     values = np.array([value for value, _ in rollouts])
