@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import chdir
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
@@ -63,13 +64,13 @@ def main() -> None:
     for worker in range(arguments.workers):
         cores.put(CORES[worker % len(CORES)])
     jobs = [
-        (case, aggregation, seed, arguments.steps)
+        partial(run, case, aggregation, seed, arguments.steps, out, cores)
         for case in chosen
         for seed in arguments.seeds
         for aggregation in arguments.aggregations.split(",")
     ]
     with ThreadPoolExecutor(arguments.workers) as pool:
-        failed = list(pool.map(lambda job: run(*job, out, cores), jobs)).count(False)
+        failed = list(pool.map(partial.__call__, jobs)).count(False)
     found = finished(out, arguments.steps)
     lines = table(found)
     print("\n".join(lines))
@@ -103,13 +104,13 @@ def run(case: str, aggregation: str, seed: int, steps: int | None, out: Path, co
     if process.exitcode:
         print(f"{name} failed: see {log}", file=sys.stderr, flush=True)
         return False
-    one = {"case": case, "aggregation": aggregation, "seed": seed, "seconds": time.monotonic() - began}
+    one: Run = {"case": case, "aggregation": aggregation, "seed": seed, "seconds": time.monotonic() - began}
     one |= measured(directory / "run")
     kept = ("reward", "rollouts", "sampled_tokens", "grad_norm", "entropy")
     one["curve"] = [{key: step[key] for key in kept if key in step} for step in one["curve"] if "reward" in step]
-    partial = report.with_suffix(".partial")
-    partial.write_text(json.dumps(one))
-    partial.rename(report)
+    written = report.with_suffix(".partial")
+    written.write_text(json.dumps(one))
+    written.rename(report)
     print(f"{name}: {one['before']:.3f} → {one['after']:.3f}", file=sys.stderr, flush=True)
     return True
 

@@ -16,7 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 
@@ -215,31 +215,29 @@ def make_credit(
 
 
 def check_credited(
-    by: str, groups: Sequence[RewardedGroup], answer: Sequence[Sequence[Sequence[CreditedTransition]]]
+    by: str, groups: Sequence[RewardedGroup], answer: Sequence[Sequence[Sequence[object]]]
 ) -> list[list[list[CreditedTransition]]]:
     """What an algorithm answered to these groups. ConfigError unless it has a list for each rollout of each group, and
     in it transitions with a finite float for each sampled token."""
     try:
         shape = [len(group) for group in answer]
-        found = [[list(rollout) for rollout in group] for group in answer]
+        items = [item for group in answer for rollout in group for item in rollout]
     except TypeError:
         raise ConfigError(f"{by} must give a list for each rollout of each group, and gave {answer!r:.200}") from None
     asked = [len(group.transitions) for group in groups]
     if shape != asked:
         raise ConfigError(f"{by} must give lists for groups of {asked} rollouts, and gave them for {shape}")
-    for item in (item for group in found for rollout in group for item in rollout):
+    for item in items:
         if not isinstance(item, CreditedTransition):
             raise ConfigError(f"{by} must give a CreditedTransition for each call that trains, and gave {item!r:.200}")
-        for values in (item.advantages, item.values, item.value_targets):
-            if values is None and values is not item.advantages:
-                continue
-            tokens = len(item.transition.response_ids)
+        tokens = len(item.transition.response_ids)
+        for values in (item.advantages, *(one for one in (item.values, item.value_targets) if one is not None)):
             if not _is_float_each(values, tokens):
                 raise ConfigError(
                     f"{by} must give a NumPy array with a finite float for each of the {tokens} sampled tokens of a "
                     f"call, and gave {values!r:.200}"
                 )
-    return found
+    return cast("list[list[list[CreditedTransition]]]", answer)
 
 
 def _is_float_each(values: Any, count: int) -> bool:

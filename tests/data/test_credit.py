@@ -199,7 +199,7 @@ def test_rollouts_that_differ_by_rounding_are_not_blown_up() -> None:
 ROLLOUTS = st.lists(st.lists(st.floats(-1, 1, width=16), min_size=1, max_size=6), min_size=2, max_size=6)
 
 
-THOROUGH = hypothesis.settings(max_examples=60, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+THOROUGH = hypothesis.settings(max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 
 
 @THOROUGH
