@@ -189,9 +189,7 @@ class Trainer:
         algorithm = self._default_algorithm()
         self._check_trainable(algorithm)
         if self.deterministic and _overlaps(algorithm):
-            raise ConfigError(
-                "deterministic=True needs max_staleness=0: else time decides which rollout meets which weights"
-            )
+            raise ConfigError("deterministic=True needs max_staleness=0: else time decides what is trained by what")
         train_tasks = load_dataset(train_dataset) if train_dataset is not None else []
         val_tasks = load_dataset(val_dataset) if val_dataset is not None else []
         if isinstance(algorithm, Reinforcement) and algorithm.evaluate_every and not val_tasks:
