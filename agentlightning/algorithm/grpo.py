@@ -34,11 +34,9 @@ class GRPO(Reinforcement):
     baseline_options: dict[str, Any] = field(default_factory=dict[str, Any])
     equal_rewards: bool = False
     name: str = "grpo"
-    credit_by_settings: bool = field(init=False, default=True)  # so that a dashboard can say what calls were worth
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.credit_by_settings = type(self).advantages is GRPO.advantages
         self.credit = make_credit(
             self.returns,
             self.returns_options,
@@ -52,6 +50,11 @@ class GRPO(Reinforcement):
                 f"group_size is {self.group_size}; baseline {self.baseline!r} with returns {self.returns!r} compares "
                 "rollouts of one task and needs at least 2"
             )
+
+    @property
+    def credit_by_settings(self) -> bool:
+        """Whether the settings alone say what calls are worth, so that a dashboard can."""
+        return type(self).advantages is GRPO.advantages
 
     def try_advantages(self) -> None:
         if self.credit.built_in or not self.credit_by_settings:  # `make_credit` has tried functions of a user's own

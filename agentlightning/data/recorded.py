@@ -113,7 +113,7 @@ def training_of(run: Run | None) -> Training:
         return UNTRAINED
     named = {name: algorithm[name] for name in CallFilter.__dataclass_fields__ if name in algorithm}
     credit = {name: algorithm[name] for name in CreditSettings.__struct_fields__ if name in algorithm}
-    by_settings = algorithm.get("credit_by_settings", "baseline" in algorithm)
+    by_settings = config.get("credit_by_settings", "baseline" in algorithm)
     return Training(
         calls=msgspec.convert({**named, "models": list(config["models"])}, CallFilter),
         reward=msgspec.convert(algorithm["reward"], RewardSpec),

@@ -94,7 +94,10 @@ async def record(
     algorithm: dict[str, Any] | None = None,
 ) -> list[Rollout]:
     """A group of one run, in which each rollout calls twice: for a tool, which the first one's fails, and to answer."""
-    config = MANIFEST["config"] | ({"algorithm": algorithm} if algorithm else {})
+    told = algorithm or MANIFEST["config"]["algorithm"]
+    config = MANIFEST["config"] | {"algorithm": told, "credit_by_settings": told.get("name") != "mine"}
+    if told.get("name") in ("ppo", "sft"):
+        config.pop("credit_by_settings")  # as runs of before have it
     run = await store.start_run("grpo", MANIFEST | {"config": config}, project=project)
     group = await store.create_group(len(rewards), run_id=run.run_id)
     await store.enqueue_many_rollouts(
@@ -376,7 +379,7 @@ async def test_what_if_is_computed_as_training_would(place):
     [
         {"name": "ppo", "returns": "identical", "returns_options": {}},
         {"name": "sft"},
-        {"name": "mine", "credit_by_settings": False, **CREDIT},
+        {"name": "mine", **CREDIT},
     ],
 )
 async def test_credit_that_is_not_that_of_settings_is_not_made_up(place, algorithm):

@@ -21,7 +21,7 @@ from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.continuity import continuity
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.recorded import rewarded_group
-from agentlightning.data.sequences import CreditedTransition, Level, TrainingSequence, build_sequences, cut_sequences
+from agentlightning.data.sequences import CreditedTransition, Level, TrainingSequence, build_sequences
 from agentlightning.data.transitions import FloatArray, TracedRollout, tool_success, trace_rollout
 from agentlightning.store.base import LightningStore
 from agentlightning.types import Rollout, Span
@@ -118,7 +118,6 @@ def make_batch(
             continue
         for transitions in group:
             sequences += build_sequences(transitions, algorithm.level)
-    sequences, cuts = cut_sequences(sequences, algorithm.limits)
     metrics = {
         "groups_too_few_rewarded": float(len(groups) - len(enough)),
         "groups_without_variance": float(flat),
@@ -129,7 +128,7 @@ def make_batch(
     versions = [version for one in sequences if (version := one.oldest_version) is not None]
     if versions:
         metrics["policy_version_oldest"] = float(min(versions))
-    return Batch(sequences, metrics | _named("cut", cuts))
+    return Batch(sequences, metrics)
 
 
 def rollout_metrics(

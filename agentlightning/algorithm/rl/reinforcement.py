@@ -24,8 +24,6 @@ from agentlightning.data.sequences import (
     Aggregation,
     CreditedTransition,
     Level,
-    TrajectoryLimits,
-    read_trace_aggregator,
 )
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, check_settings
@@ -74,7 +72,6 @@ class Reinforcement(metaclass=_Tried):
     `unrewarded` says what a rollout without a reward counts for: left out of its group, or a stated reward.
     `agents` are the names of the agents to train, as in `"writer|rewriter"`; without it all are. Which of their calls
     train is said by `keep`, `train_truncated`, `max_prompt_length` and `max_response_length` (`CallFilter`).
-    `trace_aggregator` is 0.3's way to give `level`, and limits of trajectories (`data/sequences.py`).
     With `max_staleness` K rollouts, training and evaluation go on at once: a step trains on the first groups that are
     complete, sampled at most K publications ago; what is older is dropped. With 0 a step trains on rollouts of the
     very weights it changes. With K, or with `dynamic_sampling` (DAPO, arXiv:2503.14476), a group that teaches nothing
@@ -116,7 +113,6 @@ class Reinforcement(metaclass=_Tried):
     train_truncated: bool = True
     max_prompt_length: int | None = None
     max_response_length: int | None = None
-    trace_aggregator: dict[str, Any] | None = None
     max_staleness: int = 0
     dynamic_sampling: bool = False
     difficulty: tuple[float, float] | None = None
@@ -144,7 +140,6 @@ class Reinforcement(metaclass=_Tried):
         if self.kl_coefficient and not self.reference:
             raise ConfigError("kl_coefficient pulls towards a reference policy; set reference=True to keep one")
         self.call_filter()
-        self.limits = self._read_limits()
         if self.loss == "policy_gradient" and self.old == "behaviour" and self.max_staleness and not self.imitates:
             raise ConfigError(
                 f"loss 'policy_gradient' is right for the weights that sampled, and with max_staleness "
@@ -159,15 +154,6 @@ class Reinforcement(metaclass=_Tried):
         if isinstance(self.loss, str) and is_reference(self.loss):
             self.loss_function = load_reference(self.loss)
         self.make_loss()  # refuses settings out of range now, rather than after the first rollouts
-
-    def _read_limits(self) -> TrajectoryLimits:
-        if self.trace_aggregator is None:
-            return TrajectoryLimits()
-        level, limits = read_trace_aggregator(self.trace_aggregator)
-        if self.level not in ("trajectory", level):
-            raise ConfigError(f"level is {self.level!r} and trace_aggregator.level {level!r}; give one of them")
-        self.level = level
-        return limits
 
     def call_filter(self, *models: str) -> CallFilter:
         """Which calls train, of these models, or without any of all. ConfigError for settings out of range."""
