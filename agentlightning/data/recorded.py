@@ -104,7 +104,7 @@ UNTRAINED: Final = Training()
 
 
 def training_of(run: Run | None) -> Training:
-    """What the run's manifest says; of no run, one that trains no policy, or one of another program, that all calls count."""
+    """What the run's manifest says; of no run, one without a policy, or another program's, that all calls count."""
     config = mapping(run.manifest.get("config")) if run else {}
     algorithm = mapping(config.get("algorithm"))
     if "reward" not in algorithm:
