@@ -65,9 +65,11 @@ class Call(Noun, Generic[T], frozen=True, kw_only=True):
 
 
 class PageCall(Call[T], frozen=True, kw_only=True):
-    """One page of what matches `where`, sorted by `order`, from a `cursor` on; counting the `total` costs a scan."""
+    """One page of what matches `where`, sorted by `order`, from a `cursor` on; counting the `total` costs a scan. A
+    page ends early, with a cursor, once its rows have `most_bytes`. A server gives at most 1,000 rows or 16 MiB."""
 
     scope = "read"
+    most_bytes: int | None = None
     where: Filter | None = None
     order: tuple[Order, ...] = ()
     limit: int | None = None

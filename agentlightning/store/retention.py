@@ -86,7 +86,7 @@ def _some(tx: Transaction, call: calls.DeleteRollouts, after: int, condition: st
     return tx.connection.execute(
         f"SELECT rollouts.rollout_id, rollouts.group_id, rollouts.number FROM rollouts "
         f"WHERE {matching.text} AND {condition} AND rollouts.number > ? "
-        f"ORDER BY rollouts.number LIMIT ?{tx.connection.for_update}",
+        f"ORDER BY rollouts.number LIMIT ?",
         (*matching.parameters, after, _AT_ONCE),
     ).fetchall()
 

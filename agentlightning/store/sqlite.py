@@ -6,11 +6,14 @@ This module knows files and refuses, untouched, one that is something else. It d
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sqlite3
+import threading
 import time
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from agentlightning.errors import ConfigError, InUseError, UnavailableError
 from agentlightning.store import schema
@@ -22,18 +25,42 @@ Synchronous: TypeAlias = Literal["FULL", "NORMAL"]
 
 
 class SqliteConnection(sqlite3.Connection):
-    """One connection, for one thread at a time. There is one writer, so that nothing needs to be locked."""
+    """One connection, for one thread at a time."""
 
     dialect: Dialect = "sqlite"
-    for_update: str = ""
-    skip_locked: str = ""
 
     def trouble(self, error: Exception) -> Trouble | None:
+        if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_INTERRUPT:
+            return "overdue"
         if isinstance(error, sqlite3.DataError | UnicodeEncodeError):
             return "invalid"
         if isinstance(error, sqlite3.IntegrityError):
             return "conflict"
         return "unavailable" if isinstance(error, sqlite3.Error) else None
+
+    def stream(self, sql: str, parameters: Sequence[Any] = (), /) -> Iterator[Any]:
+        return self.execute(sql, parameters)
+
+    @contextlib.contextmanager
+    def limited(self, seconds: float) -> Generator[None]:
+        if seconds == math.inf:
+            yield
+            return
+        done = threading.Event()
+
+        def interrupt() -> None:
+            wait = seconds
+            while not done.wait(wait):
+                self.interrupt()
+                wait = _PAUSE_SECONDS  # again, as between two statements it is without effect
+
+        watching = threading.Thread(target=interrupt, name="agl-store-deadline", daemon=True)
+        watching.start()
+        try:
+            yield
+        finally:
+            done.set()
+            watching.join()  # it is not to interrupt what comes next
 
     def settle(self) -> None:
         self.execute("COMMIT")

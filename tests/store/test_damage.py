@@ -173,7 +173,7 @@ def old_store(request, tmp_path) -> Iterator[tuple[str, Callable[[int], None]]]:
         yield str(path), number
         return
     url = request.getfixturevalue("postgres_database")
-    connection = postgres.PostgresConnection(url, "FULL")
+    connection = postgres.PostgresConnection(url, writing="FULL")
     lay_out_first(connection)
     connection.execute("INSERT INTO meta (name, value) VALUES ('layout', ?)", (b"1",))
     connection.execute("COMMIT")
