@@ -8,6 +8,7 @@ transactions, and what a connection must offer; it does not know what the operat
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -263,3 +264,16 @@ class Readers:
 
     async def close(self) -> None:
         await asyncio.gather(*(thread.close() for thread in self._threads))
+
+
+def take_rows(rows: Iterator[Any], most_bytes: float) -> tuple[list[Any], bool]:
+    """The first rows, up to so many bytes of text and binary but at least one; whether these are all."""
+    taken: list[Any] = []
+    size = 0
+    with contextlib.closing(rows):  # pyright: ignore[reportArgumentType] - both databases' can be closed
+        for row in rows:
+            taken.append(row)
+            size += sum(len(value) for value in row if isinstance(value, str | bytes))
+            if size >= most_bytes:
+                return taken, False
+    return taken, True

@@ -23,19 +23,22 @@ _READERS: Final = 2  # of each kind
 class Opened:
     """An open database, which this process owns. Connections to search with are apart from those to read with, so that
     slow queries hold up nobody else; without any, the one to write with does everything. Rows are looked up by their
-    id with `at_hand`, on the event loop, which takes less time than to ask a thread, or else with `lookups`. `scrub`
-    writes the files anew, without a trace of what was removed. `release` is for when all connections are closed."""
+    id with `at_hand`, on the event loop, which takes less time than to ask a thread, or else with `lookups`.
+    `rewrite` (of a table, after a row) and then `shrink` are called by the writer until they return nothing, and then
+    `clean_up` by any thread: then no trace is left of what was removed. `release` is for when all is closed."""
 
     writing: Connection
     reading: Sequence[Connection]
     searching: Sequence[Connection]
     secret: bytes
     begin: str
-    scrub: Callable[[], None]
     release: Callable[[], None]
     now: float
     at_hand: Connection | None = None
     lookups: Sequence[Connection] = ()
+    rewrite: Callable[[str, int], int | None] = lambda table, after: None
+    shrink: Callable[[], bool] = lambda: False
+    clean_up: Callable[[], None] = lambda: None
 
 
 def is_postgres(address: str | Path) -> bool:
@@ -46,7 +49,7 @@ def open_sqlite(address: str, synchronous: sqlite.Synchronous) -> Opened:
     """The store in a file, which this process then owns, or one in memory."""
     if address == ":memory:":
         memory = sqlite.connect_memory()
-        return Opened(memory, (), (), read_secret(memory), "BEGIN IMMEDIATE", _nothing, _nothing, time.time())
+        return Opened(memory, (), (), read_secret(memory), "BEGIN IMMEDIATE", _nothing, time.time())
     path = Path(address)
     sqlite.check_file(path)
     owner = sqlite.own(path)
@@ -67,10 +70,12 @@ def open_sqlite(address: str, synchronous: sqlite.Synchronous) -> Opened:
             reading[_READERS:],
             read_secret(writing),
             "BEGIN IMMEDIATE",
-            lambda: sqlite.scrub(path),
             release,
             time.time(),
             at_hand=at_hand,
+            rewrite=lambda table, after: sqlite.rewrite(writing, table, after),
+            shrink=lambda: sqlite.shrink(writing),
+            clean_up=lambda: sqlite.empty_log(path),
         )
     except BaseException:
         owner.close()
@@ -88,10 +93,10 @@ def open_postgres(url: str, synchronous: sqlite.Synchronous, seconds: float) -> 
         reading[_READERS:-1],
         read_secret(writing),
         "BEGIN ISOLATION LEVEL READ COMMITTED",  # whatever the database's default
-        lambda: postgres.scrub(url),
         _nothing,
         postgres.read_clock(writing),
         lookups=reading[-1:],
+        clean_up=lambda: postgres.vacuum(url),
     )
 
 

@@ -20,7 +20,7 @@ import msgspec
 
 from agentlightning.errors import InvalidError
 from agentlightning.store import calls, codec, fields, filters
-from agentlightning.store.database import Dialect
+from agentlightning.store.database import Dialect, take_rows
 from agentlightning.store.fields import (
     Column,
     Fields,
@@ -33,7 +33,7 @@ from agentlightning.store.fields import (
     place,
     put,
 )
-from agentlightning.store.rollouts import check_page, take_rows
+from agentlightning.store.rollouts import check_page
 from agentlightning.store.spans import SPAN_COLUMNS
 from agentlightning.store.tables import ROLLOUTS
 from agentlightning.store.transaction import Transaction

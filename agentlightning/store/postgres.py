@@ -315,12 +315,10 @@ def read_clock(connection: PostgresConnection) -> float:
     return now
 
 
-def scrub(url: str) -> None:
-    """Write the tables anew, so that nothing is left in their files of rows that were removed. Others wait meanwhile.
-    UnavailableError says what is in the way."""
+def vacuum(url: str) -> None:
+    """Free the space of rows that were removed, while others go on. UnavailableError says what is in the way."""
     try:
         with psycopg.connect(url, autocommit=True, connect_timeout=10) as connection:
-            for table in ("rollouts", "attempts", "spans"):
-                connection.execute(f"VACUUM (FULL) {table}")
+            connection.execute("VACUUM rollouts, attempts, spans")
     except psycopg.Error as error:
         raise UnavailableError(str(error)) from None

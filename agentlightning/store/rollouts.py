@@ -6,13 +6,12 @@ does not know threads, event loops or HTTP.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store import calls, codec, lifecycle
-from agentlightning.store.database import Connection
+from agentlightning.store.database import Connection, take_rows
 from agentlightning.store.tables import ROLLOUTS
 from agentlightning.store.transaction import Changes, Transaction
 from agentlightning.types import (
@@ -108,19 +107,6 @@ def finished_after(tx: Transaction, call: calls.FinishedAfter) -> tuple[Finished
     rows, whole = take_rows(found, MOST_BYTES)
     cursor = max(call.cursor, upto) if whole and len(rows) < call.limit else rows[-1][-1] if rows else call.cursor
     return FinishedRollouts(rollouts=tuple(map(ROLLOUTS.noun, rows)), cursor=cursor), call.limit > 0 and cursor < last
-
-
-def take_rows(rows: Iterator[Any], most_bytes: float) -> tuple[list[Any], bool]:
-    """The first rows, up to so many bytes of text and binary but at least one; whether these are all."""
-    taken: list[Any] = []
-    size = 0
-    with contextlib.closing(rows):  # pyright: ignore[reportArgumentType] - both databases' can be closed
-        for row in rows:
-            taken.append(row)
-            size += sum(len(value) for value in row if isinstance(value, str | bytes))
-            if size >= most_bytes:
-                return taken, False
-    return taken, True
 
 
 # --- rollouts ----------------------------------------------------------------------------------------------------

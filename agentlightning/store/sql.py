@@ -434,21 +434,39 @@ class SqlStore(LightningStore):
         )
 
     async def _delete_rollouts(self, call: calls.DeleteRollouts) -> Deleted:
-        deleted, remaining = await self._write(lambda tx: access_keys.audited(tx, call, retention.delete_rollouts))
-        while remaining:
-            one = remaining.pop()
-            part, further = await self._write(lambda tx, one=one: retention.delete_rollouts(tx, one.call, one.after))
-            remaining += further
-            deleted = retention.summed(deleted, part)
+        deleted = Deleted()
+        # Looked for by a reader, as it may take long, and looked at again by the writer.
+        found = await self._read(lambda tx: retention.find(tx, call, 0), "search", math.inf)
+        await self._write(lambda tx: access_keys.record(tx, call))
+        while found:
+            numbers: Sequence[int] = found
+            if call.unfinished:
+                numbers = await self._write(lambda tx, some=found: retention.cancel_active(tx, call, some))
+            while numbers:
+                work = self._write(lambda tx, some=numbers: retention.delete_rollouts(tx, call, some))
+                part, numbers = await work
+                deleted = retention.summed(deleted, part)
+            after = found[-1]
+            found = await self._read(lambda tx, after=after: retention.find(tx, call, after), "search", math.inf)
         if call.scrub:
-            try:
-                await asyncio.to_thread(self._opened.scrub)
-            except UnavailableError as error:
-                raise UnavailableError(
-                    f"what matched was removed, but traces of it are left in the database's files: {error}. "
-                    "Ask again later"
-                ) from None
+            await self._scrub()
         return deleted
+
+    async def _scrub(self) -> None:
+        """Leave no trace of what was removed, a little at a time, between what others write."""
+        opened = self._opened
+        for table in ("rollouts", "attempts", "spans"):
+            after: int | None = 0
+            while after is not None:
+                after = await self._write(lambda tx, table=table, after=after: opened.rewrite(table, after))
+        while await self._write(lambda tx: opened.shrink()):
+            pass
+        try:
+            await asyncio.to_thread(opened.clean_up)
+        except UnavailableError as error:
+            raise UnavailableError(
+                f"what matched was removed, but traces of it are left in the database's files: {error}. Ask again later"
+            ) from None
 
     async def _check(self, call: calls.CheckStore) -> list[str]:
         await self._write(lambda tx: access_keys.record(tx, call))
