@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -103,7 +104,8 @@ async def evaluate(
     evaluated: list[EvaluatedTask] = []
     for name in names:
         spans = await context.store.query_spans(name, "latest")
-        evaluated.append(EvaluatedTask(trace_rollout(finished[name], spans, reward=reward), tuple(spans)))
+        traced = await asyncio.to_thread(trace_rollout, finished[name], spans, reward=reward)
+        evaluated.append(EvaluatedTask(traced, tuple(spans)))
     return Evaluation(step, version, tuple(evaluated))
 
 

@@ -1,8 +1,8 @@
 """The store over HTTP: the same interface, spoken to an `agl server`.
 
 One connection pool, made inside the event loop that first uses it. Calls that may be repeated are repeated with
-jitter while the server cannot be reached; spans can also be posted, to be sent in the background. This module knows
-neither SQL nor what the server is made of, nor how calls are written (`store.wire`).
+jitter while the server cannot be reached. This module knows neither SQL nor what the server is made of, nor how calls
+are written (`store.wire`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Final, TypeVar, cast
 
 import aiohttp
@@ -24,9 +23,8 @@ from agentlightning.store import calls
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.codec import new_id
-from agentlightning.store.spool import MAX_BYTES, RefusedSpan, SpanSpool
-from agentlightning.store.wire import MSGPACK, Answer, RetryLaterError, Wire, error_of, form_of, spans_request
-from agentlightning.types import EnqueueRolloutRequest, FinishedRollouts, Span
+from agentlightning.store.wire import MSGPACK, Answer, RetryLaterError, Wire, error_of, form_of
+from agentlightning.types import EnqueueRolloutRequest, FinishedRollouts
 
 T = TypeVar("T")
 
@@ -51,23 +49,9 @@ _GIVEN_IDS: Final[Mapping[type[Call[Any]], tuple[str, str]]] = {
 
 class LightningStoreClient(LightningStore):
     """A store behind `url`. `api_key` is a key of the server, or an attempt's own; `patience` is for how many
-    seconds a call is repeated while the server cannot be reached, before it is an UnavailableError.
+    seconds a call is repeated while the server cannot be reached, before it is an UnavailableError."""
 
-    `post_spans` leaves spans to be sent in the background and `flush` waits for them. At most `spool_bytes` of them
-    are held. With a `spool_directory` they are kept there as well, and those that a killed process left there are sent
-    by the next client that names it. `on_refused` is told of spans that the server will never take; `refused` lists
-    them."""
-
-    def __init__(
-        self,
-        url: str,
-        api_key: str | None = None,
-        *,
-        patience: float = PATIENCE_SECONDS,
-        spool_bytes: int = MAX_BYTES,
-        spool_directory: str | Path | None = None,
-        on_refused: Callable[[RefusedSpan], None] | None = None,
-    ) -> None:
+    def __init__(self, url: str, api_key: str | None = None, *, patience: float = PATIENCE_SECONDS) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"the store's URL is {url!r}; it must begin with http:// or https://")
         self.url = url.rstrip("/").removesuffix("/api/v1")
@@ -76,67 +60,13 @@ class LightningStoreClient(LightningStore):
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._patience = patience
-        self._spool_bytes = spool_bytes
-        self._spool_directory = None if spool_directory is None else Path(spool_directory)
-        self._on_refused = on_refused
         self._session: aiohttp.ClientSession | None = None
-        self._spool: SpanSpool | None = None
-        self._refused: list[RefusedSpan] = []  # by the spools of before a `close`
 
     async def close(self) -> None:
-        """Deliver the posted spans, then close the connections. UnavailableError, also logged, says how many spans
-        could not be delivered within `patience` seconds."""
-        spool, self._spool = self._spool, None
-        try:
-            if spool is not None:
-                await spool.close()
-        finally:
-            if spool is not None:
-                self._refused.extend(spool.refused)
-            session, self._session = self._session, None
-            if session is not None:
-                await session.close()
-
-    # --- posting spans ---
-
-    async def post_spans(self, spans: Sequence[Span]) -> None:
-        """Leave spans to be sent in the background, in this order, and return. Waits while the spool is full; after
-        `patience` seconds UnavailableError says how many were not taken. InvalidError if one cannot be sent at all."""
-        await self._open_spool().post(spans)
-
-    async def flush(self, timeout: float | None = None) -> None:
-        """Return once every span posted before is stored, or refused for good and listed in `refused`.
-        UnavailableError after `timeout` seconds (None: `patience`) says how many are not; they are still sent later."""
-        if self._spool is not None or self._spool_directory is not None:
-            await self._open_spool().flush(timeout)
-
-    @property
-    def refused(self) -> list[RefusedSpan]:
-        """Posted spans that the server has refused for good, and why: the newest 1,000."""
-        return [*self._refused, *(() if self._spool is None else self._spool.refused)]
-
-    def _open_spool(self) -> SpanSpool:
-        if self._spool is None:
-            journal = None
-            if self._spool_directory is not None:
-                from agentlightning.store.journal import Journal  # POSIX only, as nothing else here is
-
-                journal = Journal(self._spool_directory)
-            self._spool = SpanSpool(
-                self._send_spans,
-                max_bytes=self._spool_bytes,
-                patience=self._patience,
-                journal=journal,
-                on_refused=self._on_refused,
-            )
-        return self._spool
-
-    async def _send_spans(self, encoded: Sequence[bytes]) -> None:
-        # Not patient here: the spool itself asks again until it has an answer.
-        answer = await self._send_until_answered(spans_request(encoded), "AddSpans", True, patience=0.0)
-        form_of(calls.AddSpans).result(answer)
-
-    # --- calls ---
+        """Close the connections."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     async def perform(self, call: Call[T]) -> T:
         call = cast(Call[T], _named(call))
@@ -169,12 +99,10 @@ class LightningStoreClient(LightningStore):
 
     async def _ask(self, call: Call[T]) -> T:
         form = form_of(type(call))
-        answer = await self._send_until_answered(
-            form.request(call), type(call).__name__, call.may_repeat(), self._patience
-        )
+        answer = await self._send_until_answered(form.request(call), type(call).__name__, call.may_repeat())
         return cast(T, form.result(answer))
 
-    async def _send_until_answered(self, request: Wire, name: str, may_repeat: bool, patience: float) -> Answer:
+    async def _send_until_answered(self, request: Wire, name: str, may_repeat: bool) -> Answer:
         """The answer that ends the call. UnavailableError if none came in time, or where asking again could do it
         twice; ConfigError if none can come from this URL."""
         begin = time.monotonic()
@@ -200,10 +128,8 @@ class LightningStoreClient(LightningStore):
             elapsed = time.monotonic() - begin
             if not harmless:
                 raise UnavailableError(f"{fault} {name} may have been carried out: look before you repeat it")
-            if elapsed + pause > patience:
-                if not patience:
-                    raise fault
-                raise UnavailableError(f"{fault} (tried for {elapsed:.1f} s, the patience is {patience:g} s)")
+            if elapsed + pause > self._patience:
+                raise UnavailableError(f"{fault} (tried for {elapsed:.1f} s, the patience is {self._patience:g} s)")
             await asyncio.sleep(pause)
             backoff = min(2 * backoff, _LONGEST_PAUSE)
 
@@ -229,8 +155,6 @@ class LightningStoreClient(LightningStore):
         self._session = aiohttp.ClientSession(
             headers=self._headers, connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
         )
-        if self._spool_directory is not None:
-            self._open_spool()  # and with it the delivery of what was left there
         return self._session
 
 

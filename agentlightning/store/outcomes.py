@@ -7,7 +7,7 @@ metadata. This module knows rows; what rewards are for is none of its business.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from agentlightning.semconv import REWARD_FINAL, REWARD_RETURNED, reward_value
@@ -44,23 +44,23 @@ def note_error(connection: Connection, rollout_id: str, sequence_id: int, error:
         )
 
 
-def fill_in(connection: Connection) -> None:
-    """Note what rollouts came to that were stored before there was a place for it."""
-    attempts = connection.execute(
-        "SELECT a.number, a.rollout_id, a.sequence_id, a.status, a.metadata FROM attempts a JOIN rollouts r "
-        "ON r.rollout_id = a.rollout_id AND r.attempts = a.sequence_id"
-    ).fetchall()
-    for number, rollout_id, sequence_id, status, metadata in attempts:
-        reason = codec.from_json(metadata).get("reason")
-        if reason or status in ("timeout", "unresponsive"):
-            note_error(connection, rollout_id, sequence_id, reason or status)
-        for attributes, start_time in _reward_spans(connection, number):
-            note_reward(connection, rollout_id, sequence_id, codec.from_json(attributes), start_time)
-
-
-def _reward_spans(connection: Connection, attempt: int) -> Iterable[tuple[str, float]]:
-    return connection.execute(
+def recall(connection: Connection, rollout_id: str) -> None:
+    """Note once more what the rollout came to, from what is stored of the attempt that is its latest again."""
+    row = connection.execute(
+        "SELECT a.number, a.sequence_id, a.status, a.metadata FROM attempts a JOIN rollouts r "
+        "ON r.rollout_id = a.rollout_id AND r.attempts = a.sequence_id WHERE r.rollout_id = ?",
+        (rollout_id,),
+    ).fetchone()
+    if row is None:
+        return
+    number, sequence_id, status, metadata = row
+    reason = codec.from_json(metadata).get("reason")
+    if reason or status in ("timeout", "unresponsive"):
+        note_error(connection, rollout_id, sequence_id, reason or status)
+    spans = connection.execute(
         "SELECT attributes, start_time FROM spans WHERE attempt = ? "
         f"AND {FIND[connection.dialect]}(attributes, ?) > 0 ORDER BY sequence_id",
-        (attempt, f'"{reward_value(0)}"'),
+        (number, f'"{reward_value(0)}"'),
     ).fetchall()
+    for attributes, start_time in spans:
+        note_reward(connection, rollout_id, sequence_id, codec.from_json(attributes), start_time)

@@ -250,11 +250,8 @@ def open_owner(url: str, synchronous: Synchronous) -> PostgresConnection:
 def open_reader(url: str) -> PostgresConnection:
     """A connection that reads a store, whoever owns it. ConfigError if there is none, or one of another layout."""
     with _opening(url) as connection:
-        version = _layout(connection)
-        if version == 0:
-            raise ConfigError("the database holds no store")
-        if version < schema.VERSION:
-            raise ConfigError(f"the store has layout {version}; a server of this release brings it to {schema.VERSION}")
+        if _layout(connection) != schema.VERSION:
+            raise ConfigError("the database holds no store of this release")
     return connection
 
 
@@ -293,8 +290,7 @@ def _layout(connection: PostgresConnection) -> int:
             )
         row = connection.execute("SELECT value FROM meta WHERE name = 'layout'").fetchone()
         version = int(bytes(row[0])) if row is not None else -1
-    if not 0 <= version <= schema.VERSION:
-        raise ConfigError(f"the database holds layout {version} and this release reads up to {schema.VERSION}")
+        schema.check_version(version, "the database")
     return version
 
 

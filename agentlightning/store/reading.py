@@ -6,7 +6,6 @@ Nothing is changed and nobody is kept out. Other processes' commits wake nobody 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from agentlightning.errors import ConflictError
-from agentlightning.store import calls, rollouts, schema, sqlite
+from agentlightning.store import calls, rollouts, sqlite
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.database import Connection, DatabaseThread
@@ -49,8 +48,7 @@ class StoreReader(LightningStore):
 
     @classmethod
     async def open(cls, address: Path | str) -> StoreReader:
-        """ConfigError if there is no store, or it is damaged; InUseError if a file has an older layout, which reading
-        brings up to date, and another process holds it; UnavailableError if PostgreSQL cannot be reached."""
+        """ConfigError if there is no store, or it is damaged; UnavailableError if PostgreSQL cannot be reached."""
         if is_postgres(address):
             return cls(await asyncio.to_thread(psycopg_store().open_reader, str(address)))
         return cls(await asyncio.to_thread(_connect, Path(address)))
@@ -74,14 +72,8 @@ class StoreReader(LightningStore):
 
 
 def _connect(path: Path) -> sqlite.SqliteConnection:
-    sqlite.check_file(path, reading=True)
+    path = sqlite.check_file(path, reading=True)
     # A connection that may write puts the log away if it is the last to close.
     connection = sqlite.connect(path, "FULL", read_only=not os.access(path, os.W_OK))
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version != schema.VERSION:
-        connection.close()
-        with contextlib.closing(sqlite.own(path)):
-            sqlite.prepare_file(path)
-        return _connect(path)
     connection.execute("PRAGMA query_only = ON")
     return connection

@@ -1,4 +1,4 @@
-"""The tables, step by step: what each version of the layout adds to the one before, for every database.
+"""The tables, for every database, and the steps from one layout to the next.
 
 A new store runs all steps, an older one those it lacks. This module knows table definitions; it does not know what the
 rows mean, nor how a database is opened.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from agentlightning.store import outcomes
+from agentlightning.errors import ConfigError
 from agentlightning.store.database import Connection, Dialect
 from agentlightning.store.keys import new_secret
 
@@ -28,7 +28,7 @@ _TYPES: Final[Mapping[Dialect, Mapping[str, str]]] = {
     },
 }
 
-_FIRST: Final = """
+_TABLES: Final = """
 CREATE TABLE meta (
     name TEXT PRIMARY KEY,
     value {bytes} NOT NULL
@@ -40,7 +40,8 @@ CREATE TABLE runs (
     start_time {real} NOT NULL,
     end_time {real},
     policy_version {integer} NOT NULL,
-    manifest TEXT NOT NULL
+    manifest TEXT NOT NULL,
+    project TEXT NOT NULL DEFAULT 'default'
 );
 CREATE TABLE metrics (
     run_id TEXT NOT NULL,
@@ -70,9 +71,20 @@ CREATE TABLE rollouts (
     group_index {integer},
     config TEXT NOT NULL,
     metadata TEXT NOT NULL,
-    attempts {integer} NOT NULL
+    attempts {integer} NOT NULL,
+    project TEXT NOT NULL DEFAULT 'default',
+    priority {integer} NOT NULL DEFAULT 0,
+    finished_index {integer},
+    trimmed {integer} NOT NULL DEFAULT 0,
+    reward {real},
+    reward_order {real},
+    error TEXT
 );
-CREATE INDEX rollouts_queued ON rollouts (number) WHERE status IN ('queuing', 'requeuing');
+CREATE INDEX rollouts_queued ON rollouts (priority DESC, number) WHERE status IN ('queuing', 'requeuing');
+CREATE INDEX rollouts_queued_by_project ON rollouts (project, priority DESC, number)
+    WHERE status IN ('queuing', 'requeuing');
+CREATE UNIQUE INDEX rollouts_by_finish ON rollouts (finished_index) WHERE finished_index IS NOT NULL;
+CREATE INDEX rollouts_of_run_by_finish ON rollouts (run_id, finished_index) WHERE finished_index IS NOT NULL;
 CREATE INDEX rollouts_by_run ON rollouts (run_id, number);
 CREATE UNIQUE INDEX rollouts_by_group ON rollouts (group_id, group_index);
 CREATE TABLE attempts (
@@ -90,6 +102,8 @@ CREATE TABLE attempts (
     lease_expires {real} NOT NULL,
     check_time {real} NOT NULL,
     span_sequence {integer} NOT NULL,
+    held_until {real} NOT NULL DEFAULT 0,
+    held_seconds {real} NOT NULL DEFAULT 0,
     UNIQUE (rollout_id, sequence_id)
 );
 CREATE INDEX attempts_watched ON attempts (check_time) WHERE status IN ('preparing', 'running');
@@ -119,38 +133,22 @@ CREATE TABLE resources (
     resources_id TEXT NOT NULL UNIQUE,
     resources TEXT NOT NULL,
     create_time {real} NOT NULL,
-    metadata TEXT NOT NULL
+    metadata TEXT NOT NULL,
+    project TEXT NOT NULL DEFAULT 'default',
+    run_id TEXT,
+    parent_id TEXT
 );
+CREATE INDEX resources_by_project ON resources (project, version);
 CREATE TABLE workers (
     worker_id TEXT PRIMARY KEY,
     last_heartbeat_time {real} NOT NULL,
     heartbeat_stats TEXT NOT NULL
 );
-"""
-
-_PROJECTS_FEEDS_AND_KEYS: Final = """
-ALTER TABLE runs ADD COLUMN project TEXT NOT NULL DEFAULT 'default';
-ALTER TABLE resources ADD COLUMN project TEXT NOT NULL DEFAULT 'default';
-ALTER TABLE resources ADD COLUMN run_id TEXT;
-ALTER TABLE resources ADD COLUMN parent_id TEXT;
-ALTER TABLE rollouts ADD COLUMN project TEXT NOT NULL DEFAULT 'default';
-ALTER TABLE rollouts ADD COLUMN priority {integer} NOT NULL DEFAULT 0;
-ALTER TABLE rollouts ADD COLUMN finished_index {integer};
-ALTER TABLE rollouts ADD COLUMN trimmed {integer} NOT NULL DEFAULT 0;
-UPDATE rollouts SET finished_index = number WHERE status IN ('succeeded', 'failed', 'cancelled')
-    AND rollout_id <> 'unattributed';
 CREATE TABLE counters (
     name TEXT PRIMARY KEY,
     value {integer} NOT NULL
 );
-INSERT INTO counters (name, value) SELECT 'finished', COALESCE(MAX(finished_index), 0) FROM rollouts;
-DROP INDEX rollouts_queued;
-CREATE INDEX rollouts_queued ON rollouts (priority DESC, number) WHERE status IN ('queuing', 'requeuing');
-CREATE INDEX rollouts_queued_by_project ON rollouts (project, priority DESC, number)
-    WHERE status IN ('queuing', 'requeuing');
-CREATE UNIQUE INDEX rollouts_by_finish ON rollouts (finished_index) WHERE finished_index IS NOT NULL;
-CREATE INDEX rollouts_of_run_by_finish ON rollouts (run_id, finished_index) WHERE finished_index IS NOT NULL;
-CREATE INDEX resources_by_project ON resources (project, version);
+INSERT INTO counters (name, value) VALUES ('finished', 0);
 CREATE TABLE checkpoints (
     run_id TEXT NOT NULL,
     step {integer} NOT NULL,
@@ -179,33 +177,28 @@ CREATE TABLE audit (
 );
 """
 
-_HELD_CALLS: Final = """
-ALTER TABLE attempts ADD COLUMN held_until {real} NOT NULL DEFAULT 0;
-ALTER TABLE attempts ADD COLUMN held_seconds {real} NOT NULL DEFAULT 0;
-"""
+FIRST: Final = 5
+"""The oldest layout that can be read."""
+STEPS: Final[Sequence[str]] = (_TABLES,)
+"""What makes the first layout, and then what makes each of the one before."""
+VERSION: Final = FIRST + len(STEPS) - 1
 
-_OUTCOMES: Final = """
-ALTER TABLE rollouts ADD COLUMN reward {real};
-ALTER TABLE rollouts ADD COLUMN reward_order {real};
-ALTER TABLE rollouts ADD COLUMN error TEXT;
-"""
 
-_COUNTED_GROUPS: Final = """
-INSERT INTO counters (name, value) SELECT 'groups of ' || run_id, MAX(finished_index) FROM rollout_groups
-    WHERE finished_index IS NOT NULL GROUP BY run_id;
-"""
-
-STEPS: Final[Sequence[str]] = (_FIRST, _PROJECTS_FEEDS_AND_KEYS, _HELD_CALLS, _OUTCOMES, _COUNTED_GROUPS)
-VERSION: Final = len(STEPS)
+def check_version(version: int, store: str) -> None:
+    """ConfigError if a store of layout `version` cannot be brought to the present one."""
+    if not FIRST <= version <= VERSION:
+        readable = f"layout {VERSION}" if FIRST == VERSION else f"layouts {FIRST} to {VERSION}"
+        raise ConfigError(
+            f"{store} has layout {version} and this release reads {readable}; it was left as it is. Use the release "
+            "that wrote it, or a new store"
+        )
 
 
 def migrate(connection: Connection, version: int) -> None:
     """Bring a store of layout `version` (0: nothing yet) to the present one, within the caller's transaction."""
-    for step in STEPS[version:]:
+    for step in STEPS[max(0, version - FIRST + 1) :]:
         for statement in step.format_map(_TYPES[connection.dialect]).split(";"):
             if statement.strip():
                 connection.execute(statement)
-    if 0 < version < STEPS.index(_OUTCOMES) + 1:
-        outcomes.fill_in(connection)
     if version == 0:
         connection.execute("INSERT INTO meta (name, value) VALUES ('secret', ?)", (new_secret(),))

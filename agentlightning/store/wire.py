@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from http.client import responses
 from types import NoneType
 from typing import Any, Final, get_args
@@ -48,12 +48,8 @@ class RetryLaterError(UnavailableError):
         self.seconds = seconds
 
 
-class KeyRefusedError(ForbiddenError):
-    """The key was not taken, by the server or by what stands before it, so that nobody looked at what was asked."""
-
-
 _ERRORS: Final[Mapping[int, type[AgentLightningError]]] = {
-    401: KeyRefusedError,
+    401: ForbiddenError,
     403: ForbiddenError,
     404: NotFoundError,
     409: ConflictError,
@@ -162,12 +158,6 @@ def encode(value: Any, what: str) -> bytes:
         raise InvalidError(f"{what} cannot be sent: {error}") from None
 
 
-def spans_request(encoded: Sequence[bytes]) -> Wire:
-    """`AddSpans` of spans that are msgpack already."""
-    body = _encoder.encode({"spans": [msgspec.Raw(span) for span in encoded]})
-    return Wire("POST", "/spans", body, 0.0)
-
-
 def error_of(answer: Answer) -> AgentLightningError:
     """The typed error of an answer that is not a success, whoever made it."""
     reply = _reply(answer)
@@ -204,7 +194,7 @@ def _stranger(answer: Answer) -> AgentLightningError:
         return ConfigError(f"{url} redirects to {answer.location or 'nowhere'}; use the URL it redirects to")
     refused = f"what stands before the server at {url} refused the request: {said}"
     if status in (401, 403):
-        return KeyRefusedError(f"{refused}; check the key and whom it is sent to")
+        return ForbiddenError(f"{refused}; check the key and whom it is sent to")
     if status == 413:
         return InvalidError(refused)
     return ConfigError(f"{url} is not the server of a store: it answered {said}; check the URL")

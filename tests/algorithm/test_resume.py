@@ -7,6 +7,8 @@ import os
 import shutil
 import signal
 import sqlite3
+import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -15,13 +17,17 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
+from agentlightning.algorithm import evaluation
 from agentlightning.algorithm.checkpoints import Checkpoints
+from agentlightning.algorithm.rl import batch
 from agentlightning.algorithm.rl.loop import Loop
 from agentlightning.algorithm.tracking import Tracking
 from agentlightning.errors import TrainingError
 from agentlightning.learner.torch import TorchLearner
+from agentlightning.store import calls
+from agentlightning.store.base import LightningStore
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import AttemptedRollout, Rollout
+from agentlightning.types import Attempt, AttemptedRollout, Rollout
 from tests import agents
 from tests.algorithm.test_groups import right, solved
 from tests.test_trainer import TASKS, algorithm, trainer
@@ -40,6 +46,33 @@ class Interrupting:
                 os.kill(os.getpid(), signal.SIGINT)
                 await asyncio.Event().wait()
         return await agents.vowels(task, llm)
+
+
+@pytest.mark.anyio
+async def test_the_event_loop_neither_writes_weights_nor_reads_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Store, gateway and heartbeats live on it, and a checkpoint may take minutes."""
+    threads: dict[str, set[threading.Thread]] = {}
+
+    def watch(owner: Any, name: str) -> None:
+        work = getattr(owner, name)
+
+        def watched(*given: Any, **named: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.current_thread())
+            return work(*given, **named)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for owner, name in ((TorchLearner, "save"), (TorchLearner, "load"), (batch, "make_batch")):
+        watch(owner, name)
+    for module in (batch, evaluation):
+        watch(module, "trace_rollout")
+    await trainer(tmp_path, algorithm=algorithm(steps=1)).fit_async(agents.vowels, TASKS, TASKS[:1])
+    await trainer(tmp_path, algorithm=algorithm(steps=2)).fit_async(agents.vowels, TASKS, TASKS[:1], resume=True)
+    assert threads.keys() == {"save", "load", "make_batch", "trace_rollout"}
+    assert threading.main_thread() not in set().union(*threads.values())
+    assert all(one.name.startswith("learner") for one in threads["save"] | threads["load"])  # as gradient steps do
 
 
 def rollouts_of(run: Path, wanted: Callable[[Rollout], bool]) -> list[Rollout]:
@@ -155,6 +188,36 @@ def test_what_the_new_runner_has_begun_is_not_taken_for_a_leftover(
     result = trainer(tmp_path, **slow).fit(agents.slow_vowels, TASKS, resume=True)
     assert result.metrics[-1].values["unrewarded"] == 0
     assert requeued == []
+
+
+class Racing(LightningStore):
+    """A store in which the attempts of `started_before` end as soon as somebody has looked at them."""
+
+    def __init__(self, store: LightningStore, started_before: float) -> None:
+        self._store, self._before, self.ended = store, started_before, list[str]()
+
+    async def perform(self, call: Any) -> Any:
+        answer = await self._store.perform(call)
+        left = isinstance(answer, Attempt) and answer.start_time < self._before and not answer.end_time
+        if left and isinstance(call, calls.GetLatestAttempt):
+            await self._store.update_attempt(answer.rollout_id, answer.attempt_id, status="failed")
+            self.ended.append(answer.attempt_id)
+        return answer
+
+    async def close(self) -> None:
+        await self._store.close()
+
+
+@pytest.mark.anyio
+async def test_an_attempt_that_ends_while_leftovers_are_withdrawn_does_not_end_the_resumed_run(tmp_path: Path) -> None:
+    run, left = tmp_path / "run", tmp_path / "left"
+    settings: dict[str, Any] = {"algorithm": algorithm(steps=1), "n_runners": 2}
+    await trainer(tmp_path, **settings).fit_async(Killed(agents.slow_vowels, 5, run, left), TASKS)
+    store = Racing(await SqlStore.open(left / "store.sqlite"), started_before=time.time())
+    resumed = trainer(tmp_path, run_dir=left, store=store, **settings)
+    assert (await resumed.fit_async(agents.vowels, TASKS, resume=True)).stopped_because == "all steps done"
+    await store.close()
+    assert store.ended
 
 
 @pytest.mark.parametrize("val_tasks", [TASKS[:2], None], ids=["in the first evaluation", "in the first step"])

@@ -17,7 +17,7 @@ import pytest
 
 from agentlightning.algorithm.base import NoProgress
 from agentlightning.algorithm.checkpoints import Checkpoints
-from agentlightning.algorithm.rl.policies import exploding_steps
+from agentlightning.algorithm.rl.policies import GradientNorms
 from agentlightning.algorithm.tracking import JSONLines, TrackedRun, make_tracker
 from agentlightning.cli.config import load_config
 from agentlightning.cli.main import run
@@ -232,10 +232,11 @@ def test_a_loss_that_is_no_number_ends_the_run_with_its_batch_kept(
 
 def test_gradients_explode_where_they_leave_what_was_usual_behind() -> None:
     calm = [1.0, 2.0, 1.5, 0.5, 1.0]
-    assert exploding_steps([]) == exploding_steps([*calm, 3.0]) == 0
-    assert exploding_steps([1.0, 30.0]) == 0  # nothing is usual yet
-    assert exploding_steps([*calm, 30.0, 40.0]) == 2
-    assert exploding_steps([*calm, 30.0, 40.0, 1.0]) == 0
+    norms = GradientNorms()
+    assert [norms.add(norm) for norm in (*calm, 3.0)] == [0] * 6
+    assert [norms.add(norm) for norm in (60.0, 80.0, 0.0, 1.0)] == [1, 2, 0, 0]
+    few = GradientNorms()
+    assert [few.add(norm) for norm in (1.0, 30.0)] == [0, 0]  # nothing is usual yet
 
 
 def test_an_exploding_gradient_is_told_and_ends_the_run_where_that_was_asked_for(tmp_path: Path, spoil: Any) -> None:

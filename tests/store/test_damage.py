@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psycopg
@@ -12,10 +12,8 @@ import pytest
 from anyio import to_thread
 
 from agentlightning.errors import ConfigError, UnavailableError
-from agentlightning.store import calls, postgres, schema, sqlite
-from agentlightning.store.database import Connection
+from agentlightning.store import calls, schema, sqlite
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import Condition, EnqueueRolloutRequest
 from tests.store.storm import span_of
 
 pytestmark = pytest.mark.anyio
@@ -123,103 +121,27 @@ async def test_a_store_can_live_in_a_schema_of_its_own_beside_foreign_tables(pos
 
 # --- stores of other layouts -------------------------------------------------------------------------------------
 
-FIRST_LAYOUT_ROWS = """
-INSERT INTO runs (run_id, kind, status, start_time, policy_version, manifest)
-VALUES ('run', 'train', 'running', 1, 7, '{}');
-INSERT INTO rollout_groups (group_id, run_id, size, finished_index) VALUES ('g', 'run', 1, 1);
-INSERT INTO rollouts (rollout_id, input, start_time, end_time, status, mode, run_id, group_id, group_index,
-    config, metadata, attempts)
-VALUES ('done', '"a"', 1, 2, 'succeeded', 'train', 'run', 'g', 0, '{}', '{"k":1}', 1),
-    ('busy', '"b"', 3, NULL, 'running', 'train', 'run', NULL, NULL, '{}', '{}', 1),
-    ('waits', '"c"', 4, NULL, 'queuing', 'val', NULL, NULL, NULL, '{}', '{}', 0),
-    ('unattributed', 'null', 5, 5, 'succeeded', 'val', NULL, NULL, NULL, '{}', '{}', 1);
-INSERT INTO attempts (attempt_id, rollout_id, sequence_id, start_time, end_time, status, metadata, last_activity,
-    lease_expires, check_time, span_sequence)
-VALUES ('a1', 'done', 1, 1, 2, 'succeeded', '{}', 1, 31, 31, 1),
-    ('a2', 'busy', 1, 3, NULL, 'running', '{}', 3, 33, 33, 0),
-    ('unattributed', 'unattributed', 1, 5, 5, 'succeeded', '{}', 5, 5, 5, 0);
-INSERT INTO spans (attempt, span_id, sequence_id, trace_id, name, start_time, end_time, status_code, attributes)
-VALUES (1, 's', 1, 't', 'n', 1, 2, 'OK', '{"agentlightning.reward.0.value":0.3}');
-INSERT INTO resources (version, resources_id, resources, create_time, metadata) VALUES (1, 'rs', '{}', 1, '{}');
-INSERT INTO meta (name, value) VALUES ('secret', ?)
-"""
+
+def number_sqlite(path: Path, layout: int) -> None:
+    with contextlib.closing(sqlite._open(str(path))) as connection:
+        connection.execute(f"PRAGMA user_version = {layout}")
 
 
-def lay_out_first(connection: Connection) -> None:
-    """Make a store as the first release did."""
-    connection.execute("BEGIN")
-    for statement in schema.STEPS[0].format_map(schema._TYPES[connection.dialect]).split(";"):
-        if statement.strip():
-            connection.execute(statement)
-    for statement in FIRST_LAYOUT_ROWS.split(";"):
-        connection.execute(statement, (b"\1" * 32,) if "?" in statement else ())
+def number_postgres(url: str, layout: int) -> None:
+    with psycopg.connect(url) as connection:
+        connection.execute("UPDATE meta SET value = %s WHERE name = 'layout'", (b"%d" % layout,))
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
-def old_store(request, tmp_path) -> Iterator[tuple[str, Callable[[int], None]]]:
-    """The address of a store of the first layout, and what writes another number of a layout into it."""
-    if request.param == "sqlite":
-        path = tmp_path / "store.db"
-        with contextlib.closing(sqlite._open(str(path))) as connection:
-            lay_out_first(connection)
-            connection.execute(f"PRAGMA application_id = {sqlite.APPLICATION_ID}")
-            connection.execute("PRAGMA user_version = 1")
-            connection.execute("COMMIT")
-
-        def number(layout: int) -> None:
-            with contextlib.closing(sqlite._open(str(path))) as connection:
-                connection.execute(f"PRAGMA user_version = {layout}")
-
-        yield str(path), number
-        return
-    url = request.getfixturevalue("postgres_database")
-    connection = postgres.PostgresConnection(url, writing="FULL")
-    lay_out_first(connection)
-    connection.execute("INSERT INTO meta (name, value) VALUES ('layout', ?)", (b"1",))
-    connection.execute("COMMIT")
-    yield url, lambda layout: connection.execute("UPDATE meta SET value = ? WHERE name = 'layout'", (b"%d" % layout,))
-    connection.close()
-
-
-async def test_a_store_of_the_first_layout_is_brought_to_the_present_one(old_store):
-    address, _ = old_store
-    for _ in range(2):
-        async with opened(address) as store:
-            assert await store.perform(calls.CheckStore()) == []
-            stored = await store.query_rollouts()
-            assert [(one.rollout_id, one.input, one.project, one.priority) for one in stored] == [
-                ("done", "a", "default", 0),
-                ("busy", "b", "default", 0),
-                ("waits", "c", "default", 0),
-                ("unattributed", None, "default", 0),
-            ]
-            (span,) = await store.query_spans("done")
-            assert span.attributes == {"agentlightning.reward.0.value": 0.3}
-            assert [group.group_id for group in await store.complete_groups_after("run", 0)] == ["g"]
-            assert [one.rollout_id for one in (await store.finished_after()).rollouts] == ["done"]
-            assert (await store.get_latest_attempt("busy")).held_seconds == 0.0
-            assert (await store.get_latest_resources()).resources_id == "rs"
+@pytest.mark.parametrize("layout", [schema.FIRST - 1, schema.VERSION + 1])
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+async def test_a_store_of_another_layout_is_refused_and_left_as_it_is(request, tmp_path, kind, layout):
+    address = tmp_path / "store.db" if kind == "sqlite" else request.getfixturevalue("postgres_database")
+    number = number_sqlite if kind == "sqlite" else number_postgres
     async with opened(address) as store:
-        assert (await store.dequeue_rollout()).rollout_id == "waits"
-        await store.update_attempt("busy", "a2", status="succeeded")
-        assert [one.rollout_id for one in (await store.finished_after()).rollouts] == ["done", "busy"]
-        assert await store.next_policy_version("run") == 8
-
-
-async def test_the_groups_of_an_older_store_are_counted_on(old_store):
-    address, _ = old_store
-    async with opened(address) as store:
-        await store.perform(calls.DeleteRollouts(where=Condition("group_id", "eq", "g")))
-        await store.create_group(1, "run", "next")
-        (rollout,) = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, group_id="next", group_index=0)])
-        await store.cancel_rollout(rollout.rollout_id)
-        assert [group.group_id for group in await store.complete_groups_after("run", 1)] == ["next"]
-
-
-async def test_a_store_of_a_later_layout_is_refused(old_store):
-    address, number = old_store
-    await to_thread.run_sync(number, schema.VERSION + 1)
-    with pytest.raises(ConfigError, match=f"layout {schema.VERSION + 1}"):
+        await store.enqueue_rollout("a")
+    await to_thread.run_sync(number, address, layout)
+    with pytest.raises(ConfigError, match=f"layout {layout} and this release reads layout {schema.VERSION};"):
         await SqlStore.open(address)
-    await to_thread.run_sync(number, 1)
-    await (await SqlStore.open(address)).close()
+    await to_thread.run_sync(number, address, schema.VERSION)
+    async with opened(address) as store:
+        assert [one.input for one in await store.query_rollouts()] == ["a"]

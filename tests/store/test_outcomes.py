@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sqlite3
+import asyncio
 
 import pytest
 
 from agentlightning.semconv import ANNOTATION, REWARD_FINAL, REWARD_RETURNED
-from agentlightning.store import schema
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.rewards import find_final_reward, reward_attributes
 from agentlightning.types import Condition, EnqueueRolloutRequest, Order, RolloutConfig, Span
+from tests.store.conftest import open_store
 
 pytestmark = pytest.mark.anyio
 RETRIED = RolloutConfig(max_attempts=2, retry_condition=("failed",))
@@ -78,21 +78,23 @@ async def test_rollouts_are_sorted_by_reward_and_by_when_they_were_made(store):
     assert [one.rollout_id for one in newest.items] == made[::-1]
 
 
-async def test_an_older_store_learns_what_its_rollouts_came_to(tmp_path):
-    path = str(tmp_path / "store.sqlite")
-    store = await SqlStore.open(path)
-    await store.enqueue_rollout("task")
+@pytest.mark.parametrize("kind", ["memory", "postgres"])
+async def test_a_lease_that_is_withdrawn_leaves_the_outcome_of_the_attempt_before(request, kind):
+    async with open_store(kind, request) as store:
+        await _lease_and_withdraw(store)
+
+
+async def _lease_and_withdraw(store: SqlStore) -> None:
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="task", config=RETRIED)])
     leased = await begin(store)
-    await store.add_span(gives(leased, 1, 1.0, 10.0))
     ids = leased.rollout_id, leased.attempt.attempt_id
+    await store.add_span(gives(leased, 1, 1.0, 10.0))
     await store.update_attempt(*ids, status="failed", metadata={"reason": "out of memory"})
-    await store.close()
-    with sqlite3.connect(path) as connection:
-        for column in ("reward", "reward_order", "error"):
-            connection.execute(f"ALTER TABLE rollouts DROP COLUMN {column}")
-        connection.execute(f"PRAGMA user_version = {schema.STEPS.index(schema._OUTCOMES)}")
-    connection.close()
-    store = await SqlStore.open(path)
+    gone = asyncio.create_task(store.dequeue_rollout("gone"))
+    await asyncio.sleep(0)
+    gone.cancel()
+    for _ in range(2):  # behind the lease, and behind its withdrawal
+        await store.update_worker("other", {})
+    assert (await store.get_rollout_by_id(leased.rollout_id)).status == "requeuing"
     assert await rewards(store) == [leased.rollout_id]
     assert len((await store.page_rollouts(Condition("error", "eq", "out of memory"))).items) == 1
-    await store.close()

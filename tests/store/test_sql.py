@@ -12,6 +12,7 @@ import pytest
 
 from agentlightning.errors import ConfigError, InvalidError, UnavailableError
 from agentlightning.store import attempts, calls
+from agentlightning.store.reading import StoreReader
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Condition, EnqueueRolloutRequest, RolloutConfig, Span
 
@@ -138,7 +139,7 @@ async def test_the_leases_of_a_cancelled_call_are_put_back():
     waiting.cancel()
     await asyncio.wait([waiting])
     assert waiting.cancelled()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         leased = await store.dequeue_many_rollouts(3, timeout=5)
         while len(leased) < 3:
             leased += await store.dequeue_many_rollouts(3, timeout=5)
@@ -208,6 +209,28 @@ async def test_a_store_is_used_by_one_process_at_a_time(tmp_path):
     await (await SqlStore.open(tmp_path / "store.db")).close()
 
 
+async def test_a_store_has_one_owner_whatever_name_leads_to_it(tmp_path):
+    path, symbolic, hard = (tmp_path / name for name in ("store.db", "symbolic.db", "hard.db"))
+    symbolic.symlink_to(path.name)
+    store = await SqlStore.open(symbolic)  # which makes the file that the link names
+    await store.enqueue_rollout("task")
+    for name in (path, symbolic):
+        with pytest.raises(ConfigError, match="in use by another process"):
+            await SqlStore.open(name)
+    reader = await StoreReader.open(symbolic)
+    assert [one.input for one in await reader.query_rollouts()] == ["task"]
+    await reader.close()
+    hard.hardlink_to(path)
+    with pytest.raises(ConfigError, match="2 names"):
+        await SqlStore.open(hard)
+    with pytest.raises(ConfigError, match="2 names"):
+        await StoreReader.open(hard)
+    await store.close()
+    hard.unlink()
+    await (await SqlStore.open(path)).close()
+    assert symbolic.is_symlink()
+
+
 @pytest.mark.parametrize("kind", ["memory", "postgres"])
 async def test_workers_that_are_long_gone_are_forgotten(request, kind):
     now = 1e9
@@ -255,7 +278,7 @@ async def test_closing_a_store_tells_everybody_who_waits():
     ]
     await store.statistics()  # answered behind what the three have asked for
     await store.close()
-    results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
+    results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 60)
     assert [type(result) for result in results] == [UnavailableError] * 3
 
 

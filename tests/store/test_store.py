@@ -217,6 +217,21 @@ async def test_a_heartbeat_extends_the_lease_of_its_owner_only(store):
     assert await status_of(store, leased.rollout_id) == "preparing"
 
 
+async def test_a_worker_whose_attempt_was_followed_by_another_holds_nothing(store):
+    first = await lease_new(store)
+    ids, token = (first.rollout_id, first.attempt.attempt_id), first.lease.token
+    second = await store.start_attempt(first.rollout_id)
+    with pytest.raises(ConflictError, match="another one has followed"):
+        await store.heartbeat(*ids, token)
+    with pytest.raises(ConflictError, match="another one has followed"):
+        await store.update_attempt(*ids, status="failed", lease=token)
+    await end(store, first, "failed")  # by hand, without the lease
+    for _ in range(2):  # its owner may not have heard that it had ended it
+        await store.update_attempt(*ids, status="failed", lease=token)
+    beat = await store.heartbeat(second.rollout_id, second.attempt.attempt_id, second.lease.token)
+    assert beat.status == "preparing"
+
+
 async def test_metadata_of_an_attempt_is_replaced(store):
     leased = await lease_new(store)
     attempt = await store.update_attempt(leased.rollout_id, leased.attempt.attempt_id, metadata={"error": "boom"})
@@ -323,7 +338,7 @@ async def test_a_waiting_worker_gets_work_when_it_is_enqueued(store):
     await asyncio.sleep(0.05)
     assert not waiting.done()
     queued = await store.enqueue_rollout("work")
-    leased = await asyncio.wait_for(waiting, 5)
+    leased = await asyncio.wait_for(waiting, 60)
     assert leased.rollout_id == queued.rollout_id
 
 
@@ -349,7 +364,7 @@ async def test_waiting_for_rollouts_returns_all_of_them_once_the_last_has_finish
     await asyncio.sleep(0.05)
     assert not waiting.done()
     await end(store, first)
-    finished = await asyncio.wait_for(waiting, 5)
+    finished = await asyncio.wait_for(waiting, 60)
     assert [(r.rollout_id, r.status) for r in finished] == [
         (first.rollout_id, "succeeded"),
         (second.rollout_id, "failed"),
@@ -388,7 +403,7 @@ async def test_groups_are_numbered_in_the_order_they_become_complete(store):
     await asyncio.sleep(0.05)
     assert not waiting.done()
     await end(store, second[0], "failed")
-    (group,) = await asyncio.wait_for(waiting, 5)
+    (group,) = await asyncio.wait_for(waiting, 60)
     assert (group.group_id, group.finished_index, group.size) == (second[0].group_id, 1, 1)
 
     await end(store, first[1])

@@ -105,7 +105,8 @@ class Measuring:
         for number in self.measured(name):
             rollout = self.outcomes[name, "val", number].rollout
             spans = await self.spans(rollout)
-            tasks.append(EvaluatedTask(trace_rollout(rollout, spans), tuple(spans)))
+            traced = await asyncio.to_thread(trace_rollout, rollout, spans)
+            tasks.append(EvaluatedTask(traced, tuple(spans)))
         return Evaluation(step, 0, tuple(tasks))
 
     async def in_words(self, measure: Measure) -> str:

@@ -6,6 +6,7 @@ same batch.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 from collections import Counter
@@ -23,6 +24,7 @@ from agentlightning.data.recorded import rewarded_group
 from agentlightning.data.sequences import CreditedTransition, Level, TrainingSequence, build_sequences, cut_sequences
 from agentlightning.data.transitions import FloatArray, TracedRollout, tool_success, trace_rollout
 from agentlightning.store.base import LightningStore
+from agentlightning.types import Rollout, Span
 
 if TYPE_CHECKING:
     from agentlightning.data.drift_kinds import Classifier
@@ -65,10 +67,14 @@ async def trace_group(
     calls = algorithm.call_filter(*models)
     classifier = _classifier(token_bytes) if token_bytes else None
     traced: list[TracedRollout] = []
+
+    def trace(rollout: Rollout, spans: Sequence[Span]) -> TracedRollout:
+        one = trace_rollout(rollout, spans, calls=calls, reward=algorithm.reward)
+        return replace(one, breaks=continuity(one.transitions, spans, classifier).breaks)
+
     for name in rollout_ids:
         spans = await store.query_spans(name, "latest")
-        one = trace_rollout(rollouts[name], spans, calls=calls, reward=algorithm.reward)
-        traced.append(replace(one, breaks=continuity(one.transitions, spans, classifier).breaks))
+        traced.append(await asyncio.to_thread(trace, rollouts[name], spans))
     return traced
 
 

@@ -12,6 +12,8 @@ lineage.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -26,17 +28,20 @@ from agentlightning.algorithm.checkpoints import Checkpoints, LoopState, explain
 from agentlightning.algorithm.evaluation import Evaluation, evaluate, evaluation_id, why_unrewarded
 from agentlightning.algorithm.rl.batch import BATCHES_FILE, Batch, RecordedBatch, make_batches, rollout_metrics
 from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups, Ticket, draw, withdraw_rollouts
-from agentlightning.algorithm.rl.policies import EXPLOSION, Policies, Usage, exploding_steps, over_steps
+from agentlightning.algorithm.rl.policies import EXPLOSION, GradientNorms, Policies, Usage, over_steps
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.rewards import RewardSpec
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import TracedRollout, tool_success
-from agentlightning.errors import AgentLightningError, ConfigError, TrainingError
+from agentlightning.errors import AgentLightningError, ConfigError, ConflictError, TrainingError
 from agentlightning.types import Rollout
 
 
 class Loop:
-    """One training job of a `Reinforcement` algorithm on these groups; gradient steps run in `thread`."""
+    """One training job of a `Reinforcement` algorithm on these groups.
+
+    Whatever reads or writes weights runs in the one `thread`: the event loop goes on, and a checkpoint holds the
+    weights of one step."""
 
     def __init__(self, algorithm: Reinforcement, context: RunContext, groups: Groups, thread: Executor) -> None:
         if not context.policies:
@@ -53,6 +58,8 @@ class Loop:
         self.experience: list[CompleteGroup] = []  # trained lately
         self.checkpoints = Checkpoints(context.directory / "checkpoints")
         self.state = LoopState()
+        norms = self.policies.named({policy: {"grad_norm": 0.0} for policy in self.policies.names})
+        self.norms = {name: GradientNorms() for name in norms}
         self.learning = False  # between the first optimiser step of a batch and the publication
         self.evaluating: asyncio.Task[None] | None = None
 
@@ -78,13 +85,13 @@ class Loop:
             if not self.learning:  # the weights are those of a whole step
                 if isinstance(error, TrainingError):
                     await self._renew_version()
-                self._save()
+                await self._save()
             raise
         finally:
             if self.evaluating is not None:
                 self.evaluating.cancel()
                 await asyncio.gather(self.evaluating, return_exceptions=True)
-        self._save()
+        await self._save()
         if not self.context.stop.is_set() and self._last_evaluated() not in (None, self.state.step):
             self.context.deadline = None  # the time for the closing evaluation was set aside at the start
             try:
@@ -132,10 +139,10 @@ class Loop:
         metrics |= self._speed(metrics, sampled - started, learned - sampled, self.policies.usage() - engines)
         metrics["policy_version"] = float(self.state.policy_version)
         if step % self.algorithm.checkpoint_every == 0:
-            self._save()
+            await self._save()
         await self.context.tracking.record(step, metrics)
         self.context.progress.step(step, metrics)
-        self._check_explosion(step)
+        self._check_explosion(step, metrics)
 
     def _speed(self, metrics: Mapping[str, float], waited: float, learned: float, engines: Usage) -> dict[str, float]:
         """Of a step that waited so many seconds for rollouts and learned for so many, engine and learner by
@@ -153,14 +160,12 @@ class Loop:
             "learner_tokens_per_second": computed / learned,
         }
 
-    def _check_explosion(self, step: int) -> None:
+    def _check_explosion(self, step: int, metrics: Mapping[str, float]) -> None:
         """TrainingError once gradients have been far larger than usual for as many steps as the algorithm allows."""
-        history = self.context.tracking.history
-        for name in self.policies.named({policy: {"grad_norm": 0.0} for policy in self.policies.names}):
-            norms = [history[one][name] for one in sorted(history) if name in history[one]]
-            row = exploding_steps(norms) if name in history[step] else 0
+        for name, norms in self.norms.items():
+            row = norms.add(norm := metrics.get(name, 0.0))
             allowed = self.algorithm.stop_on_explosion
-            told = f"step {step}: {name} is {norms[-1]:.3g}, over {EXPLOSION:.0f} times what was usual" if row else ""
+            told = f"step {step}: {name} is {norm:.3g}, over {EXPLOSION:.0f} times what was usual" if row else ""
             if allowed and row >= allowed:
                 raise TrainingError(f"{told}, for {row} steps in a row. {self._how_to_replay(step)}")
             if row == 1:
@@ -221,7 +226,7 @@ class Loop:
         """The batch of each policy; a critic reads weights as a gradient step does."""
         make = partial(make_batches, self.algorithm, groups, self.policies.critics(self.algorithm))
         if self.algorithm.trained_critic is None or not groups:
-            return make()
+            return await asyncio.to_thread(make)
         async with self._alone():
             return await self.policies.in_thread(make)
 
@@ -290,7 +295,7 @@ class Loop:
             await self._evaluate()
         elif not self._evaluates_beside:
             await self._evaluated()
-            self.checkpoints.save_candidate(self.policies, self.state)
+            await self._written(self.checkpoints.save_candidate)
             self.evaluating = asyncio.create_task(self._evaluate())
 
     async def _evaluated(self) -> None:
@@ -347,11 +352,12 @@ class Loop:
         if best is not None and evaluation.reward <= best:
             return
         if self._evaluates_beside:  # the learner may be changing the weights this very moment
-            if self.checkpoints.promote_candidate(evaluation.step, evaluation.reward):
+            promote = partial(self.checkpoints.promote_candidate, evaluation.step, evaluation.reward)
+            if await self.policies.in_thread(promote):
                 self.state.best_reward = evaluation.reward
         elif evaluation.step == self.state.step:
             self.state.best_reward = evaluation.reward
-            self.checkpoints.save_best(self.policies, self.state)
+            await self._written(self.checkpoints.save_best)
 
     def _record_batch(self, step: int, groups: Sequence[CompleteGroup], replayed: Sequence[CompleteGroup]) -> None:
         """Note what the step trains on, before it does."""
@@ -363,10 +369,14 @@ class Loop:
         with explained("the record of steps", path), path.open("ab") as file:
             file.write(msgspec.json.encode(RecordedBatch(step, self.state.policy_version, fresh, old)) + b"\n")
 
-    def _save(self) -> None:
+    async def _save(self) -> None:
         self.state.groups = self.groups.state
         self.state.experience = tuple(group.ticket for group in self.experience)
-        self.checkpoints.save(self.policies, self.state)
+        await self._written(self.checkpoints.save)
+
+    async def _written(self, save: Callable[[Policies, LoopState], object]) -> None:
+        """Write the present weights and state, which goes on to change meanwhile."""
+        await self.policies.in_thread(partial(save, self.policies, copy.deepcopy(self.state)))
 
     async def _renew_version(self) -> None:
         """Publish the present weights once more, as another version: finished rollouts are never run again, and a
@@ -381,7 +391,7 @@ class Loop:
         """Go on from the newest checkpoint: its weights are served again under the version they were published as, and
         no call is answered before they are."""
         async with self.context.calls_held(), self.policies.alone():
-            restored = self.checkpoints.restore(self.policies)
+            restored = await self.policies.in_thread(partial(self.checkpoints.restore, self.policies))
             if restored is not None:
                 await self.policies.publish(restored.policy_version)
         if restored is None:
@@ -391,6 +401,9 @@ class Loop:
             self.groups.restore(restored.groups)
             self.experience = [await self._read_again(ticket) for ticket in restored.experience]
             await self.context.tracking.go_on_after(restored.step)
+            for _, measured in sorted(self.context.tracking.history.items()):
+                for name, norms in self.norms.items():
+                    norms.add(measured.get(name, 0.0))
             self.context.progress.note(f"resumed after step {restored.step} (policy version {restored.policy_version})")
         if not self.context.owns_runner:
             await self._abandon_failures()
@@ -429,7 +442,8 @@ class Loop:
             attempt = await store.get_latest_attempt(rollout.rollout_id)
             # An older attempt's runner lived in the process that died; a younger one is our own runner's.
             if attempt is not None and attempt.start_time < self.context.run_time and asked_for(rollout):
-                await store.update_attempt(rollout.rollout_id, attempt.attempt_id, status="unresponsive")
+                with contextlib.suppress(ConflictError):  # it has ended meanwhile
+                    await store.update_attempt(rollout.rollout_id, attempt.attempt_id, status="unresponsive")
 
 
 def _flow_metrics(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -151,18 +151,21 @@ USUAL: Final = 20  # the norms whose median is what is usual
 FEWEST: Final = 5  # before so many nothing is usual yet
 
 
-def exploding_steps(norms: Iterable[float]) -> int:
-    """How many of the last gradient norms, in a row, are more than `EXPLOSION` times the median of those before.
+class GradientNorms:
+    """What gradient norms are usual. The loss says nothing here: that of a policy gradient is about 0 at any scale."""
 
-    `[1.0] * 5 + [30.0, 40.0]` → 2. The loss says nothing here: that of a policy gradient is about 0 at any scale."""
-    usual: deque[float] = deque(maxlen=USUAL)
-    row = 0
-    for norm in norms:
-        if norm == 0:  # nothing was trained: a critic alone, or nothing that taught
-            continue
-        if len(usual) >= FEWEST and norm > EXPLOSION * statistics.median(usual):
-            row += 1
+    def __init__(self) -> None:
+        self._usual: deque[float] = deque(maxlen=USUAL)
+        self._row = 0
+
+    def add(self, norm: float) -> int:
+        """How many steps in a row, up to this one, had more than `EXPLOSION` times the median norm of those before; of
+        a step that trained nothing (0) none. After `[1.0] * 5`, 30.0 gives 1 and 40.0 gives 2."""
+        if norm == 0:
+            return 0
+        if len(self._usual) >= FEWEST and norm > EXPLOSION * statistics.median(self._usual):
+            self._row += 1
         else:
-            row = 0
-            usual.append(norm)
-    return row
+            self._row = 0
+            self._usual.append(norm)
+        return self._row
