@@ -26,7 +26,7 @@ from agentlightning.server.access import Access
 from agentlightning.store.calls import ErrorBody, ErrorReply
 
 _WINDOW: Final = 2  # seconds, at least: so much may come at once
-_SLOTS: Final = 1024  # that addresses share, so that inventing them takes no memory
+_SLOTS: Final = 256  # that addresses share, so that inventing them takes no memory
 _REMEMBERED: Final = 10_000
 _UNLIMITED: Final = frozenset({"/health", "/ready"})
 _RETRY: Final = RETRY_HEADER.encode()
