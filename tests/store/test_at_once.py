@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from agentlightning.errors import ConflictError, NotFoundError
-from agentlightning.store import calls
+from agentlightning.store import calls, retention
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import AttemptStatus, Condition, EnqueueRolloutRequest, RolloutConfig, Span
+from agentlightning.types import And, AttemptStatus, Condition, EnqueueRolloutRequest, RolloutConfig, Span
 
 pytestmark = pytest.mark.anyio
 
+EVERYTHING = And([])
 ENDS: list[AttemptStatus] = ["succeeded", "failed", "timeout", "unresponsive", "cancelled"]
 
 
@@ -88,7 +89,7 @@ async def test_a_rollout_made_anew_in_the_transaction_that_finished_and_deleted_
         await store.perform(calls.EnqueueRollouts(requests=[request]))
         await asyncio.gather(  # what one turn of the event loop brings shares a commit
             store.perform(calls.CancelRollout(rollout_id="again")),
-            store.perform(calls.DeleteRollouts(where=Condition("rollout_id", "eq", "again"))),
+            store._write(lambda tx: retention.delete_rollouts(tx, calls.DeleteRollouts(where=EVERYTHING), [1])),
             store.perform(calls.EnqueueRollouts(requests=[request])),
         )
         assert await store.perform(calls.CheckStore()) == []
