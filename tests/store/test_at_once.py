@@ -87,9 +87,13 @@ async def test_a_rollout_made_anew_in_the_transaction_that_finished_and_deleted_
         stack.push_async_callback(store.close)
         request = EnqueueRolloutRequest(input=1, rollout_id="again")
         await store.perform(calls.EnqueueRollouts(requests=[request]))
+
+        async def remove() -> None:
+            await store._write(lambda tx: retention.delete_rollouts(tx, calls.DeleteRollouts(where=EVERYTHING), [1]))
+
         await asyncio.gather(  # what one turn of the event loop brings shares a commit
             store.perform(calls.CancelRollout(rollout_id="again")),
-            store._write(lambda tx: retention.delete_rollouts(tx, calls.DeleteRollouts(where=EVERYTHING), [1])),
+            remove(),
             store.perform(calls.EnqueueRollouts(requests=[request])),
         )
         assert await store.perform(calls.CheckStore()) == []
