@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from agentlightning.types import AttemptedRollout as AttemptedRollout
     from agentlightning.types import Condition as Condition
     from agentlightning.types import EnqueueRolloutRequest as EnqueueRolloutRequest
+    from agentlightning.types import FrozenModel as FrozenModel
     from agentlightning.types import NamedResources as NamedResources
     from agentlightning.types import Not as Not
     from agentlightning.types import Or as Or
@@ -149,6 +150,7 @@ _HOMES = {
         "AttemptedRollout",
         "Condition",
         "EnqueueRolloutRequest",
+        "FrozenModel",
         "NamedResources",
         "Not",
         "Or",

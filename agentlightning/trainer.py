@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import signal
 import threading
 import time
@@ -20,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 from rich.console import Console
 
 from agentlightning.algorithm import GRPO, Algorithm, Baseline, NoProgress, Progress, Reinforcement, RunContext
@@ -35,7 +35,7 @@ from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
-from agentlightning.gateway.backends.http import HttpBackend
+from agentlightning.gateway.frozen import frozen_entry, read_frozen
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.learner.base import AdamW, DType, LoRA
 from agentlightning.runner.agent import LitAgent, as_agent
@@ -50,7 +50,7 @@ from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.choice import TracerKind, choose_tracer
 from agentlightning.tracing.tree import rollout_tree
-from agentlightning.types import LLM, Metrics, NamedResources
+from agentlightning.types import LLM, FrozenModel, Metrics, NamedResources
 
 if TYPE_CHECKING:
     from agentlightning.learner.policy import Policy
@@ -80,6 +80,8 @@ class Trainer:
         model: what is trained: a directory, a Hugging Face id, a loaded `Policy`, or `file.py:function` that makes one
             from the seed; or several of these by name, each of which learns from its own calls. None evaluates an
             endpoint given in `initial_resources`. A `Policy` is trained in place: the next fit goes on from there.
+        models: frozen ones beside it by name, as `{"judge": {"endpoint": "https://…/v1", "frozen": True}}`: calls go
+            through the gateway, are recorded and sampled as the agent asks (see `FrozenModel`).
         model_name: what agents call a single one by; trainers that share a server each need one of their own.
         algorithm: `GRPO(…)` by default; `Baseline()` only evaluates.
         optimizer: learning rate, schedule, micro-batches and the like.
@@ -94,8 +96,8 @@ class Trainer:
         port: port of this process's server, 0 for any free one.
         seed: the source of all randomness.
         time_limit: seconds after which training ends, closing evaluation included.
-        initial_resources: more resources for the agent; a policy being trained is added as `llm`, several by their
-            names, and the first of them as `llm`.
+        initial_resources: more resources for the agent; models are added by their names, and the first one trained as
+            `llm`.
         hooks: code that runs around every rollout.
         tracer: `auto` collects what OpenTelemetry's SDK traces in the agent where it is installed; `light` does not.
         trackers: `"tensorboard"`, `"wandb"`, `"mlflow"`, `{"name": "wandb", "project": "x"}`, a `Tracker` of your own.
@@ -111,6 +113,7 @@ class Trainer:
         self,
         *,
         model: str | Path | Policy | Mapping[str, str | Path | Policy] | None = None,
+        models: Mapping[str, FrozenModel | Mapping[str, Any]] | None = None,
         model_name: str = "policy",
         algorithm: Algorithm | None = None,
         optimizer: AdamW | None = None,
@@ -141,6 +144,7 @@ class Trainer:
             n_runners = usual_concurrency(isolation)
         _check_settings(n_runners, time_limit, server, store, port)
         self.models = dict(model) if isinstance(model, Mapping) else {} if model is None else {model_name: model}
+        self.frozen = read_frozen(models or {}, self.models)
         self.algorithm = algorithm if adapter is None else with_adapter(algorithm, adapter)
         self.optimizer = optimizer or AdamW()
         self.lora = lora
@@ -282,12 +286,13 @@ class Trainer:
         store = await self._open_store(stack, directory.path)
         opened = {name: self._open_policy(stack, model, algorithm) for name, model in self.models.items()}
         entries = self._model_entries(algorithm, {name: served.backend for name, (served, _) in opened.items()})
+        held = [entry.name for entry in entries if entry.trainable]
         calls_held: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
         if self.server is None:
             gateway = Gateway(ModelTable(entries), store) if entries else None
             if gateway is not None:
                 stack.push_async_callback(gateway.close)
-                calls_held = gateway.held
+                calls_held = partial(gateway.held, *held)
             http = HttpServer(create_app(store, gateway=gateway), port=self.port)
             await http.start()
             stack.push_async_callback(http.stop)
@@ -296,15 +301,15 @@ class Trainer:
             url = self.server.rstrip("/")
             if entries:
                 await self._lend_to_server(stack, entries, directory.mark.run_id)
-                calls_held = partial(models_held, url, [entry.name for entry in entries], api_key=self.api_key)
+                calls_held = partial(models_held, url, held, api_key=self.api_key)
         self.progress.note(f"dashboard: {url}/#/runs/{directory.mark.run_id}")
         resources = self.initial_resources
         if entries:
-            llm = resources.get("llm")
-            asked = llm.sampling_parameters if isinstance(llm, LLM) and not self.models else {}
-            made = partial(LLM, endpoint=f"{url}/v1", sampling_parameters=asked)
-            llms = {entry.name: made(model=entry.name) for entry in entries}
-            resources = {**resources, **(llms if len(llms) > 1 else {}), "llm": next(iter(llms.values()))}
+            given = resources.get("llm")
+            asked = given.sampling_parameters if isinstance(given, LLM) and not self.models else {}
+            llms = {entry.name: LLM(endpoint=f"{url}/v1", model=entry.name, gateway=True) for entry in entries}
+            llm = msgspec.structs.replace(next(iter(llms.values())), sampling_parameters=asked)
+            resources = {**resources, **(llms if len(llms) > 1 else {}), "llm": llm}
         stored = await store.add_resources(resources, metadata={"run_id": directory.mark.run_id})
         manifest = make_manifest(
             config=self._config(algorithm), seed=self.seed, train_tasks=train_tasks, val_tasks=val_tasks
@@ -366,22 +371,17 @@ class Trainer:
         return self.optimizer.until(algorithm.steps * algorithm.minibatches * algorithm.epochs) if trains else AdamW()
 
     def _model_entries(self, algorithm: Algorithm, backends: Mapping[str, Backend]) -> list[ModelEntry]:
-        """The models behind the gateway: the policies being trained, or the endpoint the caller gave."""
+        """The models behind the gateway: the policies being trained, or the endpoint the caller gave, then others."""
+        train = val = Sampling()
+        if isinstance(algorithm, Reinforcement):
+            train = Sampling(temperature=algorithm.temperature, max_tokens=algorithm.max_tokens)
+            val = Sampling(temperature=algorithm.val_temperature, max_tokens=algorithm.max_tokens)
+        entries = [ModelEntry(name, backend, train=train, val=val) for name, backend in backends.items()]
         upstream = self.initial_resources.get("llm")
-        if backends:
-            train = val = Sampling()
-            if isinstance(algorithm, Reinforcement):
-                train = Sampling(temperature=algorithm.temperature, max_tokens=algorithm.max_tokens)
-                val = Sampling(temperature=algorithm.val_temperature, max_tokens=algorithm.max_tokens)
-            return [
-                ModelEntry(name, backend, trainable=True, train=train, val=val) for name, backend in backends.items()
-            ]
-        if isinstance(upstream, LLM):
-            key = upstream.api_key or os.environ.get("OPENAI_API_KEY")
-            # Hosted APIs refuse to be asked for token ids, and nothing here trains on their answers.
-            hosted = HttpBackend(upstream.endpoint, kind="openai", api_key=key)
-            return [ModelEntry(upstream.model, hosted, trainable=False, train=None, val=None)]
-        return []
+        if isinstance(upstream, LLM) and not backends:
+            llm = FrozenModel(endpoint=upstream.endpoint, frozen=True, api_key=upstream.api_key)
+            entries.append(frozen_entry(upstream.model, llm))
+        return entries + [frozen_entry(name, one) for name, one in self.frozen.items()]
 
     async def _lend_to_server(self, stack: AsyncExitStack, entries: Sequence[ModelEntry], run_id: str) -> None:
         """Serve this process's policies on loopback and let the server's gateway route to them."""
@@ -435,6 +435,7 @@ class Trainer:
                 name: str(model) if isinstance(model, str | Path) else type(model).__name__
                 for name, model in self.models.items()
             },
+            "frozen": {name: one.model or name for name, one in self.frozen.items()},
             "algorithm": {**settings, "name": algorithm.name},
             "optimizer": dataclasses.asdict(self._optimizer(algorithm)),
             "lora": None if self.lora is None else dataclasses.asdict(self.lora),
