@@ -323,7 +323,7 @@ class Trainer:
             train_tasks=train_tasks,
             val_tasks=val_tasks,
             seed=self.seed,
-            # Others add theirs to a shared store; in the run's own, the latest has the address of this very process.
+            # Others add theirs to a shared store; in the run's own, the latest has this very process's address.
             resources_id=None if self.server is None else stored.resources_id,
             policies={name: TrainedPolicy(learner, served.service) for name, (served, learner) in opened.items()},
             calls_held=calls_held,
@@ -377,10 +377,10 @@ class Trainer:
             train = Sampling(temperature=algorithm.temperature, max_tokens=algorithm.max_tokens)
             val = Sampling(temperature=algorithm.val_temperature, max_tokens=algorithm.max_tokens)
         entries = [ModelEntry(name, backend, train=train, val=val) for name, backend in backends.items()]
-        upstream = self.initial_resources.get("llm")
-        if isinstance(upstream, LLM) and not backends:
-            llm = FrozenModel(endpoint=upstream.endpoint, frozen=True, api_key=upstream.api_key)
-            entries.append(frozen_entry(upstream.model, llm))
+        llm = self.initial_resources.get("llm")
+        if isinstance(llm, LLM) and not backends:
+            upstream = FrozenModel(endpoint=llm.endpoint, frozen=True, api_key=llm.api_key)
+            entries.append(frozen_entry(llm.model, upstream))
         return entries + [frozen_entry(name, one) for name, one in self.frozen.items()]
 
     async def _lend_to_server(self, stack: AsyncExitStack, entries: Sequence[ModelEntry], run_id: str) -> None:
