@@ -107,10 +107,10 @@ async def test_a_class_agent_finds_main_llm_mode_and_tracer(
     sql_agent = agent("sql_agent.py:LitSQLAgent")(val_temperature=0.0)
     llm = LLM(endpoint=endpoint.url, model="policy", gateway=True)
     rollout = await agl.Runner(store, sql_agent).run_one({"query": "SELECT 1"}, {"llm": llm}, mode=mode)
-    assert agl.find_final_reward(await store.query_spans(rollout.rollout_id)) == 1.0
-    ((url, used, without_handler),) = sql_agent.seen
-    assert f"/rollout/{rollout.rollout_id}/attempt/" in url
-    assert (used, without_handler) == (temperature, True)
+    noted, rewarded = await store.query_spans(rollout.rollout_id)
+    assert agl.get_reward_value(rewarded) == 1.0
+    assert f"/rollout/{rollout.rollout_id}/attempt/" in str(noted.attributes["url"])
+    assert (noted.attributes["temperature"], noted.attributes["callbacks"]) == (temperature, 0)
 
 
 async def test_training_and_validation_methods_and_hooks(store: agl.SqlStore) -> None:

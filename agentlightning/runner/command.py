@@ -157,6 +157,9 @@ class CommandAgent(LitAgent[Any]):
         self._warned = False
         self._grader = replace(program, line=grader) if isinstance(grader, str) else grader
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> CommandAgent:
+        return self  # a program keeps nothing here
+
     def check(self) -> None:
         """ConfigError where a program is not there."""
         self._program.check()

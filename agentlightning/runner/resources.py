@@ -13,7 +13,7 @@ from agentlightning.types import LLM, AttemptedRollout, NamedResources, Resource
 VERSIONS_KEPT = 32
 
 
-class _AgentResources(dict[str, Resource]):
+class AgentResources(dict[str, Resource]):
     """Resources by name; agents written for Agent Lightning 0.3 find the policy, `llm`, under `main_llm`."""
 
     def __missing__(self, name: str) -> Resource:
@@ -43,7 +43,7 @@ class ResourceCache:
             resources = latest.resources if latest else {}
         else:
             resources = await self._version(rollout.resources_id)
-        return _AgentResources(
+        return AgentResources(
             {
                 name: self._bind(resource, rollout) if isinstance(resource, LLM) else resource
                 for name, resource in resources.items()

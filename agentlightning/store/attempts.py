@@ -276,7 +276,8 @@ def _numbered(connection: Connection, number: int) -> Attempt:
 def update_attempt(tx: Transaction, call: calls.UpdateAttempt) -> Attempt:
     """Move an attempt, its rollout following, and replace its metadata."""
     number, before = load_standing(tx.connection, call.rollout_id, call.attempt_id)
-    _check_token(before, number, call.lease)
+    if call.status != before.attempt_status or call.lease != number:  # to hear the end of it twice is harmless
+        _check_token(before, number, call.lease)
     if call.status is not None:
         save_standing(tx, number, before, lifecycle.update(before, call.status, tx.now, tx.lease_seconds))
     if call.metadata is not None:
@@ -288,7 +289,8 @@ def update_attempt(tx: Transaction, call: calls.UpdateAttempt) -> Attempt:
 
 
 def heartbeat(tx: Transaction, call: calls.BeatHeart) -> Heartbeat:
-    """Extend the lease of an active attempt; say how any other stands."""
+    """Extend the lease of an active attempt; say how one stands that has ended. ConflictError for one that another
+    attempt has followed."""
     number, before = load_standing(tx.connection, call.rollout_id, call.attempt_id)
     _check_token(before, number, call.lease)
     after = lifecycle.beat(before, tx.now, tx.lease_seconds)
@@ -303,9 +305,11 @@ def heartbeat(tx: Transaction, call: calls.BeatHeart) -> Heartbeat:
 
 
 def _check_token(standing: Standing, number: int, token: int | None) -> None:
-    if token is not None and token != number:
+    """ConflictError unless the token, if there is one, is that of the attempt, and the attempt its rollout's latest."""
+    if token is not None and (token != number or not standing.is_latest):
+        followed = "" if standing.is_latest else ", which another one has followed"
         raise ConflictError(
-            f"lease {token} does not hold attempt {standing.attempt_id} of rollout {standing.rollout_id}; "
+            f"lease {token} does not hold attempt {standing.attempt_id} of rollout {standing.rollout_id}{followed}; "
             "stop working on it and take a new rollout"
         )
 

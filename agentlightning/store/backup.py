@@ -28,8 +28,7 @@ def back_up(
     how many MiB were copied.
 
     ConfigError if `destination` exists and is not to be overwritten, or if the store is damaged."""
-    _check_store(path)
-    _check_free(destination, overwrite)
+    path, destination = _check_store(path), _check_free(destination, overwrite)
     with contextlib.closing(sqlite.own(destination)) if destination.exists() else contextlib.nullcontext():
         _replace(path, "mode=ro", destination, advance)
 
@@ -39,8 +38,7 @@ def restore(
 ) -> None:
     """Make a copy the store of `destination`; `advance` as for `back_up`. InUseError if a process uses that store,
     ConfigError if there is one and it is not to be overwritten, or if the copy is damaged: then nothing is changed."""
-    _check_store(source)
-    _check_free(destination, overwrite)
+    source, destination = _check_store(source, copy=True), _check_free(destination, overwrite)
     # Nobody writes a copy. Read as a file that does not change, it needs no others beside it.
     live = source.with_name(f"{source.name}-wal").exists()
     with contextlib.closing(sqlite.own(destination)):
@@ -60,15 +58,16 @@ def postgres_advice(url: str, destination: Path) -> str:
     )
 
 
-def _check_store(path: Path) -> None:
+def _check_store(path: Path, *, copy: bool = False) -> Path:
     if not path.is_file() or path.stat().st_size == 0:
         raise ConfigError(f"there is no store at {path} (looked in {Path.cwd()})")
-    sqlite.check_file(path)
+    return sqlite.check_file(path, copy=copy)
 
 
-def _check_free(destination: Path, overwrite: bool) -> None:
+def _check_free(destination: Path, overwrite: bool) -> Path:
     if destination.exists() and not overwrite:
         raise ConfigError(f"{destination} exists already; choose another name, or overwrite it with --force")
+    return sqlite.real(destination)
 
 
 def _replace(path: Path, mode: str, destination: Path, advance: Callable[[int], None]) -> None:

@@ -48,8 +48,7 @@ def open_sqlite(address: str, synchronous: sqlite.Synchronous) -> Opened:
     if address == ":memory:":
         memory = sqlite.connect_memory()
         return Opened(memory, (), read_secret(memory), "BEGIN IMMEDIATE", _nothing, _nothing, time.time())
-    path = Path(address)
-    sqlite.check_file(path)
+    path = sqlite.check_file(Path(address))
     owner = sqlite.own(path)
     try:
         sqlite.prepare_file(path)

@@ -62,7 +62,7 @@ class StoreReader(LightningStore):
 
 
 def _connect(path: Path) -> sqlite.SqliteConnection:
-    sqlite.check_file(path, reading=True)
+    path = sqlite.check_file(path, reading=True)
     # A connection that may write puts the log away if it is the last to close.
     connection = sqlite.connect(path, "FULL", read_only=not os.access(path, os.W_OK))
     connection.execute("PRAGMA query_only = ON")

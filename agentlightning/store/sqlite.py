@@ -42,23 +42,37 @@ class SqliteConnection(sqlite3.Connection):
         """A file is not lost."""
 
 
-def check_file(path: Path, *, reading: bool = False) -> None:
-    """ConfigError if there is a file at `path` and it is not a store of this version, or may not be written although it
-    is not only for `reading`; nothing is changed."""
+def real(path: Path) -> Path:
+    """The path without symbolic links: what lies beside a store is beside the file itself."""
+    return Path(os.path.realpath(path))
+
+
+def check_file(path: Path, *, reading: bool = False, copy: bool = False) -> Path:
+    """Where the file at `path` really is, whatever links lead there; nothing is changed. ConfigError if there is one
+    and it is not a store of this version, may not be written although it is not only for `reading`, or has several
+    names although it is no `copy`, which nobody writes."""
+    path = real(path)
     try:
         if not path.exists() or path.stat().st_size == 0:
-            return
+            return path
         # Read as bytes: opening a foreign database with SQLite could already change files beside it.
         with path.open("rb") as file:
             header = file.read(100)
+        names = path.stat().st_nlink
     except OSError as error:
         raise _unusable(path, error) from None
     if not header.startswith(b"SQLite format 3\x00") or int.from_bytes(header[68:72], "big") != APPLICATION_ID:
         raise ConfigError(f"{path} is not an Agent Lightning store; it was left as it is. Choose another path")
     schema.check_version(int.from_bytes(header[60:64], "big"), f"the store {path}")
+    if names > 1 and not copy:
+        raise ConfigError(
+            f"the store {path} has {names} names (hard links), and SQLite would keep a log of its own beside each; "
+            "remove the others, and make copies with `agl store backup`"
+        )
     if not reading and not os.access(path, os.W_OK):
         raise _unusable(path, PermissionError("no permission to write it"))
     _check_whole(path, header)
+    return path
 
 
 def _check_whole(path: Path, header: bytes) -> None:

@@ -292,6 +292,10 @@ class StoreAgainstModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def heartbeat(self, data) -> None:
         rollout, attempt = self.pick(data)
+        if attempt is not rollout.attempts[-1]:
+            with pytest.raises(ConflictError, match="another one has followed"):
+                self.wait(self.store.heartbeat(rollout.id, attempt.id, attempt.token))
+            return
         beat = self.wait(self.store.heartbeat(rollout.id, attempt.id, attempt.token))
         rollout.beat(attempt, self.now)
         assert beat.status == attempt.status
@@ -310,12 +314,12 @@ class StoreAgainstModel(RuleBasedStateMachine):
     @rule(data=st.data(), status=st.sampled_from(["running", *ENDS]))
     def update(self, data, status) -> None:
         rollout, attempt = self.pick(data)
-        allowed = (
-            status == attempt.status
-            or attempt.status == "preparing"
+        follows = (
+            attempt.status == "preparing"
             or (attempt.status == "running" and status != "running")
             or rollout.revivable(attempt)
         )
+        allowed = status == attempt.status or (follows and attempt is rollout.attempts[-1])
         try:
             self.wait(self.store.update_attempt(rollout.id, attempt.id, status=status, lease=attempt.token))
         except ConflictError:

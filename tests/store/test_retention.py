@@ -233,6 +233,8 @@ async def test_rewards_can_outlive_everything_else(store):
     assert reward.attributes == {reward_value(0): 0.3}
     assert await store.get_rollout_by_id(rollout.rollout_id) == msgspec.structs.replace(rollout, input=None)
     assert await store.query_attempts(rollout.rollout_id) == attempts
+    again = EnqueueRolloutRequest(input={"question": SECRET}, rollout_id=rollout.rollout_id)
+    assert await store.enqueue_many_rollouts([again]) == [msgspec.structs.replace(rollout, input=None)]
     assert await delete(store, keep_rewards=True) == Deleted()
     assert (await delete(store)).rollouts == 1
 

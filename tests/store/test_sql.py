@@ -12,6 +12,7 @@ import pytest
 
 from agentlightning.errors import ConfigError, InvalidError, UnavailableError
 from agentlightning.store import attempts, calls
+from agentlightning.store.reading import StoreReader
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Condition, EnqueueRolloutRequest, RolloutConfig, Span
 
@@ -206,6 +207,28 @@ async def test_a_store_is_used_by_one_process_at_a_time(tmp_path):
         await SqlStore.open(tmp_path / "store.db")
     await store.close()
     await (await SqlStore.open(tmp_path / "store.db")).close()
+
+
+async def test_a_store_has_one_owner_whatever_name_leads_to_it(tmp_path):
+    path, symbolic, hard = (tmp_path / name for name in ("store.db", "symbolic.db", "hard.db"))
+    symbolic.symlink_to(path.name)
+    store = await SqlStore.open(symbolic)  # which makes the file that the link names
+    await store.enqueue_rollout("task")
+    for name in (path, symbolic):
+        with pytest.raises(ConfigError, match="in use by another process"):
+            await SqlStore.open(name)
+    reader = await StoreReader.open(symbolic)
+    assert [one.input for one in await reader.query_rollouts()] == ["task"]
+    await reader.close()
+    hard.hardlink_to(path)
+    with pytest.raises(ConfigError, match="2 names"):
+        await SqlStore.open(hard)
+    with pytest.raises(ConfigError, match="2 names"):
+        await StoreReader.open(hard)
+    await store.close()
+    hard.unlink()
+    await (await SqlStore.open(path)).close()
+    assert symbolic.is_symlink()
 
 
 @pytest.mark.parametrize("kind", ["memory", "postgres"])

@@ -217,6 +217,21 @@ async def test_a_heartbeat_extends_the_lease_of_its_owner_only(store):
     assert await status_of(store, leased.rollout_id) == "preparing"
 
 
+async def test_a_worker_whose_attempt_was_followed_by_another_holds_nothing(store):
+    first = await lease_new(store)
+    ids, token = (first.rollout_id, first.attempt.attempt_id), first.lease.token
+    second = await store.start_attempt(first.rollout_id)
+    with pytest.raises(ConflictError, match="another one has followed"):
+        await store.heartbeat(*ids, token)
+    with pytest.raises(ConflictError, match="another one has followed"):
+        await store.update_attempt(*ids, status="failed", lease=token)
+    await end(store, first, "failed")  # by hand, without the lease
+    for _ in range(2):  # its owner may not have heard that it had ended it
+        await store.update_attempt(*ids, status="failed", lease=token)
+    beat = await store.heartbeat(second.rollout_id, second.attempt.attempt_id, second.lease.token)
+    assert beat.status == "preparing"
+
+
 async def test_metadata_of_an_attempt_is_replaced(store):
     leased = await lease_new(store)
     attempt = await store.update_attempt(leased.rollout_id, leased.attempt.attempt_id, metadata={"error": "boom"})

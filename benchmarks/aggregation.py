@@ -1,0 +1,242 @@
+"""Which aggregation of the loss never destroys a policy, and learns at least as well: token-, sequence-, rollout-mean.
+
+    make .venv-experiments/.setup
+    python benchmarks/aggregation.py [--only game,template] [--seeds 1-5] [--steps 20] [--workers 2]
+
+Everything but `algorithm.aggregation` is as each task has it: a game in which failing takes longer
+(`_six_questions.py`, with the settings of the template), the template of `agl init`, the quickstart, and the three
+experiments.
+
+Each run is a process, pinned to a core, at nice 15. A run that was finished in --out is read, not run again; the table
+and `benchmarks/results/aggregation.json` are of all that were finished there with these --steps. A run collapsed if it
+ended at a held-out reward below half of what it began with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import chdir
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Final
+
+from experiments import CORES, FORKING, PYTHON, ROOT, TASKS, measured, spread
+from quickstart_seeds import seeds_of
+
+AGGREGATIONS: Final = ("token-mean", "sequence-mean", "rollout-mean")
+EXPERIMENTS: Final = ("text to SQL", "multi-hop questions", "math")
+TEMPLATE: Final = ROOT / "agentlightning" / "templates" / "agent"
+RESULTS: Final = ROOT / "benchmarks" / "results" / "aggregation.json"
+
+Run = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help=f"of {', '.join(CASES)}: names with commas")
+    parser.add_argument("--aggregations", default=",".join(AGGREGATIONS))
+    parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-5"))
+    parser.add_argument("--steps", type=int, help="at most so many, instead of what each task has")
+    parser.add_argument("--workers", type=int, default=len(CORES), help="how many runs go on at once")
+    parser.add_argument("--out", type=Path, default=Path("runs/aggregation"))
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    chosen = arguments.only.split(",") if arguments.only else list(CASES)
+    if unknown := set(chosen) - set(CASES):
+        parser.error(f"--only has {', '.join(unknown)}; known: {', '.join(CASES)}")
+    if set(chosen) & set(EXPERIMENTS) and not PYTHON.exists():
+        sys.exit("there is no .venv-experiments; `make .venv-experiments/.setup` makes it")
+    out = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # a run has one core
+    cores: SimpleQueue[int] = SimpleQueue()
+    for worker in range(arguments.workers):
+        cores.put(CORES[worker % len(CORES)])
+    jobs = [
+        (case, aggregation, seed, arguments.steps)
+        for case in chosen
+        for seed in arguments.seeds
+        for aggregation in arguments.aggregations.split(",")
+    ]
+    with ThreadPoolExecutor(arguments.workers) as pool:
+        failed = list(pool.map(lambda job: run(*job, out, cores), jobs)).count(False)
+    found = finished(out, arguments.steps)
+    lines = table(found)
+    print("\n".join(lines))
+    machine = f"{platform.processor() or platform.machine()}, Python {platform.python_version()}"
+    summary = {"machine": machine, "steps": arguments.steps, "table": lines, "runs": found}
+    arguments.results.write_text(json.dumps(summary, indent=1) + "\n")
+    sys.exit(1 if failed else 0)
+
+
+# --- the runs ---
+
+
+def place(case: str, aggregation: str, seed: int, steps: int | None) -> str:
+    return f"{case.replace(' ', '-')}_{aggregation}_seed-{seed}" + (f"_steps-{steps}" if steps else "")
+
+
+def run(case: str, aggregation: str, seed: int, steps: int | None, out: Path, cores: SimpleQueue[int]) -> bool:
+    """Run one, unless it was finished before. False where it failed."""
+    directory = out / place(case, aggregation, seed, steps)
+    report = directory.with_suffix(".json")
+    if report.is_file():
+        return True
+    shutil.rmtree(directory, ignore_errors=True)  # of a run that was cut short
+    directory.mkdir()
+    log, core, began = directory / "log.txt", cores.get(), time.monotonic()
+    process = FORKING.Process(target=train, args=(case, aggregation, seed, steps, directory, log, core))
+    process.start()
+    process.join()
+    cores.put(core)
+    name = f"{case}, {aggregation}, seed {seed}"
+    if process.exitcode:
+        print(f"{name} failed: see {log}", file=sys.stderr, flush=True)
+        return False
+    one = {"case": case, "aggregation": aggregation, "seed": seed, "seconds": time.monotonic() - began}
+    one |= measured(directory / "run")
+    kept = ("reward", "rollouts", "sampled_tokens", "grad_norm", "entropy")
+    one["curve"] = [{key: step[key] for key in kept if key in step} for step in one["curve"] if "reward" in step]
+    partial = report.with_suffix(".partial")
+    partial.write_text(json.dumps(one))
+    partial.rename(report)
+    print(f"{name}: {one['before']:.3f} → {one['after']:.3f}", file=sys.stderr, flush=True)
+    return True
+
+
+def train(case: str, aggregation: str, seed: int, steps: int | None, directory: Path, log: Path, core: int) -> None:
+    """Train in this process, which was made for it."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {core})
+    os.nice(15)
+    with log.open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    changed = {"aggregation": aggregation} | ({"steps": steps} if steps else {})
+    CASES[case](changed, seed, directory)
+
+
+def settings(changed: dict[str, Any]) -> list[str]:
+    return [f"algorithm.{name}={value}" for name, value in changed.items()]
+
+
+def train_template(changed: dict[str, Any], seed: int, directory: Path) -> None:
+    from rich.console import Console
+
+    from agentlightning.cli.config import load_config
+    from agentlightning.cli.training import fit
+
+    folder = shutil.copytree(TEMPLATE, directory / "project")
+    sys.path.insert(0, str(folder))
+    with chdir(folder):
+        fit(
+            load_config(folder / "run.yaml", settings(changed), {"seed": seed, "run_dir": str(directory / "run")}),
+            Console(),
+        )
+
+
+def train_game(changed: dict[str, Any], seed: int, directory: Path) -> None:
+    import _six_questions as game
+
+    import agentlightning as agl
+    from agentlightning.cli.config import load_config
+    from agentlightning.cli.training import make_algorithm
+    from agentlightning.learner.base import AdamW
+
+    config = load_config(TEMPLATE / "run.yaml", settings({"max_tokens": 24} | changed), {})
+    agl.Trainer(
+        model=game.make(seed),
+        algorithm=make_algorithm(config.algorithm),
+        optimizer=AdamW(**config.optimizer),
+        n_runners=64,
+        max_sequence_length=512,
+        run_dir=directory / "run",
+        seed=seed,
+    ).fit(game.player, game.tasks(400, seed), game.tasks(120, "held-out"))
+
+
+def train_quickstart(changed: dict[str, Any], seed: int, directory: Path) -> None:
+    import agentlightning as agl
+    from agentlightning.algorithm.base import NoProgress
+    from agentlightning.quickstart import load_flight_example, make_starting_policy
+
+    example = load_flight_example()
+    recipe, tasks = example.recipe, example.tasks
+    agl.Trainer(
+        model=make_starting_policy(example, seed, NoProgress()),
+        algorithm=replace(recipe.algorithm(), **changed),
+        optimizer=recipe.optimizer(),
+        n_runners=recipe.CONCURRENCY,
+        max_sequence_length=recipe.MAX_SEQUENCE_LENGTH,
+        run_dir=directory / "run",
+        seed=seed,
+    ).fit(example.train.flight, tasks.train_tasks(recipe.TRAIN_TASKS, seed), tasks.heldout_tasks(recipe.HELDOUT_TASKS))
+
+
+def experiment(name: str) -> Callable[[dict[str, Any], int, Path], None]:
+    def train_experiment(changed: dict[str, Any], seed: int, directory: Path) -> None:
+        script = ROOT / "examples" / TASKS[name][0] / "train.py"
+        flags = [word for setting in settings(changed) for word in ("--set", setting)]
+        os.execv(PYTHON, [str(PYTHON), str(script), *flags, "--seed", str(seed), "--out", str(directory)])
+
+    return train_experiment
+
+
+CASES: Final[dict[str, Callable[[dict[str, Any], int, Path], None]]] = {
+    "game": train_game,
+    "template": train_template,
+    "quickstart": train_quickstart,
+    **{name: experiment(name) for name in EXPERIMENTS},
+}
+
+
+# --- what is shown ---
+
+
+def finished(out: Path, steps: int | None) -> list[Run]:
+    """All runs that were finished with these --steps, in the order of cases, aggregations and seeds."""
+    paths = [path for path in out.glob("*_seed-*.json") if path.stem.partition("_steps-")[2] == str(steps or "")]
+    found = [json.loads(path.read_text()) for path in paths]
+    names = list(CASES)
+    return sorted(
+        found, key=lambda one: (names.index(one["case"]), AGGREGATIONS.index(one["aggregation"]), one["seed"])
+    )
+
+
+def collapsed(one: Run) -> bool:
+    return one["after"] < one["before"] / 2
+
+
+def table(found: Sequence[Run]) -> list[str]:
+    """A row of Markdown for each task and aggregation."""
+    columns = ("seeds", "held-out before", "after", "worst", "mean of training", "collapsed", "steps", "minutes")
+    lines = [f"| task | aggregation | {' | '.join(columns)} |", "|---" * (len(columns) + 2) + "|"]
+    for case, aggregation in dict.fromkeys((one["case"], one["aggregation"]) for one in found):
+        runs = [one for one in found if (one["case"], one["aggregation"]) == (case, aggregation)]
+        fallen = [str(one["seed"]) for one in runs if collapsed(one)]
+        cells = [
+            str(len(runs)),
+            spread(one["before"] for one in runs),
+            spread(one["after"] for one in runs),
+            f"{min(one['after'] for one in runs):.3f}",
+            spread(statistics.mean(step["reward"] for step in one["curve"]) for one in runs),
+            f"{len(fallen)} of {len(runs)}" + (f" (seeds {', '.join(fallen)})" if fallen else ""),
+            spread((len(one["curve"]) for one in runs), ".0f"),
+            spread((one["seconds"] / 60 for one in runs), ".1f"),
+        ]
+        lines.append(f"| {case} | {aggregation} | {' | '.join(cells)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()
