@@ -12,12 +12,12 @@ import dataclasses
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from rich.console import Console
@@ -31,6 +31,7 @@ from agentlightning.algorithm.function import with_adapter
 from agentlightning.algorithm.measures import Measures, measured, summarise
 from agentlightning.algorithm.tracking import Tracker, make_tracker
 from agentlightning.data.datasets import load_dataset
+from agentlightning.display import LiveProgress, hide_library_progress
 from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
@@ -44,7 +45,7 @@ from agentlightning.runner.processes import Isolation, boot_of, usual_concurrenc
 from agentlightning.runner.runner import Runner
 from agentlightning.server.app import create_app
 from agentlightning.server.lending import models_held, register_model, unregister_model
-from agentlightning.server.serve import HttpServer, run_on_fastest_loop
+from agentlightning.server.serve import HttpServer, run_blocking
 from agentlightning.store.base import LightningStore
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
@@ -56,8 +57,6 @@ if TYPE_CHECKING:
     from agentlightning.learner.policy import Policy
     from agentlightning.learner.serving import ServedPolicy
     from agentlightning.learner.torch import TorchLearner
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,6 +100,7 @@ class Trainer:
         hooks: code that runs around every rollout.
         tracer: `auto` collects what OpenTelemetry's SDK traces in the agent where it is installed; `light` does not.
         trackers: `"tensorboard"`, `"wandb"`, `"mlflow"`, `{"name": "wandb", "project": "x"}`, a `Tracker` of your own.
+        progress: where progress is shown instead of on stderr; False shows none.
         adapter: what a function decorated by `agl.algo` gets as `adapter`, as in Agent Lightning 0.3.
         max_sequence_length: prompt and answer together, in tokens; default the model's own, at most 4096.
         device: where the model is loaded to: `cuda` where there is one, else `cpu`, unless it says `mps` or another.
@@ -133,7 +133,7 @@ class Trainer:
         tracer: TracerKind = "auto",
         adapter: Any = None,
         trackers: Sequence[str | Mapping[str, Any] | Tracker] = (),
-        progress: Progress | None = None,
+        progress: Progress | Literal[False] | None = None,
         max_sequence_length: int | None = None,
         device: str | None = None,
         threads: int | None = None,
@@ -159,7 +159,7 @@ class Trainer:
         choose_tracer(tracer)  # refused here rather than after the model was loaded
         self.tracer: TracerKind = tracer
         self.trackers = tuple(map(make_tracker, trackers))
-        self.progress = progress or NoProgress()
+        self.progress = progress
         self.max_sequence_length = max_sequence_length
         self.device, self.threads = device, threads
         self.deterministic = deterministic
@@ -179,7 +179,7 @@ class Trainer:
 
         Datasets are lists, paths (JSONL, JSON, CSV, Parquet), DataFrames or Hugging Face datasets; recorded rollouts
         need none. Ctrl-C saves what was learned; `resume=True` goes on with the run in `run_dir`, or the newest."""
-        return _run_loop(self.fit_async(agent, train_dataset, val_dataset, resume=resume))
+        return run_blocking(self.fit_async(agent, train_dataset, val_dataset, resume=resume))
 
     async def fit_async(
         self,
@@ -202,7 +202,7 @@ class Trainer:
 
     def dev(self, agent: LitAgent[Any] | Callable[..., Any] | str, dataset: Any) -> list[EvaluatedTask]:
         """Run the agent once on every task without training; print each trace and the mean reward, and return them."""
-        return _run_loop(self.dev_async(agent, dataset))
+        return run_blocking(self.dev_async(agent, dataset))
 
     async def dev_async(self, agent: LitAgent[Any] | Callable[..., Any] | str, dataset: Any) -> list[EvaluatedTask]:
         """`dev` for code that runs in an event loop already."""
@@ -254,8 +254,9 @@ class Trainer:
         async with AsyncExitStack() as stack:
             stack.enter_context(garbage_sought_seldom())
             stack.enter_context(directory)
+            progress = stack.enter_context(self._display(algorithm))
             try:
-                context = await self._open(stack, directory, algorithm, train_tasks, val_tasks)
+                context = await self._open(stack, directory, algorithm, train_tasks, val_tasks, progress)
             except BaseException:
                 directory.forget()
                 raise
@@ -281,10 +282,11 @@ class Trainer:
         algorithm: Algorithm,
         train_tasks: list[Any],
         val_tasks: list[Any],
+        progress: Progress,
     ) -> RunContext:
         """Start everything the job needs; `stack` stops it again, last started first."""
         store = await self._open_store(stack, directory.path)
-        opened = {name: self._open_policy(stack, model, algorithm) for name, model in self.models.items()}
+        opened = {name: self._open_policy(stack, model, algorithm, progress) for name, model in self.models.items()}
         entries = self._model_entries(algorithm, {name: served.backend for name, (served, _) in opened.items()})
         held = [entry.name for entry in entries if entry.trainable]
         calls_held: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
@@ -302,7 +304,7 @@ class Trainer:
             if entries:
                 await self._lend_to_server(stack, entries, directory.mark.run_id)
                 calls_held = partial(models_held, url, held, api_key=self.api_key)
-        self.progress.note(f"dashboard: {url}/#/runs/{directory.mark.run_id}")
+        progress.note(f"dashboard: {url}/#/runs/{directory.mark.run_id}")
         resources = self.initial_resources
         if entries:
             given = resources.get("llm")
@@ -327,11 +329,19 @@ class Trainer:
             resources_id=None if self.server is None else stored.resources_id,
             policies={name: TrainedPolicy(learner, served.service) for name, (served, learner) in opened.items()},
             calls_held=calls_held,
-            progress=self.progress,
+            progress=progress,
             trackers=self.trackers,
             resume=directory.resumed,
             owns_runner=self.server is None,
         )
+
+    def _display(self, algorithm: Algorithm) -> AbstractContextManager[Progress]:
+        if self.progress is not None:
+            shown: Progress = self.progress or NoProgress()
+            return nullcontext(shown)
+        if self.models:
+            hide_library_progress()
+        return LiveProgress(steps=getattr(algorithm, "steps", None), time_limit=self.time_limit)
 
     async def _open_store(self, stack: AsyncExitStack, directory: Path) -> LightningStore:
         if isinstance(self.store, LightningStore):
@@ -344,7 +354,7 @@ class Trainer:
         return store
 
     def _open_policy(
-        self, stack: AsyncExitStack, model: str | Path | Policy, algorithm: Algorithm
+        self, stack: AsyncExitStack, model: str | Path | Policy, algorithm: Algorithm, progress: Progress
     ) -> tuple[ServedPolicy, TorchLearner]:
         from agentlightning.learner.opening import Opening
 
@@ -363,7 +373,7 @@ class Trainer:
             device=self.device,
             threads=self.threads,
         )
-        return stack.enter_context(opening.open(model, self.progress.phase))
+        return stack.enter_context(opening.open(model, progress.phase))
 
     def _optimizer(self, algorithm: Algorithm) -> AdamW:
         """Its schedule ends with the training."""
@@ -487,15 +497,3 @@ def _stopping_at_interrupt(stop: asyncio.Event) -> Generator[None]:
     finally:
         for number in installed:
             loop.remove_signal_handler(number)
-
-
-def _run_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine where no event loop runs yet."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        pass
-    else:
-        work.close()
-        raise ConfigError("an event loop is running here already; use `await trainer.fit_async(…)` or `dev_async`")
-    return run_on_fastest_loop(work)

@@ -206,6 +206,14 @@ def test_dev_runs_a_few_tasks_and_prints_each_trace(tmp_path: Path, capsys: pyte
     assert "tasks 2, attempts 1 each: 2 rewarded; mean reward 0." in printed
 
 
+def test_progress_is_shown_unless_it_is_not_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer(tmp_path).fit(agents.vowels, TASKS)
+    shown = capsys.readouterr().err
+    assert "step 1/2" in shown and "step 2/2" in shown and "dashboard: http://" in shown
+    trainer(tmp_path, run_dir=tmp_path / "b", progress=False).fit(agents.vowels, TASKS)
+    assert capsys.readouterr().err == ""
+
+
 def test_the_baseline_measures_and_changes_nothing(tmp_path: Path) -> None:
     result = trainer(tmp_path, algorithm=agl.Baseline()).fit(agents.vowels, TASKS[:1], TASKS[:3])
     assert [len(evaluation.tasks) for evaluation in result.evaluations] == [3]
