@@ -80,5 +80,5 @@ def test_a_missing_openai_says_what_to_install() -> None:
         "try: agl.openai_client(agl.LLM(endpoint='http://h/v1', model='m'))\n"
         "except ConfigError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
     assert "pip install 'openai" in done.stdout, done.stderr

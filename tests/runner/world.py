@@ -36,7 +36,7 @@ class Endpoint:
         self.most_open = max(self.most_open, self.open)
         if self.open >= self.hold_until:
             self._enough.set()
-        await asyncio.wait_for(self._enough.wait(), 20)
+        await asyncio.wait_for(self._enough.wait(), 60)
         self.open -= 1
         message = {"role": "assistant", "content": "hello"}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
@@ -66,4 +66,4 @@ async def running(runner: Runner) -> AsyncIterator[Runner]:
         yield runner
     finally:
         runner.stop()
-        await asyncio.wait_for(task, 20)
+        await asyncio.wait_for(task, 60)

@@ -145,7 +145,7 @@ async def test_a_commit_whose_connection_is_cut_is_waited_for_and_not_done_again
         assert not settling.done()
         with socket.socket(fileno=os.dup(connection._raw.fileno())) as wire:
             wire.shutdown(socket.SHUT_RDWR)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await settling
         assert workers_in(connection) == ["slow"]
 

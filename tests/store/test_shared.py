@@ -44,7 +44,7 @@ async def stores(postgres_database, anyio_backend) -> AsyncIterator[tuple[SqlSto
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     """Wait for what must become true soon, without anybody being told."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not await condition():  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.01)
 
@@ -77,7 +77,7 @@ async def test_who_waits_on_one_is_woken_by_the_other(stores):
 
     working = asyncio.create_task(one.dequeue_rollout(timeout=LONG))
     (rollout,) = await other.enqueue_many_rollouts([member])
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         leased = await working
     assert leased.rollout_id == rollout.rollout_id
 
@@ -87,7 +87,7 @@ async def test_who_waits_on_one_is_woken_by_the_other(stores):
         asyncio.create_task(one.complete_groups_after(run.run_id, 0, timeout=LONG)),
     ]
     await other.update_attempt(rollout.rollout_id, leased.attempt.attempt_id, status="succeeded")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         finished, feed, groups = await asyncio.gather(*waiting)
     assert [one.rollout_id for one in finished] == [rollout.rollout_id]
     assert [one.rollout_id for one in feed.rollouts] == [rollout.rollout_id]
@@ -221,7 +221,7 @@ async def test_an_attempt_that_another_holds_on_to_is_not_looked_at_without_a_pa
                 await one.statistics()
             now = await one._write(lambda tx: (attempts.expire(tx), tx.changes.deadline > tx.now))
         assert now == (0, True)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             (ended,) = await one.wait_for_rollouts([(await one.query_rollouts())[0].rollout_id], LONG)
         assert ended.status == "failed"
 
@@ -241,7 +241,7 @@ async def until_they_listen(url: str, servers: int) -> None:
 async def hear_until(heard: asyncio.Queue[Changes | None], what: Callable[[Changes], bool]) -> list[Changes]:
     """The changes that are heard up to the one that is meant."""
     several: list[Changes] = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not several or not what(several[-1]):
             changes = await heard.get()
             several += [] if changes is None else [changes]
@@ -278,7 +278,7 @@ async def test_what_another_release_tells_and_this_one_cannot_read_may_be_anythi
                 connection.execute("SELECT pg_notify(%s, 'server-x in-words-of-its-own')", (channel,))
 
         await to_thread.run_sync(tell)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while await heard.get() is not None:
                 pass
 
@@ -289,7 +289,7 @@ async def test_the_clocks_of_a_server_that_is_gone_run_out_at_the_other(postgres
     config = RolloutConfig(max_attempts=2, retry_condition=("unresponsive",))
     await gone.start_rollout(1, config=config)
     await gone.close()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         again = await stays.dequeue_rollout(timeout=LONG)
     assert again.attempt.sequence_id == 2
     await stays.close()
@@ -309,6 +309,6 @@ async def test_work_that_nobody_was_told_of_is_found_within_the_time_of_a_lease(
             )
 
     await to_thread.run_sync(enqueue_silently)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         assert (await waiting).rollout_id == "r"
     await store.close()
