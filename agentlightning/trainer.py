@@ -159,7 +159,7 @@ class Trainer:
         choose_tracer(tracer)  # refused here rather than after the model was loaded
         self.tracer: TracerKind = tracer
         self.trackers = tuple(map(make_tracker, trackers))
-        self.progress = progress
+        self.progress: Progress | Literal[False] | None = progress
         self.max_sequence_length = max_sequence_length
         self.device, self.threads = device, threads
         self.deterministic = deterministic
