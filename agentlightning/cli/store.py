@@ -209,7 +209,7 @@ async def _erase(
 
 async def _delete(opened: LightningStore, call: DeleteRollouts) -> Deleted:
     """Perform it and show meanwhile how far it is, which the number of those left tells, unless rewards are kept."""
-    from agentlightning.cli.display import counting
+    from agentlightning.display import counting
 
     async def left() -> int:
         return (await opened.page_rollouts(call.where, limit=0, with_total=True, project=call.project)).total or 0
@@ -247,7 +247,7 @@ def check(address: str | None, server: str | None, key: str | None, as_json: boo
 
 
 def _copying(file: Path) -> contextlib.AbstractContextManager[Callable[[int], None]]:
-    from agentlightning.cli.display import counting
+    from agentlightning.display import counting
 
     return counting("MiB", file.stat().st_size >> 20 if file.is_file() else None)
 
@@ -308,7 +308,7 @@ def export(
     as_json: bool,
 ) -> int:
     """Write rollouts with their attempts and spans to DEST: .jsonl, .jsonl.gz or .parquet."""
-    from agentlightning.cli.display import counting
+    from agentlightning.display import counting
     from agentlightning.store.transfer import export_rollouts
 
     if where is not None and run_id is not None:
@@ -344,7 +344,7 @@ def _filter(text: str | None) -> Filter | None:
 @store_options
 def import_(source: Path, address: str | None, server: str | None, key: str | None, as_json: bool) -> int:
     """Store the rollouts that an export wrote to SOURCE. Those stored already stay as they are."""
-    from agentlightning.cli.display import counting
+    from agentlightning.display import counting
     from agentlightning.store.transfer import import_rollouts
 
     async def work() -> None:
