@@ -198,7 +198,7 @@ async def test_closing_reaches_those_who_wait_for_their_turn(service: EngineServ
         await asyncio.sleep(0)
         service.close()
     with pytest.raises(UnavailableError):
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, 60)
 
 
 async def test_a_service_that_was_not_started_says_so(model: PreTrainedModel) -> None:
