@@ -274,7 +274,7 @@ def test_a_run_that_earns_nothing_any_more_ends_with_its_best_weights_named(tmp_
     notes, asked = Notes(), algorithm(steps=5, checkpoint_every=1, stop_on_collapse=allowed)
     trained = trainer(tmp_path, algorithm=asked, progress=notes)
     best = re.escape(str(tmp_path / "run/checkpoints/step-000001"))
-    told = f"no rollout of the last {allowed or 1} steps earned anything.* 100% of the groups .* weights are in {best}"
+    told = f"no rollout of the last {allowed or 3} steps earned anything.* 100% of the groups .* weights are in {best}"
     if allowed:
         with pytest.raises(TrainingError, match=f"step 4: the policy has collapsed: {told}"):
             trained.fit(loses_its_reward, TASKS)

@@ -182,9 +182,10 @@ class Loop:
                 self.context.progress.note(told)
 
     def _check_collapse(self, step: int, row: int) -> None:
-        """TrainingError once rollouts have earned nothing for as many steps as the algorithm allows."""
-        allowed = self.algorithm.stop_on_collapse
-        if row < max(1, allowed) or self.collapse_told:
+        """TrainingError once rollouts have earned nothing for as many steps as the algorithm allows; a note before."""
+        allowed, told_at = self.algorithm.stop_on_collapse, 3
+        ends = 0 < allowed <= row
+        if not ends and (row < told_at or self.collapse_told):
             return
         best = self.checkpoints.best()
         told = (
@@ -192,7 +193,7 @@ class Loop:
             f"{self.state.earnings.share:.0%} of the groups before one did. "
             f"{f'The best weights are in {best}' if best else 'No better weights were saved'}"
         )
-        if allowed:
+        if ends:
             raise TrainingError(
                 f"{told}. Try a lower learning_rate, or aggregation='rollout-mean'; stop_on_collapse=0 goes on"
             )

@@ -83,7 +83,7 @@ class Reinforcement(metaclass=_Tried):
     error where a loss or gradient is not finite, or, if `stop_on_explosion` is not 0, after that many steps in a row
     whose gradient is over 20 times as large as usual (`GradientNorms`); without, the first of them is told. It stops,
     too, after `stop_on_collapse` steps in a row that earned nothing, where others did before and chance does not
-    explain it (`Earnings`); with 0 it only says so."""
+    explain it (`Earnings`); after three it says so, and with 0 no more."""
 
     steps: int = 100
     tasks_per_step: int = 16
@@ -121,7 +121,7 @@ class Reinforcement(metaclass=_Tried):
     replay_staleness: int = 0
     target_reward: float | None = None
     stop_on_explosion: int = 0
-    stop_on_collapse: int = 3
+    stop_on_collapse: int = 10
     evaluate_every: int = 0
     checkpoint_every: int = 10
     rollout: RolloutConfig = field(
