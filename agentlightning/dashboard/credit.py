@@ -21,11 +21,11 @@ from agentlightning.dashboard.runs import Quality
 from agentlightning.data.continuity import SUGGESTIONS, continuity
 from agentlightning.data.credit_table import RETURNS, RewardedGroup
 from agentlightning.data.forest import shared_length
-from agentlightning.data.recorded import CreditSettings, Training, rewarded_group, training_of
+from agentlightning.data.recorded import ENDED, CreditSettings, Training, rewarded_group, training_of
 from agentlightning.data.transitions import FloatArray, IntArray, TracedRollout, Transition, trace_rollout
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store.base import LightningStore
-from agentlightning.types import Condition, Group, Order, Rollout
+from agentlightning.types import And, Condition, Group, Order, Rollout
 
 if TYPE_CHECKING:
     from agentlightning.data.token_bytes import TokenBytes
@@ -57,7 +57,7 @@ class CreditMember(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CreditView(msgspec.Struct, frozen=True, kw_only=True):
-    """`problem` says why there are no returns and advantages; `options` are those that each return takes."""
+    """`problem` says why there are no advantages, or no returns either; `options` are those that each return takes."""
 
     settings: CreditSettings
     trained_with: CreditSettings | None
@@ -102,10 +102,20 @@ class TracedGroup:
         advantages: dict[str, FloatArray] = {}
         problem = None
         try:
-            advantages = self.advantages(settings)
+            if asked is None and self.training.credit is None and self.training.name is not None:
+                raise ConfigError(
+                    f"what {self.training.name} made of these rewards is not known here; choose settings to see what "
+                    "they would give"
+                )
             # Without a baseline an advantage is the return itself.
             plain = CreditSettings(returns=settings.returns, returns_options=settings.returns_options, baseline="none")
             returns = self.advantages(plain)
+            if settings.credit(self.training.reward).needs_batch:
+                raise ConfigError(
+                    f"baseline {settings.baseline!r} compares all groups of a step, and this is one of them: its "
+                    "advantages are not known here"
+                )
+            advantages = self.advantages(settings)
         except (ConfigError, TypeError, ValueError) as error:
             problem = str(error)
         if problem is None and not advantages:
@@ -192,7 +202,7 @@ async def compared_with(store: LightningStore, rollout: Rollout) -> TracedGroup:
 async def group_view(store: LightningStore, group_id: str) -> GroupView:
     group = await find_group(store, group_id)
     traced = await trace_group(store, group.rollout_ids)
-    view = traced.view(None)
+    view = await asyncio.to_thread(traced.view, None)
     rows = await rows_of(store, [one.rollout for one in traced.traced])
 
     def mean(calls: Sequence[CreditedCall]) -> float | None:
@@ -289,7 +299,7 @@ def prefix_tree(traced: Sequence[TracedRollout], token_bytes: TokenBytes | None)
 
 async def sampled_quality(store: LightningStore, run_id: str) -> Quality:
     """The quality of a run's newest finished rollouts."""
-    where = Condition("run_id", "eq", run_id)
+    where = And([Condition("run_id", "eq", run_id), Condition("status", "in", list(ENDED))])
     page = await store.page_rollouts(where, [Order(field="number", descending=True)], limit=_SAMPLED)
     spans = await asyncio.gather(*(store.query_spans(one.rollout_id, "latest") for one in page.items))
     training = await trained_by(store, run_id)

@@ -20,6 +20,7 @@ from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.transitions import TracedRollout
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store.base import LightningStore
+from agentlightning.tracing.dialects import mapping
 from agentlightning.tracing.rewards import find_final_reward
 from agentlightning.types import And, Condition, Filter, Order, Rollout, Run, Span
 
@@ -80,42 +81,46 @@ class CreditSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     returns_options: dict[str, Any] = {}
     baseline: str = "grpo"
     baseline_options: dict[str, Any] = {}
+    equal_rewards: bool = False
 
     def credit(self, reward: RewardSpec = PLAIN) -> Credit:
         """ConfigError for what is none of the built-in ones, or does not go together."""
         for what, name, known in (("returns", self.returns, RETURNS), ("baseline", self.baseline, BASELINES)):
             if name not in known:
                 raise ConfigError(f"{what} {name!r} is not built in; choose one of {', '.join(known)}")
-        return make_credit(self.returns, self.returns_options, self.baseline, self.baseline_options, reward=reward)
+        return make_credit(**msgspec.structs.asdict(self), reward=reward)
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run does with its rollouts; `credit` is None where the run trains nothing by credit. `unrewarded` is what
-    a rollout without a reward counts for: nothing (`exclude`), or a number."""
+    """What a run does with its rollouts; `credit` is None where the run trains nothing, or by an algorithm, `name`,
+    whose credit is not that of settings alone. `unrewarded` is what a rollout without a reward counts for: nothing
+    (`exclude`), or a number."""
 
     calls: CallFilter = EVERY_CALL
     reward: RewardSpec = PLAIN
     credit: CreditSettings | None = None
     unrewarded: str | float = "exclude"
+    name: str | None = None
 
 
 UNTRAINED: Final = Training()
 
 
 def training_of(run: Run | None) -> Training:
-    """What the run's manifest says; of no run, or one that trains no policy, that every call counts."""
-    config: dict[str, Any] = run.manifest.get("config", {}) if run else {}
-    algorithm = config.get("algorithm")
-    if not isinstance(algorithm, dict) or "reward" not in algorithm:
+    """What the run's manifest says; of no run, one without a policy, or another program's, that all calls count."""
+    config = mapping(run.manifest.get("config")) if run else {}
+    algorithm = mapping(config.get("algorithm"))
+    if "reward" not in algorithm:
         return UNTRAINED
     named = {name: algorithm[name] for name in CallFilter.__dataclass_fields__ if name in algorithm}
     credit = {name: algorithm[name] for name in CreditSettings.__struct_fields__ if name in algorithm}
-    return Training(
-        calls=msgspec.convert({**named, "models": list(config["models"])}, CallFilter),
-        reward=msgspec.convert(algorithm["reward"], RewardSpec),
-        credit=msgspec.convert(credit, CreditSettings),
-        unrewarded=algorithm.get("unrewarded", "exclude"),
-    )
+    by_settings = config.get("credit_by_settings", "baseline" in algorithm)
+    calls, unrewarded = {**named, "models": list(mapping(config.get("models")))}, algorithm.get("unrewarded", "exclude")
+    told = {"calls": calls, "reward": algorithm["reward"], "unrewarded": unrewarded, "name": algorithm.get("name")}
+    try:
+        return msgspec.convert(told | ({"credit": credit} if by_settings else {}), Training)
+    except msgspec.ValidationError:
+        return UNTRAINED
 
 
 def rewarded_group(group: Sequence[TracedRollout], unrewarded: str | float) -> RewardedGroup:

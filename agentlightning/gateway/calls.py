@@ -161,7 +161,7 @@ class CallOpener:
                 status=403,
                 code="key_scope",
             )
-        return replace(entry, trainable=False, train=None, val=None)
+        return replace(entry, trainable=False)
 
 
 def _is_guarded(entry: ModelEntry, caller: Caller) -> bool:

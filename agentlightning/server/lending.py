@@ -48,6 +48,7 @@ async def register_model(
     asked = ModelRegistration(
         base_url=base_url,
         api_key=backend_key,
+        kind="vllm" if entry.trainable else "openai",
         aliases=entry.aliases,
         trainable=entry.trainable,
         train=_registered(entry.train),

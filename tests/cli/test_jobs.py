@@ -216,7 +216,7 @@ async def enqueue_one(url: str) -> dict[str, int]:
     """Enqueue a rollout; the server's statistics then."""
     store = LightningStoreClient(url)
     try:
-        await store.add_resources({"llm": LLM(endpoint=f"{url}/v1", model="policy")})
+        await store.add_resources({"llm": LLM(endpoint=f"{url}/v1", model="policy", gateway=True)})
         await store.enqueue_rollout("task")
         return await store.statistics()
     finally:

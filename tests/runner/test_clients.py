@@ -24,7 +24,7 @@ async def test_clients_of_a_pool_share_connections_but_not_url_and_key(endpoint:
     try:
         clients = []
         for name in ("a", "b"):
-            url = LLM(endpoint=endpoint.url, model="m").get_base_url("R", name)
+            url = LLM(endpoint=endpoint.url, model="m", gateway=True).get_base_url("R", name)
             clients.append(openai_client(LLM(endpoint=url, model="m", api_key=f"key-{name}")))
         await asyncio.gather(*(c.chat.completions.create(model="m", messages=MESSAGES) for c in clients))  # type: ignore[arg-type]
     finally:

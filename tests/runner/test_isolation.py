@@ -278,7 +278,7 @@ async def test_a_client_made_when_the_module_is_imported_belongs_to_each_attempt
 ) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")  # the runner's own is not the agent's
     async with gateway_before(Upstream(GOOD), store) as front:
-        await store.add_resources({"llm": LLM(endpoint=f"{front.url}/v1", model="policy")})
+        await store.add_resources({"llm": LLM(endpoint=f"{front.url}/v1", model="policy", gateway=True)})
         agent = f"tests.runner.agents.global_client:{name}"
         before = set(sys.modules)
         several = await ran(store, *[f"question {n}" for n in range(6)], agent=agent, concurrency=processes)

@@ -98,7 +98,7 @@ async def test_returned_spans_become_the_attempts_own(store: SqlStore) -> None:
 
 async def test_hundreds_of_concurrent_attempts_are_attributed_right(store: SqlStore, endpoint: Endpoint) -> None:
     """By URL, by key and by contextvar, each attempt's calls and spans are its own."""
-    await store.add_resources({"llm": LLM(endpoint=endpoint.url, model="policy")})
+    await store.add_resources({"llm": LLM(endpoint=endpoint.url, model="policy", gateway=True)})
     keys: dict[str, tuple[str, str]] = {}
     together = asyncio.Barrier(200)
 
