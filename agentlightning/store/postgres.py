@@ -23,7 +23,7 @@ from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import TransactionStatus
 
 from agentlightning.errors import ConfigError, UnavailableError
-from agentlightning.store import schema
+from agentlightning.store import codec, schema
 from agentlightning.store.database import Connection, Cursor, Dialect, Trouble
 from agentlightning.store.sqlite import Synchronous
 from agentlightning.store.transaction import Changes
@@ -88,7 +88,8 @@ class PostgresConnection:
         return self._raw.info.transaction_status not in (TransactionStatus.IDLE, TransactionStatus.UNKNOWN)
 
     def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Cursor:
-        return self._raw.execute(_translated(sql), parameters)  # pyright: ignore[reportArgumentType]
+        known = [codec.text(value) if isinstance(value, str) else value for value in parameters]
+        return self._raw.execute(_translated(sql), known)  # pyright: ignore[reportArgumentType]
 
     def settle(self) -> None:
         """Commit. Where the connection is lost meanwhile, the database is asked whether this transaction's mark is
@@ -138,7 +139,7 @@ class PostgresConnection:
             return "again"
         if isinstance(error, psycopg.errors.UniqueViolation):
             return "conflict"
-        if isinstance(error, psycopg.DataError | UnicodeEncodeError):
+        if isinstance(error, psycopg.DataError | psycopg.errors.ProgramLimitExceeded | UnicodeEncodeError):
             return "invalid"
         return "unavailable" if isinstance(error, psycopg.Error) else None
 

@@ -132,7 +132,7 @@ def _may_hold_secret(span: Span) -> bool:
     open_parts = (span.name, span.status.description, span.attributes, span.events, span.links, span.resource)
     try:
         data = _encoder.encode(open_parts)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return True  # it cannot be stored either, and is refused when that is tried
     for first, search in _SIGNS:
         if first in data and search(data):
