@@ -181,6 +181,17 @@ def span_columns(span: Span) -> SpanColumns:
     )
 
 
+def text_size(span: Span) -> int:
+    """About how many characters a span holds."""
+    parts = (span.attributes, span.resource, *(part.attributes for part in (*span.events, *span.links)))
+    size = len(span.name) + len(span.status.description or "")
+    for name, value in (item for attributes in parts for item in attributes.items()):
+        for one in value if isinstance(value, list | tuple) else (value,):
+            size += len(one) if isinstance(one, str) else 1
+        size += len(name)
+    return size
+
+
 def span_from_columns(rollout_id: str, attempt_id: str, columns: Sequence[Any]) -> Span:
     """The span of a row."""
     row = SpanColumns(*columns)
