@@ -147,10 +147,14 @@ class NamedAgent(LitAgent[Any]):
         self._agent = as_agent(load_reference(self.reference))
         self._agent.check()
 
-    def entry_point(self, mode: Mode) -> EntryPoint:
+    def loaded(self) -> LitAgent[Any]:
+        """The agent of that name. ConfigError as above."""
         if self._agent is None:
             self.check()
-        return cast("LitAgent[Any]", self._agent).entry_point(mode)
+        return cast("LitAgent[Any]", self._agent)
+
+    def entry_point(self, mode: Mode) -> EntryPoint:
+        return self.loaded().entry_point(mode)
 
 
 def rollout(function: Callable[P, R]) -> FunctionAgent[P, R]:

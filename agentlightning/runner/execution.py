@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from agentlightning.errors import InvalidError
 from agentlightning.runner.agent import LitAgent, is_async
+from agentlightning.runner.guard import guard_clients
 from agentlightning.runner.hooks import Hook
 from agentlightning.semconv import REWARD_RETURNED
 from agentlightning.tracing.context import AttemptTracer, bind
@@ -48,7 +49,7 @@ class Outcome:
 @dataclass(eq=False)
 class Execution:
     """One attempt of one agent, from on_rollout_start to on_rollout_end; the agent in `process`, if there is one, and
-    all around it here.
+    all around it here. In this process `own_agent` makes the attempt's copy of the agent.
 
     `stop` may be called at any time from the event loop: the agent is cancelled and `run` answers with that status."""
 
@@ -58,6 +59,7 @@ class Execution:
     rollout: AttemptedRollout
     tracer: AttemptTracer
     process: AgentProcess | None = None
+    own_agent: Callable[[], LitAgent[Any]] | None = None
 
     def __post_init__(self) -> None:
         self._stopped: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -124,6 +126,8 @@ class Execution:
 
     async def _traced(self, resources: NamedResources) -> Any:
         """What the agent returned, with the hooks around it."""
+        if self.own_agent is not None:
+            self.agent = self.own_agent()
         await self._call_hooks("on_rollout_start")
         await self._call_hooks("on_trace_start", tracer=self.tracer)
         answer = await guarded(self._call_agent(resources))
@@ -165,6 +169,7 @@ class Answer:
 async def call_agent(agent: LitAgent[Any], rollout: AttemptedRollout, resources: NamedResources) -> Any:
     """What the agent returns: an async one in this event loop, a sync one in a thread."""
     quiet_openai_agents()  # here, where the agent's module is imported, whichever process this is
+    guard_clients()
     entry_point = agent.entry_point(rollout.mode)
     arguments = (rollout.input, resources, rollout)
     if is_async(entry_point):

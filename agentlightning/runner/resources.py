@@ -13,7 +13,7 @@ from agentlightning.types import LLM, AttemptedRollout, NamedResources, Resource
 VERSIONS_KEPT = 32
 
 
-class _AgentResources(dict[str, Resource]):
+class AgentResources(dict[str, Resource]):
     """Resources by name; agents written for Agent Lightning 0.3 find the policy, `llm`, under `main_llm`."""
 
     def __missing__(self, name: str) -> Resource:
@@ -25,9 +25,9 @@ class _AgentResources(dict[str, Resource]):
 class ResourceCache:
     """Resources by id, immutable and therefore cached; and their view for one attempt.
 
-    An `LLM` without an `api_key` of its own is served by the gateway: its view names the attempt, in the URL and by the
-    attempt's key. An `LLM` that brings a key is an endpoint of its own (a judge, a hosted model) and stays as it is.
-    `endpoint_override` replaces the gateway's URL where this process reaches it by another one."""
+    The view of an `LLM` of the gateway names the attempt, in the URL and by the attempt's key. Any other is an endpoint
+    of its own (a judge, a hosted model) and stays as it is: it gets no key of ours. `endpoint_override` replaces the
+    gateway's URL where this process reaches it by another one."""
 
     def __init__(self, store: LightningStore, endpoint_override: str | None = None) -> None:
         self._store = store
@@ -43,7 +43,7 @@ class ResourceCache:
             resources = latest.resources if latest else {}
         else:
             resources = await self._version(rollout.resources_id)
-        return _AgentResources(
+        return AgentResources(
             {
                 name: self._bind(resource, rollout) if isinstance(resource, LLM) else resource
                 for name, resource in resources.items()
@@ -62,7 +62,7 @@ class ResourceCache:
             return self._versions[resources_id]
 
     def _bind(self, llm: LLM, rollout: AttemptedRollout) -> LLM:
-        if llm.api_key is not None:
+        if not llm.gateway:
             return llm
         if self._endpoint_override is not None:
             llm = msgspec.structs.replace(llm, endpoint=self._endpoint_override)

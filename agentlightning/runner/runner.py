@@ -33,6 +33,7 @@ from agentlightning.errors import (
 )
 from agentlightning.runner.agent import LitAgent, as_agent
 from agentlightning.runner.clients import ClientPool, current_pool
+from agentlightning.runner.copies import own_copies
 from agentlightning.runner.environment import current_server
 from agentlightning.runner.execution import Execution, Outcome
 from agentlightning.runner.hooks import Hook
@@ -133,6 +134,7 @@ class Runner:
         self._patience = patience_seconds
         self._make_tracer = choose_tracer(tracer)
         self._boot = boot_of(self.agent, isolation, tracer, max_attempts_per_process)
+        self._own_agent = own_copies(self.agent) if self._boot is None else None
         self._most_attempts = max_attempts_per_process
         self._process_names = (f"{self.worker_id}/{number}" for number in count(1))
         self._settle_seconds = settle_seconds
@@ -226,7 +228,7 @@ class Runner:
     def _board(self, rollout: AttemptedRollout, process: AgentProcess | None = None) -> Flight:
         """Count a leased rollout as in flight, from before its task first runs."""
         tracer = self._make_tracer(rollout.rollout_id, rollout.attempt.attempt_id)
-        flight = Flight(self, self.agent, self._hooks, rollout, tracer, process)
+        flight = Flight(self, self.agent, self._hooks, rollout, tracer, process, self._own_agent)
         self._flights.add(flight)
         self._adjust_heartbeat(rollout)
         return flight

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +24,9 @@ from agentlightning.errors import AgentLightningError
 from agentlightning.runner.agent import LitAgent
 from agentlightning.runner.channel import Boot, Cancel, Connection, Ended, NotLoaded, Recorded, Start, unpacked
 from agentlightning.runner.clients import ClientPool, current_pool
+from agentlightning.runner.copies import own_copies
 from agentlightning.runner.execution import AGENT_THREAD, Answer, call_agent, guarded, record_result
+from agentlightning.runner.resources import AgentResources
 from agentlightning.tracing.choice import choose_tracer
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import exception_attributes
@@ -53,7 +56,7 @@ class _Worker:
     def __init__(self, connection: Connection, boot: Boot, loop: asyncio.AbstractEventLoop) -> None:
         self._connection = connection
         self._make_tracer = choose_tracer(boot.tracer)
-        self._agent: LitAgent[Any] | None = None
+        self._own_agent: Callable[[], LitAgent[Any]] | None = None
         self._logs = AttemptLogs()
         self._loop = loop
         self._starts: asyncio.Queue[Start | None] = asyncio.Queue()
@@ -65,11 +68,11 @@ class _Worker:
         """Import the agent in the environment of its first attempt; if that fails, tell the runner."""
         self._set_environment(start)
         try:
-            self._agent = unpacked(boot)
+            self._own_agent = own_copies(unpacked(boot))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a module does when it is imported
             reason = str(error) if isinstance(error, AgentLightningError) else f"{type(error).__name__}: {error}"
             self._connection.send(NotLoaded(reason))
-        return self._agent is not None
+        return self._own_agent is not None
 
     async def serve(self, first: Start) -> None:
         """Run the first attempt, and those that follow."""
@@ -105,14 +108,17 @@ class _Worker:
         self._variables = set(start.environment)
         os.environ.update(start.environment)
 
+    async def _call(self, start: Start) -> Any:
+        assert self._own_agent is not None
+        return await call_agent(self._own_agent(), start.rollout, AgentResources(start.resources))
+
     async def _attempt(self, start: Start) -> Ended:
-        assert self._agent is not None
         ids = start.rollout.rollout_id, start.rollout.attempt.attempt_id
         tracer = self._make_tracer(*ids)
         tracer.forward(lambda span: self._connection.send(Recorded(span)))
         before = set(threading.enumerate())
         with bind(tracer), self._logs.open(tracer):
-            self._running = asyncio.create_task(guarded(call_agent(self._agent, start.rollout, start.resources)))
+            self._running = asyncio.create_task(guarded(self._call(start)))
             await asyncio.wait({self._running})
             cancelled = self._running.cancelled()
             answer = Answer(error=asyncio.CancelledError()) if cancelled else self._running.result()

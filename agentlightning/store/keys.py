@@ -39,20 +39,24 @@ def sign(secret: bytes, rollout_id: str, attempt_id: str, *, rewards: bool = Fal
 
 def verify(secret: bytes, api_key: str) -> AttemptKey | None:
     """What a key says that `secret` signed, else None. Takes the same time for any wrong key of this form."""
+    claimed = claimed_attempt(api_key)
+    if claimed is None:
+        return None
+    # The key is rebuilt, so that no second spelling of the same signature passes.
+    genuine = sign(secret, *claimed[:2], rewards=claimed.rewards)
+    return claimed if hmac.compare_digest(api_key.encode(), genuine.encode()) else None
+
+
+def claimed_attempt(api_key: str) -> AttemptKey | None:
+    """What a key says, whoever signed it; None for one of another form, as an agent's placeholder."""
     if not api_key.startswith(PREFIX):
-        return None  # an agent's placeholder
-    head, _, signature = api_key.removeprefix(PREFIX).partition(".")
+        return None
     try:
-        ids, given = _bytes(head), _bytes(signature)
-        text = ids.decode()
-        rollout_id, attempt_id = text.removesuffix(_REWARDS).split("/")
+        ids = _bytes(api_key.removeprefix(PREFIX).partition(".")[0]).decode()
+        rollout_id, attempt_id = ids.removesuffix(_REWARDS).split("/")
     except ValueError:
         return None
-    holder = AttemptKey(rollout_id, attempt_id, text.endswith(_REWARDS))
-    # The key is rebuilt, so that no second spelling of the same signature passes.
-    again = sign(secret, rollout_id, attempt_id, rewards=holder.rewards)
-    genuine = hmac.compare_digest(given, _mac(secret, ids)) and hmac.compare_digest(api_key.encode(), again.encode())
-    return holder if genuine else None
+    return AttemptKey(rollout_id, attempt_id, ids.endswith(_REWARDS))
 
 
 def sign_worker(secret: bytes, worker_id: str) -> str:

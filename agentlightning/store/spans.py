@@ -21,11 +21,19 @@ from agentlightning.types import UNATTRIBUTED, Span
 Redact: TypeAlias = Callable[[Span], Span | None]
 """Looks at a span before anything of it is written: gives it back, changed or as it is, or None to drop it."""
 
+Prepared: TypeAlias = tuple[list[Span | None], list[SpanColumns | None]]
+
 SPAN_COLUMNS: Final = ", ".join(SpanColumns._fields)
 _INSERT: Final = (
     f"INSERT INTO spans (attempt, {SPAN_COLUMNS}) VALUES (?{', ?' * len(SpanColumns._fields)}) "
     "ON CONFLICT (attempt, span_id) DO NOTHING"
 )
+
+
+def prepare(given: Sequence[Span], redact: Redact) -> Prepared:
+    """The spans as they may be written, and their columns; None for a span that is dropped."""
+    kept = [redact(span) for span in given]
+    return kept, [None if span is None else codec.span_columns(span) for span in kept]
 
 
 def add_spans(tx: Transaction, spans: Sequence[Span], columns: Sequence[SpanColumns | None]) -> list[int]:
@@ -35,8 +43,7 @@ def add_spans(tx: Transaction, spans: Sequence[Span], columns: Sequence[SpanColu
     for index, span in enumerate(spans):
         by_attempt.setdefault((span.rollout_id, span.attempt_id), []).append(index)
     stored = [0] * len(spans)
-    # In the order of their ids: two servers that lock the same attempts do it in the same order.
-    for (rollout_id, attempt_id), indices in sorted(by_attempt.items()):
+    for (rollout_id, attempt_id), indices in by_attempt.items():
         if rollout_id == attempt_id == UNATTRIBUTED:
             _lay_out_unattributed(tx)
         number, before, highest = load_with_sequence(tx.connection, rollout_id, attempt_id)

@@ -13,7 +13,6 @@ class LitSQLAgent(agl.LitAgent[Dict[str, Any]]):  # noqa: UP006
     def __init__(self, trained_agents: Optional[str] = None, val_temperature: Optional[float] = None) -> None:  # noqa: UP045
         super().__init__(trained_agents=trained_agents)
         self.val_temperature = val_temperature
-        self.seen: list[tuple[str, Any, bool]] = []
 
     def rollout(self, task: Dict[str, Any], resources: agl.NamedResources, rollout: agl.Rollout) -> float | None:  # noqa: UP006
         llm = cast(agl.LLM, resources["main_llm"])
@@ -25,7 +24,7 @@ class LitSQLAgent(agl.LitAgent[Dict[str, Any]]):  # noqa: UP006
         else:
             temperature = self.val_temperature
         url = llm.get_base_url(attempted.rollout_id, attempted.attempt.attempt_id)
-        self.seen.append((url, temperature, not callbacks))
+        emit_annotation({"url": url, "temperature": temperature, "callbacks": len(callbacks)})
         return 1.0 if task["query"].startswith("SELECT") else 0.0
 
 

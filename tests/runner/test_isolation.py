@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import agentlightning as agl
@@ -23,7 +24,7 @@ from agentlightning.runner.runner import Runner
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import LLM, Attempt, EnqueueRolloutRequest, RolloutConfig, Span
 from tests.gateway.upstream import GOOD, Upstream, gateway_before
-from tests.runner.agents import isolated
+from tests.runner.agents import isolated, kept
 from tests.runner.world import running
 
 pytestmark = pytest.mark.anyio
@@ -62,13 +63,14 @@ async def ran(
     agent: Any = isolated.acts,
     timeout: float | None = None,
     concurrency: int = 1,
+    isolation: Any = "process",
     **options: Any,
 ) -> list[Ran]:
     """Run an agent on tasks, one after the other unless `concurrency` says otherwise."""
     config = RolloutConfig(timeout_seconds=timeout)
     requests = [EnqueueRolloutRequest(input=task, config=config) for task in tasks]
     ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
-    async with running(Runner(store, agent, concurrency=concurrency, isolation="process", **options)):
+    async with running(Runner(store, agent, concurrency=concurrency, isolation=isolation, **options)):
         assert len(await store.wait_for_rollouts(ids, timeout=30)) == len(ids)
     return [await how_it_ended(store, rollout_id) for rollout_id in ids]
 
@@ -92,7 +94,7 @@ def alive(pid: int) -> bool:
 
 async def until(true: Callable[[], Any]) -> None:
     """Wait for what only another process knows."""
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while not (await found if inspect.isawaitable(found := true()) else found):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
@@ -276,7 +278,7 @@ async def test_a_client_made_when_the_module_is_imported_belongs_to_each_attempt
 ) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")  # the runner's own is not the agent's
     async with gateway_before(Upstream(GOOD), store) as front:
-        await store.add_resources({"llm": LLM(endpoint=f"{front.url}/v1", model="policy")})
+        await store.add_resources({"llm": LLM(endpoint=f"{front.url}/v1", model="policy", gateway=True)})
         agent = f"tests.runner.agents.global_client:{name}"
         before = set(sys.modules)
         several = await ran(store, *[f"question {n}" for n in range(6)], agent=agent, concurrency=processes)
@@ -294,6 +296,92 @@ async def test_each_attempt_has_its_ids_in_the_environment_and_never_the_servers
     for one in await ran(store, *does("environment", "environment")):
         ids = {"AGL_ROLLOUT_ID": one.attempt.rollout_id, "AGL_ATTEMPT_ID": one.attempt.attempt_id}
         assert one.emitted() == {"AGL_KEY": None, **ids}
+
+
+# --- what an agent has to itself, and what it is given --------------------------------------------------------------
+
+
+def calls_of(one: Ran) -> list[str]:
+    calls = (span.attributes for span in one.spans if semconv.CALL_INDEX in span.attributes)
+    return [str(attributes[semconv.GEN_AI_INPUT_MESSAGES]) for attributes in calls]
+
+
+@pytest.mark.parametrize("isolation", ["none", "process"])
+async def test_each_rollout_has_an_agent_of_its_own_with_what_it_keeps(
+    store: SqlStore, isolation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    concurrency = 3 if isolation == "none" else 1
+    monkeypatch.setattr(kept, "together", asyncio.Barrier(3) if concurrency == 3 else None)
+    async with gateway_before(Upstream(GOOD), store) as front:
+        await store.add_resources({"llm": LLM(endpoint=f"{front.url}/v1", model="policy")})
+        options: Any = {"agent": "tests.runner.agents.kept:keeper", "isolation": isolation, "concurrency": concurrency}
+        several = await ran(store, *[f"question {n}" for n in range(3)], **options)
+    for number, one in enumerate(several):
+        assert (one.status, one.reward) == ("succeeded", 1.0), one.reason
+        assert [f"question {number}" in call for call in calls_of(one)] == [True, True]
+    # What is large, or cannot be copied, is everybody's.
+    assert len({json.dumps(one.emitted()) for one in several}) == 1
+    assert kept.keeper.client is None and not kept.keeper.history
+
+
+@pytest.mark.parametrize("isolation", ["none", "process"])
+async def test_a_call_with_the_client_of_another_rollout_is_refused_and_recorded_nowhere(
+    store: SqlStore, isolation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    concurrency = 3 if isolation == "none" else 1
+    monkeypatch.setattr(kept, "together", asyncio.Barrier(3) if concurrency == 3 else None)
+    monkeypatch.setattr(kept, "shared", None)
+    async with gateway_before(Upstream(GOOD), store) as front:
+        await store.add_resources({"llm": LLM(endpoint=f"{front.url}/v1", model="policy")})
+        options: Any = {"agent": kept.first_comes, "isolation": isolation, "concurrency": concurrency}
+        several = await ran(store, "a", "b", "c", **options)
+        if kept.shared is not None:
+            await kept.shared.close()
+    (whole,) = [one for one in several if one.status == "succeeded"]
+    assert len(calls_of(whole)) == 1
+    for one in several:
+        if one is not whole:
+            assert one.status == "failed" and not calls_of(one)
+            assert "Make the client inside the agent" in one.reason
+
+
+async def test_an_agent_that_refuses_to_be_copied_is_refused_unless_it_says_that_it_may_be_shared(
+    store: SqlStore,
+) -> None:
+    class Slotted(agl.LitAgent):
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            raise TypeError("never")
+
+        async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> float:
+            return 1.0
+
+    class Shared(Slotted):
+        def __deepcopy__(self, memo: Any) -> Any:
+            return self
+
+    with pytest.raises(ConfigError, match=r"TypeError: never\. Define __deepcopy__"):
+        Runner(store, Slotted())
+    (one,) = await ran(store, "task", agent=Shared(), isolation="none")
+    assert one.reward == 1.0
+
+
+@pytest.mark.parametrize("isolation", ["none", "process"])
+@pytest.mark.parametrize("kind", kept.KINDS)
+async def test_resources_are_the_same_for_every_kind_of_agent_in_every_isolation(
+    store: SqlStore, kind: str, isolation: str
+) -> None:
+    llm, prompt = LLM(endpoint="http://127.0.0.1:9/v1", model="policy"), agl.PromptTemplate(template="Hi, {name}")
+    await store.add_resources({"llm": llm, "prompt": prompt, "judge": msgspec.structs.replace(llm, api_key="own")})
+    (one,) = await ran(store, "task", agent=kept.KINDS[kind], isolation=isolation)
+    assert (one.status, one.reward) == ("succeeded", 1.0), one.reason
+    assert one.emitted() == {
+        "main": True,
+        "type": "AgentResources",
+        "names": ["judge", "llm", "prompt"],
+        "types": ["LLM", "LLM", "PromptTemplate"],
+        "bound": True,
+        "prompt": "Hi, you",
+    }
 
 
 # --- which agents ----------------------------------------------------------------------------------------------------
@@ -341,7 +429,7 @@ async def test_one_that_fails_to_import_ends_the_runner_and_costs_no_rollout(
     config = RolloutConfig(max_attempts=2, retry_condition=("unresponsive",))
     rollout = await store.enqueue_rollout({}, config=config)
     with pytest.raises(ConfigError, match=reason):
-        await asyncio.wait_for(Runner(store, name, concurrency=2, isolation="process").run(), 20)
+        await asyncio.wait_for(Runner(store, name, concurrency=2, isolation="process").run(), 60)
     kept = await store.get_rollout_by_id(rollout.rollout_id)
     assert kept is not None
     assert kept.status == "requeuing"
@@ -376,7 +464,7 @@ async def test_an_agent_may_be_defined_in_the_main_script(tmp_path: Path, guard:
     script.write_text(SCRIPT % guard)
     pipe, both = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
     process = await asyncio.create_subprocess_exec(sys.executable, str(script), stdout=pipe, stderr=both)
-    output, _ = await asyncio.wait_for(process.communicate(), 30)
+    output, _ = await asyncio.wait_for(process.communicate(), 60)
     assert said in output.decode()
 
 
@@ -425,7 +513,7 @@ async def test_a_runner_that_is_cancelled_kills_its_processes_and_hands_their_at
     pids = await begun(brief_store, rollout.rollout_id)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 60)
     ended = await how_it_ended(brief_store, rollout.rollout_id)
     assert (ended.status, ended.reason) == ("unresponsive", "its runner was stopped")
     for pid in pids:
