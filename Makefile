@@ -100,7 +100,7 @@ seeds: setup
 
 benchmarks: setup .venv-trl/.setup .venv-experiments/.setup
 	set -e; for script in benchmarks/*.py; do \
-	    case $$script in *_seeds.py|*/_*|*/retrieval.py) continue ;; esac; \
+	    case $$script in *_seeds.py|*/_*|*/retrieval.py|*/aggregation.py) continue ;; esac; \
 	    echo "== $$script"; $(BIN)/python $$script; done
 	.venv-experiments/bin/python benchmarks/retrieval.py
 

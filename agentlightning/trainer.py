@@ -193,11 +193,10 @@ class Trainer:
         algorithm = self._default_algorithm()
         self._check_trainable(algorithm)
         if self.deterministic and _overlaps(algorithm):
-            raise ConfigError(
-                "deterministic=True needs max_staleness=0: else time decides which rollout meets which weights"
-            )
-        train_tasks = load_dataset(train_dataset) if train_dataset is not None else []
-        val_tasks = load_dataset(val_dataset) if val_dataset is not None else []
+            raise ConfigError("deterministic=True needs max_staleness=0: else time decides what is trained by what")
+        train_tasks, val_tasks = ([] if one is None else load_dataset(one) for one in (train_dataset, val_dataset))
+        if isinstance(algorithm, Reinforcement) and algorithm.evaluate_every and not val_tasks:
+            raise ConfigError("evaluate_every measures held-out tasks, and there are none: give some, or leave it out")
         return await self._run(agent, algorithm, train_tasks, val_tasks, resume)
 
     def dev(self, agent: LitAgent[Any] | Callable[..., Any] | str, dataset: Any) -> list[EvaluatedTask]:
@@ -447,6 +446,7 @@ class Trainer:
             },
             "frozen": {name: one.model or name for name, one in self.frozen.items()},
             "algorithm": {**settings, "name": algorithm.name},
+            "credit_by_settings": getattr(algorithm, "credit_by_settings", False),
             "optimizer": dataclasses.asdict(self._optimizer(algorithm)),
             "lora": None if self.lora is None else dataclasses.asdict(self.lora),
             "dtype": self.dtype,

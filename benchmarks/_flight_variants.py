@@ -20,13 +20,11 @@ import numpy as np
 
 import agentlightning as agl
 from agentlightning.algorithm.base import NoProgress
-from agentlightning.algorithm.evaluation import Evaluation
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.cli.training import make_algorithm
-from agentlightning.data.conversations import conversation
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import CreditedTransition
-from agentlightning.data.transitions import Transition
+from agentlightning.data.transitions import Transition, tool_success
 from agentlightning.learner.policy import Policy, load_policy
 from agentlightning.quickstart import load_flight_example, make_starting_policy
 
@@ -62,14 +60,15 @@ class Variant:
 
 
 DR_GRPO: Final[dict[str, Any]] = {"baseline": "dr_grpo"}
+BY_CALL: Final = DR_GRPO | {"equal_rewards": True}
 VARIANTS: Final = {
     "grpo": Variant(),
     # How the reward of a rollout becomes that of its calls; `grpo` divides by a spread that these change.
     "identical": Variant(DR_GRPO),
-    "discounted": Variant(DR_GRPO | {"returns": "discounted"}),
-    "air": Variant(DR_GRPO | {"returns": "air", "returns_options": {"alpha": 0.2, "tool_weights": USEFUL}}),
-    "air_dense": Variant(DR_GRPO | {"returns": "air_dense", "returns_options": {"tool_weights": USEFUL}}),
-    "last call only": Variant(DR_GRPO | {"returns": "air_dense", "returns_options": {"tool_weights": {}}}),
+    "discounted": Variant(BY_CALL | {"returns": "discounted"}),
+    "air": Variant(BY_CALL | {"returns": "air", "returns_options": {"alpha": 0.2, "tool_weights": USEFUL}}),
+    "air_dense": Variant(BY_CALL | {"returns": "air_dense", "returns_options": {"tool_weights": USEFUL}}),
+    "last call only": Variant(BY_CALL | {"returns": "air_dense", "returns_options": {"tool_weights": {}}}),
     "tree credit": Variant({"returns": "tree", "baseline": "none"}),
     # An agent that edits its history.
     "edited history as a tree": Variant(forgets=True),
@@ -143,17 +142,6 @@ async def forgetful(task: dict[str, Any], llm: agl.LLM) -> float:
     return 0.0
 
 
-def tool_success(evaluation: Evaluation) -> float:
-    """The share of the policy's tool calls that were answered with more than `error`."""
-    answers = [
-        message["content"]
-        for task in evaluation.tasks
-        for message in conversation(task.spans)
-        if message["role"] == "tool"
-    ]
-    return sum(answer != "error" for answer in answers) / max(1, len(answers))
-
-
 def main(name: str, seed: int, start: Path, out: Path) -> None:
     began = time.monotonic()
     variant = VARIANTS[name]
@@ -185,7 +173,7 @@ def main(name: str, seed: int, start: Path, out: Path) -> None:
         "after": result.evaluations[-1].reward,
         "seconds": time.monotonic() - began,
         "curve": steps,
-        "tool_success": tool_success(result.evaluations[-1]),
+        "tool_success": tool_success(task.traced for task in result.evaluations[-1].tasks),
         "changed": counts["changed"] / max(1, counts["calls"]),
         "settings": COMMON | variant.settings,
     }

@@ -1,7 +1,7 @@
-"""A game in which failing takes longer than succeeding: find the owner of a thing within six questions.
+"""A game in which failing rollouts make more calls than those that succeed: find an owner within six questions.
 
-A rollout that knows the owner has few sampled tokens, one that does not has the most. What weighs tokens alike then
-weighs failures more than successes.
+Each question has a form to keep. Who finds the owner soon keeps it once or twice, who fails six times: what weighs all
+tokens alike punishes the form itself, without which nothing succeeds any more.
 """
 
 from __future__ import annotations
@@ -12,17 +12,13 @@ from typing import Any, Final
 import agentlightning as agl
 from agentlightning.learner.policy import Policy
 
-_OWNED: Final = """
-apple Ada, boat Ben, candle Cleo, drum Dan, engine Eva, feather Finn, guitar Gus, hammer Hana, island Ivo, jacket Jill,
-kettle Kurt, ladder Lena, mirror Max, needle Nora, orange Otto, piano Pia, quilt Quin, ribbon Rosa, saddle Sam,
-teapot Tess, umbrella Uma, violin Vera, wagon Will, zebra Yara
-"""
-OWNER: Final = dict(pair.split() for pair in _OWNED.split(","))
+OWNER: Final = {"apple": "Ada", "boat": "Ben", "candle": "Cleo", "drum": "Dan", "engine": "Eva", "feather": "Finn"}
+_OTHERS: Final = "Gus Hana Ivo Jill Kurt Lena Max Nora Otto Pia Quin Rosa Sam Tess Uma Vera Will Yara"
+NAMES: Final = (*OWNER.values(), *_OTHERS.split())
 QUESTIONS: Final = 6
 SYSTEM: Final = f"Find the owner in {QUESTIONS} questions."
 DEMONSTRATIONS: Final = 1500
-KNOWN: Final = 0.03  # how often a demonstrated question knows the owner; otherwise it guesses
-TALK: Final = ("", "", "Does it belong to ", "I am not sure at all, but it may well belong to ")
+KNOWN: Final = 0.02  # how often a demonstrated question names the owner; otherwise it guesses
 
 
 def tasks(count: int, seed: int | str) -> list[dict[str, Any]]:
@@ -34,29 +30,27 @@ def begin(thing: str) -> list[Any]:
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"Who owns the {thing}?"}]
 
 
-def answer(thing: str, said: str) -> str:
-    """What a question is answered; `yes` ends the game."""
-    named = [name for name in OWNER.values() if name in said.replace("?", " ").split()]
-    return "yes" if named == [OWNER[thing]] else "no"
+def question(name: str) -> str:
+    return f"Please tell me: does it belong to {name}?"
 
 
 @agl.rollout
 async def player(task: dict[str, Any], llm: agl.LLM) -> float:
-    """1 for the owner, 0 for none in six questions."""
+    """1 for the owner, 0 for none in six questions; what is no question is told to be none, and counts."""
     client = agl.openai_client(llm)
-    messages = begin(task["thing"])
+    messages, known = begin(task["thing"]), {question(name) for name in NAMES}
     for _ in range(QUESTIONS):
         completion = await client.chat.completions.create(model=llm.model, messages=messages)
         said = completion.choices[0].message.content or ""
-        told = answer(task["thing"], said)
-        if told == "yes":
+        if said == question(OWNER[task["thing"]]):
             return 1.0
+        told = "no" if said in known else "that is no question"
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": told}]
     return 0.0
 
 
 def make(seed: int) -> Policy:
-    """A tiny model that guesses nearly at random and talks about it; the same for the same seed."""
+    """A tiny model that keeps the form and guesses nearly at random; the same for the same seed."""
     from agentlightning.learner.warm_start import WarmStart, make_policy
 
     generator = random.Random(seed)
@@ -68,11 +62,9 @@ def demonstrate(generator: random.Random) -> dict[str, Any]:
     thing = generator.choice(list(OWNER))
     messages = begin(thing)
     for _ in range(QUESTIONS):
-        owner = OWNER[thing] if generator.random() < KNOWN else generator.choice(list(OWNER.values()))
-        said = generator.choice(TALK) + owner
-        told = answer(thing, said)
-        messages.append({"role": "assistant", "content": said})
-        if told == "yes":
+        name = OWNER[thing] if generator.random() < KNOWN else generator.choice(NAMES)
+        messages.append({"role": "assistant", "content": question(name)})
+        if name == OWNER[thing]:
             break
-        messages.append({"role": "user", "content": told})
+        messages.append({"role": "user", "content": "no"})
     return {"messages": messages}

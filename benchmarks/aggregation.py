@@ -3,9 +3,9 @@
     make .venv-experiments/.setup
     python benchmarks/aggregation.py [--only game,template] [--seeds 1-5] [--steps 20] [--workers 2]
 
-Everything but `algorithm.aggregation` is as each task has it: a game in which failing takes longer
-(`_six_questions.py`, with the settings of the template), the template of `agl init`, the quickstart, and the three
-experiments.
+Everything but `algorithm.aggregation` is as each task has it: a game in which failing rollouts make more calls
+(`_six_questions.py`) and a task in which failing answers are longer (`_talk.py`), with the settings of the template;
+the template of `agl init`; the quickstart; and the three experiments.
 
 Each run is a process, pinned to a core, at nice 15. A run that was finished in --out is read, not run again; the table
 and `benchmarks/results/aggregation.json` are of all that were finished there with these --steps. A run collapsed if it
@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import chdir
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
@@ -63,13 +64,13 @@ def main() -> None:
     for worker in range(arguments.workers):
         cores.put(CORES[worker % len(CORES)])
     jobs = [
-        (case, aggregation, seed, arguments.steps)
+        partial(run, case, aggregation, seed, arguments.steps, out, cores)
         for case in chosen
         for seed in arguments.seeds
         for aggregation in arguments.aggregations.split(",")
     ]
     with ThreadPoolExecutor(arguments.workers) as pool:
-        failed = list(pool.map(lambda job: run(*job, out, cores), jobs)).count(False)
+        failed = list(pool.map(partial.__call__, jobs)).count(False)
     found = finished(out, arguments.steps)
     lines = table(found)
     print("\n".join(lines))
@@ -103,13 +104,13 @@ def run(case: str, aggregation: str, seed: int, steps: int | None, out: Path, co
     if process.exitcode:
         print(f"{name} failed: see {log}", file=sys.stderr, flush=True)
         return False
-    one = {"case": case, "aggregation": aggregation, "seed": seed, "seconds": time.monotonic() - began}
+    one: Run = {"case": case, "aggregation": aggregation, "seed": seed, "seconds": time.monotonic() - began}
     one |= measured(directory / "run")
     kept = ("reward", "rollouts", "sampled_tokens", "grad_norm", "entropy")
     one["curve"] = [{key: step[key] for key in kept if key in step} for step in one["curve"] if "reward" in step]
-    partial = report.with_suffix(".partial")
-    partial.write_text(json.dumps(one))
-    partial.rename(report)
+    written = report.with_suffix(".partial")
+    written.write_text(json.dumps(one))
+    written.rename(report)
     print(f"{name}: {one['before']:.3f} → {one['after']:.3f}", file=sys.stderr, flush=True)
     return True
 
@@ -122,7 +123,7 @@ def train(case: str, aggregation: str, seed: int, steps: int | None, directory: 
     with log.open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    changed = {"aggregation": aggregation} | ({"steps": steps} if steps else {})
+    changed = {"aggregation": aggregation, "stop_on_collapse": 0} | ({"steps": steps} if steps else {})
     CASES[case](changed, seed, directory)
 
 
@@ -148,21 +149,33 @@ def train_template(changed: dict[str, Any], seed: int, directory: Path) -> None:
 def train_game(changed: dict[str, Any], seed: int, directory: Path) -> None:
     import _six_questions as game
 
+    train_as_the_template(game.make(seed), game.player, game.tasks, {"max_tokens": 24} | changed, seed, directory)
+
+
+def train_talk(changed: dict[str, Any], seed: int, directory: Path) -> None:
+    import _talk as talk
+
+    train_as_the_template(talk.make(seed), talk.answerer, talk.tasks, {"max_tokens": 40} | changed, seed, directory)
+
+
+def train_as_the_template(
+    policy: Any, agent: Any, tasks: Callable[..., list[Any]], changed: dict[str, Any], seed: int, directory: Path
+) -> None:
     import agentlightning as agl
     from agentlightning.cli.config import load_config
     from agentlightning.cli.training import make_algorithm
     from agentlightning.learner.base import AdamW
 
-    config = load_config(TEMPLATE / "run.yaml", settings({"max_tokens": 24} | changed), {})
+    config = load_config(TEMPLATE / "run.yaml", settings(changed), {})
     agl.Trainer(
-        model=game.make(seed),
+        model=policy,
         algorithm=make_algorithm(config.algorithm),
         optimizer=AdamW(**config.optimizer),
         n_runners=64,
         max_sequence_length=512,
         run_dir=directory / "run",
         seed=seed,
-    ).fit(game.player, game.tasks(400, seed), game.tasks(120, "held-out"))
+    ).fit(agent, tasks(400, seed), tasks(120, "held-out"))
 
 
 def train_quickstart(changed: dict[str, Any], seed: int, directory: Path) -> None:
@@ -194,6 +207,7 @@ def experiment(name: str) -> Callable[[dict[str, Any], int, Path], None]:
 
 CASES: Final[dict[str, Callable[[dict[str, Any], int, Path], None]]] = {
     "game": train_game,
+    "talk": train_talk,
     "template": train_template,
     "quickstart": train_quickstart,
     **{name: experiment(name) for name in EXPERIMENTS},

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +20,41 @@ STATE_FILE = "loop.json"
 
 
 @dataclass
+class Earnings:
+    """How many groups a run has seen, and how many earned something: before its latest steps without any that did
+    (`flat_steps`), and in those."""
+
+    groups: int = 0
+    earned: int = 0
+    flat_steps: int = 0
+    flat_groups: int = 0
+
+    def add(self, groups: Sequence[bool]) -> int:
+        """Count the groups of a step, of which these earned something. How many steps in a row none did, if that is no
+        chance: if groups as those before would give it less than once in a million runs.
+
+        Where rewards were 0 from the start, or are rare, there is nothing yet that they fell from. Groups count, not
+        rollouts: those of one task are alike."""
+        if any(groups):
+            self.groups += self.flat_groups + len(groups)
+            self.earned += sum(groups)
+            self.flat_steps = self.flat_groups = 0
+            return 0
+        self.flat_steps += 1
+        self.flat_groups += len(groups)
+        return self.flat_steps if (1 - self.share) ** self.flat_groups < 1e-6 else 0
+
+    @property
+    def share(self) -> float:
+        """Of groups that earned something, before the latest steps."""
+        return self.earned / max(1, self.groups)
+
+
+@dataclass
 class LoopState:
     """Where the loop stands. `policy_version` numbers the weights, `first_version` those that training started from;
     `groups` are those on their way, `experience` those that may be trained again, `evaluation_seconds` what the
-    first evaluation took."""
+    first evaluation took, `recent_reward` the mean training reward of the last steps."""
 
     step: int = 0
     policy_version: int = 0
@@ -31,6 +63,8 @@ class LoopState:
     groups: GroupsState = field(default_factory=GroupsState)
     experience: tuple[Ticket, ...] = ()
     evaluation_seconds: float = 0.0
+    recent_reward: float | None = None
+    earnings: Earnings = field(default_factory=Earnings)
 
 
 class Saved(Protocol):
@@ -41,7 +75,8 @@ class Saved(Protocol):
 
 
 class Checkpoints:
-    """`step-000010/`, `step-000020/` … and `best/` in one directory; the newest `keep` are kept."""
+    """`step-000010/`, `step-000020/` … and `best/` in one directory; the newest `keep` are kept, and the one whose
+    training reward was highest."""
 
     def __init__(self, directory: Path, keep: int = 2) -> None:
         self.directory = directory
@@ -55,7 +90,7 @@ class Checkpoints:
                 _write_state(path, state)
             return path
         self._write(weights, state, path.name)
-        for old in self._steps()[: -self.keep]:
+        for old in {*self._steps()[: -self.keep]} - {self._most_rewarded()}:
             shutil.rmtree(old)
         return path
 
@@ -79,6 +114,19 @@ class Checkpoints:
     def latest(self) -> Path | None:
         steps = self._steps()
         return steps[-1] if steps else None
+
+    def best(self) -> Path | None:
+        """The weights that did best, on held-out tasks or, if that is more, in training."""
+        best, steps = self.directory / "best", self._most_rewarded()
+        if not (best / STATE_FILE).is_file():
+            return steps
+        earned = -math.inf if steps is None else _read_state(steps).recent_reward or -math.inf
+        return steps if earned > (_read_state(best).best_reward or 0.0) else best
+
+    def _most_rewarded(self) -> Path | None:
+        """The step whose training reward was highest."""
+        rewards = {path: reward for path in self._steps() if (reward := _read_state(path).recent_reward) is not None}
+        return max(rewards, key=rewards.__getitem__, default=None)
 
     def restore(self, weights: Saved) -> LoopState | None:
         """Load the newest checkpoint into what holds the weights, or None where there is none."""

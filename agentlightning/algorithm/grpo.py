@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from agentlightning.algorithm.rl.reinforcement import WITHOUT_VARIANCE, Reinforcement
+from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.credit_table import RewardedGroup, make_credit
 from agentlightning.data.sequences import Aggregation, CreditedTransition
 from agentlightning.errors import ConfigError
@@ -25,18 +25,25 @@ class GRPO(Reinforcement):
 
     `returns` says how a rollout's reward is divided over its calls, `baseline` what that is compared with. Both are a
     name of `data/credit_table.py`, a reference (`file.py:function`) or a function, and are called with their options.
+    With `equal_rewards` a group teaches whose rewards are all equal, where `returns` tells its calls apart.
     What does not go together is refused."""
 
     returns: Any = "identical"  # str or function: what reads run files knows no such union
     returns_options: dict[str, Any] = field(default_factory=dict[str, Any])
     baseline: Any = "grpo"
     baseline_options: dict[str, Any] = field(default_factory=dict[str, Any])
+    equal_rewards: bool = False
     name: str = "grpo"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.credit = make_credit(
-            self.returns, self.returns_options, self.baseline, self.baseline_options, reward=self.reward
+            self.returns,
+            self.returns_options,
+            self.baseline,
+            self.baseline_options,
+            equal_rewards=self.equal_rewards,
+            reward=self.reward,
         )
         if self.group_size < 2 and self.credit.compares_group:
             raise ConfigError(
@@ -44,12 +51,14 @@ class GRPO(Reinforcement):
                 "rollouts of one task and needs at least 2"
             )
 
-    def why_useless(self, group: RewardedGroup) -> str | None:
-        reason = super().why_useless(group)
-        if reason is None and self.credit.compares_group:
-            credited = [item for rollout in self.advantages([group])[0] for item in rollout]
-            return None if any(item.advantages.any() for item in credited) else WITHOUT_VARIANCE
-        return reason
+    @property
+    def credit_by_settings(self) -> bool:
+        """Whether the settings alone say what calls are worth, so that a dashboard can."""
+        return type(self).advantages is GRPO.advantages
+
+    def try_advantages(self) -> None:
+        if self.credit.built_in or not self.credit_by_settings:  # `make_credit` has tried functions of a user's own
+            super().try_advantages()
 
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
         return self.credit.advantages(groups)
@@ -91,6 +100,7 @@ class DAPO(GRPO):
     The penalty is R − min(1, max(0, (longest answer − (L − B)) / B)) with L = `max_tokens` and B the last fifth of it,
     unless `reward` states an `overlong_penalty` of its own; `overlong=False` leaves it out."""
 
+    aggregation: Aggregation = "token-mean"
     clip_low: float | None = 0.2
     clip_high: float | None = 0.28
     dynamic_sampling: bool = True
@@ -130,6 +140,7 @@ class CISPO(GRPO):
     ratio. There is no lower bound, as in the paper (`clip_low` 1)."""
 
     loss: Any = "cispo"
+    aggregation: Aggregation = "token-mean"
     clip_low: float | None = 1.0
     clip_high: float | None = 0.2
     name: str = "cispo"

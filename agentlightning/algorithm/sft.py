@@ -15,7 +15,7 @@ import numpy as np
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.credit_table import RewardedGroup
-from agentlightning.data.sequences import CreditedTransition
+from agentlightning.data.sequences import Aggregation, CreditedTransition
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import LossKind
@@ -47,12 +47,15 @@ class SFT(Reinforcement):
     traces: str | None = None
     traces_run: str | None = None
     loss: LossKind = "policy_gradient"
+    aggregation: Aggregation = "token-mean"
     name: str = "sft"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.loss != "policy_gradient":
             raise ConfigError(f"loss is {self.loss!r}; fine-tuning has one loss, −log p: leave it out")
+        if self.old != "behaviour":
+            raise ConfigError(f"old is {self.old!r}; fine-tuning asks for no importance ratio: leave it out")
         self._check_traces()
         if self.best is not None and not 1 <= self.best < (math.inf if self.traces else self.group_size):
             raise ConfigError(

@@ -57,7 +57,7 @@ class CreditMember(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CreditView(msgspec.Struct, frozen=True, kw_only=True):
-    """`problem` says why there are no returns and advantages; `options` are those that each return takes."""
+    """`problem` says why there are no advantages, or no returns either; `options` are those that each return takes."""
 
     settings: CreditSettings
     trained_with: CreditSettings | None
@@ -102,10 +102,20 @@ class TracedGroup:
         advantages: dict[str, FloatArray] = {}
         problem = None
         try:
-            advantages = self.advantages(settings)
+            if asked is None and self.training.credit is None and self.training.name is not None:
+                raise ConfigError(
+                    f"what {self.training.name} made of these rewards is not known here; choose settings to see what "
+                    "they would give"
+                )
             # Without a baseline an advantage is the return itself.
             plain = CreditSettings(returns=settings.returns, returns_options=settings.returns_options, baseline="none")
             returns = self.advantages(plain)
+            if settings.credit(self.training.reward).needs_batch:
+                raise ConfigError(
+                    f"baseline {settings.baseline!r} compares all groups of a step, and this is one of them: its "
+                    "advantages are not known here"
+                )
+            advantages = self.advantages(settings)
         except (ConfigError, TypeError, ValueError) as error:
             problem = str(error)
         if problem is None and not advantages:

@@ -203,7 +203,7 @@ def rollout_view(
     """`spans` are those of the attempt numbered `shown`."""
     rollout = row.rollout
     traced = trace_rollout(rollout, spans, calls=training.calls, reward=training.reward)
-    steps = read_steps(spans)
+    steps = read_steps(spans, training.reward.failed_tool)
     return RolloutView(
         row=row,
         attempts=list(attempts),

@@ -2,9 +2,10 @@
 
 A return is a function `(reward, transitions, **options) → float64[T]` of R and the transitions of ONE rollout; only
 `tree` sees a group. A baseline is a function `(returns, **options) → advantages`, float64[N] for each transition or
-float64[M] for each sampled token of a batch. Its statistics are over rollouts, by their mean return, so that a long
-rollout weighs no more than a short one; a group of one has nothing to be compared with and gets 0. A function of the
-same signature may stand in for any of them; `credit_table` says which go together.
+float64[M] for each sampled token of a batch. Its statistics are over rollouts, each of which weighs the same however
+long it is: the mean is that of their mean returns, the variance the total one, of the means plus the mean of the
+variances within. A group of one has nothing to be compared with and gets 0. A function of the same signature may stand
+in for any of them; `credit_table` says which go together.
 
 Suffixes give shapes: T transitions of a rollout, in call order; R rollouts and N transitions of a batch; M its sampled
 tokens, transition by transition; G rollouts of a group.
@@ -12,9 +13,10 @@ tokens, transition by transition; G rollouts of a group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -126,33 +128,43 @@ def discount(rewards_T: npt.ArrayLike, gammas_T: npt.ArrayLike) -> Float64Array:
 class Returns:
     """The returns of a batch. `values` float64[N] are those of the transitions, rollout by rollout; `rollouts` int64[N]
     tells the rollout of each; `tokens` int64[N] how many tokens it sampled. `groups` int64[R] tells the group of each
-    rollout, `rewards` float64[R] its R."""
+    rollout, `rewards` float64[R] its R. Where `equal_rewards` do not count, a group whose R are all equal compares
+    nothing."""
 
     values: Float64Array
     rollouts: IndexArray
     tokens: IndexArray
     groups: IndexArray
     rewards: Float64Array
+    equal_rewards: bool = True
 
     @cached_property
     def means(self) -> Float64Array:
         """The mean return of each rollout, float64[R]; R for one without transitions."""
         first = self.rewards.copy()
         first[self.rollouts[::-1]] = self.values[::-1]  # added to differences, equal returns have exactly their mean
-        count = np.bincount(self.rollouts, minlength=len(first)).clip(min=1)
-        return first + np.bincount(self.rollouts, self.values - first[self.rollouts], len(first)) / count
+        return first + _mean_by(self.rollouts, self.values - first[self.rollouts], len(first))
 
-    def per_group(self, statistic: Callable[[Float64Array], npt.ArrayLike]) -> Float64Array:
-        """`statistic` of the mean returns of each group's rollouts, told to each of its rollouts: float64[R]."""
+    @cached_property
+    def within(self) -> Float64Array:
+        """The variance of the returns of each rollout, float64[R]."""
+        return _mean_by(self.rollouts, (self.values - self.means[self.rollouts]) ** 2, len(self.means))
+
+    def per_group(self, statistic: Callable[..., npt.ArrayLike], *of: Float64Array) -> Float64Array:
+        """`statistic` of what each group's rollouts have `of` each, by default their mean returns, told to each of its
+        rollouts: float64[R]."""
         told = np.empty(len(self.groups))
         for group in np.unique(self.groups):
-            told[self.groups == group] = statistic(self.means[self.groups == group])
+            told[self.groups == group] = statistic(*(one[self.groups == group] for one in of or (self.means,)))
         return told
 
     @cached_property
     def compared(self) -> npt.NDArray[np.bool_]:
-        """Whether the rollout of each transition has others in its group, bool[N]."""
-        return self.per_group(len)[self.rollouts] > 1
+        """Whether the rollout of each transition has others in its group to be compared with, bool[N]."""
+        others = self.per_group(len) > 1
+        if not self.equal_rewards:
+            others &= self.per_group(_spread, self.rewards) > 0
+        return others[self.rollouts]
 
     @cached_property
     def token_rollouts(self) -> IndexArray:
@@ -171,10 +183,11 @@ def dr_grpo(returns: Returns) -> Float64Array:
 
 
 def grpo(returns: Returns, *, epsilon: float = 1e-6, ddof: int = 1) -> Float64Array:
-    """A_t = (x_t − mean) / (std + ε) over the group (GRPO, arXiv:2402.03300); std has G − `ddof` in the denominator.
+    """A_t = (x_t − mean) / (std + ε) over the group (GRPO, arXiv:2402.03300), with std² = Σ (mean of a rollout − mean)²
+    / (G − `ddof`) + the mean of the variances within rollouts. The second is 0 where a rollout has one return.
 
-    0 where the group's rollouts do not differ."""
-    spread = returns.per_group(lambda means: _spread(means, ddof))[returns.rollouts]
+    0 where nothing differs."""
+    spread = returns.per_group(partial(_spread, ddof=ddof), returns.means, returns.within)[returns.rollouts]
     return np.where(spread > 0, dr_grpo(returns) / (spread + epsilon), 0.0)
 
 
@@ -242,16 +255,18 @@ def gae(
 
 
 def whiten(values_M: npt.ArrayLike, rollouts_M: IndexArray, over: WhitenOver = "rollouts") -> Float64Array:
-    """(v − mean) / sqrt(variance + 1e-8), one less in its denominator: over the means of the rollouts, or, as verl has
-    it, over all tokens. 0 where nothing differs."""
+    """(v − mean) / sqrt(variance + 1e-8): over the rollouts, each of which weighs the same, with the variance of their
+    means (one less in its denominator) plus the mean of the variances within; or, as verl has it, over all tokens (one
+    less in the denominator). 0 where nothing differs."""
     if over not in ("rollouts", "tokens"):
         raise ConfigError(f"whiten_over is {over!r}; give 'rollouts' or 'tokens'")
     values = np.asarray(values_M, np.float64)
-    samples = values
+    samples, within = values, np.zeros(1)
     if over == "rollouts":
         _, own = np.unique(rollouts_M, return_inverse=True)
-        samples = np.bincount(own, values) / np.bincount(own)
-    spread = _spread(samples, ddof=1)
+        samples = _mean_by(own, values)
+        within = _mean_by(own, (values - samples[own]) ** 2)
+    spread = _spread(samples, within)
     return (values - _mean(samples)) / np.sqrt(spread**2 + 1e-8) if spread > 0 else np.zeros_like(values)
 
 
@@ -276,9 +291,15 @@ def _mean_of_others(values: Float64Array) -> Float64Array:
     return values[0] + (differences.sum() - differences) / max(1, len(values) - 1)
 
 
-def _spread(values: Float64Array, ddof: int) -> float:
-    """The standard deviation, 0 where values differ by rounding only or are too few."""
-    if len(values) <= ddof:
+def _mean_by(keys: IndexArray, values: Float64Array, count: int = 0) -> Float64Array:
+    """The mean of the values of each key from 0; 0 for a key without values."""
+    return np.bincount(keys, values, count) / np.bincount(keys, minlength=count).clip(min=1)
+
+
+def _spread(means: Float64Array, within: Float64Array | float = 0.0, ddof: int = 1) -> float:
+    """The standard deviation of what has these means and, on average, these variances within; 0 where there is nothing
+    but rounding, or too few."""
+    if len(means) <= ddof:
         return 0.0
-    spread = float((values - values[0]).std(ddof=ddof))
-    return spread if spread > ROUNDING * float(np.abs(values).max()) else 0.0
+    spread = math.hypot((means - means[0]).std(ddof=ddof), math.sqrt(np.mean(within)))
+    return spread if spread > ROUNDING * float(np.abs(means).max()) else 0.0

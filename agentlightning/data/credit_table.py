@@ -16,7 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 
@@ -49,14 +49,9 @@ BASELINES: Final[dict[str, CreditFunction]] = {
 }
 _HOLD_R_IN_EVERY_CALL: Final = (formulas.identical, formulas.air, formulas.discounted)
 _READ_INTERMEDIATE: Final = (formulas.air, formulas.air_dense, formulas.discounted)
-_COMPARE_A_GROUP: Final = (
-    formulas.tree, formulas.grpo, formulas.dr_grpo, formulas.rloo, formulas.reinforce_plus_plus_baseline
-)  # fmt: skip
-_ONE: Final = np.ones(1, np.int32)
-_TRIAL: Final = Transition(
-    "rollout", "attempt", "span", 0, 0, "policy", _ONE, _ONE, np.zeros(1, np.float32), _ONE, "stop",
-    tools=(ToolStatus("tool", 1, None),),
-)  # fmt: skip
+_TELL_NO_CALLS_APART: Final = (formulas.identical, formulas.tree)
+_COMPARE_NO_GROUP: Final = (formulas.no_baseline, formulas.reinforce_plus_plus, formulas.gae)
+_OVER_THE_BATCH: Final = (formulas.reinforce_plus_plus, formulas.reinforce_plus_plus_baseline, formulas.gae)
 
 
 @dataclass(frozen=True)
@@ -66,25 +61,51 @@ class RewardedGroup:
     transitions: Sequence[Sequence[Transition]]
     rewards: Sequence[float]
 
+    @classmethod
+    def trial(cls, *rewards: float) -> RewardedGroup:
+        """Rollouts of two calls each that no agent made, to try on what is to credit those that agents make."""
+        return cls([[_trial_call(f"trial-{index}", call) for call in (0, 1)] for index in range(len(rewards))], rewards)
+
+
+def _trial_call(rollout: str, index: int) -> Transition:
+    ids = np.ones(2 - index, np.int32)
+    tools = (ToolStatus("tool", 1, None),) if index == 0 else ()
+    return Transition(
+        rollout, "attempt", f"{rollout}-{index}", index, 0, "policy", ids, ids, np.zeros(len(ids), np.float32), ids,
+        "stop", agent="agent", tools=tools,
+    )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Credit:
-    """A return and a baseline that go together, with their options."""
+    """A return and a baseline that go together, with their options. Where `equal_rewards` do not count, a group whose R
+    are all equal teaches nothing, however its calls differ."""
 
     returns: CreditFunction
     baseline: CreditFunction
     returns_options: Mapping[str, Any]
     baseline_options: Mapping[str, Any]
-
-    @property
-    def compares_group(self) -> bool:
-        """Whether one rollout of a task by itself would teach nothing."""
-        return self.returns in _COMPARE_A_GROUP or self.baseline in _COMPARE_A_GROUP
+    equal_rewards: bool = False
 
     @property
     def needs_values(self) -> bool:
         """Whether a critic must say first what each sampled token is worth."""
         return self.baseline is formulas.gae
+
+    @property
+    def compares_group(self) -> bool:
+        """Whether one rollout of a task by itself would teach nothing; of a baseline of one's own this is not known."""
+        group_wise = self.baseline in BASELINES.values() and self.baseline not in _COMPARE_NO_GROUP
+        return self.returns is formulas.tree or group_wise
+
+    @property
+    def built_in(self) -> bool:
+        return self.returns in RETURNS.values() and self.baseline in BASELINES.values()
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether the groups of a step must be together, as those that are whitened."""
+        return self.baseline in _OVER_THE_BATCH
 
     @property
     def reads_intermediate(self) -> bool:
@@ -109,6 +130,7 @@ class Credit:
             tokens=tokens,
             groups=np.repeat(np.arange(len(groups)), [len(group.rewards) for group in groups]),
             rewards=np.array([reward for group in groups for reward in group.rewards], np.float64),
+            equal_rewards=self.equal_rewards or self.returns in _TELL_NO_CALLS_APART,
         )
         credited = map(CreditedTransition, transitions, *self._per_transition(returns, values))
         return [[[next(credited) for _ in rollout] for rollout in group.transitions] for group in groups]
@@ -145,15 +167,16 @@ def make_credit(
     baseline: str | CreditFunction,
     baseline_options: Mapping[str, Any],
     *,
+    equal_rewards: bool = False,
     reward: RewardSpec = PLAIN,
     critic: bool = False,
 ) -> Credit:
-    """The credit that these names, references (`file.py:function`) or functions mean, where R is made as `reward` says,
-    with or without a critic. ConfigError, with the reason, where one is unknown, has no such option, or does not go
-    with the others."""
+    """The credit that these names, references (`file.py:function`) or functions mean, where R is made as `reward` says
+    and groups of `equal_rewards` teach or not, with or without a critic. ConfigError, with the reason, where one is
+    unknown, has no such option, or does not go with the others."""
     first = _function("returns", returns, returns_options, RETURNS)
     second = _function("baseline", baseline, baseline_options, BASELINES)
-    credit = Credit(first, second, dict(returns_options), dict(baseline_options))
+    credit = Credit(first, second, dict(returns_options), dict(baseline_options), equal_rewards)
     if credit.needs_values and not critic:
         raise ConfigError(
             "baseline 'gae' needs the values of a critic: take algorithm ppo (agl.PPO), which trains one, or call "
@@ -174,14 +197,56 @@ def make_credit(
             f"reward.base 'sum' puts intermediate rewards into R, and returns {_name(first)!r} adds them to it: they "
             "would count twice; give base='final' or returns='identical'"
         )
-    if first in RETURNS.values() and second in BASELINES.values():
-        try:  # options out of range are told now, rather than after the first rollouts
-            credit.advantages([RewardedGroup([[_TRIAL], [_TRIAL]], [0.0, 1.0])])
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"returns_options {returns_options} or baseline_options {baseline_options}: {error}"
-            ) from None
+    if equal_rewards and (first in _TELL_NO_CALLS_APART or second in _COMPARE_NO_GROUP):
+        raise ConfigError(
+            f"equal_rewards lets a group teach whose rewards are all equal and whose calls differ, which returns "
+            f"{_name(first)!r} with baseline {_name(second)!r} does not ask: leave it out"
+        )
+    try:  # what is wrong is told now, rather than after the first rollouts
+        credit.advantages([RewardedGroup.trial(0.0, 1.0)])
+    except (TypeError, ValueError) as error:
+        told = f"returns_options {returns_options} or baseline_options {baseline_options}"
+        raise ConfigError(f"{told}: {error}") from None
+    except (AssertionError, AttributeError, LookupError):
+        if credit.built_in:
+            raise
+        # A function of a user's own may look for what no agent has told of these made-up calls.
     return credit
+
+
+def check_credited(
+    by: str, groups: Sequence[RewardedGroup], answer: Sequence[Sequence[Sequence[object]]]
+) -> list[list[list[CreditedTransition]]]:
+    """What an algorithm answered to these groups. ConfigError unless it has a list for each rollout of each group, and
+    in it transitions with a finite float for each sampled token."""
+    try:
+        shape = [len(group) for group in answer]
+        items = [item for group in answer for rollout in group for item in rollout]
+    except TypeError:
+        raise ConfigError(f"{by} must give a list for each rollout of each group, and gave {answer!r:.200}") from None
+    asked = [len(group.transitions) for group in groups]
+    if shape != asked:
+        raise ConfigError(f"{by} must give lists for groups of {asked} rollouts, and gave them for {shape}")
+    for item in items:
+        if not isinstance(item, CreditedTransition):
+            raise ConfigError(f"{by} must give a CreditedTransition for each call that trains, and gave {item!r:.200}")
+        tokens = len(item.transition.response_ids)
+        for values in (item.advantages, *(one for one in (item.values, item.value_targets) if one is not None)):
+            if not _is_float_each(values, tokens):
+                raise ConfigError(
+                    f"{by} must give a NumPy array with a finite float for each of the {tokens} sampled tokens of a "
+                    f"call, and gave {values!r:.200}"
+                )
+    return cast("list[list[list[CreditedTransition]]]", answer)
+
+
+def _is_float_each(values: Any, count: int) -> bool:
+    return (
+        isinstance(values, np.ndarray)
+        and values.shape == (count,)
+        and np.issubdtype(values.dtype, np.floating)
+        and bool(np.isfinite(values).all())
+    )
 
 
 def _function(

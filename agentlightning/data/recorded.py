@@ -81,23 +81,26 @@ class CreditSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     returns_options: dict[str, Any] = {}
     baseline: str = "grpo"
     baseline_options: dict[str, Any] = {}
+    equal_rewards: bool = False
 
     def credit(self, reward: RewardSpec = PLAIN) -> Credit:
         """ConfigError for what is none of the built-in ones, or does not go together."""
         for what, name, known in (("returns", self.returns, RETURNS), ("baseline", self.baseline, BASELINES)):
             if name not in known:
                 raise ConfigError(f"{what} {name!r} is not built in; choose one of {', '.join(known)}")
-        return make_credit(self.returns, self.returns_options, self.baseline, self.baseline_options, reward=reward)
+        return make_credit(**msgspec.structs.asdict(self), reward=reward)
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run does with its rollouts; `credit` is None where the run trains nothing by credit. `unrewarded` is what
-    a rollout without a reward counts for: nothing (`exclude`), or a number."""
+    """What a run does with its rollouts; `credit` is None where the run trains nothing, or by an algorithm, `name`,
+    whose credit is not that of settings alone. `unrewarded` is what a rollout without a reward counts for: nothing
+    (`exclude`), or a number."""
 
     calls: CallFilter = EVERY_CALL
     reward: RewardSpec = PLAIN
     credit: CreditSettings | None = None
     unrewarded: str | float = "exclude"
+    name: str | None = None
 
 
 UNTRAINED: Final = Training()
@@ -111,10 +114,11 @@ def training_of(run: Run | None) -> Training:
         return UNTRAINED
     named = {name: algorithm[name] for name in CallFilter.__dataclass_fields__ if name in algorithm}
     credit = {name: algorithm[name] for name in CreditSettings.__struct_fields__ if name in algorithm}
+    by_settings = config.get("credit_by_settings", "baseline" in algorithm)
     calls, unrewarded = {**named, "models": list(mapping(config.get("models")))}, algorithm.get("unrewarded", "exclude")
-    told = {"calls": calls, "reward": algorithm["reward"], "credit": credit, "unrewarded": unrewarded}
+    told = {"calls": calls, "reward": algorithm["reward"], "unrewarded": unrewarded, "name": algorithm.get("name")}
     try:
-        return msgspec.convert(told, Training)
+        return msgspec.convert(told | ({"credit": credit} if by_settings else {}), Training)
     except msgspec.ValidationError:
         return UNTRAINED
 

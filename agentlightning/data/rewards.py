@@ -144,7 +144,10 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     - `format_bonus` if all of the last answer matches `answer_format` (a regular expression; `.` is any character);
     - −`length_penalty` · sampled tokens / 1000;
     - `overlong_penalty` · DAPO's soft punishment (arXiv:2503.14476) of the longest answer: 0 up to `overlong_length` −
-      `overlong_buffer` tokens, then falling to −1 at `overlong_length` tokens."""
+      `overlong_buffer` tokens, then falling to −1 at `overlong_length` tokens.
+
+    `failed_tool` is a regular expression that is found in what failed tools answer, instead of the words of
+    `tracing/tool_failures.py`: what the status of a tool is, here, in evaluation and in `returns`."""
 
     base: Literal["final", "sum"] = "final"
     tool_success: float = 0.0
@@ -154,6 +157,7 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     overlong_penalty: float = 0.0
     overlong_length: int | None = None
     overlong_buffer: int | None = None
+    failed_tool: str | None = None
 
     def __post_init__(self) -> None:
         if self.base not in ("final", "sum"):
@@ -169,10 +173,11 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
         if length is not None and buffer is not None and not 0 < buffer <= length:
             raise ConfigError(f"overlong_buffer is {buffer}; it must be from 1 to overlong_length ({length})")
-        try:
-            re.compile(self.answer_format or "")
-        except re.error as error:
-            raise ConfigError(f"answer_format is {self.answer_format!r}, which is no pattern: {error}") from None
+        for name in ("answer_format", "failed_tool"):
+            try:
+                re.compile(getattr(self, name) or "")
+            except re.error as error:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, which is no pattern: {error}") from None
 
     def base_of(self, given: GivenRewards) -> float | None:
         """R before anything is added; None where the rollout has none."""

@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from agentlightning import semconv
-from agentlightning.tracing.dialects import items, json_of, mapping, says_failure, text_of
+from agentlightning.tracing.dialects import items, json_of, mapping, text_of
 from agentlightning.tracing.steps import Step, tool_requests
+from agentlightning.tracing.tool_failures import says_failure
 from agentlightning.types import Span
-
-# How the gateway marks a failed result of Anthropic's protocol in a chat, and LangGraph one of its own; what the OpenAI
-# Agents SDK says of every error.
-_ERRORS: Final = ("Error: ", "An error occurred while running the tool")
 
 
 @dataclass(frozen=True)
@@ -30,11 +27,12 @@ class ToolStatus:
     duration: float | None
 
 
-def tool_statuses(steps: Sequence[Step]) -> dict[str, list[ToolStatus]]:
-    """The tool calls of each gateway call of an attempt, by its span id; calls that made none are left out."""
+def tool_statuses(steps: Sequence[Step], failed_tool: str | None = None) -> dict[str, list[ToolStatus]]:
+    """The tool calls of each gateway call of an attempt, by its span id; calls that made none are left out.
+    `failed_tool` is the pattern that the steps were read with."""
     tools = [step for step in steps if step.kind == "tool"]
     if not tools:
-        return _told([step.span for step in steps if step.kind == "call" and step.call is not None])
+        return _told([step.span for step in steps if step.kind == "call" and step.call is not None], failed_tool)
     statuses: dict[str, list[ToolStatus]] = {}
     for step in tools:
         if step.call is not None:
@@ -43,7 +41,7 @@ def tool_statuses(steps: Sequence[Step]) -> dict[str, list[ToolStatus]]:
     return statuses
 
 
-def _told(calls: Sequence[Span]) -> dict[str, list[ToolStatus]]:
+def _told(calls: Sequence[Span], failed_tool: str | None) -> dict[str, list[ToolStatus]]:
     statuses: dict[str, list[ToolStatus]] = {}
     results: dict[str, dict[str, bool]] = {}  # of each request, decoded once and only if it is needed
     asked = [tool_requests(call) for call in calls]
@@ -54,7 +52,7 @@ def _told(calls: Sequence[Span]) -> dict[str, list[ToolStatus]]:
                 if times_asked[request.id] > 1 and not _continues(later, call):
                     continue  # the id may be of another conversation: some servers count from 0 in each answer
                 if later.span_id not in results:
-                    results[later.span_id] = dict(_results(later))
+                    results[later.span_id] = dict(_results(later, failed_tool))
                 failed = results[later.span_id].get(request.id)
                 if failed is not None:
                     statuses.setdefault(call.span_id, []).append(ToolStatus(request.name, -1 if failed else 1, None))
@@ -68,22 +66,21 @@ def _continues(later: Span, call: Span) -> bool:
     return sent.startswith(before.removesuffix("]"))
 
 
-def _results(call: Span) -> Iterator[tuple[str, bool]]:
+def _results(call: Span, failed_tool: str | None) -> Iterator[tuple[str, bool]]:
     """(id of the tool call, whether it failed) for each tool result a request holds, in order."""
     for message in map(mapping, items(json_of(text_of(call, semconv.GEN_AI_INPUT_MESSAGES)))):
         if message.get("role") == "tool":
-            yield str(message.get("tool_call_id")), _failed(message.get("content"))
+            yield str(message.get("tool_call_id")), _failed(message.get("content"), failed_tool)
         elif message.get("type") == "function_call_output":
-            yield str(message.get("call_id")), _failed(message.get("output"))
+            yield str(message.get("call_id")), _failed(message.get("output"), failed_tool)
         else:
             for block in map(mapping, items(message.get("content"))):
                 if block.get("type") == "tool_result":
-                    yield str(block.get("tool_use_id")), block.get("is_error") is True or _failed(block.get("content"))
+                    failed = block.get("is_error") is True or _failed(block.get("content"), failed_tool)
+                    yield str(block.get("tool_use_id")), failed
 
 
-def _failed(content: Any) -> bool:
+def _failed(content: Any, failed_tool: str | None) -> bool:
     parts = [mapping(part).get("text") for part in items(content)]
     text = "".join(part for part in parts if isinstance(part, str)) if parts else content
-    return text is None or (
-        isinstance(text, str) and (text == "null" or text.startswith(_ERRORS) or says_failure(text))
-    )
+    return text is None or (isinstance(text, str) and (text == "null" or says_failure(text, failed_tool)))

@@ -123,14 +123,14 @@ def trace_rollout(
     Args:
         spans: spans of the rollout, of any of its attempts, in any order; only those of the last attempt count.
         calls: which calls train.
-        reward: what R is made of.
+        reward: what R is made of, and which tools failed.
 
     A rollout that did not succeed has reward None even where an earlier reward span exists: a crashed agent's partial
     score is not the score of its task."""
     final, clock_skew = align_clocks(_final_attempt(spans))
-    steps = read_steps(final)
+    steps = read_steps(final, reward.failed_tool)
     given = given_rewards(final, steps)
-    sorted_calls = _sort_calls(final, steps, given, calls)
+    sorted_calls = _sort_calls(final, steps, given, calls, tool_statuses(steps, reward.failed_tool))
     transitions = sorted_calls.transitions
     lost = given.lost + Counter({NOT_TRAINED: len(given.of_calls.keys() - {one.span_id for one in transitions})})
     base = reward.base_of(given) if rollout.status == "succeeded" else None
@@ -161,10 +161,15 @@ class _SortedCalls:
     unused: int = 0
 
 
-def _sort_calls(spans: Sequence[Span], steps: Sequence[Step], given: GivenRewards, calls: CallFilter) -> _SortedCalls:
+def _sort_calls(
+    spans: Sequence[Span],
+    steps: Sequence[Step],
+    given: GivenRewards,
+    calls: CallFilter,
+    tools: Mapping[str, Sequence[ToolStatus]],
+) -> _SortedCalls:
     found = _SortedCalls()
     names = agents_of(step for step in steps if step.call is step.span)
-    tools = tool_statuses(steps)
     pattern = None if calls.agents is None else agent_pattern(calls.agents)
     incomplete, discarded = _lacks_a_call(spans), discarded_calls(spans)
     plain = ""  # the latest messages without images

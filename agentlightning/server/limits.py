@@ -60,17 +60,22 @@ class Refusals:
             self._counts[name] = count - 1
 
 
-class RateLimit:
-    """Answers 429 with `Retry-After` to callers who make more than `rate` requests a second, counted over at least two
-    seconds. Addresses are those of the connection: what a header says of them is not believed."""
+def limit_of(rate: float) -> RateLimitItemPerSecond:
+    """`rate` requests a second, counted over at least two seconds; ConfigError unless it is positive and finite."""
+    if not (rate > 0 and math.isfinite(rate)):
+        raise ConfigError(f"the rate limit is {rate}; it must be a positive number of requests per second")
+    window = max(_WINDOW, math.ceil(1 / rate))
+    return RateLimitItemPerSecond(max(1, round(rate * window)), window)
 
-    def __init__(self, app: ASGIApp, rate: float, access: Access | None) -> None:
-        if not (rate > 0 and math.isfinite(rate)):
-            raise ConfigError(f"the rate limit is {rate}; it must be a positive number of requests per second")
+
+class RateLimit:
+    """Answers 429 with `Retry-After` to callers who make more requests than the `limit`. Addresses are those of the
+    connection: what a header says of them is not believed."""
+
+    def __init__(self, app: ASGIApp, limit: RateLimitItemPerSecond, access: Access | None) -> None:
         self._app = app
         self._access = access
-        self._window = max(_WINDOW, math.ceil(1 / rate))
-        self._limit = RateLimitItemPerSecond(max(1, round(rate * self._window)), self._window)
+        self._limit = limit
         self._limiter = SlidingWindowCounterRateLimiter(MemoryStorage())
         self._salt = secrets.token_bytes(16)
         self._refusals = Refusals()
@@ -87,7 +92,7 @@ class RateLimit:
             return
         self._refusals.note(scope, caller)
         stats = await self._limiter.get_window_stats(self._limit, caller)
-        await _refuse(send, min(max(1, math.ceil(stats.reset_time - time.time())), self._window))
+        await _refuse(send, min(max(1, math.ceil(stats.reset_time - time.time())), self._limit.get_expiry()))
 
     def _slot(self, address: str) -> str:
         digest = hashlib.blake2b(address.encode(), key=self._salt, digest_size=8).digest()

@@ -109,34 +109,14 @@ def said(span: Span, *names: str) -> str | None:
     return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def tool_failed(span: Span) -> bool:
-    """Whether this span says that the tool failed; UNSET is success."""
-    return (
-        span.status.status_code == "ERROR"
-        or any(event.name == "exception" for event in span.events)
-        or says_failure(result_of(span))
-    )
-
-
-def says_failure(result: object) -> bool:
-    """Whether a tool's result is a failure by its own account: `is_error`, `status: "error"`, an HTTP status from 400.
-
-    `result` is JSON or its text; text that is no JSON object says nothing."""
-    body = _unwrapped(result)
-    if body.get("is_error") is True or body.get("isError") is True or body.get("status") == "error":
-        return True
-    codes = (body.get("status"), body.get("status_code"), body.get("statusCode"))
-    return any(type(code) is int and 400 <= code < 600 for code in codes)
-
-
 def content_of(result: str | None) -> str | None:
     """What the tool itself said, without LangChain's message around it."""
-    body = _unwrapped(result)
+    body = unwrapped(result)
     content = body.get("content")
     return content if "tool_call_id" in body and isinstance(content, str) else result
 
 
-def _unwrapped(result: object) -> dict[str, Any]:
+def unwrapped(result: object) -> dict[str, Any]:
     """The JSON object that a result is, or LangChain's message in it."""
     if result is None or (isinstance(result, str) and not result.lstrip().startswith("{")):
         return {}  # most results are plain text, which an exception is a dear way to find out

@@ -19,6 +19,7 @@ import msgspec
 from agentlightning import semconv
 from agentlightning.tracing import dialects
 from agentlightning.tracing.dialects import Kind
+from agentlightning.tracing.tool_failures import tool_failed
 from agentlightning.types import Span
 
 _RESPONSE_ID: Final = re.compile(r"\b(?:chatcmpl|cmpl|resp|msg)[-_][\w-]+(?:\.[\w-]+)*")
@@ -57,9 +58,10 @@ class ToolRequest(msgspec.Struct, frozen=True):
     name: str
 
 
-def read_steps(spans: Sequence[Span]) -> list[Step]:
-    """The steps of ONE attempt, by start time; its spans may come in any order."""
-    return _Attempt(spans).steps()
+def read_steps(spans: Sequence[Span], failed_tool: str | None = None) -> list[Step]:
+    """The steps of ONE attempt, by start time; its spans may come in any order. `failed_tool` is a pattern of one's own
+    for what failed tools answer (`tracing.tool_failures`)."""
+    return _Attempt(spans).steps(failed_tool)
 
 
 def tool_requests(call: Span) -> list[ToolRequest]:
@@ -106,7 +108,7 @@ class _Attempt:
         self.ended = {span_id: span.end_time for span_id, span in inner.items()}
         self.within = self._calls_within()
 
-    def steps(self) -> list[Step]:
+    def steps(self, failed_tool: str | None) -> list[Step]:
         """One step for each span that no other stands for."""
         heads: dict[str, list[Span]] = {}
         for span in self.spans:
@@ -114,7 +116,7 @@ class _Attempt:
         groups = [(self.by_id[head], group) for head, group in heads.items() if head not in self.linked]
         claimed: set[int] = set()
         return [
-            self._tool(span, group, claimed) if self.kinds[span.span_id] == "tool" else self._step(span)
+            self._tool(span, group, claimed, failed_tool) if self.kinds[span.span_id] == "tool" else self._step(span)
             for span, group in sorted(groups, key=lambda pair: (pair[0].start_time, pair[0].sequence_id))
         ]
 
@@ -138,7 +140,7 @@ class _Attempt:
             call=span if gateway else None,
         )
 
-    def _tool(self, span: Span, group: list[Span], claimed: set[int]) -> Step:
+    def _tool(self, span: Span, group: list[Span], claimed: set[int], failed_tool: str | None) -> Step:
         """One execution, of which `group` are the reports. `claimed` are the requests executed before it."""
         name = self.names[span.span_id]
         around = self._agent_around(span)
@@ -152,7 +154,7 @@ class _Attempt:
             tool_call_id=tool_call_id or (request.id if request else None),
             arguments=next((said for one in group if (said := dialects.arguments_of(one))), None),
             result=dialects.content_of(next((said for one in group if (said := dialects.result_of(one))), None)),
-            failed=any(dialects.tool_failed(one) for one in group),
+            failed=any(tool_failed(one, failed_tool) for one in group),
             duration=span.end_time - span.start_time,
             call=request.call if request else self._call_before(span, around),
         )

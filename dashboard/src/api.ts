@@ -102,6 +102,7 @@ export interface CreditSettings {
   returns: string;
   returns_options: { alpha?: number; gamma?: number; tool_weights?: number | Record<string, number> };
   baseline: string;
+  equal_rewards?: boolean;
   baseline_options: Record<string, unknown>;
 }
 

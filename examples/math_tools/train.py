@@ -19,7 +19,11 @@ from agentlightning.cli.training import fit, make_algorithm, show_fit
 from agentlightning.errors import AgentLightningError, ConfigError
 
 # Automatic intermediate rewards: of each call, what becomes of the tools it asks for, beside the reward of the rollout.
-AIR = ["algorithm.returns=air", "algorithm.returns_options={alpha: 0.2, tool_weights: 1.0}"]
+AIR = [
+    "algorithm.returns=air",
+    "algorithm.returns_options={alpha: 0.2, tool_weights: 1.0}",
+    "algorithm.equal_rewards=true",  # where all fail alike, tools that work are still worth something
+]
 
 
 def main(given: argparse.Namespace) -> None:

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from agentlightning.algorithm import GRPO
+from agentlightning.algorithm import GRPO, PPO, SFT
 from agentlightning.algorithm.checkpoints import Checkpoints, LoopState
 from agentlightning.algorithm.directory import RunDirectory
 from agentlightning.algorithm.rl.sampling import SamplerState, TaskSampler
+from agentlightning.data.credit_table import RewardedGroup
+from agentlightning.data.sequences import CreditedTransition
 from agentlightning.errors import ConfigError
 
 
@@ -153,6 +156,54 @@ def test_settings_out_of_range_are_refused_by_name() -> None:
         GRPO(unrewarded=math.nan)
     with pytest.raises(ConfigError, match="level is 'trees'; known: transition, trajectory, tree, concat"):
         GRPO(level="trees")  # type: ignore[arg-type]
+
+
+def constant(value: Any) -> type[GRPO]:
+    class Constant(GRPO):
+        def advantages(self, groups: Any) -> Any:
+            return value(super().advantages(groups))
+
+    return Constant
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: GRPO(dynamic_sampling=True, baseline="reinforce++"), "learns from any group"),
+        (lambda: PPO(dynamic_sampling=True), "learns from any group"),
+        (lambda: SFT(dynamic_sampling=True, best=None, fraction=0.5), "learns from any group"),
+        (lambda: GRPO(loss="policy_gradient", max_staleness=4), "older ones may have"),
+        (lambda: SFT(old="proximal"), "leave it out"),
+        (constant(lambda credited: credited[:1]), r"lists for groups of \[8, 8\] rollouts"),
+        (constant(lambda credited: None), "a list for each rollout of each group"),
+        (constant(lambda credited: [[[1.0] for _ in group] for group in credited]), "give a CreditedTransition"),
+        (constant(lambda credited: [[[worth(item, int)] for item, *_ in group] for group in credited]), "finite float"),
+        (constant(lambda credited: [[[worth(item, 9)] for item, *_ in group] for group in credited]), "finite float"),
+        (constant(lambda credited: 1 / 0), "made to try it: ZeroDivisionError"),
+    ],
+)
+def test_what_can_do_nothing_or_answers_nonsense_is_refused_when_it_is_made(make: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make()
+
+
+def worth(item: CreditedTransition, what: Any) -> CreditedTransition:
+    """Integers, or a number too many."""
+    values = item.advantages.astype(int) if what is int else np.ones(what, np.float32)
+    return CreditedTransition(item.transition, values)
+
+
+def best_of_group(returns: Any) -> Any:
+    return returns.values - returns.per_group(np.max)[returns.rollouts]
+
+
+@pytest.mark.parametrize(
+    "algorithm", [GRPO(), GRPO(baseline=best_of_group), GRPO(baseline="reinforce++_baseline"), SFT()]
+)
+def test_a_group_whose_rewards_are_equal_is_of_no_use_whatever_the_baseline(algorithm: Any) -> None:
+    assert algorithm.why_useless(RewardedGroup.trial(0.3, 0.3, 0.3)) == "without variance"
+    assert algorithm.why_useless(RewardedGroup.trial(0.3, 0.3, 0.4)) is None
+    assert GRPO(baseline="reinforce++").why_useless(RewardedGroup.trial(0.3, 0.3, 0.3)) is None
 
 
 def test_a_kl_term_needs_a_reference_and_has_a_weight_where_there_is_one() -> None:

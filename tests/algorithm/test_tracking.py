@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+import agentlightning as agl
 from agentlightning.algorithm.base import NoProgress
-from agentlightning.algorithm.checkpoints import Checkpoints
+from agentlightning.algorithm.checkpoints import Checkpoints, Earnings
 from agentlightning.algorithm.rl.policies import GradientNorms
 from agentlightning.algorithm.tracking import JSONLines, TrackedRun, make_tracker
 from agentlightning.cli.config import load_config
@@ -246,6 +247,41 @@ def test_an_exploding_gradient_is_told_and_ends_the_run_where_that_was_asked_for
     with pytest.raises(TrainingError, match=r"step 7: grad_norm is .* for 2 steps in a row\. The batch is kept"):
         trainer(tmp_path, algorithm=asked, progress=progress).fit(agents.vowels, TASKS)
     assert sum("times what was usual" in note for note in progress.notes) == 1
+
+
+def test_a_row_of_zeros_is_a_collapse_only_where_chance_does_not_give_it() -> None:
+    fell, rare, hard = Earnings(), Earnings(), Earnings()
+    assert [fell.add([True, True, False, True])] + [fell.add([False] * 4) for _ in range(4)] == [0, 0, 0, 3, 4]
+    assert fell.add([True, False]) == 0 and fell.add([False]) == 0
+    assert [rare.add([True] + [False] * 99)] + [rare.add([False] * 100) for _ in range(12)] == [0] * 13
+    assert {hard.add([False] * 100) for _ in range(100)} == {0}
+
+
+EARNED: list[float] = []
+
+
+@agl.rollout
+async def loses_its_reward(task: dict, llm: agl.LLM) -> float:
+    """Of the first two steps rollouts earn something, of the others nothing."""
+    await agents.ask(task, llm)
+    EARNED.append(0.5 + len(EARNED) % 4 if len(EARNED) < 24 else 0.0)
+    return EARNED[-1]
+
+
+@pytest.mark.parametrize("allowed", [2, 0])
+def test_a_run_that_earns_nothing_any_more_ends_with_its_best_weights_named(tmp_path: Path, allowed: int) -> None:
+    EARNED.clear()
+    notes, asked = Notes(), algorithm(steps=5, checkpoint_every=1, stop_on_collapse=allowed)
+    trained = trainer(tmp_path, algorithm=asked, progress=notes)
+    best = re.escape(str(tmp_path / "run/checkpoints/step-000001"))
+    told = f"no rollout of the last {allowed or 3} steps earned anything.* 100% of the groups .* weights are in {best}"
+    if allowed:
+        with pytest.raises(TrainingError, match=f"step 4: the policy has collapsed: {told}"):
+            trained.fit(loses_its_reward, TASKS)
+    else:
+        assert trained.fit(loses_its_reward, TASKS).stopped_because == "all steps done"
+        assert len([note for note in notes.notes if re.search(told, note)]) == 1
+    assert (tmp_path / "run/checkpoints/step-000001/config.json").is_file()
 
 
 @pytest.mark.slow

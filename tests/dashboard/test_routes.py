@@ -33,7 +33,9 @@ from tests.models import tiny_model
 pytestmark = pytest.mark.anyio
 KEY = "the admin's key"
 HOSTILE = "<script>alert(1)</script>\x1b[31m"
-CREDIT = {"returns": "identical", "returns_options": {}, "baseline": "grpo", "baseline_options": {}}
+CREDIT = {
+    "returns": "identical", "returns_options": {}, "baseline": "grpo", "baseline_options": {}, "equal_rewards": False
+}  # fmt: skip
 MANIFEST = {
     "seed": 3,
     "config": {"models": {"policy": "tiny"}, "algorithm": {"steps": 9, "reward": {"base": "final"}, **CREDIT}},
@@ -85,10 +87,18 @@ async def place(anyio_backend) -> AsyncIterator[Place]:
 
 
 async def record(
-    store: SqlStore, rewards: list[float | None], project: str | None = None, sampling: str | None = None
+    store: SqlStore,
+    rewards: list[float | None],
+    project: str | None = None,
+    sampling: str | None = None,
+    algorithm: dict[str, Any] | None = None,
 ) -> list[Rollout]:
     """A group of one run, in which each rollout calls twice: for a tool, which the first one's fails, and to answer."""
-    run = await store.start_run("grpo", MANIFEST, project=project)
+    told = algorithm or MANIFEST["config"]["algorithm"]
+    config = MANIFEST["config"] | {"algorithm": told, "credit_by_settings": told.get("name") != "mine"}
+    if told.get("name") in ("ppo", "sft"):
+        config.pop("credit_by_settings")  # as runs of before have it
+    run = await store.start_run("grpo", MANIFEST | {"config": config}, project=project)
     group = await store.create_group(len(rewards), run_id=run.run_id)
     await store.enqueue_many_rollouts(
         [
@@ -362,6 +372,31 @@ async def test_what_if_is_computed_as_training_would(place):
         view = await place.post("/credit", {"group_id": one.group_id, "settings": settings | wrong})
         assert view["problem"] and view["members"][0]["calls"][0]["advantage"] is None
     await place.post("/credit", {}, status=422)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"name": "ppo", "returns": "identical", "returns_options": {}},
+        {"name": "sft"},
+        {"name": "mine", **CREDIT},
+    ],
+)
+async def test_credit_that_is_not_that_of_settings_is_not_made_up(place, algorithm):
+    one, _ = await record(place.store, [1.0, 0.0], algorithm={"reward": {"base": "final"}, **algorithm})
+    view = await place.post("/credit", {"rollout_id": one.rollout_id})
+    assert view["trained_with"] is None and f"what {algorithm['name']} made of these rewards" in view["problem"]
+    assert (await place.get(f"/groups/{one.group_id}"))["members"][0]["advantage"] is None
+    chosen = await place.post("/credit", {"rollout_id": one.rollout_id, "settings": CREDIT})
+    assert chosen["problem"] is None and chosen["members"][0]["calls"][0]["advantage"] > 0
+
+
+async def test_of_what_is_whitened_over_a_step_only_returns_are_shown(place):
+    settings = CREDIT | {"baseline": "reinforce++"}
+    one, _ = await record(place.store, [1.0, 0.0], algorithm={"reward": {"base": "final"}, **settings})
+    view = await place.post("/credit", {"rollout_id": one.rollout_id})
+    assert view["trained_with"] == settings and "all groups of a step" in view["problem"]
+    assert [view["members"][0]["calls"][0][name] for name in ("return", "advantage")] == [1.0, None]
 
 
 async def test_the_prefix_tree_holds_every_token_once(place):

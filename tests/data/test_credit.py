@@ -6,9 +6,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import hypothesis
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentlightning.data import credit
 from agentlightning.data.credit import Returns
@@ -185,12 +188,41 @@ def test_where_returns_differ_within_a_rollout_its_mean_counts() -> None:
     returns = of([[0.0, 1.0], [0.0]])  # means 0.5 and 0
     assert credit.dr_grpo(returns).tolist() == [-0.25, 0.75, -0.25]
     assert credit.rloo(returns).tolist() == [0.0, 1.0, -0.5]
-    spread = np.std([0.5, 0.0], ddof=1) + 1e-6
-    assert credit.grpo(returns) == pytest.approx(np.array([-0.25, 0.75, -0.25]) / spread)
+    total = np.var([0.5, 0.0], ddof=1) + np.mean([0.25, 0.0])
+    assert credit.grpo(returns) == pytest.approx(np.array([-0.25, 0.75, -0.25]) / (total**0.5 + 1e-6))
 
 
 def test_rollouts_that_differ_by_rounding_are_not_blown_up() -> None:
-    assert credit.grpo(of([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]])).tolist() == [0.0] * 6
+    assert credit.grpo(of([[0.1 + 0.2], [0.3]])).tolist() == [0.0] * 2
+
+
+ROLLOUTS = st.lists(st.lists(st.floats(-1, 1, width=16), min_size=1, max_size=6), min_size=2, max_size=6)
+
+
+THOROUGH = hypothesis.settings(max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+
+
+@THOROUGH
+@given(ROLLOUTS)
+def test_what_is_divided_by_a_spread_has_at_most_that_spread_however_returns_differ_within_rollouts(
+    values: list[list[float]],
+) -> None:
+    returns = of(values)
+    for divided in (credit.grpo(returns), credit.whiten(returns.values, returns.rollouts)):
+        of_rollouts = [np.mean(divided[returns.rollouts == index] ** 2) for index in range(len(values))]
+        assert np.mean(of_rollouts) <= 1 + 1e-6
+
+
+@THOROUGH
+@given(st.lists(st.tuples(st.floats(-1, 1, width=16), st.integers(1, 6)), min_size=2, max_size=6))
+def test_of_one_return_per_rollout_the_spread_is_that_of_the_rollouts(rollouts: list[tuple[float, int]]) -> None:
+    values = np.array([value for value, _ in rollouts])
+    returns = of([[value] * calls for value, calls in rollouts])
+    better = (returns.values - values.mean()) * (values.std() > 0)
+    spread = values.std(ddof=1)
+    assert credit.grpo(returns) == pytest.approx(better / (spread + 1e-6), abs=1e-9)
+    whitened = credit.whiten(returns.values, returns.rollouts)
+    assert whitened == pytest.approx(better / np.sqrt(spread**2 + 1e-8), abs=1e-9)
 
 
 def test_a_rollout_without_calls_counts_by_its_reward() -> None:
@@ -216,8 +248,8 @@ def test_each_call_is_an_episode_unless_the_rollout_is() -> None:
 
 def run(groups: Sequence[RewardedGroup], **settings: Any) -> list[list[float]]:
     """The advantage of each token, one list per transition."""
-    given: dict[str, Any] = {"returns": "identical", "returns_options": {}, "baseline": "grpo", "baseline_options": {}}
-    credited = make_credit(**(given | settings)).advantages(groups)
+    usual: dict[str, Any] = {"returns": "identical", "returns_options": {}, "baseline": "grpo", "baseline_options": {}}
+    credited = make_credit(**(usual | settings)).advantages(groups)
     return [item.advantages.tolist() for group in credited for rollout in group for item in rollout]
 
 
@@ -232,17 +264,27 @@ def test_alpha_changes_what_grpo_learns() -> None:
     assert run([TWO], returns="air", returns_options={"alpha": 0.5}) != run([TWO], returns="air")
 
 
+@pytest.mark.parametrize("baseline", ["grpo", "dr_grpo", "rloo", "reinforce++_baseline"])
+def test_equal_rewards_teach_nothing_unless_asked(baseline: str) -> None:
+    equal = RewardedGroup(TWO.transitions, [0.5, 0.5])
+    for settings in ({"returns": "air"}, {"returns": "air_dense"}, {"returns": "discounted"}, {"returns": halving}):
+        chosen = settings | {"baseline": baseline}
+        assert run([equal, TWO], **chosen)[:5] == [[0.0, 0.0]] * 5
+        assert run([equal, TWO], **chosen)[5:] != [[0.0, 0.0]] * 5
+        assert run([equal], **chosen, equal_rewards=True) != [[0.0, 0.0]] * 5
+
+
 def test_every_combination_that_is_not_refused_gives_each_token_an_advantage() -> None:
     worked = 0
     for returns in RETURNS:
         for baseline in BASELINES:
             for options in ({}, {"across_calls": True}) if baseline == "reinforce++" else ({},):
                 try:
-                    given = run([TWO, TWO], returns=returns, baseline=baseline, baseline_options=options)
+                    found = run([TWO, TWO], returns=returns, baseline=baseline, baseline_options=options)
                 except ConfigError:
                     continue
                 worked += 1
-                assert [len(one) for one in given] == [2] * 10
+                assert [len(one) for one in found] == [2] * 10
     assert worked == 4 * 6 + 1 + 1
 
 
@@ -257,6 +299,8 @@ def test_what_does_not_go_together_is_refused_with_the_reason() -> None:
         ({"returns_options": {"alpha": 0.1}}, "it has none"),
         ({"returns": "aire"}, "did you mean 'air'"),
         ({"baseline": 3}, "or a function"),
+        ({"equal_rewards": True}, "leave it out"),
+        ({"equal_rewards": True, "returns": "air", "baseline": "none"}, "leave it out"),
     ):
         with pytest.raises(ConfigError, match=reason):
             run([TWO], **settings)
@@ -271,15 +315,15 @@ def against_the_best(returns: Returns) -> FloatArray:
 
 
 def test_a_function_of_ones_own_is_a_return_or_a_baseline() -> None:
-    given = run([TWO], returns=halving, returns_options={"by": 0.1}, baseline="none")
-    assert given == [pytest.approx([value] * 2) for value in (0.01, 0.1, 1.0, 0.0, 0.0)]
+    found = run([TWO], returns=halving, returns_options={"by": 0.1}, baseline="none")
+    assert found == [pytest.approx([value] * 2) for value in (0.01, 0.1, 1.0, 0.0, 0.0)]
     assert run([TWO], baseline=against_the_best) == [[0.0] * 2] * 3 + [[-1.0] * 2] * 2
-    assert run([TWO], returns=functools.partial(halving, by=0.1), baseline=credit.no_baseline) == given
-    assert run([TWO], returns=f"{__name__}:halving", returns_options={"by": 0.1}, baseline="none") == given
+    assert run([TWO], returns=functools.partial(halving, by=0.1), baseline=credit.no_baseline) == found
+    assert run([TWO], returns=f"{__name__}:halving", returns_options={"by": 0.1}, baseline="none") == found
 
 
 def test_a_function_that_gives_something_else_is_named() -> None:
-    with pytest.raises(ConfigError, match="<lambda> must give a finite number for each of 3 transitions"):
+    with pytest.raises(ConfigError, match="<lambda> must give a finite number for each of 2 transitions"):
         run([TWO], returns=lambda reward, transitions: [reward])
-    with pytest.raises(ConfigError, match="5 transitions or each of their tokens, and gave"):
+    with pytest.raises(ConfigError, match="4 transitions or each of their tokens, and gave"):
         run([TWO], baseline=lambda returns: returns.values * np.nan)

@@ -8,8 +8,10 @@ import msgspec
 import pytest
 
 from agentlightning import semconv
+from agentlightning.data.rewards import RewardSpec
 from agentlightning.data.tool_calls import ToolStatus, tool_statuses
 from agentlightning.data.transitions import trace_rollout
+from agentlightning.errors import ConfigError
 from agentlightning.tracing.dialects import is_gateway_call
 from agentlightning.tracing.steps import read_steps
 from agentlightning.types import Rollout, Span
@@ -87,6 +89,32 @@ def responses(output: Any) -> list[Any]:
         (chat('{"status_code": 500}'), -1),
         (chat('{"isError": true}'), -1),
         (chat("Error: it exploded"), -1),
+        (chat("error"), -1),
+        (chat("error: no such column: nmae"), -1),
+        (chat('"[ERROR] boom"'), -1),
+        (chat("An unexpected error occurred: boom"), -1),
+        (chat("Error executing tool look: boom"), -1),
+        (chat("sqlite3.OperationalError: no such table"), -1),
+        (chat("Traceback (most recent call last):\n  File"), -1),
+        (chat("Request timed out after 30 s"), -1),
+        (chat("HTTP 503: Service Unavailable"), -1),
+        (chat("404 Not Found"), -1),
+        (chat("Tool call failed with exit code 1"), -1),
+        (chat("Unknown tool: serch"), -1),
+        (chat('{"error": "no such city"}'), -1),
+        (chat('{"error": {"message": "no such city", "code": 7}}'), -1),
+        (chat('{"success": false, "data": []}'), -1),
+        (chat('{"status": "failed"}'), -1),
+        (chat('{"exit_code": 2, "stdout": ""}'), -1),
+        (chat('{"error": null, "temperature": 3}'), 1),
+        (chat('{"success": true, "error": "", "exit_code": 0}'), 1),
+        (chat('{"error": 0.02}'), 1),
+        (chat("Error rates fell by 3% in May"), 1),
+        (chat("The standard error: 0.35"), 1),
+        (chat("no errors found"), 1),
+        (chat("It failed to rain"), 1),
+        (chat("Failure is an option, says the mayor"), 1),
+        (chat("timeout: 30"), 1),
         (responses("An error occurred while running the tool. Please try again."), -1),
         (anthropic("3"), 1),
         (anthropic("3 exploded", is_error=True), -1),
@@ -99,6 +127,15 @@ def responses(output: Any) -> list[Any]:
 def test_without_tool_spans_the_next_request_tells(messages: list[Any], status: int) -> None:
     read = statuses([call(0, [("t", "look")], []), call(1, [], messages)])
     assert read == [[ToolStatus("look", status, None)], []]  # type: ignore[arg-type]
+
+
+def test_a_pattern_of_ones_own_says_which_answers_are_failures() -> None:
+    spans = [call(0, [("t", "look")], []), call(1, [], chat("Kein Treffer")), call(2, [("u", "look")], [])]
+    spans.append(call(3, [], [{"role": "tool", "tool_call_id": "u", "content": "Error: 0.3"}]))
+    steps = read_steps(spans, "^Kein")
+    assert [one.status for call in tool_statuses(steps, "^Kein").values() for one in call] == [-1, 1]
+    with pytest.raises(ConfigError, match="no pattern"):
+        RewardSpec(failed_tool="(")
 
 
 def test_parallel_calls_are_told_apart_by_their_ids() -> None:

@@ -140,7 +140,7 @@ async def test_a_revoked_key_hears_no_more(http, store):
 
 async def test_who_has_missed_something_is_told_to_read_afresh(http, store):
     async with listening(http) as listener:
-        store._hear(None)
+        store._subscribers.publish(None)
         await listener.until("reset")
 
 

@@ -15,7 +15,7 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.semconv import CALL_DISCARDS
 from agentlightning.server.app import create_app
-from agentlightning.server.limits import RateLimit, Refusals, _address
+from agentlightning.server.limits import RateLimit, Refusals, _address, limit_of
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.client import LightningStoreClient
 from tests.gateway.talker import user
@@ -30,11 +30,11 @@ ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 @pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf")])
 def test_a_rate_that_limits_nothing_sensible_is_refused(rate):
     with pytest.raises(ConfigError, match="rate limit"):
-        RateLimit(Starlette(), rate, None)
+        limit_of(rate)
 
 
 async def test_addresses_share_a_bounded_memory():
-    limit = RateLimit(Starlette(), 0.01, None)
+    limit = RateLimit(Starlette(), limit_of(0.01), None)
     sent: list[int] = []
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:

@@ -21,7 +21,7 @@ from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.continuity import continuity
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.recorded import rewarded_group
-from agentlightning.data.sequences import CreditedTransition, Level, TrainingSequence, build_sequences, cut_sequences
+from agentlightning.data.sequences import CreditedTransition, Level, TrainingSequence, build_sequences
 from agentlightning.data.transitions import FloatArray, TracedRollout, tool_success, trace_rollout
 from agentlightning.store.base import LightningStore
 from agentlightning.types import Rollout, Span
@@ -110,17 +110,14 @@ def make_batch(
     enough = [group for group in rewarded if len(group.rewards) >= algorithm.fewest_rewarded]
     sequences: list[TrainingSequence] = []
     flat = 0
-    if values is None:
-        credited = algorithm.advantages(enough)
-    else:
-        credited = algorithm.advantages_with_values(enough, _values_of(enough, algorithm.level, values))
+    said = None if values is None else _values_of(enough, algorithm.level, values)
+    credited = algorithm.credited(enough, said)
     for group in credited:
         if not any(item.teaches for transitions in group for item in transitions):
             flat += 1
             continue
         for transitions in group:
             sequences += build_sequences(transitions, algorithm.level)
-    sequences, cuts = cut_sequences(sequences, algorithm.limits)
     metrics = {
         "groups_too_few_rewarded": float(len(groups) - len(enough)),
         "groups_without_variance": float(flat),
@@ -131,7 +128,7 @@ def make_batch(
     versions = [version for one in sequences if (version := one.oldest_version) is not None]
     if versions:
         metrics["policy_version_oldest"] = float(min(versions))
-    return Batch(sequences, metrics | _named("cut", cuts))
+    return Batch(sequences, metrics)
 
 
 def rollout_metrics(
@@ -159,6 +156,11 @@ def rollout_metrics(
         **_by_name(rollouts),
         **_unmerged(rollouts),
     }
+
+
+def groups_that_earned(algorithm: Reinforcement, groups: Sequence[Sequence[TracedRollout]]) -> list[bool]:
+    """Whether a rollout of each group has a reward above 0, terms that were added to the agent's own aside."""
+    return [any(one.reward_terms.get(algorithm.reward.base, 0.0) > 0 for one in group) for group in groups if group]
 
 
 def minibatches(

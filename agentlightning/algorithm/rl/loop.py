@@ -26,7 +26,14 @@ import msgspec
 from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.checkpoints import Checkpoints, LoopState, explained
 from agentlightning.algorithm.evaluation import Evaluation, evaluate, evaluation_id, why_unrewarded
-from agentlightning.algorithm.rl.batch import BATCHES_FILE, Batch, RecordedBatch, make_batches, rollout_metrics
+from agentlightning.algorithm.rl.batch import (
+    BATCHES_FILE,
+    Batch,
+    RecordedBatch,
+    groups_that_earned,
+    make_batches,
+    rollout_metrics,
+)
 from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups, Ticket, draw, withdraw_rollouts
 from agentlightning.algorithm.rl.policies import EXPLOSION, GradientNorms, Policies, Usage, over_steps
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
@@ -62,6 +69,7 @@ class Loop:
         self.norms = {name: GradientNorms() for name in norms}
         self.learning = False  # between the first optimiser step of a batch and the publication
         self.evaluating: asyncio.Task[None] | None = None
+        self.collapse_told = False
 
     async def run(self) -> str:
         """Steps until one of the reasons to end holds; returns the reason in words."""
@@ -138,11 +146,13 @@ class Loop:
         learned = time.perf_counter()
         metrics |= self._speed(metrics, sampled - started, learned - sampled, self.policies.usage() - engines)
         metrics["policy_version"] = float(self.state.policy_version)
+        fallen = self.state.earnings.add(groups_that_earned(self.algorithm, [*traced, *dropped.useless]))
+        await self.context.tracking.record(step, metrics)
         if step % self.algorithm.checkpoint_every == 0:
             await self._save()
-        await self.context.tracking.record(step, metrics)
         self.context.progress.step(step, metrics)
         self._check_explosion(step, metrics)
+        self._check_collapse(step, fallen)
 
     def _speed(self, metrics: Mapping[str, float], waited: float, learned: float, engines: Usage) -> dict[str, float]:
         """Of a step that waited so many seconds for rollouts and learned for so many, engine and learner by
@@ -170,6 +180,25 @@ class Loop:
                 raise TrainingError(f"{told}, for {row} steps in a row. {self._how_to_replay(step)}")
             if row == 1:
                 self.context.progress.note(told)
+
+    def _check_collapse(self, step: int, row: int) -> None:
+        """TrainingError once rollouts have earned nothing for as many steps as the algorithm allows; a note before."""
+        allowed, told_at = self.algorithm.stop_on_collapse, 3
+        ends = 0 < allowed <= row
+        if not ends and (row < told_at or self.collapse_told):
+            return
+        best = self.checkpoints.best()
+        told = (
+            f"step {step}: the policy has collapsed: no rollout of the last {row} steps earned anything, and in "
+            f"{self.state.earnings.share:.0%} of the groups before one did. "
+            f"{f'The best weights are in {best}' if best else 'No better weights were saved'}"
+        )
+        if ends:
+            raise TrainingError(
+                f"{told}. Try a lower learning_rate, or aggregation='rollout-mean'; stop_on_collapse=0 goes on"
+            )
+        self.collapse_told = True
+        self.context.progress.note(told)
 
     def _how_to_replay(self, step: int) -> str:
         return f"The batch is kept; `agl data replay {self.context.directory} --step {step}` trains it again"
@@ -278,11 +307,13 @@ class Loop:
 
     # --- around the steps ---
 
-    def _reached_target(self) -> bool:
-        target, step = self.algorithm.target_reward, self.state.step
+    def _recent_rewards(self) -> list[float]:
+        """The mean training rewards of the latest three steps."""
         history = self.context.tracking.history
-        recent = [history.get(one, {}).get("reward") for one in range(step - 2, step + 1)]
-        rewards = [reward for reward in recent if reward is not None]
+        return [history[step]["reward"] for step in sorted(history)[-3:] if "reward" in history[step]]
+
+    def _reached_target(self) -> bool:
+        target, rewards = self.algorithm.target_reward, self._recent_rewards()
         return target is not None and len(rewards) == 3 and sum(rewards) / 3 >= target
 
     async def _evaluate_when_due(self) -> None:
@@ -330,7 +361,7 @@ class Loop:
             version=version,
             mode="val",
             config=self.algorithm.rollout,
-            reward=RewardSpec(base=self.algorithm.reward.base),
+            reward=RewardSpec(base=self.algorithm.reward.base, failed_tool=self.algorithm.reward.failed_tool),
             beside=self._evaluates_beside,
         )
 
@@ -372,6 +403,8 @@ class Loop:
     async def _save(self) -> None:
         self.state.groups = self.groups.state
         self.state.experience = tuple(group.ticket for group in self.experience)
+        rewards = self._recent_rewards()
+        self.state.recent_reward = sum(rewards) / len(rewards) if rewards else None
         await self._written(self.checkpoints.save)
 
     async def _written(self, save: Callable[[Policies, LoopState], object]) -> None:

@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.evaluation import Evaluation
 from agentlightning.data.call_filter import CallFilter
-from agentlightning.data.credit_table import RewardedGroup
+from agentlightning.data.credit_table import RewardedGroup, check_credited
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.sequences import (
     Aggregation,
     CreditedTransition,
     Level,
-    TrajectoryLimits,
-    read_trace_aggregator,
 )
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, check_settings
@@ -41,15 +39,28 @@ TAKE_REPLAYED: Final = ("importance_sampling", "cispo")
 
 _LEAST: Final[dict[str, float]] = {
     **dict.fromkeys(("steps", "tasks_per_step", "group_size", "minibatches", "epochs", "checkpoint_every"), 1.0),
-    **dict.fromkeys(("evaluate_every", "max_staleness", "replay_groups", "replay_staleness", "stop_on_explosion"), 0.0),
+    **dict.fromkeys(("evaluate_every", "max_staleness", "replay_groups", "replay_staleness"), 0.0),
+    **dict.fromkeys(("stop_on_explosion", "stop_on_collapse"), 0.0),
 }
 
 TOO_FEW_REWARDED: Final = "too few rewarded"
 WITHOUT_VARIANCE: Final = "without variance"
 
+# Beside a group that teaches only in comparison with others; no agent's rewards have a mean of 2⁻²¹.
+_BESIDE: Final = RewardedGroup.trial(-1.5, 1.5 + 2**-20)
+
+
+class _Tried(abc.ABCMeta):
+    """Tries what an algorithm answers as soon as it is made, whatever it does when it is made."""
+
+    def __call__(cls, *args: Any, **settings: Any) -> Any:
+        made = super().__call__(*args, **settings)
+        made.try_advantages()
+        return made
+
 
 @dataclass(kw_only=True)
-class Reinforcement(abc.ABC):
+class Reinforcement(metaclass=_Tried):
     """Settings every reinforcement-learning algorithm shares, and its two answers: advantages and a loss.
 
     A step samples `tasks_per_step` tasks, runs each `group_size` times, and makes `minibatches` optimiser steps,
@@ -61,7 +72,6 @@ class Reinforcement(abc.ABC):
     `unrewarded` says what a rollout without a reward counts for: left out of its group, or a stated reward.
     `agents` are the names of the agents to train, as in `"writer|rewriter"`; without it all are. Which of their calls
     train is said by `keep`, `train_truncated`, `max_prompt_length` and `max_response_length` (`CallFilter`).
-    `trace_aggregator` is 0.3's way to give `level`, and limits of trajectories (`data/sequences.py`).
     With `max_staleness` K rollouts, training and evaluation go on at once: a step trains on the first groups that are
     complete, sampled at most K publications ago; what is older is dropped. With 0 a step trains on rollouts of the
     very weights it changes. With K, or with `dynamic_sampling` (DAPO, arXiv:2503.14476), a group that teaches nothing
@@ -71,7 +81,9 @@ class Reinforcement(abc.ABC):
     `replay_groups` recent groups, up to `replay_staleness` publications old, are trained again in every step.
     Training stops after `steps`, or once the mean training reward of three steps reaches `target_reward`; and with an
     error where a loss or gradient is not finite, or, if `stop_on_explosion` is not 0, after that many steps in a row
-    whose gradient is over 20 times as large as usual (`exploding_steps`). Without, the first of them is told."""
+    whose gradient is over 20 times as large as usual (`GradientNorms`); without, the first of them is told. It stops,
+    too, after `stop_on_collapse` steps in a row that earned nothing, where others did before and chance does not
+    explain it (`Earnings`); after three it says so, and with 0 no more."""
 
     steps: int = 100
     tasks_per_step: int = 16
@@ -101,7 +113,6 @@ class Reinforcement(abc.ABC):
     train_truncated: bool = True
     max_prompt_length: int | None = None
     max_response_length: int | None = None
-    trace_aggregator: dict[str, Any] | None = None
     max_staleness: int = 0
     dynamic_sampling: bool = False
     difficulty: tuple[float, float] | None = None
@@ -110,6 +121,7 @@ class Reinforcement(abc.ABC):
     replay_staleness: int = 0
     target_reward: float | None = None
     stop_on_explosion: int = 0
+    stop_on_collapse: int = 10
     evaluate_every: int = 0
     checkpoint_every: int = 10
     rollout: RolloutConfig = field(
@@ -128,7 +140,11 @@ class Reinforcement(abc.ABC):
         if self.kl_coefficient and not self.reference:
             raise ConfigError("kl_coefficient pulls towards a reference policy; set reference=True to keep one")
         self.call_filter()
-        self.limits = self._read_limits()
+        if self.loss == "policy_gradient" and self.old == "behaviour" and self.max_staleness and not self.imitates:
+            raise ConfigError(
+                f"loss 'policy_gradient' is right for the weights that sampled, and with max_staleness "
+                f"{self.max_staleness} older ones may have; give old='proximal', or loss='importance_sampling'"
+            )
         if self.loss == "policy_gradient" and self.minibatches * self.epochs > 1 and not self.imitates:
             raise ConfigError(
                 f"loss 'policy_gradient' is right for the weights that sampled, and {self.minibatches} minibatches in "
@@ -138,15 +154,6 @@ class Reinforcement(abc.ABC):
         if isinstance(self.loss, str) and is_reference(self.loss):
             self.loss_function = load_reference(self.loss)
         self.make_loss()  # refuses settings out of range now, rather than after the first rollouts
-
-    def _read_limits(self) -> TrajectoryLimits:
-        if self.trace_aggregator is None:
-            return TrajectoryLimits()
-        level, limits = read_trace_aggregator(self.trace_aggregator)
-        if self.level not in ("trajectory", level):
-            raise ConfigError(f"level is {self.level!r} and trace_aggregator.level {level!r}; give one of them")
-        self.level = level
-        return limits
 
     def call_filter(self, *models: str) -> CallFilter:
         """Which calls train, of these models, or without any of all. ConfigError for settings out of range."""
@@ -192,7 +199,46 @@ class Reinforcement(abc.ABC):
 
     def why_useless(self, group: RewardedGroup) -> str | None:
         """Why no step learns from this group, whatever else it trains on; None if one may."""
-        return TOO_FEW_REWARDED if len(group.rewards) < self.fewest_rewarded else None
+        if len(group.rewards) < self.fewest_rewarded:
+            return TOO_FEW_REWARDED
+        return None if self._teaches(group) or self._teaches(group, _BESIDE) else WITHOUT_VARIANCE
+
+    def _teaches(self, *groups: RewardedGroup) -> bool:
+        """Whether anything is learned from the first of these groups."""
+        return any(item.teaches for rollout in self.credited(groups)[0] for item in rollout)
+
+    def try_advantages(self) -> None:
+        """ConfigError where `advantages` fails on groups that no agent made, or gives what is no advantage; and where
+        `dynamic_sampling` would never find a group to replace."""
+        rewards = [index % 2 for index in range(self.group_size)]
+        groups = [RewardedGroup.trial(*rewards), RewardedGroup.trial(*rewards[::-1])]
+        try:
+            self.credited(groups)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{type(self).__name__}.advantages fails on two groups of {self.group_size} rollouts, made to try it: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        equal = [RewardedGroup.trial(*[reward] * self.group_size) for reward in (0.0, 1.0, -1e6)]
+        if self.dynamic_sampling and not any(map(self.why_useless, equal)):
+            raise ConfigError(
+                f"dynamic_sampling replaces groups that teach nothing, and {self.name} with these settings learns from "
+                "any group, equal rewards or not: leave it out"
+            )
+
+    def credited(
+        self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray] | None = None
+    ) -> list[list[list[CreditedTransition]]]:
+        """What `advantages` answers, or with a critic's `values` `advantages_with_values`. ConfigError where that is no
+        answer."""
+        if not groups:
+            return []
+        if values is None:
+            return check_credited(f"{type(self).__name__}.advantages", groups, self.advantages(groups))
+        answer = self.advantages_with_values(groups, values)
+        return check_credited(f"{type(self).__name__}.advantages_with_values", groups, answer)
 
     @property
     def fewest_rewarded(self) -> int:
