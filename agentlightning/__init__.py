@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from agentlightning.algorithm import APO as APO
     from agentlightning.algorithm import CISPO as CISPO
     from agentlightning.algorithm import DAPO as DAPO
-    from agentlightning.algorithm import GEPA as GEPA
     from agentlightning.algorithm import GRPO as GRPO
     from agentlightning.algorithm import GSPO as GSPO
     from agentlightning.algorithm import PPO as PPO
@@ -95,7 +94,6 @@ _HOMES = {
         "CISPO",
         "DAPO",
         "DrGRPO",
-        "GEPA",
         "GRPO",
         "GSPO",
         "PPO",

@@ -44,6 +44,8 @@ LATENCIES: Final = 500  # of each kind in a round
 CALLS_OF_AN_ATTEMPT: Final = 20  # in the soak
 TEXT: Final = "Find a flight to Oslo in May, compare the departures of three airlines and reserve a seat by the aisle. "
 MESSAGES: Final = [{"role": "system", "content": TEXT * 10}, {"role": "user", "content": TEXT * 10}]
+TELLING: Final = TEXT + '{"key": "PROJ-12", "token": "may"}, as ada@example.com wrote at https://example.com:8000/a@b. '
+TELLING_MESSAGES: Final = [{"role": "user", "content": TELLING * 10}]  # as long, and with what resembles secrets
 
 
 @dataclass(frozen=True)
@@ -105,9 +107,14 @@ async def world(directory: Path) -> AsyncGenerator[World]:
 # --- requests -----------------------------------------------------------------------------------------------------
 
 
-def body(pace: str, *, stream: bool, exact: bool = False) -> bytes:
-    """What an agent asks; `exact` as the gateway asks it of the upstream."""
-    asked = {"model": pace, "messages": MESSAGES, "temperature": 1.0, "max_tokens": 128}
+def body(pace: str, *, stream: bool, exact: bool = False, telling: bool = False) -> bytes:
+    """What an agent asks; `exact` as the gateway asks it of the upstream, `telling` with what resembles secrets."""
+    asked = {
+        "model": pace,
+        "messages": TELLING_MESSAGES if telling else MESSAGES,
+        "temperature": 1.0,
+        "max_tokens": 128,
+    }
     if stream:
         asked |= {"stream": True, "stream_options": {"include_usage": True}}
     if exact:
@@ -128,9 +135,9 @@ def unattributed(world: World, pace: str, *, stream: bool) -> bytes:
     return post(f"{world.gateway.url}/v1/chat/completions", body(pace, stream=stream))
 
 
-def attributed(world: World, rollout: AttemptedRollout, pace: str, *, stream: bool) -> bytes:
+def attributed(world: World, rollout: AttemptedRollout, pace: str, *, stream: bool, telling: bool = False) -> bytes:
     path = f"rollout/{rollout.rollout_id}/attempt/{rollout.attempt.attempt_id}/v1/chat/completions"
-    return post(f"{world.gateway.url}/{path}", body(pace, stream=stream), rollout.api_key or "none")
+    return post(f"{world.gateway.url}/{path}", body(pace, stream=stream, telling=telling), rollout.api_key or "none")
 
 
 @contextlib.asynccontextmanager
@@ -237,6 +244,10 @@ async def latency(world: World) -> dict[str, dict[str, float]]:
                 "direct": (world.upstream, direct(world, pace, stream=stream)),
                 "queued": (world.gateway, unattributed(world, pace, stream=stream)),
                 "captured": (world.gateway, attributed(world, rollout, pace, stream=stream)),
+                "captured, keys and addresses": (
+                    world.gateway,
+                    attributed(world, rollout, pace, stream=stream, telling=True),
+                ),
                 "floor, queued": (world.floor, floor(world, "queued", pace, stream=stream)),
                 "floor, captured": (world.floor, floor(world, "captured", pace, stream=stream)),
             }

@@ -4,7 +4,6 @@ from agentlightning.algorithm.apo import APO
 from agentlightning.algorithm.base import Algorithm, NoProgress, Progress, RunContext
 from agentlightning.algorithm.evaluation import Baseline
 from agentlightning.algorithm.function import algo
-from agentlightning.algorithm.gepa import GEPA
 from agentlightning.algorithm.grpo import (
     CISPO,
     DAPO,
@@ -23,7 +22,6 @@ __all__ = [
     "APO",
     "CISPO",
     "DAPO",
-    "GEPA",
     "GRPO",
     "GSPO",
     "PPO",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections.abc import Generator, Sequence
@@ -90,7 +89,7 @@ class Checkpoints:
                 _write_state(path, state)
             return path
         self._write(weights, state, path.name)
-        for old in {*self._steps()[: -self.keep]} - {self._most_rewarded()}:
+        for old in {*self._steps()[: -self.keep]} - {self._highest(self._steps())}:
             shutil.rmtree(old)
         return path
 
@@ -117,16 +116,15 @@ class Checkpoints:
 
     def best(self) -> Path | None:
         """The weights that did best, on held-out tasks or, if that is more, in training."""
-        best, steps = self.directory / "best", self._most_rewarded()
-        if not (best / STATE_FILE).is_file():
-            return steps
-        earned = -math.inf if steps is None else _read_state(steps).recent_reward or -math.inf
-        return steps if earned > (_read_state(best).best_reward or 0.0) else best
+        best = self.directory / "best"
+        return self._highest([best] if (best / STATE_FILE).is_file() else [], self._steps())
 
-    def _most_rewarded(self) -> Path | None:
-        """The step whose training reward was highest."""
-        rewards = {path: reward for path in self._steps() if (reward := _read_state(path).recent_reward) is not None}
-        return max(rewards, key=rewards.__getitem__, default=None)
+    def _highest(self, *places: Sequence[Path]) -> Path | None:
+        """Where the reward was highest that its state tells of."""
+        states = {path: _read_state(path) for some in places for path in some}
+        rewards = {path: one.best_reward if path.name == "best" else one.recent_reward for path, one in states.items()}
+        known = {path: reward for path, reward in rewards.items() if reward is not None}
+        return max(known, key=known.__getitem__, default=None)
 
     def restore(self, weights: Saved) -> LoopState | None:
         """Load the newest checkpoint into what holds the weights, or None where there is none."""

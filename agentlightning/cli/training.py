@@ -40,7 +40,6 @@ ALGORITHMS = {
         "reinforce++_baseline": "REINFORCEPlusPlusBaseline",
         "sft": "SFT",
         "apo": "APO",
-        "gepa": "GEPA",
         "baseline": "Baseline",
     }.items()
 }

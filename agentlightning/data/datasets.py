@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from agentlightning.data.references import is_reference, load_reference
-from agentlightning.errors import ConfigError, nearest
+from agentlightning.errors import ConfigError, InvalidError, nearest
+from agentlightning.store.codec import to_json
 
 
 def load_dataset(source: Any) -> list[Any]:
@@ -21,7 +22,8 @@ def load_dataset(source: Any) -> list[Any]:
 
     `source` is a list or other iterable; a path to `.jsonl`, `.json`, `.csv` or `.parquet`; a pandas DataFrame; a
     Hugging Face `Dataset`; or a reference `module:attribute` or `file.py:attribute` to one of those or to a function
-    that returns one. ConfigError says which file, line or type is wrong, and refuses a dataset without tasks.
+    that returns one. ConfigError says which file, line or type is wrong, and refuses a dataset
+    without tasks, and a task that no store can hold.
     """
     name = str(source) if isinstance(source, str | Path) else type(source).__name__
     if isinstance(source, str) and is_reference(source):
@@ -30,6 +32,11 @@ def load_dataset(source: Any) -> list[Any]:
     tasks = _read_file(Path(source)) if isinstance(source, str | Path) else _from_object(source)
     if not tasks:
         raise ConfigError(f"the dataset {name} has no tasks; at least one is needed")
+    try:
+        for number, task in enumerate(tasks, start=1):
+            to_json(task, f"task {number} of the dataset {name}")
+    except InvalidError as error:
+        raise ConfigError(str(error)) from None
     return tasks
 
 
@@ -86,6 +93,8 @@ def _parse_json(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} cannot be read: {error}") from None
 
 
 def _read_csv(path: Path) -> list[Any]:

@@ -92,9 +92,8 @@ class CreditSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run does with its rollouts; `credit` is None where the run trains nothing, or by an algorithm, `name`,
-    whose credit is not that of settings alone. `unrewarded` is what a rollout without a reward counts for: nothing
-    (`exclude`), or a number."""
+    """What a run does with its rollouts; `credit` is None where it trains nothing, or settings do not say all.
+    `unrewarded` is what a rollout without a reward counts for: nothing (`exclude`), or a number."""
 
     calls: CallFilter = EVERY_CALL
     reward: RewardSpec = PLAIN

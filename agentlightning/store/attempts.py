@@ -37,6 +37,7 @@ FROM attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id
 """
 _MOVING: Final = ("last_activity", "end_time", "lease_expires", "last_heartbeat_time", "held_until", "held_seconds")
 _config: Final = msgspec.json.Decoder(RolloutConfig).decode
+_LONGEST_WORKER_ID: Final = 500  # what PostgreSQL can index, and more than any host's name
 _FORGOTTEN_SECONDS: Final = 86_400.0  # of a worker's silence
 _MOST_LEASED: Final = 1000  # rollouts in one transaction, so that nobody waits long
 _QUEUED: Final = "('queuing', 'requeuing')"
@@ -366,8 +367,12 @@ def touch_worker(tx: Transaction, worker_id: str | None, stats: str | None = Non
     """Note that a worker, if it has a name, is alive, and what it reports of itself in JSON (None: as before)."""
     if worker_id is None:
         return
-    if not worker_id:
-        raise InvalidError("worker_id is empty; give each worker a name of its own, or None")
+    if not 0 < len(worker_id) <= _LONGEST_WORKER_ID:
+        raise InvalidError(
+            f"worker_id has {len(worker_id)} characters; give each worker a name of its own, of at most "
+            f"{_LONGEST_WORKER_ID}, or None"
+        )
+    worker_id = codec.text(worker_id)
     reported, values = ("", ()) if stats is None else (", heartbeat_stats = ?", (stats,))
     known = tx.connection.execute(
         f"UPDATE workers SET last_heartbeat_time = ?{reported} WHERE worker_id = ?", (tx.now, *values, worker_id)

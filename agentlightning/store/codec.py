@@ -31,6 +31,7 @@ from agentlightning.types import (
 
 _ID: Final = re.compile(r"[A-Za-z0-9_.:\-]{1,200}")
 _LARGEST_SEQUENCE_ID: Final = 2**53
+_DEEPEST: Final = 200  # levels of nesting; the decoders of another process may have less room than this one
 _INT32: Final = "i"
 _FLOAT32: Final = "f"
 _SIZE: Final = 4  # bytes of either
@@ -76,6 +77,7 @@ class SpanColumns(NamedTuple):
 
 
 _encoder: Final = msgspec.json.Encoder()
+_msgpack: Final = msgspec.msgpack.Encoder()
 _attributes: Final = msgspec.json.Decoder(Attributes)
 _events: Final = msgspec.json.Decoder(tuple[SpanEvent, ...])
 _links: Final = msgspec.json.Decoder(tuple[SpanLink, ...])
@@ -95,11 +97,16 @@ def check_id(value: str, what: str) -> str:
 
 
 def to_json(value: Any, what: str) -> str:
-    """JSON text of a value. InvalidError names the place of what JSON cannot hold, such as NaN."""
+    """JSON text of a value. InvalidError names the place of what would not come back, be it in JSON or in msgpack: NaN
+    and the infinities, integers beyond 64 bits, what is nested too deep."""
     try:
-        _check_finite(value, what)
-        return _encoder.encode(value).decode()
-    except (TypeError, ValueError, RecursionError) as error:
+        data = _encoder.encode(value)
+        _msgpack.encode(value)
+        if b"null" in data or data.count(b"[") + data.count(b"{") > _DEEPEST:
+            _check(msgspec.to_builtins(value), what)
+        return data.decode()
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        _check(value, what)
         raise InvalidError(f"{what} cannot be stored as JSON: {error}") from None
 
 
@@ -112,18 +119,34 @@ def same(stored: Any, value: Any, what: str) -> bool:
     return from_json(to_json(stored, what)) == from_json(to_json(value, what))
 
 
-def _check_finite(value: Any, where: str) -> None:
+def text(value: str) -> str:
+    """Text as every database holds it: PostgreSQL knows no NUL. (Texts inside JSON keep theirs.)"""
+    return value.replace("\0", "\ufffd") if "\0" in value else value
+
+
+def check_finite(value: float, what: str) -> None:
+    if not math.isfinite(value):
+        raise InvalidError(f"{what} is {value}; only finite numbers can be stored")
+
+
+def _check(value: Any, where: str, depth: int = 0) -> None:
+    if depth > _DEEPEST:
+        raise InvalidError(f"{where[:200]} … is nested deeper than {_DEEPEST} levels; give it as text")
     if isinstance(value, float):
-        if not math.isfinite(value):
-            raise InvalidError(f"{where} is {value}; only finite numbers can be stored")
+        check_finite(value, where)
+    elif isinstance(value, int):
+        if not -(2**63) <= value < 2**64:
+            raise InvalidError(f"{where} is an integer of {value.bit_length()} bits; give what exceeds 64 bits as text")
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            if not isinstance(item, (str, int)):
-                _check_finite(item, f"{where}[{key!r}]")
+            if not isinstance(item, str):
+                _check(item, f"{where}[{key!r}]", depth + 1)
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            if not isinstance(item, (str, int)):
-                _check_finite(item, f"{where}[{index}]")
+            if not isinstance(item, str):
+                _check(item, f"{where}[{index}]", depth + 1)
+    elif isinstance(value, msgspec.Struct):
+        _check(msgspec.structs.asdict(value), where, depth)
 
 
 # --- spans -------------------------------------------------------------------------------------------------------
@@ -143,19 +166,30 @@ def span_columns(span: Span) -> SpanColumns:
     return SpanColumns(
         span.span_id,
         span.sequence_id,
-        _text(span.trace_id),
-        None if span.parent_id is None else _text(span.parent_id),
-        _text(span.name),
+        text(span.trace_id),
+        None if span.parent_id is None else text(span.parent_id),
+        text(span.name),
         span.start_time,
         span.end_time,
         span.status.status_code,
-        None if span.status.description is None else _text(span.status.description),
+        None if span.status.description is None else text(span.status.description),
         _attributes_json(span.attributes, place),
-        to_json(span.events, f"events {place}") if span.events else None,
-        to_json(span.links, f"links {place}") if span.links else None,
+        _parts_json(span.events, f"{place}, events") if span.events else None,
+        _parts_json(span.links, f"{place}, links") if span.links else None,
         _attributes_json(span.resource, f"{place}, resource") if span.resource else None,
         *tokens,
     )
+
+
+def text_size(span: Span) -> int:
+    """About how many characters a span holds."""
+    parts = (span.attributes, span.resource, *(part.attributes for part in (*span.events, *span.links)))
+    size = len(span.name) + len(span.status.description or "")
+    for name, value in (item for attributes in parts for item in attributes.items()):
+        for one in value if isinstance(value, list | tuple) else (value,):
+            size += len(one) if isinstance(one, str) else 1
+        size += len(name)
+    return size
 
 
 def span_from_columns(rollout_id: str, attempt_id: str, columns: Sequence[Any]) -> Span:
@@ -185,19 +219,41 @@ def span_from_columns(rollout_id: str, attempt_id: str, columns: Sequence[Any]) 
     )
 
 
-def _text(text: str) -> str:
-    """Text as every database holds it: PostgreSQL knows no NUL. (Texts inside JSON keep theirs.)"""
-    return text.replace("\0", "\ufffd") if "\0" in text else text
-
-
 def _attributes_json(attributes: Attributes, place: str) -> str:
-    for name, value in attributes.items():
-        if isinstance(value, (list, tuple)) or (isinstance(value, float) and not math.isfinite(value)):
-            _check_finite(value, f"attribute {name!r} {place}")
+    _check_attributes(attributes, place)
+    return _json_text(attributes, place)
+
+
+def _parts_json(parts: Sequence[SpanEvent] | Sequence[SpanLink], place: str) -> str:
+    for part in parts:
+        _check_attributes(part.attributes, place)
+        if isinstance(part, SpanEvent) and part.timestamp is not None:
+            check_finite(part.timestamp, f"the timestamp of event {part.name!r} {place}")
+    return _json_text(parts, place)
+
+
+def _json_text(value: Any, place: str) -> str:
     try:
-        return _encoder.encode(attributes).decode()
-    except (TypeError, ValueError) as error:
+        return _encoder.encode(value).decode()
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidError(f"the attributes {place} cannot be stored as JSON: {error}") from None
+
+
+def _check_attributes(attributes: Attributes, place: str) -> None:
+    for name, value in attributes.items():
+        if isinstance(value, str | bool):
+            continue
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(one, float):
+                check_finite(one, f"attribute {name!r} {place}")
+            elif isinstance(one, int):
+                if not -(2**63) <= one < 2**63:
+                    raise InvalidError(f"attribute {name!r} {place} exceeds 64 bits; give it as text")
+            elif not isinstance(one, str):
+                kind = type(one).__name__
+                raise InvalidError(
+                    f"attribute {name!r} {place} is or holds a {kind}; give texts, numbers, booleans, or a list of them"
+                )
 
 
 # --- tokens ------------------------------------------------------------------------------------------------------
@@ -210,7 +266,7 @@ def token_columns(tokens: TokenCapture) -> Tokens:
         ids += _pack(_INT32, one.token_ids)
         logprobs += _pack(_FLOAT32, one.logprobs)
         choices.append(_Choice(len(one.token_ids), len(one.logprobs), one.finish_reason, one.versions))
-    return Tokens(_pack(_INT32, tokens.prompt_token_ids), ids, logprobs, _encoder.encode(choices).decode())
+    return Tokens(_pack(_INT32, tokens.prompt_token_ids), ids, logprobs, to_json(choices, "the choices of a call"))
 
 
 class Column(Sequence[Any]):

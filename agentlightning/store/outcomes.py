@@ -40,7 +40,8 @@ def note_error(connection: Connection, rollout_id: str, sequence_id: int, error:
     """Take note of why the attempt of this number ended as it did, if that is a text."""
     if isinstance(error, str):
         connection.execute(
-            "UPDATE rollouts SET error = ? WHERE rollout_id = ? AND attempts = ?", (error, rollout_id, sequence_id)
+            "UPDATE rollouts SET error = ? WHERE rollout_id = ? AND attempts = ?",
+            (codec.text(error), rollout_id, sequence_id),
         )
 
 

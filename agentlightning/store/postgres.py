@@ -21,7 +21,7 @@ from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import TransactionStatus
 
 from agentlightning.errors import ConfigError, InUseError, UnavailableError
-from agentlightning.store import schema
+from agentlightning.store import codec, schema
 from agentlightning.store.database import Cursor, Dialect, Trouble
 from agentlightning.store.sqlite import Synchronous
 
@@ -96,12 +96,12 @@ class PostgresConnection:
         return self._raw.info.transaction_status not in (TransactionStatus.IDLE, TransactionStatus.UNKNOWN)
 
     def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Cursor:
-        return self._raw.execute(_translated(sql), parameters)  # pyright: ignore[reportArgumentType]
+        return self._raw.execute(_translated(sql), _storable(parameters))  # pyright: ignore[reportArgumentType]
 
     def stream(self, sql: str, parameters: Sequence[Any] = (), /) -> Iterator[Any]:
         with self._raw.cursor(name="page") as cursor:
             cursor.itersize = _FETCHED
-            yield from cursor.execute(_translated(sql), parameters)  # pyright: ignore[reportArgumentType]
+            yield from cursor.execute(_translated(sql), _storable(parameters))  # pyright: ignore[reportArgumentType]
 
     @contextlib.contextmanager
     def limited(self, seconds: float) -> Generator[None]:
@@ -157,7 +157,7 @@ class PostgresConnection:
             return "overdue"
         if isinstance(error, psycopg.errors.UniqueViolation):
             return "conflict"
-        if isinstance(error, psycopg.DataError | UnicodeEncodeError):
+        if isinstance(error, psycopg.DataError | psycopg.errors.ProgramLimitExceeded | UnicodeEncodeError):
             return "invalid"
         return "unavailable" if isinstance(error, psycopg.Error) else None
 
@@ -220,6 +220,10 @@ class PostgresConnection:
 
 def _milliseconds(seconds: float) -> int:
     return 0 if seconds == math.inf else max(1, round(1000 * seconds))
+
+
+def _storable(parameters: Sequence[Any]) -> list[Any]:
+    return [codec.text(value) if isinstance(value, str) else value for value in parameters]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -128,6 +128,7 @@ def next_policy_version(tx: Transaction, call: calls.NextPolicyVersion) -> int:
 def add_metrics(tx: Transaction, call: calls.AddMetrics) -> None:
     metrics = call.metrics
     _check_run(tx.connection, call.run_id, metrics.run_id)
+    codec.check_finite(metrics.time, f"the time of step {metrics.step}")
     text = codec.to_json(metrics.values, f"metrics of step {metrics.step}")
     tx.connection.execute(
         "INSERT INTO metrics (run_id, step, time, measured) VALUES (?, ?, ?, ?) "
@@ -178,7 +179,7 @@ _GONE_AFTER_LEASES: Final = 3
 def update_worker(tx: Transaction, call: calls.UpdateWorker) -> Worker:
     stats = None if call.heartbeat_stats is None else codec.to_json(call.heartbeat_stats, "heartbeat_stats")
     touch_worker(tx, call.worker_id, stats)
-    return _workers(tx, call.worker_id)[0]
+    return _workers(tx, codec.text(call.worker_id))[0]
 
 
 def query_workers(tx: Transaction, call: calls.QueryWorkers) -> list[Worker]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
@@ -80,91 +80,92 @@ def _replaced(
 
 
 # --- secrets -----------------------------------------------------------------------------------------------------
+#
+# Whoever has a key of an attempt chooses what is read here: everything takes linear time. Each rule has a sign, a cheap
+# pattern that any secret of its kind contains; a rule is applied only where its sign was seen. Quantifiers are
+# possessive (`++`), so that nothing is read twice.
 
+Rule: TypeAlias = Callable[[str], str]
 _CREDENTIAL: Final = (
     r"(?:authorization|cookie|(?:api|access|secret|private)[_-]?key|password|passwd|secret"
     r"|(?:access|refresh|auth|oauth|session|security|bearer|csrf|api|bot|github|gitlab|hf|slack)[_-]?token)"
 )
-_CREDENTIAL_NAME: Final = re.compile(rf"{_CREDENTIAL}(?:\.\d+)*\Z", re.IGNORECASE)
+_CREDENTIAL_NAME: Final = re.compile(rf"{_CREDENTIAL}(?:\.\d++)*+\Z", re.IGNORECASE)
+_LONGEST_NAME: Final = 120  # of what is looked at of a name, from its end
 
 
-@functools.lru_cache(maxsize=1024)
 def is_credential(name: str) -> bool:
     """Whether what has this name is secret by its name: `authorization`, `http.request.header.x-api-key`,
     `config.db_password`. Plain `token` is not: most tokens here are those of language models."""
+    return _ends_as_credential(name[-_LONGEST_NAME:])
+
+
+@functools.lru_cache(maxsize=1024)
+def _ends_as_credential(name: str) -> bool:
     return _CREDENTIAL_NAME.search(name) is not None
 
 
 def without_secrets(span: Span) -> Span:
     """The span with `[redacted]` for whatever a name says is a credential, and for whatever looks like a key within a
     text, JSON or not."""
-    if not _may_hold_secret(span):
+    rules = _rules_for_span(span)
+    if not rules:
         return span
+
+    def clean(text: str) -> str:
+        for rule in rules:
+            text = rule(text)
+        return text
+
+    def cleaned(attributes: Attributes) -> Attributes:
+        return {name: _value_without_secrets(name, value, clean) for name, value in attributes.items()}
+
     description = span.status.description
-    return _replaced(
-        span, _attributes_without_secrets, text_without_secrets, description and text_without_secrets(description)
-    )
+    return _replaced(span, cleaned, clean, description and clean(description))
 
 
-_encoder: Final = msgspec.json.Encoder()
-_SIGNS: Final = tuple(
-    (pattern[:1].encode(), re.compile(pattern.encode()).search)
-    for pattern in (
-        r"-(?:(?<=sk-)|(?<=agl-)|(?<=aglk-)|(?<=glpat-))[A-Za-z0-9_-]",
-        r"_(?:(?<=gh[pousr]_)|(?<=github_pat_)|(?<=hf_)|(?<=[rs]k_live_)|(?<=[rs]k_test_))[A-Za-z0-9]",
-        r"B(?:earer|EARER|asic|ASIC)[ \\]",
-        r"b(?:earer|asic)[ \\]",
-        r"K(?:(?<=AK)IA|(?:[Ee][Yy]|(?<=OOK)IE|(?<=TOK)EN)[\"'\\.])",
-        r"S(?:(?<=AS)IA|ECRET)",
-        r"k(?:(?<=[Cc]ook)ie|(?<=[Tt]ok)en|ey)[\"'\\.]",
-        r"z(?<=uthoriz)ation",
-        r"Z(?<=UTHORIZ)ATION",
-        r"w(?<=assw)(?:or)?d",
-        r"W(?<=ASSW)(?:OR)?D",
-        r"@[^\s@]",
-    )
-)
-"""What any text with a secret in it contains. Each begins with one character, which is looked for at the speed of
-memory: nearly all spans hold no secret, and this is all that they cost."""
+def text_without_secrets(text: str) -> str:
+    """`Error 401: Bearer 8kd0…` → `Error 401: Bearer [redacted]`. Text that only resembles a key stays."""
+    for rule in _rules_for(text.encode(errors="replace")):
+        text = rule(text)
+    return text
 
 
-def _may_hold_secret(span: Span) -> bool:
-    open_parts = (span.name, span.status.description, span.attributes, span.events, span.links, span.resource)
-    try:
-        data = _encoder.encode(open_parts)
-    except (TypeError, ValueError):
-        return True  # it cannot be stored either, and is refused when that is tried
-    for first, search in _SIGNS:
-        if first in data and search(data):
-            return True
-    return b"ecret" in data
-
-
-def _attributes_without_secrets(attributes: Attributes) -> Attributes:
-    return {name: _value_without_secrets(name, value) for name, value in attributes.items()}
-
-
-def _value_without_secrets(name: str, value: AttributeValue) -> AttributeValue:
+def _value_without_secrets(name: str, value: AttributeValue, clean: Callable[[str], str]) -> AttributeValue:
     if isinstance(value, bool):
         return value
     if is_credential(name):
         return REDACTED
     if isinstance(value, str):
-        return text_without_secrets(value)
+        return clean(value)
     if isinstance(value, int | float):
         return value
-    return [text_without_secrets(item) if isinstance(item, str) else item for item in value]
+    return [clean(item) if isinstance(item, str) else item for item in value]
 
 
-def text_without_secrets(text: str) -> str:
-    """`Error 401: Bearer 8kd0…` → `Error 401: Bearer [redacted]`. Text that only resembles a key stays."""
-    for marks, pattern, replacement in _KEYS:
-        if any(mark in text for mark in marks):
-            text = pattern.sub(replacement, text)
-    for mark, named in _NAMED:
-        if mark in text:
-            text = named.sub(rf"\g<head>\g<quote>{REDACTED}\g<quote>", text)
-    return text
+_encoder: Final = msgspec.json.Encoder()
+
+
+def _rules_for_span(span: Span) -> Sequence[Rule]:
+    open_parts = (span.name, span.status.description, span.attributes, span.events, span.links, span.resource)
+    try:
+        return _rules_for(_encoder.encode(open_parts))
+    except (TypeError, ValueError, RecursionError):
+        return ()  # it cannot be stored, and is refused when that is tried
+
+
+def _rules_for(data: bytes) -> Sequence[Rule]:
+    """The rules whose signs are in a text. A sign is in small letters, or in capitals that are meant as such; it begins
+    with one character, which is looked for at the speed of memory: most spans hold none, and this is all they cost."""
+    small = data.lower()
+
+    def holds(first: bytes, search: Callable[[bytes], object]) -> bool:
+        text = data if first.isupper() else small
+        return first in text and search(text) is not None
+
+    if not any(holds(*search) for search in _ANY_SIGN.items()):
+        return ()
+    return [rule for searches, rule in _SIGNS_OF if any(holds(*search) for search in searches.items())]
 
 
 def _basic(match: re.Match[str]) -> str:
@@ -176,55 +177,142 @@ def _basic(match: re.Match[str]) -> str:
     return f"{match['scheme']}{REDACTED}" if ":" in decoded else match[0]
 
 
+# --- what is named a credential within a text ---
+
+_NAME_ENDS: Final = {
+    quote: re.compile(rf"{quote}(?<=[yYnNeEdDtT\\]{quote})\s*+:\s*+(?P<list>\[\s*+)?+(?P<row>\\*+)(?P<quote>[\"'])")
+    for quote in "\"'"
+}
+"""The quote after a name, and what leads from there to its value."""
+_NEXT_ITEM: Final = re.compile(r"\s*+,\s*+(?P<row>\\*+)(?P<quote>[\"'])")
+_NAME: Final = re.compile(r"[\w.\-]++")
+_ROWS: Final = (0, 1, 3)  # backslashes before each quote of JSON within JSON within JSON
+
+
+def _without_named(text: str) -> str:
+    """The text without the values in `"password": "…"` and `"set-cookie": ["…", "…"]`, also where it is JSON in JSON in
+    JSON: there each quote has one or three backslashes before it."""
+    for quote in _NAME_ENDS:
+        text = _without_quoted(quote, text)
+    return text
+
+
+def _without_quoted(quote: str, text: str) -> str:
+    pieces: list[str] = []
+    done = 0
+    find = _NAME_ENDS[quote].search
+    match = find(text)
+    while match is not None:
+        row = _backslashes(text, match.start())
+        if row != len(match["row"]) or row not in _ROWS or not _is_named(text, match.start() - row, row, quote):
+            match = find(text, match.end() - 1)
+            continue
+        item: re.Match[str] | None = match
+        end = match.end()
+        while item is not None and len(item["row"]) == row:
+            end = _end_of_value(text, item.end(), row, item["quote"])
+            closing = "" if end < len(text) else "\\" * row + item["quote"]  # of what was cut off
+            pieces += (text[done : item.end()], REDACTED, closing)
+            done = end
+            end = min(len(text), end + row + 1)
+            item = _NEXT_ITEM.match(text, end) if match["list"] else None
+        match = find(text, end)
+    return "".join((*pieces, text[done:])) if pieces else text
+
+
+def _is_named(text: str, end: int, row: int, quote: str) -> bool:
+    """Whether a name of a credential ends at `end` that begins after as many backslashes and the quote."""
+    begin = text.rfind(quote, max(0, end - _LONGEST_NAME), end)
+    if begin < 0 or _backslashes(text, begin) != row:
+        return False
+    name = text[begin + 1 : end]
+    return _NAME.fullmatch(name) is not None and _ends_as_credential(name)
+
+
+def _backslashes(text: str, end: int) -> int:
+    """How many there are before `end`; more than any name has before it count as one more."""
+    return next((row for row in range(_ROWS[-1] + 1) if text[end - row - 1 : end - row] != "\\"), _ROWS[-1] + 1)
+
+
+def _end_of_value(text: str, begin: int, row: int, quote: str) -> int:
+    """Where a value ends: before its closing quote, with its backslashes, or where an outer text ends. Longer rows of
+    backslashes, up to twice as many and one, are what the value escapes."""
+    at = begin
+    while (found := text.find(quote, at)) >= 0:
+        length = found - at - len(text[at:found].rstrip("\\"))
+        if length % (2 * row + 2) != 2 * row + 1:
+            return found - min(length, row)
+        at = found + 1
+    return len(text)
+
+
+# --- the rules ---
+
 _WORD: Final = "[A-Za-z0-9_-]"
-_KEYS: Final[tuple[tuple[tuple[str, ...], re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]] = tuple(
-    (marks, re.compile(pattern), replacement)
-    for marks, pattern, replacement in (
-        # The mark comes first and what must not stand before it second: that way the search is for a fixed text.
-        (("agl-",), rf"agl-(?<!{_WORD}agl-){_WORD}{{8,}}\.{_WORD}{{20,}}", REDACTED),
-        (("aglk-",), rf"aglk-(?<!{_WORD}aglk-){_WORD}{{20,}}", REDACTED),
-        (("sk-",), rf"sk-(?<!{_WORD}sk-)(?=(?:[A-Za-z_-]*\d){{2}}){_WORD}{{16,}}", REDACTED),
-        (("_live_", "_test_"), r"\b[rs]k_(?:live|test)_[A-Za-z0-9]{16,}", REDACTED),
-        (("ghp_", "gho_", "ghu_", "ghs_", "ghr_"), r"gh[pousr]_(?<![A-Za-z0-9_]gh._)[A-Za-z0-9]{30,}", REDACTED),
-        (("github_pat_",), r"github_pat_[A-Za-z0-9_]{30,}", REDACTED),
-        (("glpat-",), rf"glpat-{_WORD}{{16,}}", REDACTED),
-        (("hf_",), r"hf_(?<![A-Za-z0-9_]hf_)[A-Za-z0-9]{30,}", REDACTED),
-        (("AKIA", "ASIA"), r"A[KS]IA(?<![A-Za-z0-9]A.IA)[A-Z0-9]{16}(?![A-Za-z0-9])", REDACTED),
-        (
-            ("earer", "EARER"),
-            r"(?i:(?P<scheme>\bbearer(?: |\\[nrt])+))(?:(?=[A-Za-z._~+/-]*\d)[\w.~+/-]{8,}|[\w.~+/-]{24,})=*",
+
+
+def _pattern(pattern: str, replacement: str | Callable[[re.Match[str]], str] = REDACTED) -> Rule:
+    return functools.partial(re.compile(pattern).sub, replacement)
+
+
+_MARKED: Final[Sequence[tuple[Sequence[str], Rule]]] = (
+    # The mark comes first and what must not stand before it second: that way the search is for a fixed text.
+    ((r"-(?<=agl-)[a-z0-9_-]",), _pattern(rf"agl-(?<!{_WORD}agl-){_WORD}{{8,}}+\.{_WORD}{{20,}}+")),
+    ((r"-(?<=aglk-)[a-z0-9_-]",), _pattern(rf"aglk-(?<!{_WORD}aglk-){_WORD}{{20,}}+")),
+    ((r"-(?<=sk-)[a-z0-9_-]",), _pattern(rf"sk-(?<!{_WORD}sk-)(?=(?:[A-Za-z_-]*+\d){{2}}){_WORD}{{16,}}+")),
+    (
+        (r"_(?<=[rs]k_live_)[a-z0-9]", r"_(?<=[rs]k_test_)[a-z0-9]"),
+        _pattern(r"\b[rs]k_(?:live|test)_[A-Za-z0-9]{16,}+"),
+    ),
+    ((r"_(?<=gh[pousr]_)[a-z0-9]",), _pattern(r"gh[pousr]_(?<![A-Za-z0-9_]gh._)[A-Za-z0-9]{30,}+")),
+    ((r"_(?<=github_pat_)[a-z0-9]",), _pattern(r"github_pat_[A-Za-z0-9_]{30,}+")),
+    ((r"-(?<=glpat-)[a-z0-9_-]",), _pattern(rf"glpat-{_WORD}{{16,}}+")),
+    ((r"_(?<=hf_)[a-z0-9]",), _pattern(r"hf_(?<![A-Za-z0-9_]hf_)[A-Za-z0-9]{30,}+")),
+    ((r"K(?<=AK)IA", r"S(?<=AS)IA"), _pattern(r"A[KS]IA(?<![A-Za-z0-9]A.IA)[A-Z0-9]{16}(?![A-Za-z0-9])")),
+    (
+        (r"b(?:earer)[ \\]",),
+        _pattern(
+            r"(?P<scheme>\b[Bb](?i:earer)(?: |\\[nrt])++)"
+            r"(?:(?=[A-Za-z._~+/-]*+\d)[\w.~+/-]{8,}+|[\w.~+/-]{24,}+)=*+",
             rf"\g<scheme>{REDACTED}",
         ),
-        (  # a header as text: what follows the scheme is the secret, whatever it looks like
-            ("uthorization:", "UTHORIZATION:"),
-            r"(?i:(?P<scheme>\bauthorization: ?(?:bearer|basic|token) ))[\w.~+/-]{8,}=*",
+    ),
+    (  # a header as text: what follows the scheme is the secret, whatever it looks like
+        (r"zation:(?<=authorization:)",),
+        _pattern(
+            r"(?P<scheme>\b[Aa](?i:uthorization: ?(?:bearer|basic|token) ))[\w.~+/-]{8,}+=*+",
             rf"\g<scheme>{REDACTED}",
         ),
-        (("asic", "ASIC"), r"(?i:(?P<scheme>\bbasic +))(?P<key>[A-Za-z0-9+/]{8,})=*", _basic),
-        (("@",), r"(?P<user>://[^\s/:@\"']{0,100}:)[^\s/@\"']{1,200}@", rf"\g<user>{REDACTED}@"),
-    )
+    ),
+    ((r"b(?:asic) ",), _pattern(r"(?P<scheme>\b[Bb](?i:asic) ++)(?P<key>[A-Za-z0-9+/]{8,}+)=*+", _basic)),
+    (
+        (r":(?=//[^\s/:@\"']*+:[^\s/@\"']++@)",),
+        _pattern(r"(?P<user>://[^\s/:@\"']*+:)[^\s/@\"']++@", rf"\g<user>{REDACTED}@"),
+    ),
 )
-
-
-def _named(quote: str, level: int) -> re.Pattern[str]:
-    """`"password": "…"` in a text that is JSON within JSON within … `level` times: there each quote has 2**level - 1
-    backslashes before it, and whatever the value escapes comes in longer rows of them."""
-    period, own = 2 ** (level + 1), 2**level - 1
-    inner = rf"[^{quote}\\]|\\{{{period}}}|\\{{{period - 1}}}{quote}|\\{{1,{period - 1}}}(?=[^{quote}\\])"
-    mark = rf"\\{{{own}}}{quote}" if own else quote
-    return re.compile(
-        rf"(?P<head>(?<!\\){mark}[\w.\-]{{0,80}}?{_CREDENTIAL}{mark}\s*:\s*\[?\s*)"
-        rf"(?P<quote>{mark})(?:{inner})*+(?:{mark}|$)",
-        re.IGNORECASE,
-    )
-
-
-_NAMED: Final = (
-    ('"', _named('"', 0)),
-    ("'", _named("'", 0)),
-    ('\\"', _named('"', 1)),
-    ('\\\\\\"', _named('"', 2)),
+_END: Final = r"[\"'\\.]"
+_NAMED_SIGNS: Final = (
+    rf"zation(?<=authorization){_END}",
+    rf"kie(?<=cookie){_END}",
+    rf"word(?<=password){_END}",
+    rf"wd(?<=passwd){_END}",
+    rf"cret(?<=secret){_END}",
+    rf"key(?:(?<=[iste]key)|(?<=[iste][_-]key)){_END}",
+    rf"ken(?:(?<=[shnyrfitbk]token)|(?<=[shnyrfitbk][_-]token)){_END}",
 )
+_RULES: Final = (*_MARKED, (_NAMED_SIGNS, _without_named))
+
+
+def _searches(signs: Iterable[str]) -> Mapping[bytes, Callable[[bytes], object]]:
+    """What finds any of the signs that begin with a character, by that character."""
+    tails: dict[str, list[str]] = {}
+    for sign in signs:
+        tails.setdefault(sign[0], []).append(sign[1:])
+    return {first.encode(): re.compile(f"{first}(?:{'|'.join(rest)})".encode()).search for first, rest in tails.items()}
+
+
+_ANY_SIGN: Final = _searches(sign for signs, _ in _RULES for sign in signs)
+_SIGNS_OF: Final = [(_searches(signs), rule) for signs, rule in _RULES]
 
 
 # --- content -----------------------------------------------------------------------------------------------------

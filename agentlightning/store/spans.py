@@ -22,11 +22,19 @@ from agentlightning.types import UNATTRIBUTED, Span
 Redact: TypeAlias = Callable[[Span], Span | None]
 """Looks at a span before anything of it is written: gives it back, changed or as it is, or None to drop it."""
 
+Prepared: TypeAlias = tuple[list[Span | None], list[SpanColumns | None]]
+
 SPAN_COLUMNS: Final = ", ".join(SpanColumns._fields)
 _INSERT: Final = (
     f"INSERT INTO spans (attempt, {SPAN_COLUMNS}) VALUES (?{', ?' * len(SpanColumns._fields)}) "
     "ON CONFLICT (attempt, span_id) DO NOTHING"
 )
+
+
+def prepare(given: Sequence[Span], redact: Redact) -> Prepared:
+    """The spans as they may be written, and their columns; None for a span that is dropped."""
+    kept = [redact(span) for span in given]
+    return kept, [None if span is None else codec.span_columns(span) for span in kept]
 
 
 def add_spans(tx: Transaction, spans: Sequence[Span], columns: Sequence[SpanColumns | None]) -> list[int]:

@@ -48,6 +48,7 @@ LEASE_SECONDS: Final = 30.0
 READ_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 1.0
 _FEW: Final = 8  # rows
+_LARGE: Final = 256_000  # characters of spans; they take some milliseconds
 _KNOWN: Final = 10_000  # attempts
 _REMOVE_SECRETS: Final = redaction("full")
 _log: Final = logging.getLogger(__name__)
@@ -376,17 +377,22 @@ class SqlStore(LightningStore):
                     return groups
 
     async def _add_spans(self, call: calls.AddSpans) -> list[int]:
-        kept = [self._redact(span) for span in call.spans]
-        columns = [None if span is None else codec.span_columns(span) for span in kept]
+        kept, columns = await self._prepared(call.spans)
         numbers = await self._write(lambda tx: spans.add_spans(tx, call.spans, columns))
         if self._stored is not None:
             written = zip(kept, numbers, strict=True)
             self._stored([msgspec.structs.replace(span, sequence_id=n) for span, n in written if span is not None])
         return numbers
 
+    async def _prepared(self, given: Sequence[Span]) -> spans.Prepared:
+        """What takes more than a moment is done in a thread."""
+        if sum(map(codec.text_size, given)) > _LARGE:
+            return await asyncio.to_thread(spans.prepare, given, self._redact)
+        return spans.prepare(given, self._redact)
+
     async def _import_rollout(self, call: calls.ImportRollout) -> bool:
-        kept = [span for span in map(self._redact, call.spans) if span is not None]
-        redacted = msgspec.structs.replace(call, spans=kept)
+        kept, _ = await self._prepared(call.spans)
+        redacted = msgspec.structs.replace(call, spans=[span for span in kept if span is not None])
         return await self._write(lambda tx: access_keys.audited(tx, redacted, retention.import_rollout))
 
     async def _get_latest_attempt(self, call: calls.GetLatestAttempt) -> Attempt | None:

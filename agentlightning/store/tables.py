@@ -40,6 +40,11 @@ class Table(Generic[N]):
             values[field] = codec.to_json(values[field], f"the {field} of {self._what}")
         for field in self._words:
             values[field] = " ".join(values[field])
+        for field, value in values.items():
+            if isinstance(value, str):
+                values[field] = codec.text(value)
+            elif isinstance(value, float):
+                codec.check_finite(value, f"the {field} of {self._what}")
         marks = ", ".join("?" * len(values))
         return connection.execute(
             f"INSERT INTO {self._name} ({', '.join(values)}) VALUES ({marks}) {end}", tuple(values.values())

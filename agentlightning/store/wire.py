@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from http.client import responses
 from types import NoneType
 from typing import Any, Final, get_args
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 
 import msgspec
 
@@ -33,6 +33,7 @@ MSGPACK: Final = "application/msgpack"
 LONGEST_RETRY_AFTER: Final = 30.0  # seconds; whoever asks for more is asked again after these
 _ADMIN_SECONDS: Final = 600.0  # what an administrator's call, such as checking a large store, may take
 _TOO_MANY: Final = 429
+_LONGEST_NAME: Final = 1000  # an id has 200 at most; a server refuses a longer URL without a word
 _AGAIN: Final = (408, 425, _TOO_MANY, 502, 503, 504)
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.\-]+")  # as nearly all ids are, for which `quote` is slow
 
@@ -114,12 +115,12 @@ class Form:
         """InvalidError for a value that cannot be sent at all."""
         path = self._path
         if self._in_path:
-            path = path.format_map({name: _in_path(str(getattr(call, name))) for name in self._in_path})
+            path = path.format_map({name: _in_url(str(getattr(call, name))) for name in self._in_path})
         wait = (getattr(call, "timeout", None) or 0.0) if self._waits else self._own_wait
         fields = {name: getattr(call, name) for name in self._in_body}
         if self._method == "GET":
-            query = {name: str(value) for name, value in fields.items() if value is not None}
-            return Wire("GET", f"{path}?{urlencode(query)}" if query else path, None, wait)
+            query = "&".join(f"{name}={_in_url(str(value))}" for name, value in fields.items() if value is not None)
+            return Wire("GET", f"{path}?{query}" if query else path, None, wait)
         return Wire(self._method, path, encode(fields, self._route), wait)
 
     def result(self, answer: Answer) -> Any:
@@ -146,8 +147,13 @@ def form_of(kind: type[Call[Any]]) -> Form:
     return Form(kind)
 
 
-def _in_path(value: str) -> str:
-    return value if _PLAIN.fullmatch(value) else quote(value, safe="")
+def _in_url(value: str) -> str:
+    if len(value) > _LONGEST_NAME:
+        raise InvalidError(f"{value[:100]!r} … has {len(value)} characters, and nothing has a name so long")
+    try:
+        return value if _PLAIN.fullmatch(value) else quote(value, safe="")
+    except UnicodeEncodeError as error:
+        raise InvalidError(f"{value[:200]!r} cannot be sent: {error}") from None
 
 
 def encode(value: Any, what: str) -> bytes:

