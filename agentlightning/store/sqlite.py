@@ -9,7 +9,6 @@ import contextlib
 import math
 import os
 import sqlite3
-import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +21,8 @@ from agentlightning.store.database import Dialect, Trouble, take_rows
 APPLICATION_ID: Final = 0x41474C53  # "AGLS", in the header of every store's file
 
 Synchronous: TypeAlias = Literal["FULL", "NORMAL"]
+
+_STEPS: Final = 1000  # of SQLite's machine between two looks at the clock: some 20 µs
 
 
 class SqliteConnection(sqlite3.Connection):
@@ -46,21 +47,12 @@ class SqliteConnection(sqlite3.Connection):
         if seconds == math.inf:
             yield
             return
-        done = threading.Event()
-
-        def interrupt() -> None:
-            wait = seconds
-            while not done.wait(wait):
-                self.interrupt()
-                wait = _PAUSE_SECONDS  # again, as between two statements it is without effect
-
-        watching = threading.Thread(target=interrupt, name="agl-store-deadline", daemon=True)
-        watching.start()
+        deadline = time.monotonic() + seconds
+        self.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)
         try:
             yield
         finally:
-            done.set()
-            watching.join()  # it is not to interrupt what comes next
+            self.set_progress_handler(None, 0)
 
     def settle(self) -> None:
         self.execute("COMMIT")
