@@ -313,9 +313,8 @@ class Trainer:
             llm = msgspec.structs.replace(next(iter(llms.values())), sampling_parameters=asked)
             resources = {**resources, **(llms if len(llms) > 1 else {}), "llm": llm}
         stored = await store.add_resources(resources, metadata={"run_id": directory.mark.run_id})
-        manifest = make_manifest(
-            config=self._config(algorithm), seed=self.seed, train_tasks=train_tasks, val_tasks=val_tasks
-        )
+        config = self._config(algorithm)
+        manifest = make_manifest(config=config, seed=self.seed, train_tasks=train_tasks, val_tasks=val_tasks)
         if directory.resumed:
             await check_data(store, directory.mark.run_id, manifest)
         return RunContext(
