@@ -33,7 +33,14 @@ from tests.algorithm.test_groups import right, solved
 from tests.test_trainer import TASKS, algorithm, trainer
 
 
-class Interrupting:
+class Shared:
+    """An agent that all rollouts share, so that it can count them."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
+        return self
+
+
+class Interrupting(Shared):
     """An agent during whose n-th rollout of a mode the user presses Ctrl-C."""
 
     def __init__(self, mode: str, n: int) -> None:
@@ -86,7 +93,7 @@ def rollouts_of(run: Path, wanted: Callable[[Rollout], bool]) -> list[Rollout]:
     return asyncio.run(read())
 
 
-class Killed:
+class Killed(Shared):
     """An agent during whose n-th training rollout the power fails: `into` gets what the disk of `run` holds then."""
 
     def __init__(self, agent: Any, n: int, run: Path, into: Path) -> None:
@@ -168,9 +175,12 @@ def test_what_the_new_runner_has_begun_is_not_taken_for_a_leftover(
     """The resumed run's own runner may lease rollouts before the loop has tidied up after the old one."""
     slow: dict[str, Any] = {"algorithm": algorithm(steps=1, tasks_per_step=8), "n_runners": 4}
     trainer(tmp_path, **slow).fit(Interrupting("train", 5), TASKS)
-    tidy = Loop._withdraw_leftovers
-
+    tidy, tidied = Loop._withdraw_leftovers, asyncio.Event()
     requeued: list[Rollout] = []
+
+    async def patient(task: dict, llm: agl.LLM) -> float:
+        await tidied.wait()
+        return await agents.vowels(task, llm)
 
     async def begun_by_the_new_runner(self: Loop) -> list[str]:
         store = self.context.store
@@ -183,9 +193,10 @@ def test_what_the_new_runner_has_begun_is_not_taken_for_a_leftover(
             await asyncio.sleep(0.01)
         await tidy(self)
         requeued.extend(await self.context.store.query_rollouts(rollout_id_in=begun, status_in=["requeuing"]))
+        tidied.set()
 
     monkeypatch.setattr(Loop, "_withdraw_leftovers", tidy_late)
-    result = trainer(tmp_path, **slow).fit(agents.slow_vowels, TASKS, resume=True)
+    result = trainer(tmp_path, **slow).fit(patient, TASKS, resume=True)
     assert result.metrics[-1].values["unrewarded"] == 0
     assert requeued == []
 
