@@ -16,6 +16,7 @@ import msgspec
 
 from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.durations import Duration
+from agentlightning.cli.training import isolation_option
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.attribution import api_key_of
 
@@ -243,8 +244,7 @@ async def _server(settings: ServerSettings, as_json: bool) -> None:
               help="Where agents call models, if not at the URL that the trainer knows the server by.")  # fmt: skip
 @click.option("--project", metavar="NAME", help="Lease only rollouts of this project.")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Rollouts at once: 64, or of processes one per core.")
-@click.option("--isolation", type=click.Choice(["none", "process"]), default="none", show_default=True,
-              help="Run rollouts in processes of their own, which can be killed.")  # fmt: skip
+@isolation_option("auto")
 @click.option("--max-attempts-per-process", type=click.IntRange(min=1), metavar="N", default=100, show_default=True,
               help="Replace such a process after so many.")  # fmt: skip
 @click.option("--drain", "drain_seconds", type=Duration(zero=True), metavar="20s", default="20s", show_default=True,
@@ -272,7 +272,8 @@ def runner(
     After Ctrl-C or SIGTERM it leases nothing more, and rollouts at hand may finish: exit code 0. Those that --drain
     ends, or a second signal, are handed back to be retried: exit code 130."""
     from agentlightning.cli.config import CommandConfig
-    from agentlightning.data.references import load_reference
+    from agentlightning.runner.agent import as_agent
+    from agentlightning.runner.processes import place_of
 
     if [agent, named, command].count(None) != 2:
         raise click.UsageError("give the agent to run, once: FILE.py:NAME, or --command with a program")
@@ -282,17 +283,17 @@ def runner(
     if instrument is not None:
         if command is not None:
             raise click.UsageError("--instrument is for Python agents; take --command 'opentelemetry-instrument …'")
-        if options["isolation"] == "process":
-            raise click.UsageError("--instrument reaches no other process; call agentlightning.instrument() in FILE.py")
         from agentlightning.tracing import instrument as instrumentation
 
         names = instrumentation.instrument(*filter(None, instrument.split(",")))
         click.echo(f"instrumented: {', '.join(names) or 'nothing, no instrumentation is installed'}", err=True)
     if command is None:
-        isolated = options["isolation"] == "process"  # then it is imported where it runs
-        loaded = agent if isolated else load_reference(agent or "")
+        loaded = as_agent(agent or "")
     else:
         loaded = CommandConfig(command=command, reward=reward, grader=grader).load()
+    options["isolation"] = place_of(loaded, options["isolation"])
+    if instrument is not None and options["isolation"] == "process":
+        raise click.UsageError("--instrument reaches no other process; call agentlightning.instrument() in FILE.py")
     try:
         with garbage_sought_seldom():
             asyncio.run(_runner(loaded, agent or f"`{command}`", server, key, **options))
@@ -305,25 +306,23 @@ async def _runner(
     name: str,
     url: str,
     key: str | None,
-    concurrency: int | None,
     drain_seconds: float,
     as_json: bool,
     **options: Any,
 ) -> None:
-    from agentlightning.runner.processes import usual_concurrency
     from agentlightning.runner.runner import Runner
     from agentlightning.store.client import LightningStoreClient
 
-    if concurrency is None:
-        concurrency = usual_concurrency(options["isolation"])
     store = LightningStoreClient(url, api_key=key)
     try:
-        working = Runner(store, agent, concurrency=concurrency, **options)
+        working = Runner(store, agent, **options)
         task = asyncio.current_task()
         assert task is not None
-        click.echo(f"{working.worker_id} runs {name} for {url}, up to {concurrency} at once", err=True)
+        click.echo(f"{working.worker_id} runs {name} for {url}, up to {working.concurrency} at once", err=True)
         if as_json:
-            print_json({"worker_id": working.worker_id, "agent": name, "server": url, "concurrency": concurrency})
+            print_json(
+                {"worker_id": working.worker_id, "agent": name, "server": url, "concurrency": working.concurrency}
+            )
         async with asyncio.timeout(None) as limit:
 
             def drain() -> None:
