@@ -214,7 +214,7 @@ def test_an_agent_with_a_client_from_the_environment_is_measured_as_it_is(
     if key is not None:
         monkeypatch.setenv("OPENAI_API_KEY", key)
     one = trainer(tmp_path, algorithm=agl.Baseline(), n_runners=1)
-    (evaluation,) = one.fit("tests.runner.agents.global_client:asks", [], ["What is it?"]).evaluations
+    (evaluation,) = one.fit("tests.runner.agents.global_client:asks", None, ["What is it?"]).evaluations
     assert [len(task.traced.transitions) for task in evaluation.tasks] == [1]
 
 

@@ -8,6 +8,7 @@ import hmac
 import re
 import signal
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -19,6 +20,7 @@ from agentlightning.cli.durations import Duration
 from agentlightning.cli.training import isolation_option
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.attribution import api_key_of
+from agentlightning.runner.ending import run_to_end, watched
 
 if TYPE_CHECKING:
     from agentlightning.runner.command import RewardSource
@@ -295,8 +297,8 @@ def runner(
     if instrument is not None and options["isolation"] == "process":
         raise click.UsageError("--instrument reaches no other process; call agentlightning.instrument() in FILE.py")
     try:
-        with garbage_sought_seldom():
-            asyncio.run(_runner(loaded, agent or f"`{command}`", server, key, **options))
+        with garbage_sought_seldom(), watched() as end_after:
+            run_to_end(_runner(loaded, agent or f"`{command}`", server, key, end_after, **options))
     except (asyncio.CancelledError, TimeoutError):
         raise click.Abort from None
 
@@ -306,6 +308,7 @@ async def _runner(
     name: str,
     url: str,
     key: str | None,
+    end_after: Callable[[float], None],
     drain_seconds: float,
     as_json: bool,
     **options: Any,
@@ -330,7 +333,7 @@ async def _runner(
                 working.stop()
                 limit.reschedule(asyncio.get_running_loop().time() + drain_seconds)
 
-            with _on_signal(drain, then=task.cancel):
+            with _on_signal(drain, then=task.cancel, at_once=partial(end_after, drain_seconds + 9)):
                 await working.run()
     finally:
         await store.close()
@@ -348,8 +351,13 @@ async def until_stopped(greeting: str, told: object = None) -> None:
 
 
 @contextlib.contextmanager
-def _on_signal(first: Callable[[], object], then: Callable[[], object] | None = None) -> Generator[None]:
-    """Call `first` at the first SIGINT or SIGTERM; afterwards call `then`, or let signals act as usual."""
+def _on_signal(
+    first: Callable[[], object],
+    then: Callable[[], object] | None = None,
+    at_once: Callable[[], object] | None = None,
+) -> Generator[None]:
+    """Call `first` at the first SIGINT or SIGTERM; afterwards call `then`, or let signals act as usual. `at_once` is
+    called before `first`, also while an agent blocks the event loop."""
     loop = asyncio.get_running_loop()
 
     def received(number: signal.Signals) -> None:
@@ -362,6 +370,8 @@ def _on_signal(first: Callable[[], object], then: Callable[[], object] | None = 
     signals = (signal.SIGINT, signal.SIGTERM)
     for each in signals:
         loop.add_signal_handler(each, received, each)
+        if at_once is not None:
+            signal.signal(each, lambda *_: at_once())  # beside the loop, which hears of it by a descriptor
     try:
         yield
     finally:

@@ -207,6 +207,7 @@ def fit(config: TrainConfig, console: Console) -> FitResult:
     algorithm = make_algorithm(config.algorithm)
     from agentlightning.cli.display import LiveProgress, hide_library_progress
     from agentlightning.learner.base import AdamW, LoRA
+    from agentlightning.runner.ending import watched
     from agentlightning.trainer import Trainer
 
     hide_library_progress()
@@ -219,7 +220,8 @@ def fit(config: TrainConfig, console: Console) -> FitResult:
             algorithm=algorithm, optimizer=optimizer, lora=lora, progress=progress, run_file=kept(config), **passed
         )
         agent = config.agent if isinstance(config.agent, str) else config.agent.load()
-        return trainer.fit(agent, config.train_dataset, config.val_dataset, resume=config.resume)
+        with watched():
+            return trainer.fit(agent, config.train_dataset, config.val_dataset, resume=config.resume)
 
 
 def make_algorithm(spec: Mapping[str, Any]) -> Any:
