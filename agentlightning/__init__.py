@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from agentlightning.algorithm import REINFORCEPlusPlus as REINFORCEPlusPlus
     from agentlightning.algorithm import REINFORCEPlusPlusBaseline as REINFORCEPlusPlusBaseline
     from agentlightning.algorithm import algo as algo
-    from agentlightning.cli.display import LiveProgress as LiveProgress
     from agentlightning.data.rewards import RewardSpec as RewardSpec
+    from agentlightning.display import LiveProgress as LiveProgress
     from agentlightning.learner.base import AdamW as AdamW
     from agentlightning.learner.base import LoRA as LoRA
     from agentlightning.runner.agent import LitAgent as LitAgent
@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from agentlightning.types import AttemptedRollout as AttemptedRollout
     from agentlightning.types import Condition as Condition
     from agentlightning.types import EnqueueRolloutRequest as EnqueueRolloutRequest
+    from agentlightning.types import FrozenModel as FrozenModel
     from agentlightning.types import NamedResources as NamedResources
     from agentlightning.types import Not as Not
     from agentlightning.types import Or as Or
@@ -104,7 +105,7 @@ _HOMES = {
         "SFT",
         "algo",
     ),
-    "agentlightning.cli.display": ("LiveProgress",),
+    "agentlightning.display": ("LiveProgress",),
     "agentlightning.data.rewards": ("RewardSpec",),
     "agentlightning.learner.base": ("AdamW", "LoRA"),
     "agentlightning.runner.agent": ("LitAgent", "RolloutRawResult", "llm_rollout", "prompt_rollout", "rollout"),
@@ -149,6 +150,7 @@ _HOMES = {
         "AttemptedRollout",
         "Condition",
         "EnqueueRolloutRequest",
+        "FrozenModel",
         "NamedResources",
         "Not",
         "Or",

@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 from rich.console import Console
 
 from agentlightning.algorithm import GRPO, Algorithm, Baseline, NoProgress, Progress, Reinforcement, RunContext
@@ -31,11 +31,12 @@ from agentlightning.algorithm.function import with_adapter
 from agentlightning.algorithm.measures import Measures, measured, summarise
 from agentlightning.algorithm.tracking import Tracker, make_tracker
 from agentlightning.data.datasets import load_dataset
+from agentlightning.display import LiveProgress, hide_library_progress
 from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
-from agentlightning.gateway.backends.http import HttpBackend
+from agentlightning.gateway.frozen import frozen_entry, read_frozen
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.learner.base import AdamW, DType, LoRA
 from agentlightning.runner.agent import LitAgent, as_agent
@@ -44,20 +45,18 @@ from agentlightning.runner.processes import Isolation, boot_of, place_of, usual_
 from agentlightning.runner.runner import Runner
 from agentlightning.server.app import create_app
 from agentlightning.server.lending import models_held, register_model, unregister_model
-from agentlightning.server.serve import HttpServer, run_on_fastest_loop
+from agentlightning.server.serve import HttpServer, run_blocking
 from agentlightning.store.base import LightningStore
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.choice import TracerKind, choose_tracer
 from agentlightning.tracing.tree import rollout_tree
-from agentlightning.types import LLM, Metrics, NamedResources
+from agentlightning.types import LLM, FrozenModel, Metrics, NamedResources
 
 if TYPE_CHECKING:
     from agentlightning.learner.policy import Policy
     from agentlightning.learner.serving import ServedPolicy
     from agentlightning.learner.torch import TorchLearner
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,8 @@ class Trainer:
         model: what is trained: a directory, a Hugging Face id, a loaded `Policy`, or `file.py:function` that makes one
             from the seed; or several of these by name, each of which learns from its own calls. None evaluates an
             endpoint given in `initial_resources`. A `Policy` is trained in place: the next fit goes on from there.
+        models: frozen ones beside it by name, as `{"judge": {"endpoint": "https://…/v1", "frozen": True}}`: calls go
+            through the gateway, are recorded and sampled as the agent asks (see `FrozenModel`).
         model_name: what agents call a single one by; trainers that share a server each need one of their own.
         algorithm: `GRPO(…)` by default; `Baseline()` only evaluates.
         optimizer: learning rate, schedule, micro-batches and the like.
@@ -94,11 +95,12 @@ class Trainer:
         port: port of this process's server, 0 for any free one.
         seed: the source of all randomness.
         time_limit: seconds after which training ends, closing evaluation included.
-        initial_resources: more resources for the agent; a policy being trained is added as `llm`, several by their
-            names, and the first of them as `llm`.
+        initial_resources: more resources for the agent; models are added by their names, and the first one trained as
+            `llm`.
         hooks: code that runs around every rollout.
         tracer: `auto` collects what OpenTelemetry's SDK traces in the agent where it is installed; `light` does not.
         trackers: `"tensorboard"`, `"wandb"`, `"mlflow"`, `{"name": "wandb", "project": "x"}`, a `Tracker` of your own.
+        progress: where progress is shown instead of on stderr; False shows none.
         adapter: what a function decorated by `agl.algo` gets as `adapter`, as in Agent Lightning 0.3.
         max_sequence_length: prompt and answer together, in tokens; default the model's own, at most 4096.
         device: where the model is loaded to: `cuda` where there is one, else `cpu`, unless it says `mps` or another.
@@ -111,6 +113,7 @@ class Trainer:
         self,
         *,
         model: str | Path | Policy | Mapping[str, str | Path | Policy] | None = None,
+        models: Mapping[str, FrozenModel | Mapping[str, Any]] | None = None,
         model_name: str = "policy",
         algorithm: Algorithm | None = None,
         optimizer: AdamW | None = None,
@@ -130,7 +133,7 @@ class Trainer:
         tracer: TracerKind = "auto",
         adapter: Any = None,
         trackers: Sequence[str | Mapping[str, Any] | Tracker] = (),
-        progress: Progress | None = None,
+        progress: Progress | Literal[False] | None = None,
         max_sequence_length: int | None = None,
         device: str | None = None,
         threads: int | None = None,
@@ -139,6 +142,7 @@ class Trainer:
     ) -> None:
         _check_settings(64 if n_runners is None else n_runners, time_limit, server, store, port)
         self.models = dict(model) if isinstance(model, Mapping) else {} if model is None else {model_name: model}
+        self.frozen = read_frozen(models or {}, self.models)
         self.algorithm = algorithm if adapter is None else with_adapter(algorithm, adapter)
         self.optimizer = optimizer or AdamW()
         self.lora = lora
@@ -153,7 +157,7 @@ class Trainer:
         choose_tracer(tracer)  # refused here rather than after the model was loaded
         self.tracer: TracerKind = tracer
         self.trackers = tuple(map(make_tracker, trackers))
-        self.progress = progress or NoProgress()
+        self.progress: Progress | Literal[False] | None = progress
         self.max_sequence_length = max_sequence_length
         self.device, self.threads, self.deterministic = device, threads, deterministic
         self.run_file = run_file
@@ -172,7 +176,7 @@ class Trainer:
 
         Datasets are lists, paths (JSONL, JSON, CSV, Parquet), DataFrames or Hugging Face datasets; recorded rollouts
         need none. Ctrl-C saves what was learned; `resume=True` goes on with the run in `run_dir`, or the newest."""
-        return _run_loop(self.fit_async(agent, train_dataset, val_dataset, resume=resume))
+        return run_blocking(self.fit_async(agent, train_dataset, val_dataset, resume=resume))
 
     async def fit_async(
         self,
@@ -195,7 +199,7 @@ class Trainer:
 
     def dev(self, agent: LitAgent[Any] | Callable[..., Any] | str, dataset: Any) -> list[EvaluatedTask]:
         """Run the agent once on every task without training; print each trace and the mean reward, and return them."""
-        return _run_loop(self.dev_async(agent, dataset))
+        return run_blocking(self.dev_async(agent, dataset))
 
     async def dev_async(self, agent: LitAgent[Any] | Callable[..., Any] | str, dataset: Any) -> list[EvaluatedTask]:
         """`dev` for code that runs in an event loop already."""
@@ -250,8 +254,9 @@ class Trainer:
         async with AsyncExitStack() as stack:
             stack.enter_context(garbage_sought_seldom())
             stack.enter_context(directory)
+            progress = stack.enter_context(self._display(algorithm))
             try:
-                context = await self._open(stack, directory, algorithm, train_tasks, val_tasks)
+                context = await self._open(stack, directory, algorithm, train_tasks, val_tasks, progress)
             except BaseException:
                 directory.forget()
                 raise
@@ -277,17 +282,19 @@ class Trainer:
         algorithm: Algorithm,
         train_tasks: list[Any],
         val_tasks: list[Any],
+        progress: Progress,
     ) -> RunContext:
         """Start everything the job needs; `stack` stops it again, last started first."""
         store = await self._open_store(stack, directory.path)
-        opened = {name: self._open_policy(stack, model, algorithm) for name, model in self.models.items()}
+        opened = {name: self._open_policy(stack, model, algorithm, progress) for name, model in self.models.items()}
         entries = self._model_entries(algorithm, {name: served.backend for name, (served, _) in opened.items()})
+        held = [entry.name for entry in entries if entry.trainable]
         calls_held: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
         if self.server is None:
             gateway = Gateway(ModelTable(entries), store) if entries else None
             if gateway is not None:
                 stack.push_async_callback(gateway.close)
-                calls_held = gateway.held
+                calls_held = partial(gateway.held, *held)
             http = HttpServer(create_app(store, gateway=gateway), port=self.port)
             await http.start()
             stack.push_async_callback(http.stop)
@@ -296,15 +303,15 @@ class Trainer:
             url = self.server.rstrip("/")
             if entries:
                 await self._lend_to_server(stack, entries, directory.mark.run_id)
-                calls_held = partial(models_held, url, [entry.name for entry in entries], api_key=self.api_key)
-        self.progress.note(f"dashboard: {url}/#/runs/{directory.mark.run_id}")
+                calls_held = partial(models_held, url, held, api_key=self.api_key)
+        progress.note(f"dashboard: {url}/#/runs/{directory.mark.run_id}")
         resources = self.initial_resources
         if entries:
-            llm = resources.get("llm")
-            asked = llm.sampling_parameters if isinstance(llm, LLM) and not self.models else {}
-            made = partial(LLM, endpoint=f"{url}/v1", sampling_parameters=asked)
-            llms = {entry.name: made(model=entry.name) for entry in entries}
-            resources = {**resources, **(llms if len(llms) > 1 else {}), "llm": next(iter(llms.values()))}
+            given = resources.get("llm")
+            asked = given.sampling_parameters if isinstance(given, LLM) and not self.models else {}
+            llms = {entry.name: LLM(endpoint=f"{url}/v1", model=entry.name, gateway=True) for entry in entries}
+            llm = msgspec.structs.replace(next(iter(llms.values())), sampling_parameters=asked)
+            resources = {**resources, **(llms if len(llms) > 1 else {}), "llm": llm}
         stored = await store.add_resources(resources, metadata={"run_id": directory.mark.run_id})
         manifest = make_manifest(
             config=self._config(algorithm), seed=self.seed, train_tasks=train_tasks, val_tasks=val_tasks
@@ -318,15 +325,23 @@ class Trainer:
             train_tasks=train_tasks,
             val_tasks=val_tasks,
             seed=self.seed,
-            # Others add theirs to a shared store; in the run's own, the latest has the address of this very process.
+            # Others add theirs to a shared store; in the run's own, the latest has this very process's address.
             resources_id=None if self.server is None else stored.resources_id,
             policies={name: TrainedPolicy(learner, served.service) for name, (served, learner) in opened.items()},
             calls_held=calls_held,
-            progress=self.progress,
+            progress=progress,
             trackers=self.trackers,
             resume=directory.resumed,
             owns_runner=self.server is None,
         )
+
+    def _display(self, algorithm: Algorithm) -> AbstractContextManager[Progress]:
+        if self.progress is not None:
+            shown: Progress = self.progress or NoProgress()
+            return nullcontext(shown)
+        if self.models:
+            hide_library_progress()
+        return LiveProgress(steps=getattr(algorithm, "steps", None), time_limit=self.time_limit)
 
     async def _open_store(self, stack: AsyncExitStack, directory: Path) -> LightningStore:
         if isinstance(self.store, LightningStore):
@@ -339,7 +354,7 @@ class Trainer:
         return store
 
     def _open_policy(
-        self, stack: AsyncExitStack, model: str | Path | Policy, algorithm: Algorithm
+        self, stack: AsyncExitStack, model: str | Path | Policy, algorithm: Algorithm, progress: Progress
     ) -> tuple[ServedPolicy, TorchLearner]:
         from agentlightning.learner.opening import Opening
 
@@ -358,7 +373,7 @@ class Trainer:
             device=self.device,
             threads=self.threads,
         )
-        return stack.enter_context(opening.open(model, self.progress.phase))
+        return stack.enter_context(opening.open(model, progress.phase))
 
     def _optimizer(self, algorithm: Algorithm) -> AdamW:
         """Its schedule ends with the training."""
@@ -366,22 +381,17 @@ class Trainer:
         return self.optimizer.until(algorithm.steps * algorithm.minibatches * algorithm.epochs) if trains else AdamW()
 
     def _model_entries(self, algorithm: Algorithm, backends: Mapping[str, Backend]) -> list[ModelEntry]:
-        """The models behind the gateway: the policies being trained, or the endpoint the caller gave."""
-        upstream = self.initial_resources.get("llm")
-        if backends:
-            train = val = Sampling()
-            if isinstance(algorithm, Reinforcement):
-                train = Sampling(temperature=algorithm.temperature, max_tokens=algorithm.max_tokens)
-                val = Sampling(temperature=algorithm.val_temperature, max_tokens=algorithm.max_tokens)
-            return [
-                ModelEntry(name, backend, trainable=True, train=train, val=val) for name, backend in backends.items()
-            ]
-        if isinstance(upstream, LLM):
-            key = upstream.api_key or os.environ.get("OPENAI_API_KEY")
-            # Hosted APIs refuse to be asked for token ids, and nothing here trains on their answers.
-            hosted = HttpBackend(upstream.endpoint, kind="openai", api_key=key)
-            return [ModelEntry(upstream.model, hosted, trainable=False, train=None, val=None)]
-        return []
+        """The models behind the gateway: the policies being trained, or the endpoint the caller gave, then others."""
+        train = val = Sampling()
+        if isinstance(algorithm, Reinforcement):
+            train = Sampling(temperature=algorithm.temperature, max_tokens=algorithm.max_tokens)
+            val = Sampling(temperature=algorithm.val_temperature, max_tokens=algorithm.max_tokens)
+        entries = [ModelEntry(name, backend, train=train, val=val) for name, backend in backends.items()]
+        llm = self.initial_resources.get("llm")
+        if isinstance(llm, LLM) and not backends:
+            upstream = FrozenModel(endpoint=llm.endpoint, frozen=True, api_key=llm.api_key)
+            entries.append(frozen_entry(llm.model, upstream))
+        return entries + [frozen_entry(name, one) for name, one in self.frozen.items()]
 
     async def _lend_to_server(self, stack: AsyncExitStack, entries: Sequence[ModelEntry], run_id: str) -> None:
         """Serve this process's policies on loopback and let the server's gateway route to them."""
@@ -435,6 +445,7 @@ class Trainer:
                 name: str(model) if isinstance(model, str | Path) else type(model).__name__
                 for name, model in self.models.items()
             },
+            "frozen": {name: one.model or name for name, one in self.frozen.items()},
             "algorithm": {**settings, "name": algorithm.name},
             "optimizer": dataclasses.asdict(self._optimizer(algorithm)),
             "lora": None if self.lora is None else dataclasses.asdict(self.lora),
@@ -486,15 +497,3 @@ def _stopping_at_interrupt(stop: asyncio.Event) -> Generator[None]:
     finally:
         for number in installed:
             loop.remove_signal_handler(number)
-
-
-def _run_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine where no event loop runs yet."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        pass
-    else:
-        work.close()
-        raise ConfigError("an event loop is running here already; use `await trainer.fit_async(…)` or `dev_async`")
-    return run_on_fastest_loop(work)

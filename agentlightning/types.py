@@ -216,23 +216,37 @@ class Span(Noun, frozen=True, kw_only=True):
 
 
 class LLM(Noun, frozen=True, kw_only=True, tag="llm", tag_field="resource_type"):
-    """A model endpoint for the agent. Inside a rollout `endpoint` and `api_key` already name the attempt."""
+    """A model endpoint for the agent.
+
+    `gateway` says that Agent Lightning's gateway answers there, as for what a Trainer serves: inside a rollout
+    `endpoint` and `api_key` then name the attempt. Any other endpoint is left exactly as it is given."""
 
     endpoint: str
     model: str
     api_key: str | None = None
     sampling_parameters: dict[str, Any] = {}
+    gateway: bool = False
 
     def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
-        """The URL to give an OpenAI client; with both ids, the one that attributes its calls to that attempt.
-
-        `http://host/v1` → `http://host/rollout/R/attempt/A/v1`."""
+        """The URL to give an OpenAI client; with both ids, and behind the gateway, the one that attributes its calls to
+        that attempt: `http://host/v1` → `http://host/rollout/R/attempt/A/v1`."""
         if (rollout_id is None) != (attempt_id is None):
             raise ConfigError("get_base_url takes both rollout_id and attempt_id, or neither")
-        if rollout_id is None or "/rollout/" in self.endpoint:
+        if rollout_id is None or not self.gateway or "/rollout/" in self.endpoint:
             return self.endpoint
         root = self.endpoint.rstrip("/").removesuffix("/v1")
         return f"{root}/rollout/{rollout_id}/attempt/{attempt_id}/v1"
+
+
+class FrozenModel(Noun, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An OpenAI-compatible endpoint for a Trainer to put behind its gateway, beside what is trained: its calls are
+    recorded, sampled as the agent asks, and never trained. `model` is its name there, if another than here; `api_key`
+    its key, which no agent sees."""
+
+    endpoint: str
+    frozen: Literal[True]
+    model: str | None = None
+    api_key: str | None = None
 
 
 class PromptTemplate(Noun, frozen=True, kw_only=True, tag="prompt_template", tag_field="resource_type"):

@@ -6,11 +6,23 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.postgres import PostgresServer, find_binaries
 
 # gRPC's threads disturb processes that are forked beside them, such as a PostgreSQL server under another user.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
+# A busy machine is no defect.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs PostgreSQL runs in `make ci`, which installs it."""
+    for item in items:
+        if "postgres" in item.nodeid or "postgres_database" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def installed(package_json: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "package.json").write_bytes(wanted)
         command = [NODE, NPM, "install", "--ignore-scripts", "--no-audit", "--no-fund", "--no-package-lock"]
-        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
+        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
         if result.returncode != 0:
             reason = f"npm cannot install the packages: {result.stderr[-500:]}"
             if os.environ.get("AGL_REQUIRE_NODE"):

@@ -68,7 +68,9 @@ async def spans_of(
 async def test_function_agents_call_the_model_they_are_given(
     store: agl.SqlStore, endpoint: Endpoint, name: str
 ) -> None:
-    spans = await spans_of(store, agent(f"capitals.py:{name}"), {"llm": LLM(endpoint=endpoint.url, model="policy")})
+    spans = await spans_of(
+        store, agent(f"capitals.py:{name}"), {"llm": LLM(endpoint=endpoint.url, model="policy", gateway=True)}
+    )
     assert agl.find_final_reward(spans) == 1.0
     assert sum(endpoint.calls.values()) == 1
     assert all("/rollout/" in path for path, _ in endpoint.calls)
@@ -76,7 +78,7 @@ async def test_function_agents_call_the_model_they_are_given(
 
 async def test_emitters_operations_and_several_rewards(store: agl.SqlStore, endpoint: Endpoint) -> None:
     spans = await spans_of(
-        store, agent("capitals.py:with_a_proxy"), {"main_llm": LLM(endpoint=endpoint.url, model="m")}
+        store, agent("capitals.py:with_a_proxy"), {"main_llm": LLM(endpoint=endpoint.url, model="m", gateway=True)}
     )
     assert [span.name.removeprefix("agentlightning.") for span in spans] == ["operation", *["annotation"] * 3]
     assert spans[0].attributes["step"] == "answer"
@@ -103,7 +105,7 @@ async def test_a_class_agent_finds_main_llm_mode_and_tracer(
     store: agl.SqlStore, endpoint: Endpoint, mode: Mode, temperature: float
 ) -> None:
     sql_agent = agent("sql_agent.py:LitSQLAgent")(val_temperature=0.0)
-    llm = LLM(endpoint=endpoint.url, model="policy")
+    llm = LLM(endpoint=endpoint.url, model="policy", gateway=True)
     rollout = await agl.Runner(store, sql_agent).run_one({"query": "SELECT 1"}, {"llm": llm}, mode=mode)
     noted, rewarded = await store.query_spans(rollout.rollout_id)
     assert agl.get_reward_value(rewarded) == 1.0

@@ -24,7 +24,7 @@ HEAVY = {
 
 def imported_by(statement: str) -> set[str]:
     script = f"import sys\n{statement}\nprint(' '.join(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
     return {name.partition(".")[0] for name in done.stdout.split()}
 
 

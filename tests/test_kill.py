@@ -43,7 +43,7 @@ def start(run: Path, settings: str = "{}") -> subprocess.Popen[bytes]:
 
 def finish(run: Path, settings: str = "{}") -> None:
     process = start(run, settings)
-    _, errors = process.communicate(timeout=100)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors.decode()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,14 @@ def test_dev_runs_a_few_tasks_and_prints_each_trace(tmp_path: Path, capsys: pyte
     assert "tasks 2, attempts 1 each: 2 rewarded; mean reward 0." in printed
 
 
+def test_progress_is_shown_unless_it_is_not_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer(tmp_path).fit(agents.vowels, TASKS)
+    shown = capsys.readouterr().err
+    assert "step 1/2" in shown and "step 2/2" in shown and "dashboard: http://" in shown
+    trainer(tmp_path, run_dir=tmp_path / "b", progress=False).fit(agents.vowels, TASKS)
+    assert capsys.readouterr().err == ""
+
+
 def test_the_baseline_measures_and_changes_nothing(tmp_path: Path) -> None:
     result = trainer(tmp_path, algorithm=agl.Baseline()).fit(agents.vowels, TASKS[:1], TASKS[:3])
     assert [len(evaluation.tasks) for evaluation in result.evaluations] == [3]
@@ -246,8 +255,12 @@ def test_garbage_is_sought_seldom_while_a_run_lasts(tmp_path: Path) -> None:
 
 
 def test_training_ends_at_its_time_limit_with_what_was_learned_saved(tmp_path: Path) -> None:
-    result = trainer(tmp_path, algorithm=algorithm(steps=10_000), time_limit=3.0).fit(agents.vowels, TASKS, TASKS[:1])
-    assert result.stopped_because == "time limit reached"
+    for limit in (3.0, 30.0, 120.0):  # a busy machine may not finish a step within the first
+        run = trainer(tmp_path, run_dir=tmp_path / f"{limit}", algorithm=algorithm(steps=10_000), time_limit=limit)
+        result = run.fit(agents.vowels, TASKS, TASKS[:1])
+        assert result.stopped_because == "time limit reached"
+        if result.metrics[-1].step:
+            break
     assert result.evaluations[-1].step == result.metrics[-1].step > 0
     assert result.checkpoint is not None
     assert result.checkpoint.name == f"step-{result.metrics[-1].step:06d}"
@@ -333,6 +346,37 @@ async def test_an_agent_at_an_endpoint_gets_the_sampling_parameters_that_were_gi
         await trainer_.fit_async(asks, val_dataset=TASKS[:1])
     assert [one.sampling_parameters for one in seen] == [{"temperature": 0}]
     assert hosted.url not in seen[0].endpoint and seen[0].api_key != "theirs"  # the gateway's
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("through_server", [False, True])
+async def test_frozen_models_are_asked_as_the_agent_asks_and_get_no_key_of_ours(
+    tmp_path: Path, through_server: bool
+) -> None:
+    """Behind the gateway they are recorded and not trained; an `LLM` of the user's is left as it was given."""
+    elsewhere = agl.LLM(endpoint="http://elsewhere:8000/v1", model="large")
+
+    async def judged(task: Any, resources: agl.NamedResources) -> float:
+        judge = resources["judge"]
+        assert isinstance(judge, agl.LLM) and resources["elsewhere"] == elsewhere
+        reward = await agents.vowels(task, resources["llm"])
+        await agl.openai_client(judge).chat.completions.create(
+            model=judge.model, messages=[{"role": "user", "content": "good?"}], temperature=0
+        )
+        return reward
+
+    async with AsyncExitStack() as stack:
+        hosted = await stack.enter_async_context(hosted_model())
+        settings: dict[str, Any] = {"initial_resources": {"elsewhere": elsewhere}, "algorithm": algorithm(steps=1)}
+        if through_server:
+            place = await stack.enter_async_context(running_server(ServerSettings(store=str(tmp_path / "s.sqlite"))))
+            settings["server"] = place.url
+        judge = {"endpoint": hosted.url, "model": "gpt-5-mini", "api_key": "theirs", "frozen": True}
+        result = await trainer(tmp_path, models={"judge": judge}, **settings).fit_async(judged, TASKS)
+    values = result.metrics[0].values
+    assert (values["calls"], values["excluded/frozen model"]) == (24, 12)
+    assert hosted.calls == {("/v1/chat/completions", "Bearer theirs"): 12}
+    assert {(body["model"], body["temperature"]) for body in hosted.bodies} == {("gpt-5-mini", 0)}
 
 
 @pytest.mark.anyio

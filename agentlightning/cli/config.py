@@ -20,7 +20,7 @@ from agentlightning.errors import ConfigError, nearest
 from agentlightning.runner.command import CommandAgent, RewardSource, command
 from agentlightning.runner.processes import Isolation
 from agentlightning.store.redaction import is_credential
-from agentlightning.types import LLM, PromptTemplate
+from agentlightning.types import LLM, FrozenModel, PromptTemplate
 
 
 class CommandConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,6 +48,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     agent: str | CommandConfig
     model: str | dict[str, str] | None = None
+    models: dict[str, FrozenModel] = msgspec.field(default_factory=dict[str, FrozenModel])
     model_name: str = "policy"
     train_dataset: Any = None
     val_dataset: Any = None

@@ -225,8 +225,8 @@ def export(
 
 async def _export(store: LightningStore, where: Filter, wanted: Wanted, kind: str, out: Path) -> tuple[int, _Dataset]:
     """How many rollouts were read, and what they gave. Without a line there is no file."""
-    from agentlightning.cli.display import counting
     from agentlightning.data.recorded import recorded_groups
+    from agentlightning.display import counting
 
     rollouts, total = 0, (await store.page_rollouts(where, limit=0, with_total=True)).total
     with _writing(out) as (file, keep):

@@ -74,7 +74,7 @@ async def _compare(
 ) -> tuple[DriftCheck, DriftReport]:
     async with open_store(address, server, key, reading=True) as store:
         chat = load_chat(source)
-        from agentlightning.cli.display import counting
+        from agentlightning.display import counting
         from agentlightning.gateway.chat.drift import DriftCheck, DriftReport, recorded_call
 
         check, report = DriftCheck(chat), DriftReport(examples)

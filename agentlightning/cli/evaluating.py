@@ -228,9 +228,9 @@ async def _stored(
 ) -> list[Measured]:
     """The rollouts of `RUN`, or of its evaluation after step N, or with version N of its resources: `RUN@N`."""
     from agentlightning.algorithm.measures import measured
-    from agentlightning.cli.display import counting
     from agentlightning.cli.repeating import open_run
     from agentlightning.data.transitions import trace_rollout
+    from agentlightning.display import counting
 
     run_name, _, wanted = name.partition("@")
     async with open_run(run_name, *place) as (store, run):

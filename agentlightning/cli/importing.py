@@ -62,8 +62,8 @@ async def _import(
     strict: bool,
     as_json: bool,
 ) -> int:
-    from agentlightning.cli.display import counting
     from agentlightning.data.foreign_traces import read_traces, rollouts_of
+    from agentlightning.display import counting
     from agentlightning.store import calls
     from agentlightning.tracing.tree import printable
 

@@ -44,7 +44,7 @@ async def _proxy(url: str, kind: Kind | None, key: str | None, settings: ServerS
     from agentlightning.store.redaction import text_without_secrets
 
     backend = await open_backend(url, kind, key)
-    entry = ModelEntry(ANY, backend, trainable=False, train=None, val=None)
+    entry = ModelEntry(ANY, backend, trainable=False)
     async with running_server(dataclasses.replace(settings, models=(entry,))) as running:
         store = text_without_secrets(settings.store)
         told = {"url": running.url, "backend": backend.name, "kind": backend.kind, "store": store}

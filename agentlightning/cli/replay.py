@@ -74,7 +74,7 @@ def replay(
     Needs neither engine nor agents. Exits with 1 where the weights differ."""
     from agentlightning.algorithm.directory import read_mark
     from agentlightning.algorithm.rl import replay as replaying
-    from agentlightning.cli.display import hide_library_progress
+    from agentlightning.display import hide_library_progress
 
     hide_library_progress()
     mark = read_mark(directory)

@@ -153,8 +153,8 @@ def _page(run_ids: Sequence[str], told: Sequence[dict[str, Any]], pictures: Mapp
 
 async def _described(store: LightningStore, one: StoredRun, examples: int) -> dict[str, Any]:
     """What the page shows of a run, by the names in `report.html`."""
-    from agentlightning.cli.display import duration
     from agentlightning.cli.tables import number
+    from agentlightning.display import duration
 
     told, manifest, newest = one.run, one.run.manifest, one.newest
     ended = told.end_time or time.time()

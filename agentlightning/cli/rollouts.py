@@ -170,7 +170,7 @@ def _print_list(listed: Sequence[ListedRollout], place: str, more: int) -> None:
 
 
 def _took(rollout: Rollout) -> str:
-    from agentlightning.cli.display import duration
+    from agentlightning.display import duration
 
     return "" if rollout.end_time is None else duration(rollout.end_time - rollout.start_time)
 

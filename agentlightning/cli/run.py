@@ -139,7 +139,7 @@ async def _gateway(backend: Any, store: LightningStore) -> AsyncGenerator[str]:
     from agentlightning.server.app import create_app
     from agentlightning.server.serve import HttpServer
 
-    gateway = Gateway(ModelTable([ModelEntry(ANY, backend, trainable=False, train=None, val=None)]), store)
+    gateway = Gateway(ModelTable([ModelEntry(ANY, backend, trainable=False)]), store)
     try:
         async with HttpServer(create_app(store, gateway=gateway)) as http:
             yield http.url
@@ -196,7 +196,7 @@ class Program(LitAgent[Any]):
         from agentlightning.runner.environment import agent_environment
 
         ids, key = (rollout.rollout_id, rollout.attempt.attempt_id), rollout.api_key or ""
-        llm = LLM(endpoint=f"{self._url}/v1", model="")
+        llm = LLM(endpoint=f"{self._url}/rollout/{ids[0]}/attempt/{ids[1]}/v1", model="", api_key=key)
         variables = agent_environment(llm, *ids, self._url, key, reward_key=rollout.reward_key)
         for name in _ITS_OWN_CHOICE:
             variables.pop(name, None)

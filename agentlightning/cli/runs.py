@@ -171,8 +171,8 @@ def ls(path: Path, server: str | None, key: str | None, as_json: bool) -> int:
 
 def runs_table(found: Sequence[StoredRun], title: str | None = None) -> Table:
     """One line a run, with its reward as a curve."""
-    from agentlightning.cli.display import duration
-    from agentlightning.cli.tables import make_table, sparkline, squeezed
+    from agentlightning.cli.tables import make_table, squeezed
+    from agentlightning.display import duration, sparkline
 
     names = ("run", "kind", "status", "started", "took", "step", "reward", "", "held-out", "rollouts/s", "store")
     rows: list[tuple[object, ...]] = []
@@ -258,7 +258,8 @@ def setting_lines(of: Run) -> list[str]:
 
 
 def _metrics_table(one: StoredRun, patterns: Sequence[str]) -> Table:
-    from agentlightning.cli.tables import make_table, sparkline, squeezed
+    from agentlightning.cli.tables import make_table, squeezed
+    from agentlightning.display import sparkline
 
     rows: list[tuple[object, ...]] = []
     for name in sorted(one.newest):
@@ -326,7 +327,8 @@ def _draw(name: str, axis: str, chosen: Sequence[StoredRun], curves: Sequence[li
     from rich.text import Text
 
     from agentlightning.cli.chart import COLOURS, draw_chart
-    from agentlightning.cli.tables import make_table, print_table, sparkline, squeezed
+    from agentlightning.cli.tables import make_table, print_table, squeezed
+    from agentlightning.display import sparkline
     from agentlightning.tracing.tree import printable
 
     console = Console(highlight=False)

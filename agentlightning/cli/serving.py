@@ -133,7 +133,7 @@ async def _serve(
     seed: int,
     as_json: bool,
 ) -> None:
-    from agentlightning.cli.display import hide_library_progress
+    from agentlightning.display import hide_library_progress
     from agentlightning.gateway.app import Gateway
     from agentlightning.gateway.models import ModelEntry, ModelTable
     from agentlightning.learner.policy import open_policy

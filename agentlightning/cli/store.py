@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -87,13 +88,10 @@ async def open_store(
         if not create:
             _require_file(address)
         try:
-            only_read = reading and not address.startswith(_POSTGRES)
-            opened = await (StoreReader.open(Path(address)) if only_read else SqlStore.open(address))
-        except InUseError:
-            raise InUseError(
-                f"the store {address} is in use by another process; ask that process: use --server URL instead of "
-                "--store"
-            ) from None
+            # Whoever waits before a terminal may take their time, and ends a query themselves.
+            opened = await (StoreReader.open(address) if reading else SqlStore.open(address, read_seconds=math.inf))
+        except InUseError as error:
+            raise InUseError(f"{error}; with --server URL instead of --store that process is asked") from None
     try:
         yield opened
     finally:
@@ -211,7 +209,7 @@ async def _erase(
 
 async def _delete(opened: LightningStore, call: DeleteRollouts) -> Deleted:
     """Perform it and show meanwhile how far it is, which the number of those left tells, unless rewards are kept."""
-    from agentlightning.cli.display import counting
+    from agentlightning.display import counting
 
     async def left() -> int:
         return (await opened.page_rollouts(call.where, limit=0, with_total=True, project=call.project)).total or 0
@@ -249,7 +247,7 @@ def check(address: str | None, server: str | None, key: str | None, as_json: boo
 
 
 def _copying(file: Path) -> contextlib.AbstractContextManager[Callable[[int], None]]:
-    from agentlightning.cli.display import counting
+    from agentlightning.display import counting
 
     return counting("MiB", file.stat().st_size >> 20 if file.is_file() else None)
 
@@ -310,7 +308,7 @@ def export(
     as_json: bool,
 ) -> int:
     """Write rollouts with their attempts and spans to DEST: .jsonl, .jsonl.gz or .parquet."""
-    from agentlightning.cli.display import counting
+    from agentlightning.display import counting
     from agentlightning.store.transfer import export_rollouts
 
     if where is not None and run_id is not None:
@@ -346,7 +344,7 @@ def _filter(text: str | None) -> Filter | None:
 @store_options
 def import_(source: Path, address: str | None, server: str | None, key: str | None, as_json: bool) -> int:
     """Store the rollouts that an export wrote to SOURCE. Those stored already stay as they are."""
-    from agentlightning.cli.display import counting
+    from agentlightning.display import counting
     from agentlightning.store.transfer import import_rollouts
 
     async def work() -> None:

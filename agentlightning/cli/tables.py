@@ -17,7 +17,6 @@ from rich.text import Text
 
 from agentlightning.tracing.tree import one_line
 
-BLOCKS = "▁▂▃▄▅▆▇█"
 _LONGEST = 200  # characters of a cell
 STYLES = {
     "succeeded": "green",
@@ -55,19 +54,6 @@ def print_table(table: Table) -> None:
 def number(value: float) -> str:
     """Four significant digits, and the thousands set apart: `0.1235`, `12,346`, `1e-06`."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
-
-
-def sparkline(values: Sequence[float], width: int = 40, span: tuple[float, float] | None = None) -> str:
-    """The last `width` values as blocks, from the low to the high end of `span`; without one from min(0, values) to
-    max(1, values).
-
-    `[0.0, 0.5, 1.0]` → `▁▄█`."""
-    shown = values[-width:]
-    if not shown:
-        return ""
-    low, high = span or (min(0.0, *shown), max(1.0, *shown))
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[int((value - low) * scale)] for value in shown)
 
 
 def squeezed(values: Sequence[float], width: int) -> list[float]:

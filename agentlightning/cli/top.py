@@ -131,8 +131,8 @@ def view(now: Snapshot, trouble: str = "") -> RenderableType:
 
 
 def _run_row(one: StoredRun) -> tuple[object, ...]:
-    from agentlightning.cli.display import duration
-    from agentlightning.cli.tables import sparkline, squeezed
+    from agentlightning.cli.tables import squeezed
+    from agentlightning.display import duration, sparkline
 
     ended, newest = one.run.end_time or time.time(), one.newest
     curve = sparkline(squeezed([value for _, value in one.curve("reward")], 10))

@@ -205,7 +205,7 @@ def _repeated(name: str, console: Console, assignments: tuple[str, ...], flags: 
 def fit(config: TrainConfig, console: Console) -> FitResult:
     """Train once, as `config` says, with the progress shown on `console`."""
     algorithm = make_algorithm(config.algorithm)
-    from agentlightning.cli.display import LiveProgress, hide_library_progress
+    from agentlightning.display import LiveProgress, hide_library_progress
     from agentlightning.learner.base import AdamW, LoRA
     from agentlightning.runner.ending import watched
     from agentlightning.trainer import Trainer
@@ -295,12 +295,9 @@ def dev(
     served, resources = answering(model, endpoint, endpoint_model, endpoint_key)
     if served is None and not resources:
         raise click.UsageError("give --model, or --endpoint and --endpoint-model")
-    from agentlightning.cli.display import hide_library_progress
     from agentlightning.data.datasets import load_dataset
     from agentlightning.trainer import Trainer
 
-    if served is not None:
-        hide_library_progress()
     tasks = load_dataset(dataset)[:limit]
     trainer = Trainer(model=served, initial_resources=resources, run_dir=run_dir, isolation=isolation)
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the agent prints, too
@@ -334,7 +331,7 @@ def quickstart(
 ) -> int:
     """Train a small tool-using agent from nothing, here and now, and show what it learned."""
     from agentlightning.cli.before_after import show_report
-    from agentlightning.cli.display import LiveProgress, hide_library_progress
+    from agentlightning.display import LiveProgress, hide_library_progress
     from agentlightning.quickstart import QuickstartOptions, load_flight_example, run_quickstart
 
     hide_library_progress()

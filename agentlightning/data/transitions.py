@@ -241,10 +241,10 @@ def _lacks_a_call(spans: Sequence[Span]) -> bool:
 
 def _call_reasons(span: Span, calls: CallFilter, *, incomplete: bool, discarded: bool) -> Iterator[str]:
     """What speaks against training a call, whatever its tokens are."""
-    if calls.models is not None and _model(span) not in calls.models:
-        yield OTHER_MODEL
     if span.attributes.get(semconv.CALL_TRAINABLE) is False:
         yield FROZEN
+    if calls.models is not None and _model(span) not in calls.models:
+        yield OTHER_MODEL
     if incomplete:
         yield CALL_MISSING
     if discarded:

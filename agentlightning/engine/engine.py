@@ -326,6 +326,7 @@ class Engine:
         for generation in failed:
             self._end(generation)
         self._slots.flush()
+        self._forward.clear()
         reason = error if isinstance(error, BackendError) else BackendError(
             f"the engine failed while computing this request: {type(error).__name__}: {error}; the request may be "
             "repeated", status=500, code="engine_error",

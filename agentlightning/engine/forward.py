@@ -71,6 +71,11 @@ class DecoderForward:
         """Read the model's weights again; what the cache holds is stale from here on."""
         self._weights = read_weights(self._model)
 
+    def clear(self) -> None:
+        """Overwrite the cache: where a position is masked, its value is multiplied by 0, which a NaN survives."""
+        self._keys.zero_()
+        self._values.zero_()
+
     def exchange(self, first: int, second: int, first_length: int, second_length: int) -> None:
         """Two slots change places; their lengths tell how much there is to move."""
         for cache in (self._keys, self._values):
@@ -242,9 +247,11 @@ class ModelForward:
         self._model = model
         self._caches: list[DynamicCache | None] = [None] * slots
 
-    def reload(self) -> None:
-        """The model is its own weights: only what was computed with the old ones has to go."""
+    def clear(self) -> None:
+        """Forget what was computed."""
         self._caches = [None] * len(self._caches)
+
+    reload = clear  # the model is its own weights
 
     def exchange(self, first: int, second: int, first_length: int, second_length: int) -> None:
         """Two slots change places."""

@@ -17,6 +17,7 @@ from agentlightning.gateway.generation import GenerationRequest
 
 _MASK_64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_MOST = (1 << 63) - 1  # of top_k; no vocabulary has as many tokens
 
 
 def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -51,7 +52,7 @@ class Sampler:
         # Far beyond any effect, float32 would turn the ends of the range into 0 and infinity.
         self._temperature[slot] = min(max(request.temperature, 1e-30), 1e30) if request.temperature > 0 else 0
         self._top_p[slot] = request.top_p
-        self._top_k[slot] = request.top_k
+        self._top_k[slot] = min(request.top_k, _MOST)
         if request.seed is None:
             self._unseeded += 1
             # Odd multiplier: distinct counters never meet.

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
 
 import torch
@@ -194,8 +194,14 @@ class EngineService:
         outside of `exclusive`. Calls that are being answered go on with them."""
         inside = self._owner is not None and self._owner is asyncio.current_task()
         async with nullcontext() if inside else self.exclusive():
-            self._write()
-            self._engine.update_weights(version)
+            # In a thread of its own, since agents may hold all of the loop's; where this task is cancelled, the end of
+            # the block waits for it.
+            with ThreadPoolExecutor(1) as thread:
+                await asyncio.get_running_loop().run_in_executor(thread, self._bring_up_to_date, version)
+
+    def _bring_up_to_date(self, version: int) -> None:
+        self._write()
+        self._engine.update_weights(version)
 
     # --- on the loop ---
 

@@ -153,7 +153,7 @@ class CallOpener:
         """Who answers; a call that says it is none of the policy's is not trained, and sampled as it asks."""
         entry = self._models.resolve(model)
         frozen = headers.get(FROZEN_HEADER) == "true"
-        return replace(entry, trainable=False, train=None, val=None) if frozen else entry
+        return replace(entry, trainable=False) if frozen else entry
 
 
 class _Counted(msgspec.Struct):

@@ -25,7 +25,7 @@ class ModelEntry:
 
     In train mode every call samples with `train`'s temperature, top_p and top_k, in val mode with `val`'s, whatever
     the agent asked; `max_tokens` of either is a ceiling for the agent's own. Where one of them is None the agent
-    decides. Calls of a model that is not `trainable` are captured and never trained."""
+    decides. Calls of a model that is not `trainable` are captured and never trained, and the agent always decides."""
 
     name: str
     backend: Backend
@@ -35,6 +35,9 @@ class ModelEntry:
     aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.trainable:
+            object.__setattr__(self, "train", None)
+            object.__setattr__(self, "val", None)
         if self.trainable and not self.backend.captures_tokens:
             raise ConfigError(
                 f"the model {self.name!r} cannot be trained: its backend {self.backend.name} returns no token ids. "

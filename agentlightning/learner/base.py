@@ -141,8 +141,11 @@ class AdamW:
     gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        least = {"warmup_steps": 0, "micro_batch_tokens": 1}
-        check_settings(self, least=least, above={"learning_rate": 0}, choices={"schedule": get_args(Schedule)})
+        least = {"warmup_steps": 0, "micro_batch_tokens": 1, "weight_decay": 0}
+        above = {"learning_rate": 0, "max_grad_norm": 0}
+        check_settings(self, least=least, above=above, choices={"schedule": get_args(Schedule)})
+        if not (math.isfinite(self.learning_rate) and all(0 <= beta < 1 for beta in self.betas)):
+            raise ConfigError(f"learning_rate {self.learning_rate} must be finite, betas {self.betas} in [0, 1)")
         if self.total_steps is not None and not self.total_steps > self.warmup_steps:
             raise ConfigError(
                 f"total_steps is {self.total_steps}; it must be more than warmup_steps ({self.warmup_steps})"

@@ -155,10 +155,11 @@ def _available_of_machine() -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
 
 
-def _left_of_container() -> list[int]:
-    """What the limit of a container (cgroup, version 2) leaves."""
+def _left_of_container(group: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """What the limit of a container (cgroup, version 2) leaves, files that the kernel only keeps in memory counted."""
     try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+        limit, used, about = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current", "stat"))
     except OSError:
         return []
-    return [] if limit == "max" else [int(limit) - int(used)]
+    cached = dict(line.split() for line in about.splitlines()).get("inactive_file", "0")
+    return [] if limit == "max" else [int(limit) - int(used) + int(cached)]

@@ -327,6 +327,8 @@ class TorchLearner:
                 self.critic.load(directory)
             state = torch.load(directory / OPTIMIZER_FILE, weights_only=True, map_location=self.model.device)
             self.optimizer.load_state_dict(state["optimizer"])
+            for group in self.optimizer.param_groups:  # it has the settings of the run before
+                group |= {"betas": self.config.betas, "weight_decay": self.config.weight_decay}
             self._masters.load(state.get("masters", ()))
         except (OSError, RuntimeError, SafetensorError, ValueError, KeyError) as error:
             raise ConfigError(f"checkpoint {directory} cannot be resumed from: {error}") from None

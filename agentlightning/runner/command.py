@@ -182,7 +182,7 @@ class CommandAgent(LitAgent[Any]):
         any_llm = any(isinstance(resource, LLM) for resource in resources.values())
         llm = pick_resource(resources, "llm", LLM) if any_llm else None
         server = current_server.get()
-        if server is None and llm is not None and "/rollout/" in llm.endpoint:
+        if server is None and llm is not None and llm.gateway:
             server = llm.endpoint.partition("/rollout/")[0]
         may_give = self._source in ("auto", "url") and self._grader is None
         if self._source == "url" and server is None:

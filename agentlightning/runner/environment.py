@@ -36,15 +36,12 @@ def agent_environment(
 ) -> dict[str, str]:
     """Variables to add to those of a process, so that its LLM calls, spans and rewards are those of the attempt.
 
-    `api_key` is the attempt's own. Without `llm` there are no variables for LLM calls; an `llm` with another key is a
-    hosted model, and named as it is. `server_url` is the root of the server; without it there are none for spans and
-    rewards. With `reward_key` (`AttemptedRollout.reward_key`) the process may give its own rewards, at
-    `AGL_REWARD_URL`."""
+    Without `llm`, which is named as it is, there are no variables for LLM calls. `api_key` is the attempt's own, for
+    spans sent to `server_url`, the root of the server; without it there are none for spans and rewards. With
+    `reward_key` (`AttemptedRollout.reward_key`) the process may give its own rewards, at `AGL_REWARD_URL`."""
     variables = {"AGL_ROLLOUT_ID": rollout_id, "AGL_ATTEMPT_ID": attempt_id}
     if llm is not None:
-        hosted = llm.api_key not in (None, api_key)
-        endpoint = llm.endpoint if hosted else llm.get_base_url(rollout_id, attempt_id)
-        key = llm.api_key or api_key
+        endpoint, key = llm.endpoint, llm.api_key or "none"
         variables |= {
             "OPENAI_BASE_URL": endpoint,
             "OPENAI_API_BASE": endpoint,

@@ -23,7 +23,7 @@ from agentlightning.errors import AgentLightningError, ConfigError, nearest
 from agentlightning.runner import channel
 from agentlightning.runner.agent import LitAgent
 from agentlightning.runner.command import CommandAgent
-from agentlightning.runner.environment import agent_environment, current_server
+from agentlightning.runner.environment import agent_environment, current_server, inherited_environment
 from agentlightning.runner.executable import Executable, Output
 from agentlightning.runner.worker import FAREWELL_SECONDS
 from agentlightning.semconv import EXCEPTION_MESSAGE, EXCEPTION_STACKTRACE, EXCEPTION_TYPE
@@ -158,7 +158,7 @@ class AgentProcess:
         llm = llms.get("llm") or (next(iter(llms.values())) if len(llms) == 1 else None)
         ids = rollout.rollout_id, rollout.attempt.attempt_id
         server = current_server.get()
-        if llm is not None and llm.api_key == rollout.api_key:
+        if llm is not None and llm.gateway:
             if self._key is None:
                 self._key = await self.key_of(self.worker_id)
             root, _, _ = llm.endpoint.partition("/rollout/")
@@ -183,7 +183,6 @@ class _Live:
     async def start(cls, boot: channel.Boot, fixed: Mapping[str, str]) -> _Live:
         ours, theirs = socket.socketpair()
         begin = f"import sys; sys.path[:] = {sys.path!r}; from agentlightning.runner.worker import main; "
-        environment = {name: value for name, value in os.environ.items() if name != "AGL_KEY"}  # it opens the store
         with theirs:
             reader, writer = await asyncio.open_connection(sock=ours)
             try:
@@ -191,7 +190,7 @@ class _Live:
                     (sys.executable, "-u", "-X", "faulthandler", "-c", f"{begin}main({theirs.fileno()})"),
                     (Output("stdout"), Output("stderr")),
                     stdin=asyncio.subprocess.DEVNULL,
-                    env={**environment, **fixed},
+                    env={**inherited_environment(), **fixed},
                     pass_fds=(theirs.fileno(),),
                 )
             except BaseException:  # cancelled, too

@@ -30,9 +30,9 @@ def serves_model(resources: NamedResources, rollout: AttemptedRollout) -> bool:
 class ResourceCache:
     """Resources by id, immutable and therefore cached; and their view for one attempt.
 
-    An `LLM` without an `api_key` of its own is served by the gateway: its view names the attempt, in the URL and by the
-    attempt's key. An `LLM` that brings a key is an endpoint of its own (a judge, a hosted model) and stays as it is.
-    `endpoint_override` replaces the gateway's URL where this process reaches it by another one."""
+    The view of an `LLM` of the gateway names the attempt, in the URL and by the attempt's key. Any other is an endpoint
+    of its own (a judge, a hosted model) and stays as it is: it gets no key of ours. `endpoint_override` replaces the
+    gateway's URL where this process reaches it by another one."""
 
     def __init__(self, store: LightningStore, endpoint_override: str | None = None) -> None:
         self._store = store
@@ -67,7 +67,7 @@ class ResourceCache:
             return self._versions[resources_id]
 
     def _bind(self, llm: LLM, rollout: AttemptedRollout) -> LLM:
-        if llm.api_key is not None:
+        if not llm.gateway:
             return llm
         if self._endpoint_override is not None:
             llm = msgspec.structs.replace(llm, endpoint=self._endpoint_override)

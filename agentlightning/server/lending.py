@@ -35,6 +35,7 @@ async def register_model(
     where it cannot be reached."""
     asked = ModelRegistration(
         base_url=base_url,
+        kind="vllm" if entry.trainable else "openai",
         aliases=entry.aliases,
         trainable=entry.trainable,
         train=_registered(entry.train),

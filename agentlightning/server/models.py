@@ -62,7 +62,8 @@ class ModelRegistration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     `timeout_seconds` are defaults (see `make_backend` and `Replica`).
 
     `owner` names who registers it, such as a run: the name is taken for others as long as the model's servers live,
-    unless they say `replace`. With `check` each server of a trainable model is asked for one token first."""
+    unless they say `replace`. `train` and `val` are for trainable models: temperature 1 unless they say otherwise. With
+    `check` each server of a trainable model is asked for one token first."""
 
     base_url: str | None = None
     backends: tuple[BackendRegistration, ...] = ()
@@ -74,8 +75,8 @@ class ModelRegistration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     timeout_seconds: Seconds = 600.0
     aliases: tuple[str, ...] = ()
     trainable: bool = True
-    train: RunSampling | None = RunSampling()
-    val: RunSampling | None = RunSampling()
+    train: RunSampling | msgspec.UnsetType | None = msgspec.UNSET
+    val: RunSampling | msgspec.UnsetType | None = msgspec.UNSET
     owner: str | None = None
     replace: bool = False
     check: bool = True
@@ -257,6 +258,8 @@ def _entry(name: str, asked: ModelRegistration) -> ModelEntry:
     """ConfigError for what cannot be one."""
     if (asked.base_url is None) == (not asked.backends):
         raise ConfigError("a registration needs either base_url, or backends with a base_url each")
+    if not asked.trainable and (asked.train or asked.val):
+        raise ConfigError("train and val are the sampling of a trainable model; a frozen one is asked as agents ask it")
     replicas = [_replica(one, asked) for one in asked.backends or [BackendRegistration(base_url=str(asked.base_url))]]
     alone = len(replicas) == 1 and replicas[0].max_concurrency is None
     return ModelEntry(
@@ -277,8 +280,10 @@ def _replica(one: BackendRegistration, asked: ModelRegistration) -> Replica:
     return Replica(make_backend(one.base_url, **settings), limit)
 
 
-def _sampling(asked: RunSampling | None) -> Sampling | None:
-    return None if asked is None else Sampling(**msgspec.structs.asdict(asked))
+def _sampling(asked: RunSampling | msgspec.UnsetType | None) -> Sampling | None:
+    if asked is None:
+        return None
+    return Sampling() if asked is msgspec.UNSET else Sampling(**msgspec.structs.asdict(asked))
 
 
 def _urls(entry: ModelEntry) -> set[str]:

@@ -152,6 +152,18 @@ def run_on_fastest_loop(work: Coroutine[Any, Any, T]) -> T:
     return run_to_end(work, uvloop.new_event_loop)
 
 
+def run_blocking(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine where no event loop runs yet."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:
+        work.close()
+        raise ConfigError("an event loop is running here already; use `await trainer.fit_async(…)` or `dev_async`")
+    return run_on_fastest_loop(work)
+
+
 def _listen(host: str, port: int) -> socket.socket:
     try:
         # Families in the order the resolver gives; create_server sets SO_REUSEADDR, so that a restart need not wait.

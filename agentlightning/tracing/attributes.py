@@ -20,8 +20,11 @@ def flatten(values: Mapping[str, Any]) -> Attributes:
     `{"a": {"b": 1}, "c": ["x", 2]}` → `{"a.b": 1, "c.0": "x", "c.1": 2}`. Other objects and numbers that are not
     finite are an InvalidError."""
     flat: Attributes = {}
-    for name, value in values.items():
-        _put(flat, checked_text("the name of an attribute", str(name)), value)
+    try:
+        for name, value in values.items():
+            _put(flat, checked_text("the name of an attribute", str(name)), value)
+    except RecursionError:
+        raise InvalidError("the attributes hold themselves, or are nested too deeply; pass plain values") from None
     return flat
 
 

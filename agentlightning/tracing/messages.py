@@ -81,7 +81,8 @@ def _messages(attributes: Attributes, as_json: str, openinference: str, traceloo
 def _entries(node: Any) -> list[dict[str, Any]]:
     """The values of `{"0": …, "1": …}` in the order of their numbers."""
     group = mapping(node)
-    return [group[index] for index in sorted(filter(str.isdecimal, group), key=int) if isinstance(group[index], dict)]
+    numbers = sorted(filter(str.isdecimal, group), key=lambda index: (len(index), index))
+    return [group[index] for index in numbers if isinstance(group[index], dict)]
 
 
 def _of_parts(message: dict[str, Any]) -> list[dict[str, Any]]:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from google.protobuf import json_format
@@ -38,6 +38,8 @@ from agentlightning.types import (
     StatusCode,
 )
 
+T = TypeVar("T")
+
 PROTOBUF: Final = "application/x-protobuf"
 JSON: Final = "application/json"
 
@@ -55,6 +57,8 @@ _SCALARS: Final = ("string_value", "bool_value", "int_value", "double_value", "b
 _NANOSECONDS: Final = 1_000_000_000
 _LARGEST_TIME: Final = 2**64 - 1
 _LARGEST_SEQUENCE_ID: Final = 2**53
+MOST_PARTS: Final = 1_000_000  # of a request: one of two bytes takes hundreds in memory
+_PART_BYTES: Final = 64  # of a resource or scope count as a part of each span
 
 
 class UnsupportedMediaError(InvalidError):
@@ -66,14 +70,18 @@ def decode_traces(body: bytes, content_type: str) -> list[Span]:
 
     Attributes become what a span can hold: bytes are base64 text; maps and nested lists are JSON text; NaN and the
     infinities are the words `NaN`, `Infinity`, `-Infinity`; an empty value is left out. Kind and scope become the
-    attributes `otel.kind`, `otel.scope.name` and `otel.scope.version`. A body that is no export request, or has a span
-    without usable ids, is an InvalidError."""
-    return [
-        _span(span, scope_spans.scope, _attributes(resource_spans.resource.attributes))
-        for resource_spans in parse_request(body, content_type).resource_spans
-        for scope_spans in resource_spans.scope_spans
-        for span in scope_spans.spans
-    ]
+    attributes `otel.kind`, `otel.scope.name` and `otel.scope.version`. A body that is no export request, has a span
+    without usable ids, or more than MOST_PARTS spans, attributes, events, links and values in all, is an InvalidError.
+    """
+    read = _Reader()
+    spans: list[Span] = []
+    for resource_spans in read.counted(parse_request(body, content_type).resource_spans):
+        resource = read.attributes(resource_spans.resource.attributes)
+        for scope_spans in read.counted(resource_spans.scope_spans):
+            shared = resource_spans.resource.ByteSize() + scope_spans.scope.ByteSize()  # stored with each of its spans
+            read.counted(range(len(scope_spans.spans) * (1 + shared // _PART_BYTES)))
+            spans += [read.span(span, scope_spans.scope, resource) for span in scope_spans.spans]
+    return spans
 
 
 def resolve(span: Span, url_ids: tuple[str, str] | None) -> tuple[str, str] | None:
@@ -96,6 +104,8 @@ def parse_request(body: bytes, content_type: str) -> ExportTraceServiceRequest:
         if media_type == PROTOBUF:
             request.ParseFromString(body)
         else:
+            if body.count(b"{") + body.count(b"[") > 4 * MOST_PARTS:  # an attribute takes two, and texts may have some
+                raise ValueError(f"it holds more than {MOST_PARTS:,} parts; export fewer spans at once")
             message = _ids_to_base64(msgspec.json.decode(body))
             if not isinstance(message, dict):
                 raise ValueError("it must be an object with resourceSpans")
@@ -122,43 +132,79 @@ def _ids_to_base64(message: Any) -> Any:
     return read
 
 
-def _span(span: otlp.Span, scope: InstrumentationScope, resource: Attributes) -> Span:
-    attributes = _attributes(span.attributes)
-    kind = _KINDS[span.kind] if span.kind in range(len(_KINDS)) else ""
-    about = {KIND: kind, SCOPE_NAME: scope.name, SCOPE_VERSION: scope.version}
-    attributes.update({name: text for name, text in about.items() if text})
-    sequence_id = _sequence_id(attributes)
-    if sequence_id:
-        del attributes[SPAN_SEQUENCE_ID]  # it is the span's own field from here on
-    return Span(
-        rollout_id=UNATTRIBUTED,
-        attempt_id=UNATTRIBUTED,
-        sequence_id=sequence_id or _sequence_id(resource),
-        trace_id=_required_id(span.trace_id, _TRACE_ID_BYTES, "trace_id", span.name),
-        span_id=_required_id(span.span_id, _SPAN_ID_BYTES, "span_id", span.name),
-        parent_id=span.parent_span_id.hex() if any(span.parent_span_id) else None,
-        name=span.name,
-        start_time=_seconds(span.start_time_unix_nano),
-        end_time=_seconds(span.end_time_unix_nano or span.start_time_unix_nano),
-        status=SpanStatus(
-            status_code=_STATUS[span.status.code] if span.status.code in range(len(_STATUS)) else "UNSET",
-            description=span.status.message or None,
-        ),
-        attributes=attributes,
-        events=tuple(
-            SpanEvent(
-                name=event.name,
-                attributes=_attributes(event.attributes),
-                timestamp=_seconds(event.time_unix_nano) if event.time_unix_nano else None,
+class _Reader:
+    """Reads the spans of one request, and counts their parts as it goes."""
+
+    def __init__(self) -> None:
+        self._left = MOST_PARTS
+
+    def counted(self, parts: Sequence[T]) -> Sequence[T]:
+        self._left -= len(parts)
+        if self._left < 0:
+            raise InvalidError(
+                f"the request holds more than {MOST_PARTS:,} spans, attributes, events, links and values; export fewer "
+                "spans at once"
             )
-            for event in span.events
-        ),
-        links=tuple(
-            SpanLink(trace_id=link.trace_id.hex(), span_id=link.span_id.hex(), attributes=_attributes(link.attributes))
-            for link in span.links
-        ),
-        resource=resource,
-    )
+        return parts
+
+    def span(self, span: otlp.Span, scope: InstrumentationScope, resource: Attributes) -> Span:
+        attributes = self.attributes(span.attributes)
+        kind = _KINDS[span.kind] if span.kind in range(len(_KINDS)) else ""
+        about = {KIND: kind, SCOPE_NAME: scope.name, SCOPE_VERSION: scope.version}
+        attributes.update({name: text for name, text in about.items() if text})
+        sequence_id = _sequence_id(attributes)
+        if sequence_id:
+            del attributes[SPAN_SEQUENCE_ID]  # it is the span's own field from here on
+        return Span(
+            rollout_id=UNATTRIBUTED,
+            attempt_id=UNATTRIBUTED,
+            sequence_id=sequence_id or _sequence_id(resource),
+            trace_id=_required_id(span.trace_id, _TRACE_ID_BYTES, "trace_id", span.name),
+            span_id=_required_id(span.span_id, _SPAN_ID_BYTES, "span_id", span.name),
+            parent_id=span.parent_span_id.hex() if any(span.parent_span_id) else None,
+            name=span.name,
+            start_time=_seconds(span.start_time_unix_nano),
+            end_time=_seconds(span.end_time_unix_nano or span.start_time_unix_nano),
+            status=SpanStatus(
+                status_code=_STATUS[span.status.code] if span.status.code in range(len(_STATUS)) else "UNSET",
+                description=span.status.message or None,
+            ),
+            attributes=attributes,
+            events=tuple(
+                SpanEvent(
+                    name=event.name,
+                    attributes=self.attributes(event.attributes),
+                    timestamp=_seconds(event.time_unix_nano) if event.time_unix_nano else None,
+                )
+                for event in self.counted(span.events)
+            ),
+            links=tuple(
+                SpanLink(
+                    trace_id=link.trace_id.hex(),
+                    span_id=link.span_id.hex(),
+                    attributes=self.attributes(link.attributes),
+                )
+                for link in self.counted(span.links)
+            ),
+            resource=resource,
+        )
+
+    def attributes(self, pairs: Sequence[KeyValue]) -> Attributes:
+        attributes: Attributes = {}
+        for pair in self.counted(pairs):
+            value = self._python(pair.value)
+            if value is not None:
+                attributes[pair.key] = value if isinstance(value, str | int) else attribute_value(value)
+        return attributes
+
+    def _python(self, value: AnyValue) -> Any:
+        """A value as Python's own; None for an empty one."""
+        kind = value.WhichOneof("value")
+        if kind == "array_value":
+            return [self._python(item) for item in self.counted(value.array_value.values)]
+        if kind == "kvlist_value":
+            return {pair.key: self._python(pair.value) for pair in self.counted(value.kvlist_value.values)}
+        return getattr(value, kind) if kind in _SCALARS else None
 
 
 def _sequence_id(attributes: Attributes) -> int:
@@ -176,25 +222,6 @@ def _required_id(value: bytes, size: int, what: str, span_name: str) -> str:
 
 def _seconds(nanoseconds: int) -> float:
     return nanoseconds / _NANOSECONDS  # of two ints: the float nearest to the true quotient
-
-
-def _attributes(pairs: Iterable[KeyValue]) -> Attributes:
-    attributes: Attributes = {}
-    for pair in pairs:
-        value = _python(pair.value)
-        if value is not None:
-            attributes[pair.key] = value if isinstance(value, str | int) else attribute_value(value)
-    return attributes
-
-
-def _python(value: AnyValue) -> Any:
-    """A value as Python's own; None for an empty one."""
-    kind = value.WhichOneof("value")
-    if kind == "array_value":
-        return [_python(item) for item in value.array_value.values]
-    if kind == "kvlist_value":
-        return {pair.key: _python(pair.value) for pair in value.kvlist_value.values}
-    return getattr(value, kind) if kind in _SCALARS else None
 
 
 def _json_text(value: Any) -> str:

@@ -1,14 +1,17 @@
 """The spans of one attempt, in whatever instrumentation's words, as one list of steps: calls, tools, agents.
 
 What two sources report is one step: a call that the gateway recorded and the agent's framework too, a tool that two
-instrumentations saw. A pure reading of spans; it does not know the store, rewards or learning.
+instrumentations saw. A pure reading of spans; it does not know the store, rewards or learning. It takes time in
+proportion to the spans, whoever made them: of the spans around one, and of the calls near it, only so many count.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Container, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import msgspec
@@ -21,6 +24,9 @@ from agentlightning.types import Span
 _RESPONSE_ID: Final = re.compile(r"\b(?:chatcmpl|cmpl|resp|msg)[-_][\w-]+(?:\.[\w-]+)*")
 _TOOL_CALL_ID: Final = re.compile(r'"(?:tool_call_id|call_id|tool_use_id)": ?"([^"]+)"')
 _CALL_ID_NAMES: Final = ("gen_ai.tool.call.id", "tool_call.id", "tool.id")
+DEPTH: Final = 100  # spans around a span
+NEAREST: Final = 200  # calls, or requests for one tool, before a tool
+_ALIKE: Final = 32  # calls that began before a report, and as many after it, whose texts it is compared with
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -74,6 +80,7 @@ class _Attempt:
         self.by_id = {span.span_id: span for span in self.spans}
         self.above: dict[str, tuple[Span, ...]] = {}
         self.kinds: dict[str, Kind] = {span.span_id: dialects.kind_of(span) for span in self.spans}
+        self.names = {span.span_id: dialects.name_of(span, self.kinds[span.span_id]) for span in self.spans}
         self.named = {span.span_id: dialects.names_agent(span, self.kinds[span.span_id]) for span in self.spans}
         self.calls = [span for span in self.spans if dialects.is_gateway_call(span)]
         self.requests = [request for call in self.calls for request in tool_requests(call)]
@@ -87,19 +94,17 @@ class _Attempt:
             told: span_id for span_id, told in reversed(self.told_ids.items()) if told and told not in self.reused
         }
         self.agents = [span for span in self.spans if self.kinds[span.span_id] == "agent" and self.named[span.span_id]]
-        self.reports: dict[str, list[Span]] = {call.span_id: [] for call in self.calls}
+        self.before_shorter = self._before_shorter()
+        self.reports: dict[str, dict[str, Span]] = {call.span_id: {} for call in self.calls}
         self.linked: set[str] = set()
         self.guessed: set[str] = set()  # reports of one call or of another: these tell nothing about it
         self._link()
-        self.around_call = {
-            call.span_id: {outer.span_id for source in self._sources(call) for outer in self._ancestors(source)}
-            for call in self.calls
-        }
         self.agent_of_call = {call.span_id: self._agent_of_call(call) for call in self.calls}
         # By the clock of the agent, whose tools are compared with it, where a report tells: the gateway's may differ.
         inner = {call.span_id: max(self._sources(call)[1:] or [call], key=_start) for call in self.calls}
         self.began = {span_id: span.start_time for span_id, span in inner.items()}
         self.ended = {span_id: span.end_time for span_id, span in inner.items()}
+        self.within = self._calls_within()
 
     def steps(self) -> list[Step]:
         """One step for each span that no other stands for."""
@@ -123,7 +128,7 @@ class _Attempt:
         return Step(
             span=span,
             kind=kind,
-            name=dialects.name_of(span, kind),
+            name=self.names[span.span_id],
             agent=agent,
             tool_call_id=None,
             arguments=None if gateway else dialects.arguments_of(span),
@@ -135,7 +140,7 @@ class _Attempt:
 
     def _tool(self, span: Span, group: list[Span], claimed: set[int]) -> Step:
         """One execution, of which `group` are the reports. `claimed` are the requests executed before it."""
-        name = dialects.name_of(span, "tool")
+        name = self.names[span.span_id]
         around = self._agent_around(span)
         tool_call_id = next((told for one in group if (told := self.told_ids[one.span_id])), None)
         request = self._request(span, name, tool_call_id, around, claimed)
@@ -161,7 +166,7 @@ class _Attempt:
         for outer in self._ancestors(head):
             if self.kinds[outer.span_id] != kind:
                 break
-            if kind != "call" and dialects.name_of(outer, kind) != dialects.name_of(span, kind):
+            if kind != "call" and self.names[outer.span_id] != self.names[span.span_id]:
                 break
             if kind == "tool" and _scope(outer) == _scope(head):  # a tool that calls itself
                 break
@@ -192,12 +197,15 @@ class _Attempt:
 
     def _link_by_likeness(self, unsure: list[Span]) -> None:
         free = [call for call in self.calls if not self.reports[call.span_id]]
+        starts, texts = [call.start_time for call in free], [_texts(call) for call in free]
         alike: dict[str, list[Span]] = {}
         for span in unsure:
-            during = [one for one in free if one.start_time <= span.end_time and span.start_time <= one.end_time]
-            possible = [call for call in during if _same_model(span, call)]
-            texts = [_same_texts(span, call) for call in possible]
-            alike[span.span_id] = [call for call, same in zip(possible, texts, strict=True) if same == max(texts)]
+            told = "\0".join(map(str, span.attributes.values()))
+            at = bisect_right(starts, span.start_time)
+            near = range(max(0, at - _ALIKE), min(len(free), at + _ALIKE))
+            possible = [index for index in near if _overlap(span, free[index]) >= 0 and _same_model(span, free[index])]
+            held = {index: sum(text in told for text in texts[index]) for index in possible}
+            alike[span.span_id] = [free[index] for index in possible if held[index] == max(held.values())]
         sure = True
         # The sure ones leave less to guess; the inner ones report what is around them too.
         for span in sorted(unsure, key=lambda span: (len(alike[span.span_id]), -span.start_time)):
@@ -209,54 +217,63 @@ class _Attempt:
     def _report(self, call: Span, span: Span, sure: bool = True) -> None:
         """Take `span`, and the reports of the same call around it, for reports of `call`."""
         reports = self.reports[call.span_id]
-        for one in (span, *self._ancestors(span)):
-            if self.kinds[one.span_id] != "call" or one.span_id in self.reports:
+        for one in chain((span,), self._ancestors(span)):
+            if self.kinds[one.span_id] != "call" or one.span_id in self.reports or one.span_id in reports:
                 return
-            if one not in reports:
-                reports.append(one)
-                self.linked.add(one.span_id)
-                if not sure:
-                    self.guessed.add(one.span_id)
+            reports[one.span_id] = one
+            self.linked.add(one.span_id)
+            if not sure:
+                self.guessed.add(one.span_id)
+
+    def _calls_within(self) -> dict[tuple[str | None, str], list[tuple[Span, int]]]:
+        """By the id of a span around them (None: anywhere), and by what they asked for (`id:…`, `name:…`; all: no
+        text), the calls in the order in which they began, each with the index of that request."""
+        asked: dict[str, list[tuple[str, int]]] = {call.span_id: [("", -1)] for call in self.calls}
+        for index, one in enumerate(self.requests):
+            asked[one.call.span_id] += [(f"id:{one.id}", index), (f"name:{one.name}", index)]
+        within: dict[tuple[str | None, str], list[tuple[Span, int]]] = {}
+        for call in sorted(self.calls, key=lambda call: self.began[call.span_id]):
+            around = {outer.span_id for source in self._sources(call) for outer in self._ancestors(source)}
+            for place in (None, *around):
+                for what, index in asked[call.span_id]:
+                    within.setdefault((place, what), []).append((call, index))
+        return within
 
     def _request(
         self, tool: Span, name: str, tool_call_id: str | None, agent: str | None, claimed: set[int]
     ) -> ToolRequest | None:
         """The tool call that this execution answers, which is claimed: that of its id, else one for this tool by an
         earlier call. Of several, the first of the latest of the nearest calls that was not executed yet."""
-        found = [i for i, one in enumerate(self.requests) if tool_call_id is not None and one.id == tool_call_id]
-        if len(found) == 1:
-            claimed.add(found[0])
-            return self.requests[found[0]]
-        found = found or [index for index, one in enumerate(self.requests) if one.name == name]
-        near = self._nearest(tool, agent, [self.requests[index].call for index in found])
-        found = [index for index in found if self.requests[index].call.span_id in near]
-        free = [index for index in found if index not in claimed] or found
-        ended = [index for index in free if self.ended[self.requests[index].call.span_id] <= tool.start_time] or free
-        index = max(ended, key=lambda index: self.began[self.requests[index].call.span_id], default=None)
-        if index is None:
+        what = f"id:{tool_call_id}"
+        found = self.within.get((None, what), []) if tool_call_id is not None else []
+        if len(found) != 1:
+            near = self._nearest(tool, agent, what if found else f"name:{name}")
+            free = [one for one in near if one[1] not in claimed] or near
+            ended = [one for one in free if self.ended[one[0].span_id] <= tool.start_time] or free
+            found = [max(ended, key=lambda one: self.began[one[0].span_id])] if ended else []
+        if not found:
             return None
-        claimed.add(index)
-        return self.requests[index]
+        claimed.add(found[0][1])
+        return self.requests[found[0][1]]
 
     def _call_before(self, tool: Span, agent: str | None) -> Span | None:
         """The last of the nearest calls before a tool, unless it is another agent's."""
-        near = self._nearest(tool, agent, self.calls)
-        earlier = [call for call in self.calls if call.span_id in near]
-        ended = [call for call in earlier if self.ended[call.span_id] <= tool.start_time] or earlier
+        near = [call for call, _ in self._nearest(tool, agent, "")]
+        ended = [call for call in near if self.ended[call.span_id] <= tool.start_time] or near
         call = ended[-1] if ended else None
         asked_by = self.agent_of_call[call.span_id] if call else None
         return call if agent is None or asked_by in (None, agent) else None
 
-    def _nearest(self, tool: Span, agent: str | None, calls: Sequence[Span]) -> set[str]:
-        """The ids of those before the tool that share the innermost span with it and, of these, are of its agent, if
-        any are."""
-        calls = [call for call in calls if self.began[call.span_id] <= tool.start_time]
-        for outer in self._ancestors(tool):
-            if within := [call for call in calls if outer.span_id in self.around_call[call.span_id]]:
-                calls = within
-                break
-        own = [call for call in calls if agent and self.agent_of_call[call.span_id] == agent]
-        return {call.span_id for call in own or calls}
+    def _nearest(self, tool: Span, agent: str | None, what: str) -> list[tuple[Span, int]]:
+        """Those of `within` that began before the tool, share the innermost span with it and, of these, are of its
+        agent, if any are."""
+        for place in chain((outer.span_id for outer in self._ancestors(tool)), (None,)):
+            there = self.within.get((place, what), [])
+            before = bisect_right(there, tool.start_time, key=lambda one: self.began[one[0].span_id])
+            if before:
+                near = there[max(0, before - NEAREST) : before]
+                return [one for one in near if agent and self.agent_of_call[one[0].span_id] == agent] or near
+        return []
 
     def _agent_of_call(self, call: Span) -> str | None:
         """Of the nearest span that names an agent: above the call, or above what else reports it; else of the agents
@@ -271,14 +288,32 @@ class _Attempt:
         )
 
     def _sources(self, call: Span) -> list[Span]:
-        return [call, *(one for one in self.reports.get(call.span_id, ()) if one.span_id not in self.guessed)]
+        reports = self.reports.get(call.span_id, {})
+        return [call, *(one for span_id, one in reports.items() if span_id not in self.guessed)]
+
+    def _before_shorter(self) -> list[int]:
+        """Of each agent, the index of the last before it that ended later; −1 for none."""
+        found: list[int] = []
+        for index, agent in enumerate(self.agents):
+            at = index - 1
+            while at >= 0 and self.agents[at].end_time <= agent.end_time:
+                at = found[at]
+            found.append(at)
+        return found
 
     def _agent_at_work(self, call: Span) -> str | None:
-        working = [one for one in self.agents if one.start_time <= call.start_time and call.end_time <= one.end_time]
+        at = bisect_right(self.agents, call.start_time, key=_start) - 1
+        working: list[Span] = []
+        while at >= 0 and len(working) <= DEPTH:
+            if self.agents[at].end_time >= call.end_time:
+                working.append(self.agents[at])
+                at -= 1
+            else:
+                at = self.before_shorter[at]
         if not working:
             return None
-        around = {working[-1].span_id, *(outer.span_id for outer in self._ancestors(working[-1]))}
-        return self.named[working[-1].span_id] if all(one.span_id in around for one in working) else None
+        around = {working[0].span_id, *(outer.span_id for outer in self._ancestors(working[0]))}
+        return self.named[working[0].span_id] if all(one.span_id in around for one in working) else None
 
     def _agent_around(self, span: Span) -> str | None:
         """The nearest agent above this span, itself left out."""
@@ -286,11 +321,11 @@ class _Attempt:
         return own or next((name for outer in self._ancestors(span) if (name := self.named[outer.span_id])), None)
 
     def _ancestors(self, span: Span) -> tuple[Span, ...]:
-        """From the parent up, as far as it is known."""
+        """From the parent up, as far as it is known, at most DEPTH."""
         if (known := self.above.get(span.span_id)) is not None:
             return known
         found, seen, at = [], {span.span_id}, span
-        while (outer := self.by_id.get(at.parent_id or "")) is not None and outer.span_id not in seen:
+        while (outer := self.by_id.get(at.parent_id or "")) and outer.span_id not in seen and len(found) < DEPTH:
             seen.add(outer.span_id)
             found.append(outer)
             at = outer
@@ -343,8 +378,7 @@ def _overlap(span: Span, call: Span) -> float:
     return min(span.end_time, call.end_time) - max(span.start_time, call.start_time)
 
 
-def _same_texts(span: Span, call: Span) -> int:
-    """How many of the call's answer and its first message, which tells agents apart, the span holds."""
+def _texts(call: Span) -> list[str]:
+    """A call's answer, and its first message, which tells agents apart."""
     names = semconv.GEN_AI_OUTPUT_MESSAGES, semconv.GEN_AI_INPUT_MESSAGES
-    texts = [text for name in names if isinstance(text := _first_message(call, name).get("content"), str) and text]
-    return sum(any(text in str(value) for value in span.attributes.values()) for text in texts)
+    return [text for name in names if isinstance(text := _first_message(call, name).get("content"), str) and text]

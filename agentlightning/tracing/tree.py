@@ -18,7 +18,7 @@ from agentlightning import semconv
 from agentlightning.tracing.dialects import items, mapping
 from agentlightning.tracing.messages import finish_reasons, model_name, output_messages, text_of, token_counts
 from agentlightning.tracing.rewards import find_final_reward, get_reward_value, get_rewards_from_span, is_final_reward
-from agentlightning.tracing.steps import Step, read_steps
+from agentlightning.tracing.steps import DEPTH, Step, read_steps
 from agentlightning.types import Rollout, Span
 
 Prices: TypeAlias = Mapping[str, tuple[float, float]]
@@ -109,15 +109,17 @@ def arranged(steps: Sequence[Step], spans: Sequence[Span]) -> list[tuple[Step, i
     inner = set(above.values())
     shown: dict[str, int | None] = {}
     found: list[tuple[Step, int | None]] = []
-    agents: list[Step] = []
+    working: dict[str, list[Span]] = {}  # by the agent's name; the one that began last is the last
     for step in steps:
         span = step.span
         place = _nearest(span, above, shown)
         if step.kind == "agent":
-            agents.append(step)
-        elif place is None:
-            around = (one.span for one in reversed(agents) if one.name == step.agent)
-            place = next((one.span_id for one in around if one.end_time >= span.start_time), None)
+            working.setdefault(step.name, []).append(span)
+        elif place is None and step.agent is not None:
+            around = working.get(step.agent, [])
+            while around and around[-1].end_time < span.start_time:  # and so before every later step
+                around.pop()
+            place = around[-1].span_id if around else None
         below = None if place is None else shown[place]
         if step.kind == "other" and span.span_id in inner and not step.failed and not _is_ours(span):
             shown[span.span_id] = below  # a wrapper: what it holds says more
@@ -130,7 +132,7 @@ def arranged(steps: Sequence[Step], spans: Sequence[Span]) -> list[tuple[Step, i
 def _nearest(span: Span, above: Mapping[str, str | None], shown: Mapping[str, int | None]) -> str | None:
     """The nearest span above this one that is shown."""
     passed, at = {span.span_id}, span.parent_id
-    while at is not None and at not in shown and at not in passed:
+    while at is not None and at not in shown and at not in passed and len(passed) <= DEPTH:
         passed.add(at)
         at = above.get(at)
     return at if at in shown else None

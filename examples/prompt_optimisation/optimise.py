@@ -13,12 +13,10 @@ import os
 from contextlib import nullcontext
 
 from agent import PROMPT, book_room
-from rich.console import Console
 from scripted import Scripted, serving
 from tasks import make_tasks
 
 import agentlightning as agl
-from agentlightning.cli.display import LiveProgress
 
 
 async def optimise(options: argparse.Namespace) -> None:
@@ -37,17 +35,15 @@ async def optimise(options: argparse.Namespace) -> None:
             max_usd=options.max_usd,
             prices=prices or ({"scripted": (0.0, 0.0)} if options.model is None else {}),
         )
-        with LiveProgress(Console(), steps=options.rounds) as progress:
-            trainer = agl.Trainer(
-                algorithm=apo,
-                n_runners=32,
-                initial_resources={"llm": llm, "prompt": agl.PromptTemplate(template=PROMPT)},
-                run_dir=options.run_dir,
-                progress=progress,
-            )
-            result = await trainer.fit_async(
-                book_room, make_tasks(64, seed=1), make_tasks(64, seed=2), resume=options.resume
-            )
+        trainer = agl.Trainer(
+            algorithm=apo,
+            n_runners=32,
+            initial_resources={"llm": llm, "prompt": agl.PromptTemplate(template=PROMPT)},
+            run_dir=options.run_dir,
+        )
+        result = await trainer.fit_async(
+            book_room, make_tasks(64, seed=1), make_tasks(64, seed=2), resume=options.resume
+        )
     for when, evaluation in zip(("before", "after"), result.evaluations, strict=False):
         print(f"held-out reward {when}: {evaluation.reward:.3f} on {len(evaluation.tasks)} tasks")
     print(f"stopped: {result.stopped_because}, after {result.seconds:.1f} s\n\n{apo.get_best_prompt().template}")

@@ -48,7 +48,7 @@ def test_a_step_trained_again_gives_the_same_bits(finished: Path, tmp_path: Path
 
 def test_all_steps_from_the_first_weights_in_another_process_give_them_too(finished: Path) -> None:
     command = [sys.executable, "-m", "agentlightning.cli.main", "data", "replay", str(finished), "--steps", "1-3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert "starting from the weights before the first step" in done.stdout
     assert f"bit for bit those of {finished / 'checkpoints' / 'step-000003'}" in done.stdout

@@ -8,7 +8,7 @@ import pytest
 
 from agentlightning.cli.config import CommandConfig, build, load_config
 from agentlightning.errors import ConfigError
-from agentlightning.types import LLM, PromptTemplate
+from agentlightning.types import LLM, FrozenModel, PromptTemplate
 
 COMPLETE = """
 agent: agent.py:flight
@@ -82,7 +82,8 @@ def test_a_run_file_can_name_prompts_and_an_endpoint_instead_of_a_model(run_file
     run_file.write_text(
         "agent: a.py:f\ntrain_dataset: t.csv\ninitial_resources:\n"
         "  prompt: {resource_type: prompt_template, template: 'Say {word}'}\n"
-        "  llm: {resource_type: llm, endpoint: 'http://h/v1', model: m}\n",
+        "  llm: {resource_type: llm, endpoint: 'http://h/v1', model: m}\n"
+        "models: {judge: {endpoint: 'http://j/v1', frozen: true}}\n",
         encoding="utf-8",
     )
     config = load_config(run_file)
@@ -91,6 +92,7 @@ def test_a_run_file_can_name_prompts_and_an_endpoint_instead_of_a_model(run_file
         "prompt": PromptTemplate(template="Say {word}"),
         "llm": LLM(endpoint="http://h/v1", model="m"),
     }
+    assert config.models == {"judge": FrozenModel(endpoint="http://j/v1", frozen=True)}
 
 
 def test_what_is_missing_is_listed_with_its_flags(run_file: Path) -> None:

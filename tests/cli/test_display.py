@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from agentlightning.algorithm.base import Progress
-from agentlightning.cli.display import JobState, LiveProgress, Pace, counting, duration
-from agentlightning.cli.tables import BLOCKS, sparkline
+from agentlightning.display import BLOCKS, JobState, LiveProgress, Pace, counting, duration, sparkline
 
 
 class Clock:

@@ -64,7 +64,7 @@ def test_a_program_is_told_where_the_project_is(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_project_trains_at_once_and_gets_better(project: Path) -> None:
-    trained = run(project, *AGL, "train", "--steps", "12", "--json", timeout=110)
+    trained = run(project, *AGL, "train", "--steps", "12", "--json", timeout=240)
     assert trained.returncode == 0, trained.stderr
     reward = json.loads(trained.stdout)["reward"]
     assert reward["after"] > reward["before"] + 0.2

@@ -80,7 +80,7 @@ def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == code, err
     assert "Traceback" not in err
     return out, err
@@ -97,7 +97,7 @@ def staying_up(folder: Path, *arguments: str, **environment: str) -> Iterator[tu
         assert found, greeting + process.stderr.read()
         yield process, found[0]
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=240)
         assert process.returncode == 0
         assert "Traceback" not in err and "Unclosed" not in err
     finally:
@@ -216,7 +216,7 @@ async def enqueue_one(url: str) -> dict[str, int]:
     """Enqueue a rollout; the server's statistics then."""
     store = LightningStoreClient(url)
     try:
-        await store.add_resources({"llm": LLM(endpoint=f"{url}/v1", model="policy")})
+        await store.add_resources({"llm": LLM(endpoint=f"{url}/v1", model="policy", gateway=True)})
         await store.enqueue_rollout("task")
         return await store.statistics()
     finally:

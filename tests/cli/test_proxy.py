@@ -82,7 +82,7 @@ class Proxy:
         """End it as a service manager does; what is in its store then."""
         self.process.send_signal(signal.SIGTERM)
         assert self.process.stderr is not None
-        self.said = (await asyncio.wait_for(self.process.stderr.read(), 30)).decode()
+        self.said = (await asyncio.wait_for(self.process.stderr.read(), 60)).decode()
         assert await self.process.wait() == 0 and "Traceback" not in self.said, self.said
         store = await SqlStore.open(self.store)
         try:

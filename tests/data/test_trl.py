@@ -65,7 +65,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         folder,
     ]
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
-    done = subprocess.run(command, env=offline, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=offline, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

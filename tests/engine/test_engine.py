@@ -506,3 +506,31 @@ def test_a_deterministic_engine_samples_the_same_bits_whatever_else_it_is_doing(
     alone = run(make_engine(model, deterministic=True), wanted)[0]
     busy = make_engine(model, deterministic=True)
     assert all(sampled(busy) == alone for _ in range(5))
+
+
+def test_a_top_k_beyond_any_vocabulary_truncates_nothing_and_hurts_nobody() -> None:
+    engine = make_engine(tiny_model())
+    plain = GenerationRequest(prompt(random.Random(1), 10), max_tokens=10, seed=1)
+    huge = GenerationRequest(plain.prompt_token_ids, max_tokens=10, seed=1, top_k=2**70)
+    one, other = run(engine, plain, huge)
+    assert ids(one) == ids(other)
+
+
+def test_an_engine_whose_weights_had_diverged_samples_again_with_good_ones() -> None:
+    model = tiny_model()
+    engine = make_engine(model)
+    good = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        model.get_submodule("model.norm").weight.fill_(float("nan"))  # type: ignore[union-attr]
+        model.get_submodule("model.layers.0.input_layernorm").weight.fill_(float("nan"))  # type: ignore[union-attr]
+    engine.update_weights(1)
+    errors: list[BackendError] = []
+    for length in (60, 61):
+        engine.submit(GenerationRequest(prompt(random.Random(1), length)), lambda token: None, errors.append)
+    engine.step()
+    assert [error.code for error in errors] == ["engine_error"] * 2
+    model.load_state_dict(good)
+    engine.update_weights(2)
+    requests = [GenerationRequest(prompt(random.Random(2), length), max_tokens=5) for length in (30, 10)]
+    for request, output in zip(requests, run(engine, *requests), strict=True):
+        assert worst_error(model, request, output) < 1e-4

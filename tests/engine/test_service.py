@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -136,6 +137,17 @@ async def test_a_weight_update_lands_in_the_middle_of_a_stream(service: EngineSe
     assert service.version == 4
 
 
+async def test_the_loop_goes_on_while_weights_are_written(model: PreTrainedModel) -> None:
+    loop_ran, seen = threading.Event(), list[bool]()
+    engine = Engine(model, eos_token_ids=[], max_sequence_length=256, slots=2)
+    service = EngineService(engine, lambda: seen.append(loop_ran.wait(3)))
+    service.start()
+    asyncio.get_running_loop().call_later(0.01, loop_ran.set)
+    await service.update_weights(4)
+    assert (seen, service.version) == ([True], 4)
+    service.close()
+
+
 async def test_a_bad_request_is_refused_and_hurts_nobody(service: EngineService) -> None:
     running = asyncio.create_task(collect(service, request(max_tokens=100)))
     for bad in (GenerationRequest([]), GenerationRequest([3], top_p=2.0), GenerationRequest([3] * 256)):
@@ -186,7 +198,7 @@ async def test_closing_reaches_those_who_wait_for_their_turn(service: EngineServ
         await asyncio.sleep(0)
         service.close()
     with pytest.raises(UnavailableError):
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, 60)
 
 
 async def test_a_service_that_was_not_started_says_so(model: PreTrainedModel) -> None:

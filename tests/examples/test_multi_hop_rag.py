@@ -204,7 +204,7 @@ def test_what_is_written_has_been_read_before() -> None:
 def test_retriever_server_and_agent_hold_in_their_own_environment() -> None:
     python = bin_of("experiments") / "python"
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/examples/test_multi_hop_rag_search.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout + done.stderr
 
 
@@ -239,7 +239,7 @@ def test_rollouts_whose_search_server_does_not_come_up_fail_by_name_and_training
     python = bin_of("experiments") / "python"
     (tmp_path / "passages.jsonl").write_text('{"text": "Graz: A town."}\n{"text": "Linz: A town, too."}\n')
     command = [python, EXAMPLES / "multi_hop_rag" / "retriever.py", tmp_path / "passages.jsonl", tmp_path / "index"]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=240)
     (tmp_path / "train.jsonl").write_text(
         "".join(
             json.dumps(
@@ -254,7 +254,7 @@ def test_rollouts_whose_search_server_does_not_come_up_fail_by_name_and_training
     command += ["--train-dataset", tmp_path / "train.jsonl", "--out", tmp_path / "run", *llama(tmp_path)]
     for change in (*SMALL, "algorithm.steps=1"):
         command += ["--set", change]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "SearchLost: the search server did not start" in done.stderr
     (step,) = steps_of(tmp_path / "run")

@@ -81,4 +81,4 @@ def test_the_steps_train_the_agent_as_it_is_and_serve_what_it_learned(tmp_path: 
         assert "call gpt-5-mini" in recorded.stderr
     finally:
         serving.send_signal(signal.SIGTERM)
-        serving.communicate(timeout=30)
+        serving.communicate(timeout=240)

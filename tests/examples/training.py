@@ -30,7 +30,7 @@ def train(example: str, *options: str | Path) -> subprocess.CompletedProcess[str
     """One small step of `train.py` with these options; `options` may change any of `SMALL`."""
     settings = [word for one in SMALL for word in ("--set", one)]
     command = [bin_of("experiments") / "python", "train.py", "--steps", "1", *settings, *options]
-    return subprocess.run(command, cwd=EXAMPLES / example, capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run(command, cwd=EXAMPLES / example, capture_output=True, text=True, timeout=240, check=False)
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:

@@ -96,7 +96,7 @@ async def _play(policy: Policy, directory: Path, example: str, programs: Path, a
         async with running_server(settings) as running:
             store = LightningStoreClient(running.url, api_key=KEY)
             try:
-                await store.add_resources({"llm": LLM(endpoint=f"{running.url}/v1", model="policy")})
+                await store.add_resources({"llm": LLM(endpoint=f"{running.url}/v1", model="policy", gateway=True)})
                 (queued,) = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={"topic": TASK})])
                 rollout, said = await _run(store, queued, example, programs, [*arguments, "--server", running.url])
                 return Outcome(rollout, await store.query_spans(rollout.rollout_id), chat, said)

@@ -99,12 +99,12 @@ async def test_an_answer_whose_client_left_while_it_was_stored_is_not_trained(tm
     async with slow_world(tmp_path) as (built, store):
         attempted = await built.attempt()
         async with asking(built, attempted, stream) as (reader, writer):
-            await asyncio.wait_for(store.reached.wait(), 10)
+            await asyncio.wait_for(store.reached.wait(), 60)
             writer.write_eof()
-            received = await asyncio.wait_for(reader.read(), 10)  # the server has closed the connection: it knows
+            received = await asyncio.wait_for(reader.read(), 60)  # the server has closed the connection: it knows
         assert b'"finish_reason":"stop"' not in received
         store.may_write.set()
-        await asyncio.wait_for(built.gateway.idle(), 10)
+        await asyncio.wait_for(built.gateway.idle(), 60)
         call, note = await built.spans(attempted)
         learned = await traced(built, attempted)
         assert built.gateway.statistics.undelivered == 1
@@ -119,11 +119,11 @@ async def test_a_client_that_gives_up_and_asks_again_is_trained_once(tmp_path: P
         attempted = await built.attempt()
         client = built.client(attempted, timeout=0.5, max_retries=1)
         asked = asyncio.create_task(client.chat.completions.create(model="policy", messages=user("hello")))
-        await asyncio.wait_for(store.reached.wait(), 10)
+        await asyncio.wait_for(store.reached.wait(), 60)
         await until(lambda: built.gateway.running == 2)  # it asked again while the first call is still being stored
         store.may_write.set()
         assert (await asked).choices[0].message.content == "Hi!"
-        await asyncio.wait_for(built.gateway.idle(), 10)
+        await asyncio.wait_for(built.gateway.idle(), 60)
         assert trained(await traced(built, attempted)) == [1]
 
 
@@ -179,7 +179,7 @@ async def test_an_answer_can_be_lost_for_some_seconds_after_it_set_out(
     async with slow_world(tmp_path) as (built, store):
         attempted = await built.attempt()
         asked = asyncio.create_task(ask(built, attempted))
-        await asyncio.wait_for(store.reached.wait(), 10)
+        await asyncio.wait_for(store.reached.wait(), 60)
         await asyncio.sleep(0.6)  # the store is slow: the answer sets out when it is written
         store.may_write.set()
         await asked
@@ -273,7 +273,7 @@ async def test_every_choice_is_kept_and_the_first_is_trained(gateway_world: Worl
 async def test_a_call_that_no_attempt_made_is_recorded_behind_its_answer(tmp_path: Path) -> None:
     async with slow_world(tmp_path) as (built, store):
         assert await ask(built) == "Hi!"  # while the store writes nothing
-        await asyncio.wait_for(store.reached.wait(), 10)
+        await asyncio.wait_for(store.reached.wait(), 60)
         store.may_write.set()
         await built.gateway.close()
         (span,) = await store.query_spans(UNATTRIBUTED)
@@ -321,7 +321,7 @@ async def test_what_one_span_is_refused_for_costs_no_other(tmp_path: Path) -> No
 async def test_a_full_queue_sheds_and_counts(tmp_path: Path) -> None:
     async with slow_world(tmp_path) as (built, store):
         await ask(built)
-        await asyncio.wait_for(store.reached.wait(), 10)
+        await asyncio.wait_for(store.reached.wait(), 60)
         store.may_write.set()
         await built.gateway.close()
         (span,) = await store.query_spans(UNATTRIBUTED)
@@ -330,7 +330,7 @@ async def test_a_full_queue_sheds_and_counts(tmp_path: Path) -> None:
         copies = [msgspec.structs.replace(span, span_id=f"{number:016x}") for number in range(5)]
         queue = Recorder(store, commit=False, limit=2)
         await queue.record(copies[0])
-        await asyncio.wait_for(store.reached.wait(), 10)
+        await asyncio.wait_for(store.reached.wait(), 60)
         for copy in copies[1:]:
             await queue.record(copy)  # nothing waits for the store
         assert queue.shed == 2

@@ -30,7 +30,7 @@ def called(world: World, attempted: AttemptedRollout | None = None, model: str =
 
 
 async def answered(call: asyncio.Task[Any]) -> bool:
-    answer = await asyncio.wait_for(call, 10)
+    answer = await asyncio.wait_for(call, 60)
     return answer.choices[0].message.content == PLAIN["hello"]
 
 
@@ -41,7 +41,7 @@ async def waits(*calls: asyncio.Task[Any], seconds: float = 0.2) -> bool:
 
 async def arrived(world: World, count: int = 1, model: str = "policy") -> None:
     """Return when so many attempts have a call at the model's gate."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(world.gateway.models.gate(model).attempts) < count:  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0.01)
 
@@ -182,7 +182,7 @@ async def test_nothing_is_left_of_a_client_that_left_while_it_was_held(gateway_w
         call = called(gateway_world, attempted)
         await arrived(gateway_world)
         call.cancel()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while gateway_world.gateway.models.gate("policy").attempts:  # noqa: ASYNC110 - nothing announces it
                 await asyncio.sleep(0.01)
     await asyncio.wait_for(gateway_world.gateway.idle(), 1)

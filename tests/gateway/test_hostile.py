@@ -225,11 +225,11 @@ async def test_a_huge_body_is_refused_and_not_kept(tmp_path: Path, endpoint: str
             writer.write(part if announced else b"%x\r\n%s\r\n" % (MEGABYTE, part))
             await writer.drain()
         writer.write(b"" if announced else b"0\r\n\r\n")
-        status, body = await asyncio.wait_for(answer_of(reader), 10)
+        status, body = await asyncio.wait_for(answer_of(reader), 60)
         assert status == 413 and is_refusal(endpoint, status, body)
         assert resident_bytes() - before < 20 * MEGABYTE
         writer.write(head(endpoint, "content-length: 2") + b"{}")  # on the same connection
-        status, body = await asyncio.wait_for(answer_of(reader), 10)
+        status, body = await asyncio.wait_for(answer_of(reader), 60)
         assert status == 400 and is_refusal(endpoint, status, body)
 
 

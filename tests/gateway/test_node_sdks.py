@@ -55,7 +55,7 @@ async def captured(packages: Path, there: World, scenario: str) -> tuple[Any, li
     """What a scenario printed, and the spans of its calls."""
     attempted = await there.attempt()
     told = await run(packages, there, scenario, attempted)
-    await asyncio.wait_for(there.gateway.idle(), 10)
+    await asyncio.wait_for(there.gateway.idle(), 60)
     return told, await there.spans(attempted)
 
 
@@ -196,7 +196,7 @@ async def test_a_stream_that_is_aborted_is_recorded_as_left(tmp_path: Path, pack
     server = RawServer(BEGIN, hangs=True)
     async with before(server, tmp_path, timeout_seconds=60.0) as there:
         told, (span,) = await captured(packages, there, scenario)
-        await asyncio.wait_for(server.left.wait(), 10)
+        await asyncio.wait_for(server.left.wait(), 60)
     assert told == {"text": "Hi", "ended": "quietly"}
     assert span.attributes[semconv.CALL_FLAG] == "client disconnected"
     assert span.tokens is not None and span.tokens.choices[0].token_ids == (4,)

@@ -156,7 +156,7 @@ async def versions(world: World, attempted: AttemptedRollout) -> tuple[Any, Any]
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for what nothing announces."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -225,7 +225,7 @@ async def test_calls_that_are_paused_go_on_with_the_new_weights_and_count_as_the
         running = asyncio.create_task(call(world, attempted))
         await until(lambda: engine.calls == 1)
         update = WeightUpdate(policy_version=7, path="/w/7", in_flight="pause")
-        await asyncio.wait_for(update_weights(world.gateway, "policy", update), 10)
+        await asyncio.wait_for(update_weights(world.gateway, "policy", update), 60)
         assert engine.told == [("/pause?mode=keep", {}), ("/collective_rpc", LOAD), (RESET, {}), ("/resume", {})]
         engine.set_free()
         assert await running == "Hi!"

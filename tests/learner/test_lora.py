@@ -148,8 +148,9 @@ def test_a_checkpoint_of_another_adapter_is_refused(tokenizer: Any, tmp_path: Pa
 
 
 def test_targets_that_are_not_there_are_named(tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match="nowhere_proj"):
-        open_policy(Policy(tiny_model(), tokenizer), seed=1, lora=LoRA(targets=("nowhere_proj",)))
+    for targets in ("nowhere_proj",), ("q_proj", "nowhere_proj"), "nowhere_proj":
+        with pytest.raises(ConfigError, match="nowhere_proj"):
+            open_policy(Policy(tiny_model(), tokenizer), seed=1, lora=LoRA(targets=targets))
     with pytest.raises(ConfigError, match="rank is 0"):
         LoRA(rank=0)
 

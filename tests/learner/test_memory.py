@@ -14,7 +14,7 @@ import torch
 
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import AdamW, Critic, LoRA
-from agentlightning.learner.memory import available_memory, estimate_memory
+from agentlightning.learner.memory import _left_of_container, available_memory, estimate_memory
 from agentlightning.learner.opening import Opening
 from agentlightning.learner.policy import Policy, empty_model, open_policy
 from tests.learner.test_torch import tokenizer
@@ -71,6 +71,13 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(tokenizer: Any, tmp_pa
 def test_the_memory_of_this_machine_is_known() -> None:
     available = available_memory(torch.device("cpu"))
     assert available is not None and 2**20 < available < 2**50
+
+
+def test_a_container_s_file_cache_is_not_memory_in_use(tmp_path: Path) -> None:
+    for name, text in {"max": "1000\n", "current": "900\n", "stat": "anon 100\ninactive_file 700\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert _left_of_container(tmp_path) == [800]
+    assert _left_of_container(tmp_path / "none") == []
 
 
 MEASURE = """

@@ -58,7 +58,7 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         pytest.skip(reason)
     path = tmp_path_factory.mktemp("trl") / "gradients.json"
     command = [ROOT / ".venv-trl" / "bin" / "python", ROOT / "scripts" / "record_trl_gradients.py", path]
-    subprocess.run(command, check=True, timeout=100, capture_output=True)
+    subprocess.run(command, check=True, timeout=240, capture_output=True)
     return json.loads(path.read_text())
 
 

@@ -24,7 +24,7 @@ async def test_clients_of_a_pool_share_connections_but_not_url_and_key(endpoint:
     try:
         clients = []
         for name in ("a", "b"):
-            url = LLM(endpoint=endpoint.url, model="m").get_base_url("R", name)
+            url = LLM(endpoint=endpoint.url, model="m", gateway=True).get_base_url("R", name)
             clients.append(openai_client(LLM(endpoint=url, model="m", api_key=f"key-{name}")))
         await asyncio.gather(*(c.chat.completions.create(model="m", messages=MESSAGES) for c in clients))  # type: ignore[arg-type]
     finally:
@@ -80,5 +80,5 @@ def test_a_missing_openai_says_what_to_install() -> None:
         "try: agl.openai_client(agl.LLM(endpoint='http://h/v1', model='m'))\n"
         "except ConfigError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
     assert "pip install 'openai" in done.stdout, done.stderr

@@ -222,7 +222,9 @@ print(float(answer == "hello"))
 """,
     )
     agent = command(line, reward="stdout", env={"no_proxy": "127.0.0.1"})
-    rollout = await Runner(store, agent).run_one("hi", {"llm": agl.LLM(endpoint=endpoint.url, model="policy")})
+    rollout = await Runner(store, agent).run_one(
+        "hi", {"llm": agl.LLM(endpoint=endpoint.url, model="policy", gateway=True)}
+    )
     ((path, _),) = endpoint.calls
     assert path.startswith(f"/rollout/{rollout.rollout_id}/attempt/")
     assert agl.find_final_reward(await store.query_spans(rollout.rollout_id)) == 1.0

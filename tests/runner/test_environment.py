@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from agentlightning.runner.environment import agent_environment
 from agentlightning.types import LLM
 
@@ -9,7 +11,7 @@ IDS = "R", "A"
 
 
 def test_every_url_names_the_attempt() -> None:
-    llm = LLM(endpoint="http://host:1/v1", model="policy")
+    llm = LLM(endpoint="http://host:1/rollout/R/attempt/A/v1", model="policy", api_key="agl-key")
     variables = agent_environment(llm, *IDS, "http://host:1", "agl-key")
     assert variables["OPENAI_BASE_URL"] == variables["OPENAI_API_BASE"] == "http://host:1/rollout/R/attempt/A/v1"
     assert variables["ANTHROPIC_BASE_URL"] == "http://host:1/rollout/R/attempt/A"  # its SDK adds /v1
@@ -19,15 +21,11 @@ def test_every_url_names_the_attempt() -> None:
     assert variables["AGL_MODEL"] == "policy"
 
 
-def test_an_endpoint_bound_to_the_attempt_stays_as_it_is() -> None:
-    llm = LLM(endpoint="http://host:1/rollout/R/attempt/A/v1", model="policy", api_key="agl-key")
-    assert agent_environment(llm, *IDS, None, "agl-key")["OPENAI_BASE_URL"] == llm.endpoint
-
-
-def test_a_hosted_model_keeps_its_url_and_key() -> None:
-    llm = LLM(endpoint="https://hosted/v1", model="large", api_key="theirs")
+@pytest.mark.parametrize(("key", "sent"), [("theirs", "theirs"), (None, "none")])
+def test_a_model_elsewhere_keeps_its_url_and_gets_no_key_of_ours(key: str | None, sent: str) -> None:
+    llm = LLM(endpoint="https://hosted/v1", model="large", api_key=key)
     variables = agent_environment(llm, *IDS, "http://host:1", "agl-key")
-    assert (variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"]) == ("https://hosted/v1", "theirs")
+    assert (variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"]) == ("https://hosted/v1", sent)
     assert "agl-key" in variables["OTEL_EXPORTER_OTLP_HEADERS"]
 
 

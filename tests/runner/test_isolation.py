@@ -95,7 +95,7 @@ def alive(pid: int) -> bool:
 
 async def until(true: Callable[[], Any]) -> None:
     """Wait for what only another process knows."""
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while not (await found if inspect.isawaitable(found := true()) else found):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
@@ -279,7 +279,7 @@ async def test_a_client_made_when_the_module_is_imported_belongs_to_each_attempt
 ) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")  # the runner's own is not the agent's
     async with gateway_before(Upstream(GOOD), store) as front:
-        await store.add_resources({"llm": LLM(endpoint=f"{front.url}/v1", model="policy")})
+        await store.add_resources({"llm": LLM(endpoint=f"{front.url}/v1", model="policy", gateway=True)})
         agent = f"tests.runner.agents.global_client:{name}"
         before = set(sys.modules)
         several = await ran(store, *[f"question {n}" for n in range(6)], agent=agent, concurrency=processes)
@@ -459,7 +459,7 @@ async def test_one_that_fails_to_import_ends_the_runner_and_costs_no_rollout(
     config = RolloutConfig(max_attempts=2, retry_condition=("unresponsive",))
     rollout = await store.enqueue_rollout({}, config=config)
     with pytest.raises(ConfigError, match=reason):
-        await asyncio.wait_for(Runner(store, name, concurrency=2, isolation="process").run(), 20)
+        await asyncio.wait_for(Runner(store, name, concurrency=2, isolation="process").run(), 60)
     kept = await store.get_rollout_by_id(rollout.rollout_id)
     assert kept is not None
     assert kept.status == "requeuing"
@@ -494,7 +494,7 @@ async def test_an_agent_may_be_defined_in_the_main_script(tmp_path: Path, guard:
     script.write_text(SCRIPT % guard)
     pipe, both = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
     process = await asyncio.create_subprocess_exec(sys.executable, str(script), stdout=pipe, stderr=both)
-    output, _ = await asyncio.wait_for(process.communicate(), 30)
+    output, _ = await asyncio.wait_for(process.communicate(), 60)
     assert said in output.decode()
 
 
@@ -543,7 +543,7 @@ async def test_a_runner_that_is_cancelled_kills_its_processes_and_hands_their_at
     pids = await begun(brief_store, rollout.rollout_id)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 60)
     ended = await how_it_ended(brief_store, rollout.rollout_id)
     assert (ended.status, ended.reason) == ("unresponsive", "its runner was stopped")
     for pid in pids:

@@ -47,7 +47,7 @@ async def test_the_rollouts_of_a_killed_runner_are_finished_by_another(brief_sto
     pipe = asyncio.subprocess.PIPE
     worker = await asyncio.create_subprocess_exec(sys.executable, str(script), server.url, stdout=pipe)
     assert worker.stdout is not None
-    assert await asyncio.wait_for(worker.stdout.readline(), 30) == b"started\n"
+    assert await asyncio.wait_for(worker.stdout.readline(), 60) == b"started\n"
     worker.send_signal(signal.SIGKILL)
     await worker.wait()
 
@@ -80,7 +80,7 @@ async def test_a_server_that_is_away_for_a_moment_costs_no_rollout(store: SqlSto
     rollout = await store.enqueue_rollout("task")
     client = LightningStoreClient(server.url)
     async with running(Runner(client, agent)):
-        await asyncio.wait_for(inside.wait(), 10)
+        await asyncio.wait_for(inside.wait(), 60)
         await server.stop()
         away.set()
         back = HttpServer(create_app(store), port=port)

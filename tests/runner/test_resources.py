@@ -12,10 +12,11 @@ from agentlightning.types import LLM, EnqueueRolloutRequest, NamedResources, Pro
 
 pytestmark = pytest.mark.anyio
 
-POLICY = LLM(endpoint="http://gateway:8000/v1", model="policy", sampling_parameters={"temperature": 0.5})
+POLICY = LLM(endpoint="http://gateway:8000/v1", model="policy", gateway=True, sampling_parameters={"temperature": 0.5})
 JUDGE = LLM(endpoint="https://judge.example/v1", model="judge", api_key="its own")
 PROMPT = PromptTemplate(template="{question}")
-RESOURCES: NamedResources = {"llm": POLICY, "judge": JUDGE, "prompt": PROMPT}
+ANSWERER = LLM(endpoint="http://vllm.example:8000/v1", model="large")  # it needs no key, and gets none
+RESOURCES: NamedResources = {"llm": POLICY, "judge": JUDGE, "answerer": ANSWERER, "prompt": PROMPT}
 
 
 async def test_a_model_of_the_gateway_names_the_attempt_and_a_foreign_one_is_left_alone(store: SqlStore) -> None:
@@ -28,7 +29,8 @@ async def test_a_model_of_the_gateway_names_the_attempt_and_a_foreign_one_is_lef
     assert (llm.endpoint, llm.api_key) == (f"http://gateway:8000{path}", rollout.api_key)
     assert (llm.model, llm.sampling_parameters) == (POLICY.model, POLICY.sampling_parameters)
     assert llm.get_base_url(rollout.rollout_id, rollout.attempt.attempt_id) == llm.endpoint
-    assert view["judge"] == JUDGE
+    assert (view["judge"], view["answerer"]) == (JUDGE, ANSWERER)
+    assert ANSWERER.get_base_url(rollout.rollout_id, rollout.attempt.attempt_id) == ANSWERER.endpoint
     assert view["prompt"] == PROMPT
 
 

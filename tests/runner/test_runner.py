@@ -98,7 +98,7 @@ async def test_returned_spans_become_the_attempts_own(store: SqlStore) -> None:
 
 async def test_hundreds_of_concurrent_attempts_are_attributed_right(store: SqlStore, endpoint: Endpoint) -> None:
     """By URL, by key and by contextvar, each attempt's calls and spans are its own."""
-    await store.add_resources({"llm": LLM(endpoint=endpoint.url, model="policy")})
+    await store.add_resources({"llm": LLM(endpoint=endpoint.url, model="policy", gateway=True)})
     keys: dict[str, tuple[str, str]] = {}
     together = asyncio.Barrier(200)
 
@@ -331,9 +331,9 @@ async def test_an_answer_after_the_timeout_is_ignored_with_a_notice(
         rollout_ids = await enqueue(store, ["x"], RolloutConfig(timeout_seconds=0.2))
         async with running(Runner(store, agent)):
             (rollout,) = await store.wait_for_rollouts(rollout_ids, timeout=20)
-            await asyncio.wait_for(stopped.wait(), 10)
+            await asyncio.wait_for(stopped.wait(), 60)
             release.set()
-        await asyncio.wait_for(noticed.wait(), 10)
+        await asyncio.wait_for(noticed.wait(), 60)
         assert rollout.status == "failed"
         assert agl.find_final_reward(await store.query_spans(rollout.rollout_id)) is None
 
@@ -351,9 +351,9 @@ async def test_cancelling_a_rollout_reaches_its_agent_within_a_heartbeat(brief_s
 
     (rollout_id,) = await enqueue(brief_store, ["x"])
     async with running(Runner(brief_store, agent)):
-        await asyncio.wait_for(started.wait(), 10)
+        await asyncio.wait_for(started.wait(), 60)
         await brief_store.cancel_rollout(rollout_id)
-        await asyncio.wait_for(stopped.wait(), 10)
+        await asyncio.wait_for(stopped.wait(), 60)
     rollout = await brief_store.get_rollout_by_id(rollout_id)
     assert rollout is not None and rollout.status == "cancelled"
 
@@ -397,7 +397,7 @@ async def test_what_is_recorded_while_an_attempt_ends_is_stored_or_dropped_aloud
 
     runner = Runner(store, agent, hooks=[Keep()])
     rollout = await runner.run_one("x")
-    await asyncio.wait_for(chatters[0], 10)
+    await asyncio.wait_for(chatters[0], 60)
     stored = await store.query_spans(rollout.rollout_id)
     assert {span.span_id for span in stored} == {span.span_id for span in tracers[0].get_last_trace()}
 
@@ -487,10 +487,10 @@ async def test_stop_finishes_what_is_in_flight_and_leases_nothing_more(store: Sq
     first, second = await enqueue(store, ["a", "b"])
     runner = Runner(store, agent, concurrency=1)
     task = asyncio.create_task(runner.run())
-    await asyncio.wait_for(started.wait(), 10)
+    await asyncio.wait_for(started.wait(), 60)
     runner.stop()
     release.set()
-    await asyncio.wait_for(task, 10)
+    await asyncio.wait_for(task, 60)
     states = [(await store.get_rollout_by_id(rollout_id)) for rollout_id in (first, second)]
     assert [state and state.status for state in states] == ["succeeded", "queuing"]
 
@@ -514,7 +514,7 @@ async def test_a_cancelled_runner_hands_its_rollouts_to_another_at_once(store: S
     retry = RolloutConfig(max_attempts=2, retry_condition=("unresponsive",))
     (rollout_id,) = await enqueue(store, ["x"], retry)
     task = asyncio.create_task(Runner(store, hanging).run())
-    await asyncio.wait_for(started.wait(), 10)
+    await asyncio.wait_for(started.wait(), 60)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -539,19 +539,19 @@ async def test_the_agent_of_a_superseded_attempt_is_stopped(brief_store: SqlStor
     (rollout_id,) = await enqueue(brief_store, ["x"], RolloutConfig(max_attempts=2, retry_condition=("unresponsive",)))
     runner = Runner(brief_store, agent, concurrency=1)
     task = asyncio.create_task(runner.run())
-    await asyncio.wait_for(started.wait(), 10)
+    await asyncio.wait_for(started.wait(), 60)
     first = await brief_store.get_latest_attempt(rollout_id)
     assert first is not None
     await brief_store.update_attempt(rollout_id, first.attempt_id, status="unresponsive")
     second = await brief_store.dequeue_rollout("another")
     assert second is not None and second.rollout_id == rollout_id
-    await asyncio.wait_for(stopped.wait(), 10)
+    await asyncio.wait_for(stopped.wait(), 60)
     assert second.lease is not None
     await brief_store.update_attempt(
         rollout_id, second.attempt.attempt_id, status="succeeded", lease=second.lease.token
     )
     runner.stop()
-    await asyncio.wait_for(task, 10)
+    await asyncio.wait_for(task, 60)
     assert [attempt.status for attempt in await brief_store.query_attempts(rollout_id)] == ["unresponsive", "succeeded"]
 
 

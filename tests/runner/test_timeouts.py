@@ -29,7 +29,9 @@ async def asks(task: str, llm: LLM) -> float:
 
 async def run_with_calls_held(gateway_world: World, task: str) -> tuple[Rollout, Attempt]:
     """Run `asks` with a timeout of 1 second while its call is held for 2."""
-    await gateway_world.store.add_resources({"llm": LLM(endpoint=f"{gateway_world.url}/v1", model="policy")})
+    await gateway_world.store.add_resources(
+        {"llm": LLM(endpoint=f"{gateway_world.url}/v1", model="policy", gateway=True)}
+    )
     request = EnqueueRolloutRequest(input=task, config=RolloutConfig(timeout_seconds=1.0))
     (queued,) = await gateway_world.store.enqueue_many_rollouts([request])
     async with running(Runner(gateway_world.store, asks)):

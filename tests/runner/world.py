@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from aiohttp import web
 
@@ -22,19 +23,20 @@ class Endpoint:
     def __init__(self) -> None:
         self.url = ""
         self.calls: Counter[tuple[str, str]] = Counter()
+        self.bodies: list[dict[str, Any]] = []
         self.status = 200
         self.hold_until = 0
         self.open = self.most_open = 0
         self._enough = asyncio.Event()
 
     async def answer(self, request: web.Request) -> web.Response:
-        await request.read()
-        self.calls[request.path, request.headers["Authorization"]] += 1
+        self.bodies.append(await request.json())
+        self.calls[request.path, request.headers.get("Authorization", "")] += 1
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         if self.open >= self.hold_until:
             self._enough.set()
-        await asyncio.wait_for(self._enough.wait(), 20)
+        await asyncio.wait_for(self._enough.wait(), 60)
         self.open -= 1
         message = {"role": "assistant", "content": "hello"}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
@@ -64,4 +66,4 @@ async def running(runner: Runner) -> AsyncIterator[Runner]:
         yield runner
     finally:
         runner.stop()
-        await asyncio.wait_for(task, 20)
+        await asyncio.wait_for(task, 60)

@@ -56,7 +56,7 @@ class CollectorStandIn:
         return answer
 
     async def until(self, spans: int = 0, requests: int = 0) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(self.spans) < spans or len(self.headers) < requests:
                 self._changed.clear()
                 await self._changed.wait()

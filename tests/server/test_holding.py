@@ -119,7 +119,7 @@ async def test_a_trainer_holds_calls_and_lets_them_go_on_with_weights_of_its_own
 
 async def test_a_hold_of_a_trainer_that_died_ends_by_itself(place: Place) -> None:
     await hold_model(place.url, NAME, api_key=KEY, seconds=0.3)
-    assert (await asyncio.wait_for(place.call(), 10))[0] == 200
+    assert (await asyncio.wait_for(place.call(), 60))[0] == 200
 
 
 async def test_a_person_and_a_trainer_hold_each_by_themselves(place: Place) -> None:
@@ -216,5 +216,5 @@ async def test_a_server_that_stops_tells_the_calls_it_holds(place: Place) -> Non
     call = asyncio.create_task(place.call())
     await asyncio.wait([call], timeout=0.3)
     await place.server.stop()
-    status, said = await asyncio.wait_for(call, 10)
+    status, said = await asyncio.wait_for(call, 60)
     assert (status, said["error"]["code"]) == (503, "model_held")

@@ -132,6 +132,7 @@ async def test_only_the_admin_key_changes_the_table_and_no_key_is_shown() -> Non
         ({"base_url": NOBODY, "train": {"temprature": 0.5}}, "temprature"),
         ({"base_url": NOBODY, "train": {"top_p": 1.5}}, "top_p"),
         ({"base_url": NOBODY, "kind": "openai"}, "trainable=False"),
+        ({"base_url": NOBODY, "trainable": False, "val": {"temperature": 0}}, "asked as agents ask it"),
         ({"base_url": NOBODY, "kind": "sglang"}, "tokenizer"),
         ({"backends": [{"base_url": NOBODY}, {"base_url": NOBODY, "kind": "openai"}]}, "returns no token ids"),
     ],

@@ -139,7 +139,7 @@ async def test_the_leases_of_a_cancelled_call_are_put_back():
     waiting.cancel()
     await asyncio.wait([waiting])
     assert waiting.cancelled()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         leased = await store.dequeue_many_rollouts(3, timeout=5)
         while len(leased) < 3:
             leased += await store.dequeue_many_rollouts(3, timeout=5)
@@ -278,7 +278,7 @@ async def test_closing_a_store_tells_everybody_who_waits():
     ]
     await store.statistics()  # answered behind what the three have asked for
     await store.close()
-    results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
+    results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 60)
     assert [type(result) for result in results] == [UnavailableError] * 3
 
 

@@ -338,7 +338,7 @@ async def test_a_waiting_worker_gets_work_when_it_is_enqueued(store):
     await asyncio.sleep(0.05)
     assert not waiting.done()
     queued = await store.enqueue_rollout("work")
-    leased = await asyncio.wait_for(waiting, 5)
+    leased = await asyncio.wait_for(waiting, 60)
     assert leased.rollout_id == queued.rollout_id
 
 
@@ -364,7 +364,7 @@ async def test_waiting_for_rollouts_returns_all_of_them_once_the_last_has_finish
     await asyncio.sleep(0.05)
     assert not waiting.done()
     await end(store, first)
-    finished = await asyncio.wait_for(waiting, 5)
+    finished = await asyncio.wait_for(waiting, 60)
     assert [(r.rollout_id, r.status) for r in finished] == [
         (first.rollout_id, "succeeded"),
         (second.rollout_id, "failed"),
@@ -403,7 +403,7 @@ async def test_groups_are_numbered_in_the_order_they_become_complete(store):
     await asyncio.sleep(0.05)
     assert not waiting.done()
     await end(store, second[0], "failed")
-    (group,) = await asyncio.wait_for(waiting, 5)
+    (group,) = await asyncio.wait_for(waiting, 60)
     assert (group.group_id, group.finished_index, group.size) == (second[0].group_id, 1, 1)
 
     await end(store, first[1])

@@ -186,3 +186,10 @@ async def test_a_reward_function_emits_what_it_returns() -> None:
     with recording() as tracer:
         assert (grade(False), await grade_later(True)) == (0.0, True)
     assert [span.attributes["agentlightning.reward.0.value"] for span in tracer.get_last_trace()] == [0.0, 1.0]
+
+
+def test_an_annotation_that_holds_itself_is_refused():
+    circle: dict[str, object] = {}
+    circle["it"] = circle
+    with recording(), pytest.raises(InvalidError, match="hold themselves"):
+        emit_annotation(circle)

@@ -78,7 +78,7 @@ def told(site: Path, program: str) -> Any:
     environment.pop("OPENAI_AGENTS_DISABLE_TRACING", None)
     start = "import json, os, sys\nfrom agentlightning.tracing.instrument import instrument, quiet_openai_agents\n"
     command = [sys.executable, "-c", start + program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
 

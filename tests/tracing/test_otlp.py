@@ -14,6 +14,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyVa
 
 from agentlightning.errors import InvalidError
 from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID, SPAN_SEQUENCE_ID
+from agentlightning.tracing import otlp
 from agentlightning.tracing.otlp import (
     JSON,
     KIND,
@@ -166,6 +167,28 @@ def test_a_positive_sequence_id_is_taken_from_the_span_before_the_resource():
 def test_a_malformed_body_is_refused_with_what_is_wrong(body, content_type, complaint):
     with pytest.raises(InvalidError, match=complaint):
         decode_traces(body, content_type)
+
+
+def test_a_small_body_cannot_become_more_than_memory_or_store_hold(monkeypatch):
+    monkeypatch.setattr(otlp, "MOST_PARTS", 1000)
+    for field in ("attributes", "events", "links"):
+        request = ExportTraceServiceRequest()
+        span = request.resource_spans.add().scope_spans.add().spans.add()
+        span.trace_id, span.span_id = bytes.fromhex(TRACE_ID), bytes.fromhex(SPAN_ID)
+        getattr(span, field).extend([getattr(span, field).add()] * 1000)
+        with pytest.raises(InvalidError, match="more than 1,000"):
+            decode_traces(request.SerializeToString(), PROTOBUF)
+    with pytest.raises(InvalidError, match="more than 1,000"):
+        decode_traces(b'{"resourceSpans":[' + b"[]," * 4000 + b"[]]}", JSON)
+    request = ExportTraceServiceRequest()
+    shared = request.resource_spans.add()
+    shared.resource.attributes.append(KeyValue(key="a", value=AnyValue(string_value="x" * 6000)))
+    span = shared.scope_spans.add().spans.add()
+    span.trace_id, span.span_id = bytes.fromhex(TRACE_ID), bytes.fromhex(SPAN_ID)
+    assert len(decode_traces(request.SerializeToString(), PROTOBUF)) == 1
+    shared.scope_spans[0].spans.extend([span] * 10)
+    with pytest.raises(InvalidError, match="more than 1,000"):
+        decode_traces(request.SerializeToString(), PROTOBUF)
 
 
 def test_the_content_type_decides_and_may_carry_parameters():

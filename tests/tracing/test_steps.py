@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import Any
 
@@ -326,3 +327,35 @@ def test_whatever_spans_there_are_each_is_told_at_most_once_and_every_gateway_ca
     assert max(Counter(step.span.span_id for step in steps).values(), default=1) == 1
     assert {one.span_id for one in spans if is_gateway_call(one)} <= {one.span.span_id for one in steps}
     assert [step.span.start_time for step in steps] == sorted(step.span.start_time for step in steps)
+
+
+def nested(count: int, **told: Any) -> list[Span]:
+    """Each span in the one before it, which begins later."""
+    return [span(str(n), n, n + 1, str(n + 1), tool__name=f"t{n % 2}", **told) for n in range(count)]
+
+
+def at_once(count: int) -> list[Span]:
+    """Calls of the gateway that all go on at the same time, and as many reports that do not say of which."""
+    calls = [gateway(f"g{n}", 0, 9, f"answer {n}", "look") for n in range(count)]
+    return calls + [span(f"s{n}", 0, 9, gen_ai__operation__name="chat", llm__model_name="policy") for n in range(count)]
+
+
+@pytest.mark.parametrize("make", [nested, at_once])
+def test_reading_takes_time_in_proportion_to_the_spans(make: Any) -> None:
+    """Steps of Python, which no load on the machine changes: of four times the spans about four times as many."""
+
+    def work(count: int) -> int:
+        spans, calls = make(count), 0
+
+        def seen(*_: object) -> None:
+            nonlocal calls
+            calls += 1
+
+        sys.setprofile(seen)
+        try:
+            read_steps(spans)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    assert work(600) < 5.5 * work(150)

@@ -142,7 +142,7 @@ async def test_an_answer_that_is_left_early_ends_its_connection() -> None:
             assert part.startswith(b"x")
             break
         response.close()
-        await asyncio.wait_for(ended.wait(), 5)
+        await asyncio.wait_for(ended.wait(), 60)
 
 
 async def test_a_server_that_sends_more_than_is_read_has_to_wait() -> None:

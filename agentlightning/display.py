@@ -7,7 +7,7 @@ it is told through the `Progress` protocol, or by the calls of `counting`, and k
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -19,11 +19,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from agentlightning.cli.tables import sparkline
 from agentlightning.tracing.tree import printable
 
 RECENT_STEPS = 5  # the time left is judged by the pace of these
 PLAIN_INTERVAL = 5.0  # seconds between two lines about steps where there is no terminal
+BLOCKS = "▁▂▃▄▅▆▇█"
 LONG_PHASE = 30.0  # seconds without a line after which there is one about a phase that goes on
 
 
@@ -32,6 +32,19 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def sparkline(values: Sequence[float], width: int = 40, span: tuple[float, float] | None = None) -> str:
+    """The last `width` values as blocks, from the low to the high end of `span`; without one from min(0, values) to
+    max(1, values).
+
+    `[0.0, 0.5, 1.0]` → `▁▄█`."""
+    shown = values[-width:]
+    if not shown:
+        return ""
+    low, high = span or (min(0.0, *shown), max(1.0, *shown))
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[int((value - low) * scale)] for value in shown)
 
 
 class Pace:
