@@ -41,7 +41,7 @@ from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.learner.base import AdamW, DType, LoRA
 from agentlightning.runner.agent import LitAgent, as_agent
 from agentlightning.runner.hooks import Hook
-from agentlightning.runner.processes import Isolation, boot_of, usual_concurrency
+from agentlightning.runner.processes import Isolation, boot_of, place_of, usual_concurrency
 from agentlightning.runner.runner import Runner
 from agentlightning.server.app import create_app
 from agentlightning.server.lending import lent, models_held
@@ -86,9 +86,9 @@ class Trainer:
         optimizer: learning rate, schedule, micro-batches and the like.
         lora: train an adapter of this size instead of the weights.
         dtype: of the weights: float32, or bfloat16, of which the optimiser keeps float32 copies.
-        n_runners: how many rollouts run at once in this process; default 64, or with `isolation` one per core; 0 leaves
+        n_runners: how many rollouts run at once in this process; default 64, or in processes one per core; 0 leaves
             them to `agl runner` processes, which ask at the `port` of this one, or at the `server`.
-        isolation: `"process"` runs them in `n_runners` processes, each of which imports the agent (see `Runner`).
+        isolation: `"process"` runs it in processes (see `Runner`), `"auto"` if the agent takes no `llm` or `resources`
         run_dir: the directory of this run; by default a new one below `runs/`.
         store: path of the SQLite file (default: in the run's directory), or an open store.
         server: URL of an `agl server` to work with; `api_key` is its key.
@@ -120,7 +120,7 @@ class Trainer:
         lora: LoRA | None = None,
         dtype: DType | None = None,
         n_runners: int | None = None,
-        isolation: Isolation = "none",
+        isolation: Isolation = "auto",
         run_dir: str | Path | None = None,
         store: str | Path | LightningStore | None = None,
         server: str | None = None,
@@ -140,16 +140,14 @@ class Trainer:
         deterministic: bool = False,
         run_file: Mapping[str, Any] | None = None,
     ) -> None:
-        if n_runners is None:
-            n_runners = usual_concurrency(isolation)
-        _check_settings(n_runners, time_limit, server, store, port)
+        _check_settings(64 if n_runners is None else n_runners, time_limit, server, store, port)
         self.models = dict(model) if isinstance(model, Mapping) else {} if model is None else {model_name: model}
         self.frozen = read_frozen(models or {}, self.models)
         self.algorithm = algorithm if adapter is None else with_adapter(algorithm, adapter)
         self.optimizer = optimizer or AdamW()
         self.lora = lora
         self.dtype: DType | None = dtype
-        self.n_runners = n_runners
+        self.n_runners, self._concurrency = n_runners, n_runners or 0
         self.isolation: Isolation = isolation
         self.run_dir, self.store = run_dir, store
         self.server, self.api_key, self.port = server, api_key, port
@@ -161,8 +159,7 @@ class Trainer:
         self.trackers = tuple(map(make_tracker, trackers))
         self.progress: Progress | Literal[False] | None = progress
         self.max_sequence_length = max_sequence_length
-        self.device, self.threads = device, threads
-        self.deterministic = deterministic
+        self.device, self.threads, self.deterministic = device, threads, deterministic
         self.run_file = run_file
 
     # --- the verbs ---
@@ -245,8 +242,11 @@ class Trainer:
     ) -> FitResult:
         started = time.monotonic()
         agent = as_agent(agent)
-        if self.n_runners:
-            boot_of(agent, self.isolation, self.tracer, None)  # before anything is made for it
+        if self.n_runners != 0:
+            served = bool(self.models) or isinstance(self.initial_resources.get("llm"), LLM)
+            self._place = place_of(agent, self.isolation, served=served)
+            boot_of(agent, self._place, self.tracer, None)  # before anything is made for it
+            self._concurrency = self.n_runners or usual_concurrency(self._place)
         directory = RunDirectory(
             self.run_dir or "runs", algorithm.name, named=self.run_dir is not None, resume=resume, seed=self.seed
         )
@@ -363,7 +363,7 @@ class Trainer:
             trained=isinstance(algorithm, Reinforcement),
             reference=getattr(algorithm, "reference", False),
             critic=getattr(algorithm, "trained_critic", None),
-            concurrency=max(1, self.n_runners or 64),
+            concurrency=max(1, self._concurrency or 64),
             seed=self.seed,
             own_weights=_overlaps(algorithm),
             deterministic=self.deterministic,
@@ -397,14 +397,14 @@ class Trainer:
         """Run the algorithm with this process's runner beside it; whichever fails first ends both."""
         job = asyncio.ensure_future(algorithm.run(context))
         tasks: set[asyncio.Task[None]] = {job}
-        if self.n_runners:
+        if self._concurrency:
             runner = Runner(
                 context.store,
                 agent,
-                concurrency=self.n_runners,
+                concurrency=self._concurrency,
                 hooks=self.hooks,
                 tracer=self.tracer,
-                isolation=self.isolation,
+                isolation=self._place,
             )
             tasks.add(asyncio.ensure_future(runner.run()))
         status = "failed"
@@ -434,7 +434,7 @@ class Trainer:
             "optimizer": dataclasses.asdict(self._optimizer(algorithm)),
             "lora": None if self.lora is None else dataclasses.asdict(self.lora),
             "dtype": self.dtype,
-            "n_runners": self.n_runners,
+            "n_runners": self._concurrency,
             "max_sequence_length": self.max_sequence_length,
             "device": self.device,
             "threads": self.threads,

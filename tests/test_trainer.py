@@ -193,9 +193,30 @@ def test_rollouts_that_fail_are_left_out_and_counted(tmp_path: Path) -> None:
     assert values["groups_too_few_rewarded"] == 4
 
 
-def test_an_agent_that_never_calls_the_policy_teaches_nothing_and_says_so(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="no call"):
-        trainer(tmp_path).fit(agents.never_calls, TASKS)
+@pytest.mark.parametrize(
+    "measured",
+    [
+        lambda one: one.fit(agents.never_calls, TASKS),  # its first group
+        lambda one: one.fit(agents.never_calls, TASKS, TASKS[:2]),
+        lambda one: one.dev(agents.never_calls, TASKS[:2]),
+    ],
+)
+def test_an_agent_that_never_calls_the_model_is_refused_before_its_rewards_count(tmp_path: Path, measured: Any) -> None:
+    with pytest.raises(TrainingError, match=r"none of \d+ rollouts that succeeded called the model"):
+        measured(trainer(tmp_path))
+
+
+@pytest.mark.parametrize("key", [None, "of the environment"])
+def test_an_agent_with_a_client_from_the_environment_is_measured_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")  # which answers nobody
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+    one = trainer(tmp_path, algorithm=agl.Baseline(), n_runners=1)
+    (evaluation,) = one.fit("tests.runner.agents.global_client:asks", None, ["What is it?"]).evaluations
+    assert [len(task.traced.transitions) for task in evaluation.tasks] == [1]
 
 
 def test_dev_runs_a_few_tasks_and_prints_each_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,12 @@ from typing import Any, Final
 
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.measures import exception_of
+from agentlightning.data.call_filter import FROZEN
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import ConfigError, TrainingError, check_settings
 from agentlightning.store.base import LightningStore
-from agentlightning.types import EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
+from agentlightning.types import LLM, EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
 
 EVALUATED_STEP: Final = "step"
 """Key of a rollout's metadata: the training step after which it was measured."""
@@ -106,7 +107,28 @@ async def evaluate(
         spans = await context.store.query_spans(name, "latest")
         traced = await asyncio.to_thread(trace_rollout, finished[name], spans, reward=reward)
         evaluated.append(EvaluatedTask(traced, tuple(spans)))
+    if step == 0:
+        await refuse_uncalled(context, [task.traced for task in evaluated])
     return Evaluation(step, version, tuple(evaluated))
+
+
+async def refuse_uncalled(context: RunContext, rollouts: Sequence[TracedRollout]) -> None:
+    """TrainingError where a model is served and none of the rollouts that succeeded called it."""
+    succeeded = [traced for traced in rollouts if traced.rollout.status == "succeeded"]
+    ignored = FROZEN if context.policies else None  # a judge's calls are none of the policy's
+    if not succeeded or any(one.transitions or set(one.left_out.values()) - {ignored} for one in succeeded):
+        return
+    store, name = context.store, context.resources_id
+    latest = await (store.get_latest_resources() if name is None else store.get_resources_by_id(name))
+    if latest is None or not any(isinstance(one, LLM) and one.api_key is None for one in latest.resources.values()):
+        return
+    raise TrainingError(
+        f"none of {len(succeeded)} rollouts that succeeded called the model that is served: they measured another. A "
+        "client that is made from the environment (`client = OpenAI()` at module level, or in a program that the agent "
+        "starts) calls the API that the environment names. Make it from `llm`, or run the agent with --isolation "
+        "process, where the environment names this model. An agent that calls no model is measured without one, by "
+        "agl.Trainer(algorithm=agl.Baseline())"
+    )
 
 
 async def why_unrewarded(store: LightningStore, rollouts: Sequence[TracedRollout]) -> TrainingError:

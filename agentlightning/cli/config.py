@@ -17,7 +17,6 @@ import yaml
 
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.errors import ConfigError, nearest
-from agentlightning.runner.agent import LitAgent
 from agentlightning.runner.command import CommandAgent, RewardSource, command
 from agentlightning.runner.processes import Isolation
 from agentlightning.store.redaction import is_credential
@@ -59,7 +58,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     lora: dict[str, Any] | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
     n_runners: int | None = None
-    isolation: Isolation = "none"
+    isolation: Isolation = "auto"
     seed: int = 0
     time_limit: float | None = None
     run_dir: str | None = None
@@ -73,13 +72,6 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None = None
     deterministic: bool = False
     trackers: list[str | dict[str, Any]] = msgspec.field(default_factory=list[str | dict[str, Any]])
-
-
-def load_agent(agent: str | CommandConfig, isolation: Isolation) -> LitAgent[Any] | Callable[..., Any] | str:
-    """The agent itself, or its name where other processes import it: its module may need what only they are given."""
-    if isinstance(agent, str):
-        return agent if isolation == "process" else load_reference(agent)
-    return agent.load()
 
 
 FIELDS = {field.name: field for field in msgspec.structs.fields(TrainConfig)}

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import click
 
 from agentlightning.errors import AgentLightningError, nearest
+from agentlightning.runner.ending import exit_with
 
 # Command → the module that defines it, under the same name as a click command.
 COMMANDS = {
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit the process with its code."""
     # Torch then allocates in huge pages, which saves the engine about a tenth of its CPU time. Set before torch loads.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    sys.exit(run(arguments))
+    exit_with(run(arguments))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -8,6 +8,7 @@ import hmac
 import re
 import signal
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -16,8 +17,10 @@ import msgspec
 
 from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.durations import Duration
+from agentlightning.cli.training import isolation_option
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.attribution import api_key_of
+from agentlightning.runner.ending import run_to_end, watched
 
 if TYPE_CHECKING:
     from agentlightning.runner.command import RewardSource
@@ -243,8 +246,7 @@ async def _server(settings: ServerSettings, as_json: bool) -> None:
               help="Where agents call models, if not at the URL that the trainer knows the server by.")  # fmt: skip
 @click.option("--project", metavar="NAME", help="Lease only rollouts of this project.")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Rollouts at once: 64, or of processes one per core.")
-@click.option("--isolation", type=click.Choice(["none", "process"]), default="none", show_default=True,
-              help="Run rollouts in processes of their own, which can be killed.")  # fmt: skip
+@isolation_option("auto")
 @click.option("--max-attempts-per-process", type=click.IntRange(min=1), metavar="N", default=100, show_default=True,
               help="Replace such a process after so many.")  # fmt: skip
 @click.option("--drain", "drain_seconds", type=Duration(zero=True), metavar="20s", default="20s", show_default=True,
@@ -272,7 +274,8 @@ def runner(
     After Ctrl-C or SIGTERM it leases nothing more, and rollouts at hand may finish: exit code 0. Those that --drain
     ends, or a second signal, are handed back to be retried: exit code 130."""
     from agentlightning.cli.config import CommandConfig
-    from agentlightning.data.references import load_reference
+    from agentlightning.runner.agent import as_agent
+    from agentlightning.runner.processes import place_of
 
     if [agent, named, command].count(None) != 2:
         raise click.UsageError("give the agent to run, once: FILE.py:NAME, or --command with a program")
@@ -282,20 +285,20 @@ def runner(
     if instrument is not None:
         if command is not None:
             raise click.UsageError("--instrument is for Python agents; take --command 'opentelemetry-instrument …'")
-        if options["isolation"] == "process":
-            raise click.UsageError("--instrument reaches no other process; call agentlightning.instrument() in FILE.py")
         from agentlightning.tracing import instrument as instrumentation
 
         names = instrumentation.instrument(*filter(None, instrument.split(",")))
         click.echo(f"instrumented: {', '.join(names) or 'nothing, no instrumentation is installed'}", err=True)
     if command is None:
-        isolated = options["isolation"] == "process"  # then it is imported where it runs
-        loaded = agent if isolated else load_reference(agent or "")
+        loaded = as_agent(agent or "")
     else:
         loaded = CommandConfig(command=command, reward=reward, grader=grader).load()
+    options["isolation"] = place_of(loaded, options["isolation"])
+    if instrument is not None and options["isolation"] == "process":
+        raise click.UsageError("--instrument reaches no other process; call agentlightning.instrument() in FILE.py")
     try:
-        with garbage_sought_seldom():
-            asyncio.run(_runner(loaded, agent or f"`{command}`", server, key, **options))
+        with garbage_sought_seldom(), watched() as end_after:
+            run_to_end(_runner(loaded, agent or f"`{command}`", server, key, end_after, **options))
     except (asyncio.CancelledError, TimeoutError):
         raise click.Abort from None
 
@@ -305,25 +308,24 @@ async def _runner(
     name: str,
     url: str,
     key: str | None,
-    concurrency: int | None,
+    end_after: Callable[[float], None],
     drain_seconds: float,
     as_json: bool,
     **options: Any,
 ) -> None:
-    from agentlightning.runner.processes import usual_concurrency
     from agentlightning.runner.runner import Runner
     from agentlightning.store.client import LightningStoreClient
 
-    if concurrency is None:
-        concurrency = usual_concurrency(options["isolation"])
     store = LightningStoreClient(url, api_key=key)
     try:
-        working = Runner(store, agent, concurrency=concurrency, **options)
+        working = Runner(store, agent, **options)
         task = asyncio.current_task()
         assert task is not None
-        click.echo(f"{working.worker_id} runs {name} for {url}, up to {concurrency} at once", err=True)
+        click.echo(f"{working.worker_id} runs {name} for {url}, up to {working.concurrency} at once", err=True)
         if as_json:
-            print_json({"worker_id": working.worker_id, "agent": name, "server": url, "concurrency": concurrency})
+            print_json(
+                {"worker_id": working.worker_id, "agent": name, "server": url, "concurrency": working.concurrency}
+            )
         async with asyncio.timeout(None) as limit:
 
             def drain() -> None:
@@ -331,7 +333,7 @@ async def _runner(
                 working.stop()
                 limit.reschedule(asyncio.get_running_loop().time() + drain_seconds)
 
-            with _on_signal(drain, then=task.cancel):
+            with _on_signal(drain, then=task.cancel, at_once=partial(end_after, drain_seconds + 9)):
                 await working.run()
     finally:
         await store.close()
@@ -349,8 +351,13 @@ async def until_stopped(greeting: str, told: object = None) -> None:
 
 
 @contextlib.contextmanager
-def _on_signal(first: Callable[[], object], then: Callable[[], object] | None = None) -> Generator[None]:
-    """Call `first` at the first SIGINT or SIGTERM; afterwards call `then`, or let signals act as usual."""
+def _on_signal(
+    first: Callable[[], object],
+    then: Callable[[], object] | None = None,
+    at_once: Callable[[], object] | None = None,
+) -> Generator[None]:
+    """Call `first` at the first SIGINT or SIGTERM; afterwards call `then`, or let signals act as usual. `at_once` is
+    called before `first`, also while an agent blocks the event loop."""
     loop = asyncio.get_running_loop()
 
     def received(number: signal.Signals) -> None:
@@ -363,6 +370,8 @@ def _on_signal(first: Callable[[], object], then: Callable[[], object] | None = 
     signals = (signal.SIGINT, signal.SIGTERM)
     for each in signals:
         loop.add_signal_handler(each, received, each)
+        if at_once is not None:
+            signal.signal(each, lambda *_: at_once())  # beside the loop, which hears of it by a descriptor
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 
 from agentlightning.cli.as_json import json_option, print_json
-from agentlightning.cli.config import TrainConfig, build, kept, load_agent, load_config
+from agentlightning.cli.config import TrainConfig, build, kept, load_config
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.types import LLM
 
@@ -70,8 +70,8 @@ class Seeds(click.ParamType):
 
 def isolation_option(default: str | None) -> Callable[[F], F]:
     return click.option(
-        "--isolation", type=click.Choice(["none", "process"]), default=default,
-        help="process: each rollout has a process to itself, for agents whose client is a global, or that crash.",
+        "--isolation", type=click.Choice(["auto", "none", "process"]), default=default, show_default=bool(default),
+        help="process: each rollout has one to itself. auto: where the agent takes neither `llm` nor `resources`.",
     )  # fmt: skip
 
 
@@ -206,6 +206,7 @@ def fit(config: TrainConfig, console: Console) -> FitResult:
     algorithm = make_algorithm(config.algorithm)
     from agentlightning.display import LiveProgress, hide_library_progress
     from agentlightning.learner.base import AdamW, LoRA
+    from agentlightning.runner.ending import watched
     from agentlightning.trainer import Trainer
 
     hide_library_progress()
@@ -217,8 +218,9 @@ def fit(config: TrainConfig, console: Console) -> FitResult:
         trainer = Trainer(
             algorithm=algorithm, optimizer=optimizer, lora=lora, progress=progress, run_file=kept(config), **passed
         )
-        agent = load_agent(config.agent, config.isolation)
-        return trainer.fit(agent, config.train_dataset, config.val_dataset, resume=config.resume)
+        agent = config.agent if isinstance(config.agent, str) else config.agent.load()
+        with watched():
+            return trainer.fit(agent, config.train_dataset, config.val_dataset, resume=config.resume)
 
 
 def make_algorithm(spec: Mapping[str, Any]) -> Any:
@@ -274,7 +276,7 @@ def fit_summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
 @answering_options
 @click.option("--limit", type=click.IntRange(min=1), default=5, show_default=True, help="How many tasks to run.")
 @click.option("--run-dir", metavar="DIR", help="Directory of this run; default a new one below runs/.")
-@isolation_option("none")
+@isolation_option("auto")
 @json_option
 def dev(
     agent: str,
@@ -298,7 +300,7 @@ def dev(
     tasks = load_dataset(dataset)[:limit]
     trainer = Trainer(model=served, initial_resources=resources, run_dir=run_dir, isolation=isolation)
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the agent prints, too
-        ended = trainer.dev(load_agent(agent, isolation), tasks)
+        ended = trainer.dev(agent, tasks)
     if as_json:
         from agentlightning.algorithm.measures import Measures, measured, summarise
 

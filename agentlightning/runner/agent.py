@@ -86,6 +86,10 @@ class LitAgent(Generic[TaskT]):
         if not any(map(self._defines, _METHODS)):
             raise _undefined(self, " or ".join(_METHODS))
 
+    def reads_environment(self) -> bool:
+        """Whether it can only find its model in the environment: it takes neither `llm` nor `resources`."""
+        return False
+
     def entry_point(self, mode: Mode) -> EntryPoint:
         """The method that runs a rollout of `mode`. ConfigError when the subclass defines none."""
         special = "training_rollout" if mode == "train" else "validation_rollout"
@@ -128,6 +132,9 @@ class FunctionAgent(LitAgent[Any], Generic[P, R]):
             found = getattr(found, name, None)
         return self.function.__qualname__ if found is self else (FunctionAgent, (self.function,))
 
+    def reads_environment(self) -> bool:
+        return not {"llm", "resources"}.intersection(self._injected)
+
     def entry_point(self, mode: Mode) -> EntryPoint:
         return self.rollout_async if is_async(self.function) else self.rollout
 
@@ -146,6 +153,18 @@ class NamedAgent(LitAgent[Any]):
         """Import it. ConfigError if there is nothing of that name, or no agent."""
         self._agent = as_agent(load_reference(self.reference))
         self._agent.check()
+
+    def reads_environment(self) -> bool:
+        """As above. An import that fails by what it raises itself may need what only a process of its own is given,
+        such as a key for a client. ConfigError for any other that fails."""
+        try:
+            return self.loaded().reads_environment()
+        except ConfigError as error:
+            if error.__cause__ is None or isinstance(error.__cause__, SyntaxError | ImportError | NameError):
+                raise
+        except SystemExit:
+            pass
+        return True
 
     def loaded(self) -> LitAgent[Any]:
         """The agent of that name. ConfigError as above."""

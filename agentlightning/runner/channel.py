@@ -120,7 +120,8 @@ def packed(agent: LitAgent[Any], tracer: TracerKind) -> Boot:
     module = str(agent.__module__)
     file = getattr(sys.modules.get(module), "__file__", None)
     how = (
-        "Define it at the top level of a module, or name it: 'module:agent', 'file.py:agent'. Or take isolation='none'"
+        "Define it at the top level of a module, or name it: 'module:agent', 'file.py:agent'. Or let it "
+        "take `llm` and make its client from that; or take isolation='none' if it calls no model"
     )
     try:
         pickled = pickle.dumps(agent)

@@ -29,7 +29,7 @@ def own_copies(agent: LitAgent[Any]) -> Callable[[], LitAgent[Any]]:
         agent = agent.loaded()
     holder: Any = getattr(agent.function, "__self__", agent.function) if isinstance(agent, FunctionAgent) else agent
     if inspect.isfunction(holder) or inspect.isclass(holder):
-        return cast("Callable[[], LitAgent[Any]]", lambda: agent)
+        return cast("Callable[[], LitAgent[Any]]", lambda: cast("Any", agent))
     shared = {id(holder): holder}
     for name, value in getattr(holder, "__dict__", {}).items():
         if why := _why_shared(value, shared):

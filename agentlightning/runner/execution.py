@@ -15,10 +15,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from agentlightning.errors import InvalidError
+from agentlightning.errors import ConfigError, InvalidError
 from agentlightning.runner.agent import LitAgent, is_async
 from agentlightning.runner.guard import guard_clients
 from agentlightning.runner.hooks import Hook
+from agentlightning.runner.resources import serves_model
 from agentlightning.semconv import REWARD_RETURNED
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import emit_exception, emit_reward, shown
@@ -34,6 +35,11 @@ logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 5.0  # how long a cancelled agent may clean up before it is left behind
 AGENT_THREAD = "agentlightning-agent"  # of a sync agent
+NOT_SERVED = (
+    "the agent takes neither `llm` nor `resources`, and would call the API that this process's environment names. Take "
+    "`llm`, or run it with isolation='process', where the environment names the model that is served; if it calls no "
+    "model, say isolation='none'"
+)
 ISOLATE = "isolation='process' runs agents where they can be killed"
 
 
@@ -145,6 +151,8 @@ class Execution:
     async def _call_agent(self, resources: NamedResources) -> Any:
         if self.process is not None:
             return await self.process.run(self.rollout, resources, self.tracer)
+        if self.runner.isolation == "auto" and self.agent.reads_environment() and serves_model(resources, self.rollout):
+            raise ConfigError(NOT_SERVED)
         try:
             return await call_agent(self.agent, self.rollout, resources)
         except asyncio.CancelledError:

@@ -38,7 +38,7 @@ CANCEL_SECONDS: Final = 3.0  # for an agent that was cancelled; with those below
 TERMINATE_SECONDS: Final = 0.5  # between SIGTERM and SIGKILL
 _LAST_WORDS_SECONDS: Final = 1.0  # for what a process that died has left in its socket
 
-Isolation: TypeAlias = Literal["none", "process"]
+Isolation: TypeAlias = Literal["auto", "none", "process"]
 
 
 class AgentProcessError(AgentLightningError):
@@ -51,6 +51,14 @@ class AgentRaisedError(AgentLightningError):
 
 class AgentNotLoadedError(ConfigError):
     """The agent cannot be imported in a process of its own."""
+
+
+def place_of(agent: LitAgent[Any], isolation: Isolation, *, served: bool = True) -> Isolation:
+    """What `auto` means for an agent: a process where it can only find its model in the environment and one is
+    `served`. ConfigError for an agent that cannot be loaded."""
+    if isolation == "auto" and served:
+        return "process" if agent.reads_environment() else "none"
+    return isolation
 
 
 def usual_concurrency(isolation: Isolation) -> int:
@@ -67,7 +75,7 @@ def boot_of(agent: LitAgent[Any], isolation: Isolation, tracer: TracerKind, most
         )
     if isolation not in get_args(Isolation):
         raise ConfigError(f"isolation is {isolation!r}; {nearest(isolation, get_args(Isolation))}")
-    if isolation == "none":
+    if isolation != "process":
         agent.check()
         return None
     if most is not None and most < 1:

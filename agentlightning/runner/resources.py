@@ -22,6 +22,11 @@ class AgentResources(dict[str, Resource]):
         raise KeyError(name)
 
 
+def serves_model(resources: NamedResources, rollout: AttemptedRollout) -> bool:
+    """Whether one of the bound resources is a model behind the gateway."""
+    return any(isinstance(one, LLM) and one.api_key == rollout.api_key is not None for one in resources.values())
+
+
 class ResourceCache:
     """Resources by id, immutable and therefore cached; and their view for one attempt.
 

@@ -37,7 +37,7 @@ from agentlightning.runner.copies import own_copies
 from agentlightning.runner.environment import current_server
 from agentlightning.runner.execution import Execution, Outcome
 from agentlightning.runner.hooks import Hook
-from agentlightning.runner.processes import AgentNotLoadedError, AgentProcess, Isolation, boot_of
+from agentlightning.runner.processes import AgentNotLoadedError, AgentProcess, Isolation, boot_of, usual_concurrency
 from agentlightning.runner.resources import ResourceCache
 from agentlightning.store.base import LightningStore
 from agentlightning.store.lifecycle import TERMINAL
@@ -90,7 +90,7 @@ class Flight(Execution):
 
 
 class Runner:
-    """Leases rollouts from a store and runs an agent on them, up to `concurrency` at once.
+    """Leases rollouts from a store and runs an agent on them, up to `concurrency` at once (64; processes: one a core).
 
     `worker_id` names this worker and must be unique; the default is. With a `project` only its rollouts are leased.
     `endpoint_override` is the gateway's URL as seen from here, where that differs from the one in the resources. While
@@ -104,14 +104,15 @@ class Runner:
     With `isolation="process"` attempts run in `concurrency` processes, each used for up to `max_attempts_per_process`,
     one after the other, so that an agent that blocks, crashes or leaks harms no other attempt and can be killed. The
     agent must be one that another process can import; given by its name (`module:name`, `file.py:name`) it is imported
-    only there. Hooks run here."""
+    only there. Hooks run here. With `auto` they do too; one fails if a model is served to an agent that takes neither
+    `llm` nor `resources`: it would call another."""
 
     def __init__(
         self,
         store: LightningStore,
         agent: LitAgent[Any] | Callable[..., Any] | str,
         *,
-        concurrency: int = 64,
+        concurrency: int | None = None,
         worker_id: str | None = None,
         project: str | None = None,
         hooks: Sequence[Hook] = (),
@@ -119,10 +120,11 @@ class Runner:
         patience_seconds: float = 60.0,
         tracer: TracerKind = "auto",
         settle_seconds: float = 0.0,
-        isolation: Isolation = "none",
+        isolation: Isolation = "auto",
         max_attempts_per_process: int | None = 100,
     ) -> None:
-        if concurrency < 1:
+        self.concurrency = usual_concurrency(isolation) if concurrency is None else concurrency
+        if self.concurrency < 1:
             raise ConfigError(f"concurrency is {concurrency}; it must be at least 1")
         if not 0 <= settle_seconds < math.inf:
             raise ConfigError(f"settle_seconds is {settle_seconds}; give the seconds without spans to wait for, or 0")
@@ -130,13 +132,12 @@ class Runner:
         self.agent = as_agent(agent)
         self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._project = project
-        self._concurrency = concurrency
         self._hooks = tuple(hooks)
         self._patience = patience_seconds
         self._make_tracer = choose_tracer(tracer)
         self._boot = boot_of(self.agent, isolation, tracer, max_attempts_per_process)
         self._own_agent = own_copies(self.agent) if self._boot is None else None
-        self._most_attempts = max_attempts_per_process
+        self.isolation, self._most_attempts = isolation, max_attempts_per_process
         self._process_names = (f"{self.worker_id}/{number}" for number in count(1))
         self._settle_seconds = settle_seconds
         self._resources = ResourceCache(store, endpoint_override)
@@ -154,10 +155,10 @@ class Runner:
         try:
             async with self._session(), asyncio.TaskGroup() as attempts:
                 if self._boot is not None:
-                    for _ in range(self._concurrency):
+                    for _ in range(self.concurrency):
                         attempts.create_task(self._run_in_process())
                     return
-                while leased := await self._lease(self.worker_id, self._concurrency):
+                while leased := await self._lease(self.worker_id, self.concurrency):
                     for rollout in leased:
                         attempts.create_task(self._attempt(self._board(rollout)))
         finally:
@@ -193,7 +194,7 @@ class Runner:
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             while not self._stopping.is_set():
-                if len(self._flights) >= self._concurrency:
+                if len(self._flights) >= self.concurrency:
                     self._landed.clear()
                     landed = asyncio.create_task(self._landed.wait())
                     await _first_of(landed, stopping)
@@ -206,7 +207,7 @@ class Runner:
         return []
 
     async def _dequeue(self, worker_id: str, most: int) -> list[AttemptedRollout]:
-        free = min(most, self._concurrency - len(self._flights))
+        free = min(most, self.concurrency - len(self._flights))
         return await self.store.dequeue_many_rollouts(free, worker_id, POLL_SECONDS, project=self._project)
 
     def _process(self) -> AbstractAsyncContextManager[AgentProcess | None]:
@@ -433,7 +434,7 @@ class Runner:
         return is_open and await self._latest(flight) is not None
 
     async def _report(self) -> None:
-        stats = {"running": len(self._flights), "finished": self._finished, "concurrency": self._concurrency}
+        stats = {"running": len(self._flights), "finished": self._finished, "concurrency": self.concurrency}
         try:
             await self.store.update_worker(self.worker_id, stats)
         except (ForbiddenError, ConfigError):

@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.locality import is_loopback
+from agentlightning.runner.ending import run_to_end
 
 T = TypeVar("T")
 
@@ -147,9 +148,8 @@ def run_on_fastest_loop(work: Coroutine[Any, Any, T]) -> T:
     try:
         import uvloop
     except ImportError:
-        return asyncio.run(work)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
+        return run_to_end(work)
+    return run_to_end(work, uvloop.new_event_loop)
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:

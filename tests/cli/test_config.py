@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.cli.config import CommandConfig, build, load_agent, load_config
+from agentlightning.cli.config import CommandConfig, build, load_config
 from agentlightning.errors import ConfigError
 from agentlightning.types import LLM, FrozenModel, PromptTemplate
 
@@ -58,7 +58,7 @@ def test_the_name_of_an_algorithm_is_enough(run_file: Path) -> None:
 
 def test_flags_alone_make_a_configuration() -> None:
     config = load_config(None, (), {"agent": "a.py:f", "model": "m", "train_dataset": "t.csv"})
-    assert (config.agent, config.algorithm, config.isolation) == ("a.py:f", {"name": "grpo"}, "none")
+    assert (config.agent, config.algorithm, config.isolation) == ("a.py:f", {"name": "grpo"}, "auto")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_an_agent_may_be_a_command_which_runs_beside_its_run_file(run_file: Path
 def test_an_agent_that_other_processes_import_is_not_imported_here(run_file: Path) -> None:
     (run_file.parent / "agent.py").write_text("raise SystemExit('needs OPENAI_API_KEY')", encoding="utf-8")
     config = load_config(run_file, ["isolation=process"])
-    assert load_agent(config.agent, config.isolation) == f"{run_file.parent}/agent.py:flight"
+    assert config.agent == f"{run_file.parent}/agent.py:flight"
     with pytest.raises(ConfigError, match=r"isolation.*'procss'"):
         load_config(run_file, ["isolation=procss"])
 

@@ -17,6 +17,7 @@ from agentlightning.types import Attempt, RolloutConfig
 pytestmark = pytest.mark.anyio
 
 AGENT = """
+import asyncio
 import pathlib, time
 
 def agent(task):
@@ -24,6 +25,26 @@ def agent(task):
     pathlib.Path("begun").touch()
     time.sleep(task)
     return 1.0
+
+
+async def deaf(task):
+    pathlib.Path("begun").touch()
+    while True:
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            pass
+
+
+async def blocks(task):
+    pathlib.Path("begun").touch()
+    time.sleep(600)
+
+
+async def leaves(task):
+    print("begun", flush=True)
+    import os
+    os._exit(7)
 """
 
 
@@ -68,4 +89,35 @@ async def test_a_runner_told_to_stop_drains_for_so_long_and_hands_back_the_rest(
     assert runner.returncode == code, said
     attempts: list[Attempt] = [one for each in rollouts for one in await store.query_attempts(each.rollout_id)]
     assert [attempt.status for attempt in attempts] == [status]
+    await server.stop()
+
+
+@pytest.mark.parametrize(
+    ("agent", "signals", "code", "says"),
+    [
+        ("deaf", 1, 130, "left behind"),
+        ("blocks", 1, 130, "does not let the process end"),
+        ("leaves", 0, 7, "an agent in its process called os._exit"),
+    ],
+)
+async def test_no_agent_keeps_a_runner_from_its_end_nor_ends_it_without_a_word(
+    store: SqlStore, tmp_path: Path, agent: str, signals: int, code: int, says: str
+) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    server = HttpServer(create_app(store), port=0)
+    await server.start()
+    await store.enqueue_rollout(1.0)
+    main = "from agentlightning.cli.main import main; main()"
+    options = ("--server", server.url, "--isolation", "none", "--drain", "0s")
+    command = (sys.executable, "-c", main, "runner", f"agent.py:{agent}", *options)
+    runner = await asyncio.create_subprocess_exec(*command, cwd=tmp_path, stderr=asyncio.subprocess.PIPE)
+    async with asyncio.timeout(60):
+        while signals and not (tmp_path / "begun").exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    begun = asyncio.get_running_loop().time()
+    for _ in range(signals):
+        runner.send_signal(signal.SIGTERM)
+    said = (await asyncio.wait_for(runner.communicate(), 60))[1].decode()
+    assert (runner.returncode, says in said) == (code, True), said
+    assert asyncio.get_running_loop().time() - begun < 15 or not signals
     await server.stop()

@@ -19,7 +19,8 @@ import pytest
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.errors import ConfigError
-from agentlightning.runner.processes import AgentRaisedError
+from agentlightning.runner.agent import as_agent
+from agentlightning.runner.processes import AgentRaisedError, place_of
 from agentlightning.runner.runner import Runner
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import LLM, Attempt, EnqueueRolloutRequest, RolloutConfig, Span
@@ -414,6 +415,35 @@ async def test_one_that_no_other_process_can_import_is_refused_at_once(store: Sq
         Runner(store, agl.command("true"), isolation="process")
     with pytest.raises(ConfigError, match="isolation is 'proces'; did you mean 'process'"):
         Runner(store, isolated.plain, isolation="proces")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("agent", "place"),
+    [
+        (isolated.plain, "process"),
+        (kept.function, "none"),
+        (kept.first_comes, "none"),
+        (isolated.stateful, "none"),
+        (agl.command("true"), "none"),
+        ("tests.runner.agents.kept:decorated", "none"),
+        ("tests.runner.agents.isolated:plain", "process"),
+        ("tests.runner.agents.refuses:agent", "process"),  # to be imported here
+    ],
+)
+def test_auto_gives_a_process_to_those_that_only_find_their_model_in_the_environment(agent: Any, place: str) -> None:
+    assert place_of(as_agent(agent), "auto") == place
+    assert place_of(as_agent(agent), "auto", served=False) != "process"
+
+
+async def test_without_one_such_an_agent_fails_rather_than_call_another_model(store: SqlStore) -> None:
+    with pytest.raises(ConfigError, match="not defined"):
+        place_of(as_agent("tests.runner.agents.broken:agent"), "auto")
+    (fine,) = await ran(store, "task", agent=isolated.plain, isolation="auto")
+    await store.add_resources({"llm": LLM(endpoint="http://127.0.0.1:9/v1", model="policy")})
+    (refused,) = await ran(store, "task", agent=isolated.plain, isolation="auto")
+    (allowed,) = await ran(store, "task", agent=isolated.plain, isolation="none")
+    assert [fine.status, refused.status, allowed.status] == ["succeeded", "failed", "succeeded"]
+    assert "isolation='process'" in refused.reason
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from agentlightning.algorithm.base import RunContext
+from agentlightning.algorithm.evaluation import refuse_uncalled
 from agentlightning.algorithm.rl.batch import trace_group
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.algorithm.rl.sampling import SamplerState, TaskSampler
@@ -98,6 +99,7 @@ class Groups:
         self._cursor = 0
         self._lineage: list[int] = [0]
         self._changed = asyncio.Event()
+        self._called = False  # the model, by a group
         self._failure: BaseException | None = None
 
     # --- what a checkpoint keeps ---
@@ -223,6 +225,9 @@ class Groups:
                 for group in await store.complete_groups_after(run_id, self._cursor, timeout=30.0):
                     if group.group_id in self._begun:  # those of an abandoned lineage pass by unused
                         rollouts = await self.trace(group.rollout_ids)
+                        if not self._called:
+                            await refuse_uncalled(self.context, rollouts)
+                            self._called = True
                         self._take_in(group, tuple(rollouts))
                     self._cursor = max(self._cursor, group.finished_index or 0)
                 if self.algorithm.refills:
