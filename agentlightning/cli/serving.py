@@ -312,11 +312,12 @@ async def _runner(
 ) -> None:
     from agentlightning.runner.processes import usual_concurrency
     from agentlightning.runner.runner import Runner
+    from agentlightning.server.local_keys import local_key
     from agentlightning.store.client import LightningStoreClient
 
     if concurrency is None:
         concurrency = usual_concurrency(options["isolation"])
-    store = LightningStoreClient(url, api_key=key)
+    store = LightningStoreClient(url, api_key=key or local_key(url, make=True))
     try:
         working = Runner(store, agent, concurrency=concurrency, **options)
         task = asyncio.current_task()
