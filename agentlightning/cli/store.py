@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -88,13 +89,10 @@ async def open_store(
         if not create:
             _require_file(address)
         try:
-            only_read = reading and not address.startswith(_POSTGRES)
-            opened = await (StoreReader.open(Path(address)) if only_read else SqlStore.open(address))
-        except InUseError:
-            raise InUseError(
-                f"the store {address} is in use by another process; ask that process: use --server URL instead of "
-                "--store"
-            ) from None
+            # Whoever waits before a terminal may take their time, and ends a query themselves.
+            opened = await (StoreReader.open(address) if reading else SqlStore.open(address, read_seconds=math.inf))
+        except InUseError as error:
+            raise InUseError(f"{error}; with --server URL instead of --store that process is asked") from None
     try:
         yield opened
     finally:

@@ -21,11 +21,11 @@ from agentlightning.dashboard.runs import Quality
 from agentlightning.data.continuity import SUGGESTIONS, continuity
 from agentlightning.data.credit_table import RETURNS, RewardedGroup
 from agentlightning.data.forest import shared_length
-from agentlightning.data.recorded import CreditSettings, Training, rewarded_group, training_of
+from agentlightning.data.recorded import ENDED, CreditSettings, Training, rewarded_group, training_of
 from agentlightning.data.transitions import FloatArray, IntArray, TracedRollout, Transition, trace_rollout
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store.base import LightningStore
-from agentlightning.types import Condition, Group, Order, Rollout
+from agentlightning.types import And, Condition, Group, Order, Rollout
 
 if TYPE_CHECKING:
     from agentlightning.data.token_bytes import TokenBytes
@@ -192,7 +192,7 @@ async def compared_with(store: LightningStore, rollout: Rollout) -> TracedGroup:
 async def group_view(store: LightningStore, group_id: str) -> GroupView:
     group = await find_group(store, group_id)
     traced = await trace_group(store, group.rollout_ids)
-    view = traced.view(None)
+    view = await asyncio.to_thread(traced.view, None)
     rows = await rows_of(store, [one.rollout for one in traced.traced])
 
     def mean(calls: Sequence[CreditedCall]) -> float | None:
@@ -289,7 +289,7 @@ def prefix_tree(traced: Sequence[TracedRollout], token_bytes: TokenBytes | None)
 
 async def sampled_quality(store: LightningStore, run_id: str) -> Quality:
     """The quality of a run's newest finished rollouts."""
-    where = Condition("run_id", "eq", run_id)
+    where = And([Condition("run_id", "eq", run_id), Condition("status", "in", list(ENDED))])
     page = await store.page_rollouts(where, [Order(field="number", descending=True)], limit=_SAMPLED)
     spans = await asyncio.gather(*(store.query_spans(one.rollout_id, "latest") for one in page.items))
     training = await trained_by(store, run_id)

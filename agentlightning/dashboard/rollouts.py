@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 LARGEST_PAGE: Final = 200
 _LOOKED_THROUGH: Final = 4  # pages, for rollouts of an agent
+_AT_ONCE: Final = 8  # rollouts whose spans are in memory for a list
 NEWEST_FIRST: Final = (Order(field="number", descending=True),)
 SCORED_BY: Final = "agentlightning.reward.by"  # who gave a reward by hand
 COMMENT: Final = "agentlightning.reward.comment"
@@ -93,13 +94,15 @@ async def list_rollouts(store: LightningStore, query: ListQuery) -> RolloutList:
 async def rows_of(store: LightningStore, rollouts: Sequence[Rollout]) -> list[RolloutRow]:
     """What is known of rollouts, read from their last attempts."""
 
-    async def read(rollout: Rollout) -> tuple[Rollout, Attempt | None, list[Span]]:
-        attempt = await store.get_latest_attempt(rollout.rollout_id)
-        spans = [] if attempt is None else await store.query_spans(rollout.rollout_id, attempt.attempt_id)
-        return rollout, attempt, spans
+    few = asyncio.Semaphore(_AT_ONCE)
 
-    found = await asyncio.gather(*map(read, rollouts))
-    return await asyncio.to_thread(lambda: [summed_up(*one) for one in found])  # others are not to wait for it
+    async def read(rollout: Rollout) -> RolloutRow:
+        async with few:
+            attempt = await store.get_latest_attempt(rollout.rollout_id)
+            spans = [] if attempt is None else await store.query_spans(rollout.rollout_id, attempt.attempt_id)
+            return await asyncio.to_thread(summed_up, rollout, attempt, spans)
+
+    return await asyncio.gather(*map(read, rollouts))
 
 
 def summed_up(rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span]) -> RolloutRow:
@@ -190,7 +193,7 @@ class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rollout_view(
-    rollout: Rollout,
+    row: RolloutRow,
     attempts: Sequence[Attempt],
     shown: int | None,
     spans: Sequence[Span],
@@ -198,10 +201,11 @@ def rollout_view(
     classifier: Classifier | None,
 ) -> RolloutView:
     """`spans` are those of the attempt numbered `shown`."""
+    rollout = row.rollout
     traced = trace_rollout(rollout, spans, calls=training.calls, reward=training.reward)
     steps = read_steps(spans)
     return RolloutView(
-        row=summed_up(rollout, attempts[-1] if attempts else None, spans),
+        row=row,
         attempts=list(attempts),
         shown=shown,
         steps=list(_in_depth([step for step in steps if step.span.name not in _NOT_STEPS], spans)),

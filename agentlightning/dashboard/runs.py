@@ -5,9 +5,10 @@ Knows runs, metrics and resources. The names of metrics are those of `algorithm.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -15,8 +16,10 @@ import numpy as np
 from agentlightning.data.continuity import SUGGESTIONS
 from agentlightning.errors import InvalidError, NotFoundError
 from agentlightning.store.base import LightningStore
+from agentlightning.tracing.dialects import mapping
 from agentlightning.types import Metrics, Run, RunStatus
 
+T = TypeVar("T")
 _SPARKLINE: Final = 40
 _UNSHARED: Final = ("time_limit", "run_file", "threads", "n_runners", "device")  # of a config, what changes no result
 
@@ -76,7 +79,7 @@ class Runs:
     async def rows(self, store: LightningStore, project: str | None) -> list[RunRow]:
         """The newest first."""
         runs = await store.query_runs(project)
-        return [_row(run, await self.metrics(store, run)) for run in reversed(runs)]
+        return [await asyncio.to_thread(_row, run, await self.metrics(store, run)) for run in reversed(runs)]
 
     async def series(
         self, store: LightningStore, run_ids: Sequence[str], names: Sequence[str], points: int
@@ -85,7 +88,7 @@ class Runs:
         if not 20 <= points <= 2000:
             raise InvalidError(f"points is {points}; give 20 to 2000")
         return [
-            _series(run, await self.metrics(store, run), names, points)
+            await asyncio.to_thread(_series, run, await self.metrics(store, run), names, points)
             for run in [await find_run(store, run_id) for run_id in run_ids]
         ]
 
@@ -99,8 +102,8 @@ async def find_run(store: LightningStore, run_id: str) -> Run:
 
 
 def _row(run: Run, measured: Sequence[Metrics]) -> RunRow:
-    config: dict[str, Any] = run.manifest.get("config") or {}
-    algorithm: Any = config.get("algorithm")
+    config, seed = mapping(run.manifest.get("config")), run.manifest.get("seed")
+    total_steps = mapping(config.get("algorithm")).get("steps")
     rewards = [one.values["reward"] for one in measured if "reward" in one.values]
     val = [one.values["val_reward"] for one in measured if "val_reward" in one.values]
     return RunRow(
@@ -111,11 +114,11 @@ def _row(run: Run, measured: Sequence[Metrics]) -> RunRow:
         start_time=run.start_time,
         end_time=run.end_time,
         policy_version=run.policy_version,
-        seed=run.manifest.get("seed"),
+        seed=seed if isinstance(seed, int) else None,
         family=_family(run),
         steps=measured[-1].step if measured else 0,
-        total_steps=algorithm.get("steps") if isinstance(algorithm, dict) else None,
-        models=list(config.get("models") or {}),
+        total_steps=total_steps if isinstance(total_steps, int) else None,
+        models=list(mapping(config.get("models"))),
         last={name: value for one in measured for name, value in one.values.items()},
         best_val=max(val, default=None),
         sparkline=[float(part.mean()) for part in _parts(np.array(rewards), _SPARKLINE)],
@@ -123,10 +126,10 @@ def _row(run: Run, measured: Sequence[Metrics]) -> RunRow:
 
 
 def _family(run: Run) -> str:
-    config = {name: value for name, value in (run.manifest.get("config") or {}).items() if name not in _UNSHARED}
+    config = {name: value for name, value in mapping(run.manifest.get("config")).items() if name not in _UNSHARED}
     # Not what the tasks are: a seed may make them, as the quickstart's does.
-    data: dict[str, Any] = run.manifest.get("data") or {}
-    told = (run.kind, config, {name: (of or {}).get("tasks") for name, of in data.items()}) if config else run.run_id
+    data = mapping(run.manifest.get("data"))
+    told = (run.kind, config, {name: mapping(of).get("tasks") for name, of in data.items()}) if config else run.run_id
     return hashlib.sha256(msgspec.json.encode(told, order="sorted")).hexdigest()[:12]
 
 
@@ -149,7 +152,7 @@ def _series(run: Run, measured: Sequence[Metrics], names: Sequence[str], points:
     return RunSeries(
         run_id=run.run_id,
         family=_family(run),
-        seed=run.manifest.get("seed"),
+        seed=seed if isinstance(seed := run.manifest.get("seed"), int) else None,
         names=sorted({name for one in measured for name in one.values}),
         step=[float(bucket[-1].step) for bucket in buckets],
         seconds=[bucket[-1].time - run.start_time for bucket in buckets],
@@ -234,39 +237,47 @@ class TriedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     round: int
     texts: dict[str, str]
-    parent: str | None
-    changed: str | None
-    critique: str | None
+    parent: str | None = None
+    changed: str | None = None
+    critique: str | None = None
     diff: str
     resources_id: str
     time: float
-    score: dict[str, Any] | None
+    score: dict[str, float] | None
+
+
+class Round(msgspec.Struct, frozen=True, kw_only=True):
+    """What a round of a prompt search came to."""
+
+    number: int
+    beam: list[str]
+    scores: dict[str, dict[str, float]]
+    rejected: dict[str, str] = {}
+    final: bool = False
 
 
 class Prompts(msgspec.Struct, frozen=True, kw_only=True):
     candidates: list[TriedPrompt]
-    rounds: list[dict[str, Any]]
+    rounds: list[Round]
 
 
 async def prompts(store: LightningStore, run: Run) -> Prompts:
     """What the run has stored as versions of its resources (`algorithm.apo.lineage` says how)."""
     updates = [one for one in await store.query_resources(run.project) if one.run_id == run.run_id]
-    rounds = [one.metadata["round"] for one in updates if "round" in one.metadata]
-    scores = {name: score for one in rounds for name, score in one["scores"].items()}
-    tried = {
-        one.metadata["candidate"]["name"]: TriedPrompt(
-            name=made["name"],
-            round=made["round"],
-            texts=made["texts"],
-            parent=made.get("parent"),
-            changed=made.get("changed"),
-            critique=made.get("critique"),
-            diff=one.metadata.get("diff", ""),
-            resources_id=one.resources_id,
-            time=one.create_time,
-            score=scores.get(made["name"]),
-        )
-        for one in reversed(updates)
-        if (made := one.metadata.get("candidate")) is not None
-    }
+    rounds = [told for one in updates if (told := _read(one.metadata.get("round"), Round))]
+    scores = {name: score for one in rounds for name, score in one.scores.items()}
+    tried: dict[str, TriedPrompt] = {}
+    for one in reversed(updates):
+        made = mapping(one.metadata.get("candidate"))
+        about = {"diff": one.metadata.get("diff", ""), "resources_id": one.resources_id, "time": one.create_time}
+        if told := _read({**made, **about, "score": scores.get(str(made.get("name")))}, TriedPrompt):
+            tried[told.name] = told
     return Prompts(candidates=list(reversed(tried.values())), rounds=rounds)
+
+
+def _read(told: Any, kind: type[T]) -> T | None:
+    """None for what is none: an algorithm of a user's own may mean something else by the name."""
+    try:
+        return msgspec.convert(told, kind)
+    except msgspec.ValidationError:
+        return None

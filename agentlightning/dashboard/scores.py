@@ -106,6 +106,6 @@ def csv_line(cells: Any) -> bytes:
     text = io.StringIO()
     # A spreadsheet would run a text that begins so as a formula.
     csv.writer(text).writerow(
-        [f"'{one}" if isinstance(one, str) and one[:1] in "=+-@\t" and one else one for one in cells]
+        [f"'{one}" if isinstance(one, str) and one[:1] in "=+-@\t\r\n" and one else one for one in cells]
     )
     return text.getvalue().encode()

@@ -20,6 +20,7 @@ from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.transitions import TracedRollout
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store.base import LightningStore
+from agentlightning.tracing.dialects import mapping
 from agentlightning.tracing.rewards import find_final_reward
 from agentlightning.types import And, Condition, Filter, Order, Rollout, Run, Span
 
@@ -103,19 +104,19 @@ UNTRAINED: Final = Training()
 
 
 def training_of(run: Run | None) -> Training:
-    """What the run's manifest says; of no run, or one that trains no policy, that every call counts."""
-    config: dict[str, Any] = run.manifest.get("config", {}) if run else {}
-    algorithm = config.get("algorithm")
-    if not isinstance(algorithm, dict) or "reward" not in algorithm:
+    """What the run's manifest says; of no run, one without a policy, or another program's, that all calls count."""
+    config = mapping(run.manifest.get("config")) if run else {}
+    algorithm = mapping(config.get("algorithm"))
+    if "reward" not in algorithm:
         return UNTRAINED
     named = {name: algorithm[name] for name in CallFilter.__dataclass_fields__ if name in algorithm}
     credit = {name: algorithm[name] for name in CreditSettings.__struct_fields__ if name in algorithm}
-    return Training(
-        calls=msgspec.convert({**named, "models": list(config["models"])}, CallFilter),
-        reward=msgspec.convert(algorithm["reward"], RewardSpec),
-        credit=msgspec.convert(credit, CreditSettings),
-        unrewarded=algorithm.get("unrewarded", "exclude"),
-    )
+    calls, unrewarded = {**named, "models": list(mapping(config.get("models")))}, algorithm.get("unrewarded", "exclude")
+    told = {"calls": calls, "reward": algorithm["reward"], "credit": credit, "unrewarded": unrewarded}
+    try:
+        return msgspec.convert(told, Training)
+    except msgspec.ValidationError:
+        return UNTRAINED
 
 
 def rewarded_group(group: Sequence[TracedRollout], unrewarded: str | float) -> RewardedGroup:

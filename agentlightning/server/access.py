@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from agentlightning.errors import ForbiddenError, NotFoundError
+from agentlightning.errors import ConflictError, ForbiddenError, NotFoundError, UnavailableError
 from agentlightning.gateway.attribution import api_key_of
 from agentlightning.gateway.locality import why_elsewhere
 from agentlightning.semconv import REWARD
@@ -148,6 +148,21 @@ class Access:
             if key
             else "this server needs a key; send it as `Authorization: Bearer …` (`agl` takes it from AGL_KEY)"
         )
+
+    async def name_of(self, headers: Mapping[str, str]) -> str | None:
+        """Who the caller is, if their key is valid; nobody else's name can be had by inventing keys."""
+        key = api_key_of(headers) or self.sessions.key_of(headers)
+        if not key:
+            return None
+        if self._admin_key is not None and hmac.compare_digest(_digest(key), self._admin_key):
+            return "the admin key"
+        try:
+            credential = await self._store.perform(calls.FindKey(api_key=key))
+        except ConflictError:  # of a worker that holds no attempt, or several
+            return _digest(key).hex()
+        except UnavailableError:
+            return None
+        return None if credential is None else credential.name
 
     async def confine(self, scope: Scope, call: C) -> C:
         """The call as this caller may make it: within its project, and under its name. ForbiddenError if it reaches

@@ -28,7 +28,7 @@ from agentlightning.server.dashboard import DashboardRoutes
 from agentlightning.server.events import EventRoutes
 from agentlightning.server.failures import defect, failure, refusal
 from agentlightning.server.health import HealthRoutes
-from agentlightning.server.limits import Buckets, RateLimit
+from agentlightning.server.limits import RateLimit
 from agentlightning.server.logs import log_request
 from agentlightning.server.metrics import GatewayMetrics, ServerMetrics
 from agentlightning.server.models import ModelRoutes
@@ -92,7 +92,7 @@ def create_app(
     listeners = [metrics.count, log_request] if access_log else [metrics.count]
     outer = [Middleware(Observed, listeners=listeners)]
     if rate_limit is not None:
-        outer.append(Middleware(RateLimit, buckets=Buckets(rate_limit)))
+        outer.append(Middleware(RateLimit, rate=rate_limit, access=parts.access))
     app = _Application(
         routes=routes,
         middleware=[*outer, *parts.inner],

@@ -203,7 +203,7 @@ class DashboardRoutes:
         run = await runs.find_run(store, _asked(request, "run"))
         measured = await self._runs.metrics(store, run)
         if any("rollouts" in one.values for one in measured):
-            return runs.measured_quality(run, measured)
+            return await asyncio.to_thread(runs.measured_quality, run, measured)
         return await credit.sampled_quality(store, run.run_id)
 
     async def _prompts(self, store: ConfinedStore, request: Request) -> Any:
@@ -220,10 +220,11 @@ class DashboardRoutes:
         if number is not None and not 1 <= shown <= len(attempts):
             raise NotFoundError(f"rollout {rollout.rollout_id} has {len(attempts)} attempts; there is no {number}")
         spans = await store.query_spans(rollout.rollout_id, attempts[shown - 1].attempt_id) if attempts else []
+        row = (await rollouts.rows_of(store, [rollout]))[0]
         training = await credit.trained_by(store, rollout.run_id)
         classifier = tokens.classifier_of(await self._token_bytes())
         return await asyncio.to_thread(
-            rollouts.rollout_view, rollout, attempts, shown if attempts else None, spans, training, classifier
+            rollouts.rollout_view, row, attempts, shown if attempts else None, spans, training, classifier
         )
 
     async def _request(self, store: ConfinedStore, request: Request) -> Any:

@@ -27,9 +27,11 @@ from agentlightning.server.requests import receive_body
 from agentlightning.store import calls, codec
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
+from agentlightning.store.rollouts import MOST_BYTES
 
 PREFIX: Final = "/api/v1"
 LONGEST_POLL: Final = 60.0  # seconds
+MOST_ROWS: Final = 1000
 _MSGPACK: Final = "application/msgpack"
 _MSGPACK_HEADERS: Final = ((b"content-type", b"application/msgpack"),)
 _JSON_HEADERS: Final = ((b"content-type", b"application/json"),)
@@ -191,7 +193,7 @@ class StoreRest:
             asked = endpoint.decode(fields, data, _MSGPACK in headers.get("content-type", ""))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidError(f"{scope['method']} {scope['path']}: {error}") from None
-        call = await self._access.confine(caller, asked)
+        call = _bounded(await self._access.confine(caller, asked))
         if endpoint.waits:
             result = await self._polls.answer(receive, self._store.perform(self._polls.bounded(call)))
         else:
@@ -199,6 +201,17 @@ class StoreRest:
         if result is None and endpoint.none_is_missing:
             raise NotFoundError(f"there is nothing at {scope['path']}")
         return result
+
+
+def _bounded(call: Call[Any]) -> Call[Any]:
+    """The call with an answer of no more than a server gives at a time; who asked for more goes on from the cursor."""
+    if isinstance(call, calls.PageCall):
+        size = MOST_BYTES if call.most_bytes is None else min(MOST_BYTES, call.most_bytes)
+        limit = MOST_ROWS if call.limit is None else min(MOST_ROWS, call.limit)
+        return msgspec.structs.replace(call, limit=limit, most_bytes=size)
+    if isinstance(call, calls.FinishedAfter | calls.CompleteGroupsAfter | calls.QueryAudit) and call.limit > MOST_ROWS:
+        return msgspec.structs.replace(call, limit=MOST_ROWS)
+    return call
 
 
 def _decoder(kind: type[Call[Any]]) -> Callable[[Mapping[str, Any], bytes, bool], Any]:

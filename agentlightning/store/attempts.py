@@ -37,7 +37,6 @@ FROM attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id
 """
 _MOVING: Final = ("last_activity", "end_time", "lease_expires", "last_heartbeat_time", "held_until", "held_seconds")
 _config: Final = msgspec.json.Decoder(RolloutConfig).decode
-_LOCKED_SECONDS: Final = 0.25  # until another look at what another server had locked
 _FORGOTTEN_SECONDS: Final = 86_400.0  # of a worker's silence
 _MOST_LEASED: Final = 1000  # rollouts in one transaction, so that nobody waits long
 _QUEUED: Final = "('queuing', 'requeuing')"
@@ -51,14 +50,13 @@ def _standing(row: Sequence[Any]) -> tuple[int, Standing]:
 
 
 def load_standing(connection: Connection, rollout_id: str, attempt_id: str) -> tuple[int, Standing]:
-    """An attempt's number in the store and its standing, which nobody else changes before the commit; NotFoundError
-    if the rollout has no such attempt."""
+    """An attempt's number in the store and its standing; NotFoundError if the rollout has no such attempt."""
     return load_with_sequence(connection, rollout_id, attempt_id)[:2]
 
 
 def load_with_sequence(connection: Connection, rollout_id: str, attempt_id: str) -> tuple[int, Standing, int]:
     """What `load_standing` gives, and the highest sequence id of the attempt's spans."""
-    row = connection.execute(_STANDING + "WHERE a.attempt_id = ?" + connection.for_update, (attempt_id,)).fetchone()
+    row = connection.execute(_STANDING + "WHERE a.attempt_id = ?", (attempt_id,)).fetchone()
     if row is None or row[1] != rollout_id:
         raise NotFoundError(f"there is no attempt {attempt_id!r} of a rollout {rollout_id!r}")
     return *_standing(row), row[-1]
@@ -101,7 +99,7 @@ def _watch(tx: Transaction, number: int, standing: Standing) -> None:
 
 def update_rollout(tx: Transaction, call: calls.UpdateRollout) -> Rollout:
     """Change the status by hand, where the lifecycle allows it, and replace the metadata."""
-    current = require_rollout(tx.connection, call.rollout_id, tx.connection.for_update).status
+    current = require_rollout(tx.connection, call.rollout_id).status
     if call.status is not None and call.status != current:
         lifecycle.check_settable(call.rollout_id, current, call.status)
         _decide(tx, call.rollout_id, call.status)
@@ -114,7 +112,7 @@ def update_rollout(tx: Transaction, call: calls.UpdateRollout) -> Rollout:
 
 def cancel_rollout(tx: Transaction, call: calls.CancelRollout) -> Rollout:
     """Cancel a rollout and whatever attempts of it are active; a cancelled one stays as it is."""
-    current = require_rollout(tx.connection, call.rollout_id, tx.connection.for_update).status
+    current = require_rollout(tx.connection, call.rollout_id).status
     if current != "cancelled":
         lifecycle.check_rollout_move(call.rollout_id, current, "cancelled")
         _decide(tx, call.rollout_id, "cancelled")
@@ -148,7 +146,7 @@ def lease(tx: Transaction, call: calls.LeaseRollouts) -> list[AttemptedRollout]:
     of_project, values = ("", ()) if call.project is None else ("AND project = ? ", (call.project,))
     rollouts = ROLLOUTS.all(
         tx.connection,
-        f"WHERE status IN {_QUEUED} {of_project}ORDER BY priority DESC, number LIMIT ?{tx.connection.skip_locked}",
+        f"WHERE status IN {_QUEUED} {of_project}ORDER BY priority DESC, number LIMIT ?",
         (*values, limit),
     )
     names = (None if call.lease_id is None else f"{call.lease_id}.{index}" for index in range(len(rollouts)))
@@ -172,7 +170,7 @@ def start_attempt(tx: Transaction, call: calls.StartAttempt) -> AttemptedRollout
     earlier = None if call.attempt_id is None else _handed_out_again(tx, call.attempt_id, call.rollout_id)
     if earlier is not None:
         return earlier
-    rollout = require_rollout(tx.connection, call.rollout_id, tx.connection.for_update)
+    rollout = require_rollout(tx.connection, call.rollout_id)
     return _start(tx, rollout, call.worker_id, call.attempt_id)
 
 
@@ -181,9 +179,7 @@ def _handed_out_again(
 ) -> AttemptedRollout | None:
     """An attempt handed out before under this id, for a caller that did not hear of it. Asking is a sign of life of
     its worker. ConflictError if it is one of another rollout or project."""
-    row = tx.connection.execute(
-        _STANDING + "WHERE a.attempt_id = ?" + tx.connection.for_update, (attempt_id,)
-    ).fetchone()
+    row = tx.connection.execute(_STANDING + "WHERE a.attempt_id = ?", (attempt_id,)).fetchone()
     if row is None:
         return None
     number, before = _standing(row)
@@ -318,8 +314,7 @@ def extend(tx: Transaction, call: calls.ExtendAttempts) -> None:
     """Stop the timeout and the silence of active attempts; pass over those that have ended or been removed."""
     if not 0 < call.seconds < math.inf:
         raise InvalidError(f"seconds is {call.seconds}; it must be positive and finite")
-    # In the order of their ids, as those of spans: two servers that lock the same attempts do it in the same order.
-    for rollout_id, attempt_id in sorted(call.attempts):
+    for rollout_id, attempt_id in call.attempts:
         try:
             number, before = load_standing(tx.connection, rollout_id, attempt_id)
         except NotFoundError:
@@ -334,8 +329,7 @@ def expire(tx: Transaction, limit: int = 500) -> int:
     """End attempts whose clock ran out, up to `limit`, and return how many ended. `changes.deadline` becomes the
     time of the next look."""
     rows = tx.connection.execute(
-        _STANDING
-        + f"WHERE a.status IN {_ACTIVE} AND a.check_time <= ? ORDER BY a.check_time LIMIT ?{tx.connection.skip_locked}",
+        _STANDING + f"WHERE a.status IN {_ACTIVE} AND a.check_time <= ? ORDER BY a.check_time LIMIT ?",
         (tx.now, limit),
     ).fetchall()
     ended = 0
@@ -349,8 +343,6 @@ def expire(tx: Transaction, limit: int = 500) -> int:
             ended += 1
     (earliest,) = tx.connection.execute(f"SELECT MIN(check_time) FROM attempts WHERE status IN {_ACTIVE}").fetchone()
     tx.changes.deadline = math.inf if earliest is None else earliest
-    if tx.changes.deadline <= tx.now and len(rows) < limit:
-        tx.changes.deadline = tx.now + _LOCKED_SECONDS  # what is still overdue was passed over: another server holds it
     return ended
 
 
@@ -384,8 +376,7 @@ def touch_worker(tx: Transaction, worker_id: str | None, stats: str | None = Non
         return
     _forget_workers(tx)  # now that there is one more, so that there are never more than came within a day
     tx.connection.execute(
-        "INSERT INTO workers (worker_id, last_heartbeat_time, heartbeat_stats) VALUES (?, ?, ?) "
-        "ON CONFLICT (worker_id) DO NOTHING",  # another server has just noted it
+        "INSERT INTO workers (worker_id, last_heartbeat_time, heartbeat_stats) VALUES (?, ?, ?)",
         (worker_id, tx.now, stats or "{}"),
     )
 
@@ -395,6 +386,6 @@ def _forget_workers(tx: Transaction) -> None:
     tx.connection.execute(
         "DELETE FROM workers WHERE worker_id IN (SELECT worker_id FROM workers WHERE last_heartbeat_time < ? "
         f"AND worker_id NOT IN (SELECT worker_id FROM attempts WHERE status IN {_ACTIVE} AND worker_id IS NOT NULL)"
-        f"{tx.connection.skip_locked})",
+        f")",
         (tx.now - _FORGOTTEN_SECONDS,),
     )

@@ -65,9 +65,11 @@ class Call(Noun, Generic[T], frozen=True, kw_only=True):
 
 
 class PageCall(Call[T], frozen=True, kw_only=True):
-    """One page of what matches `where`, sorted by `order`, from a `cursor` on; counting the `total` costs a scan."""
+    """One page of what matches `where`, sorted by `order`, from a `cursor` on; counting the `total` costs a scan. A
+    page ends early, with a cursor, once its rows have `most_bytes`. A server gives at most 1,000 rows or 16 MiB."""
 
     scope = "read"
+    most_bytes: int | None = None
     where: Filter | None = None
     order: tuple[Order, ...] = ()
     limit: int | None = None
@@ -387,8 +389,8 @@ class AdminCall(Call[T], frozen=True, kw_only=True):
 class DeleteRollouts(AdminCall[Deleted], frozen=True, kw_only=True):
     """Remove what belongs to the rollouts that match; those not yet terminal are left, or cancelled first if
     `unfinished`. `keep_rewards` keeps the rollouts, their attempts and reward spans, without inputs and other spans.
-    `scrub` leaves no trace of what was removed in the database's files, which are written anew: that takes time, and
-    other writes have to wait."""
+    `scrub` leaves no trace of what was removed in a SQLite file, which is written anew, a little at a time between
+    other writes."""
 
     route = "POST /rollouts/delete"
     where: Filter

@@ -70,6 +70,8 @@ class LightningStoreClient(LightningStore):
 
     async def perform(self, call: Call[T]) -> T:
         call = cast(Call[T], _named(call))
+        if isinstance(call, calls.PageCall):
+            return await self._ask_pages(call)
         if "timeout" not in call.__struct_fields__:
             return await self._ask(call)
         give_up = time.monotonic() + _patience_of(call)
@@ -80,6 +82,20 @@ class LightningStoreClient(LightningStore):
             answer = await self._ask(call)
             if time.monotonic() >= give_up or _is_complete(call, answer):
                 return answer
+            if isinstance(answer, FinishedRollouts):
+                call = msgspec.structs.replace(call, cursor=answer.cursor)
+
+    async def _ask_pages(self, call: Call[T]) -> T:
+        """The page that was asked for, put together of those that the server gives at a time."""
+        parts: list[Any] = [await self._ask(call)]
+        wanted, found = getattr(call, "limit", None), len(parts[0].items)
+        while parts[-1].next_cursor is not None and parts[-1].items and (wanted is None or found < wanted):
+            rest = {"cursor": parts[-1].next_cursor, "offset": 0, "with_total": False}
+            limit = None if wanted is None else wanted - found
+            parts.append(await self._ask(msgspec.structs.replace(call, limit=limit, **rest)))
+            found += len(parts[-1].items)
+        items = tuple(item for part in parts for item in part.items)
+        return msgspec.structs.replace(parts[-1], items=items, total=parts[0].total)
 
     async def _ask(self, call: Call[T]) -> T:
         form = form_of(type(call))

@@ -8,9 +8,11 @@ transactions, and what a connection must offer; it does not know what the operat
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar
 
@@ -18,13 +20,11 @@ from agentlightning.errors import ConfigError, ConflictError, InvalidError, Unav
 
 T = TypeVar("T")
 Dialect: TypeAlias = Literal["sqlite", "postgres"]
-Trouble: TypeAlias = Literal["again", "conflict", "lost", "invalid", "unavailable"]
-"""What an error of a database means: the same transaction may succeed when tried again (a deadlock); something of that
-name is stored already, perhaps only just; the connection is gone, and with it the transaction; the values cannot be
-stored; the database cannot be written."""
+Trouble: TypeAlias = Literal["conflict", "lost", "invalid", "overdue", "unavailable"]
+"""What an error of a database means: something of that name is stored already; the connection is gone, and with it the
+transaction; the values cannot be stored; the time for the query was over; the database cannot be written."""
 
 _TRIES: Final = 5
-_RETRIED: Final[frozenset[Trouble | None]] = frozenset({"again", "conflict", "lost"})
 
 
 class Cursor(Protocol):
@@ -36,18 +36,21 @@ class Cursor(Protocol):
 
 
 class Connection(Protocol):
-    """A connection as operations see it. SQL has `?` for parameters in every dialect, and no other `?` or `%`.
-
-    `for_update` and `skip_locked` are to be appended to a SELECT whose rows will be changed; both are empty where one
-    writer has the database for itself."""
+    """A connection as operations see it. SQL has `?` for parameters in every dialect, and no other `?` or `%`."""
 
     dialect: Dialect
-    for_update: str
-    skip_locked: str
 
     @property
     def in_transaction(self) -> bool: ...
     def execute(self, sql: str, parameters: Sequence[Any] = ..., /) -> Cursor: ...
+    def stream(self, sql: str, parameters: Sequence[Any] = ..., /) -> Iterator[Any]:
+        """The rows of a SELECT, of which few at a time are in memory."""
+        ...
+
+    def limited(self, seconds: float) -> AbstractContextManager[None]:
+        """Interrupt what is executed in the block after so long; `math.inf`: never."""
+        ...
+
     def settle(self) -> None:
         """Commit. Returns only if the transaction is stored; UnavailableError if that cannot be found out."""
         ...
@@ -70,6 +73,7 @@ class _Job:
     operation: Operation[Any]
     future: asyncio.Future[Any]
     notes: Any
+    seconds: float | None
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,9 @@ class DatabaseThread:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, operation: Operation[T], notes: Any = None) -> asyncio.Future[T]:
-        """Hand an operation over; the future is resolved after its transaction is committed."""
+    def submit(self, operation: Operation[T], notes: Any = None, seconds: float | None = None) -> asyncio.Future[T]:
+        """Hand an operation over; the future is resolved after its transaction is committed. One that only reads may
+        be limited to some `seconds`."""
         if self._closed:
             raise UnavailableError("the store is closed")
         if asyncio.get_running_loop() is not self._loop:
@@ -124,7 +129,7 @@ class DatabaseThread:
         if not self._gathering:
             # What one turn of the event loop brings is handed over together: waking a thread costs more than most jobs.
             self._loop.call_soon(self._hand_over)
-        self._gathering.append(_Job(operation, future, notes))
+        self._gathering.append(_Job(operation, future, notes, seconds))
         return future
 
     def _hand_over(self) -> None:
@@ -161,15 +166,14 @@ class DatabaseThread:
 
     def _transact(self, batch: list[_Job], tries: int) -> None:
         """Run a batch as one transaction and deliver its outcomes. If the connection was lost before the commit, the
-        batch is tried again; if it lost against another transaction, its jobs are, one by one; for any other reason
-        the whole batch fails."""
+        batch is tried again; for any other reason the whole batch fails."""
         outcomes: list[_Outcome] = []
         settled = None
         try:
             self._connection.revive()
             self._connection.execute(self._begin)
             if len(batch) == 1:
-                outcomes.append(_Outcome(batch[0], batch[0].operation(self._connection)))
+                outcomes.append(self._run(batch[0]))
             else:
                 for job in batch:
                     outcomes.append(self._run_apart(job))
@@ -179,12 +183,10 @@ class DatabaseThread:
         except Exception as error:  # noqa: BLE001 - every caller of the batch gets it
             trouble = self._connection.trouble(error)
             self._roll_back()
-            if trouble in _RETRIED and tries > 1:
-                for part in [batch] if trouble == "lost" else [[job] for job in batch]:
-                    self._transact(part, tries - 1)
+            if trouble == "lost" and tries > 1:
+                self._transact(batch, tries - 1)
                 return
-            fault = _typed(trouble, error)
-            outcomes = [_Outcome(job, error=fault) for job in batch]
+            outcomes = [_Outcome(job, error=_typed(trouble, error, job.seconds)) for job in batch]
         self._loop.call_soon_threadsafe(self._deliver, outcomes, settled)
 
     def _roll_back(self) -> None:
@@ -195,19 +197,25 @@ class DatabaseThread:
             if self._connection.trouble(error) is None:
                 raise
 
+    def _run(self, job: _Job) -> _Outcome:
+        if job.seconds is None:
+            return _Outcome(job, job.operation(self._connection))
+        with self._connection.limited(job.seconds):
+            return _Outcome(job, job.operation(self._connection))
+
     def _run_apart(self, job: _Job) -> _Outcome:
         """Run a job so that it can fail without the others of its batch."""
         execute = self._connection.execute
         execute("SAVEPOINT operation")
         try:
-            outcome = _Outcome(job, job.operation(self._connection))
+            outcome = self._run(job)
             execute("RELEASE SAVEPOINT operation")
             return outcome
         except Exception as error:
             trouble = self._connection.trouble(error)
-            if trouble in _RETRIED or (trouble is not None and not self._connection.in_transaction):
+            if trouble == "lost" or (trouble is not None and not self._connection.in_transaction):
                 raise
-            outcome = _Outcome(job, error=_typed(trouble, error))
+            outcome = _Outcome(job, error=_typed(trouble, error, job.seconds))
         execute("ROLLBACK TO SAVEPOINT operation")
         execute("RELEASE SAVEPOINT operation")
         return outcome
@@ -224,30 +232,48 @@ class DatabaseThread:
                 outcome.job.future.set_exception(outcome.error)
 
 
-def _typed(trouble: Trouble | None, error: Exception) -> Exception:
+def _typed(trouble: Trouble | None, error: Exception, seconds: float | None) -> Exception:
     if isinstance(error, OverflowError):
         return InvalidError(f"a number does not fit 64 bits: {error}")
     if trouble is None:
         return error
     if trouble == "invalid":
         return InvalidError(f"the database cannot hold this: {error}")
+    if trouble == "overdue":
+        return InvalidError(
+            f"this query takes longer than {seconds} s and was ended; narrow it by a run, a project, ids or times, ask "
+            "for columns instead of JSON paths, or do without the total"
+        )
     if trouble == "conflict":
         return ConflictError(f"something of this name is stored already: {error}")
     return UnavailableError(f"the store could not be written: {error}; nothing of this call was stored")
 
 
 class Readers:
-    """Several threads that read, each on a connection of its own, so that a slow query holds up nobody."""
+    """Several threads that read, each on a connection of its own."""
 
-    def __init__(self, connections: Sequence[Connection]) -> None:
+    def __init__(self, connections: Sequence[Connection], name: str) -> None:
         jobs = queue.SimpleQueue[Any]()
         self._threads = [
-            DatabaseThread(connection, f"agl-store-reader-{number}", largest_batch=1, jobs=jobs)
+            DatabaseThread(connection, f"agl-store-{name}-{number}", largest_batch=1, jobs=jobs)
             for number, connection in enumerate(connections)
         ]
 
-    def submit(self, operation: Operation[T]) -> asyncio.Future[T]:
-        return self._threads[0].submit(operation)
+    def submit(self, operation: Operation[T], seconds: float) -> asyncio.Future[T]:
+        return self._threads[0].submit(operation, seconds=seconds)
 
     async def close(self) -> None:
         await asyncio.gather(*(thread.close() for thread in self._threads))
+
+
+def take_rows(rows: Iterator[Any], most_bytes: float) -> tuple[list[Any], bool]:
+    """The first rows, up to so many bytes of text and binary but at least one; whether these are all."""
+    taken: list[Any] = []
+    size = 0
+    with contextlib.closing(rows):  # pyright: ignore[reportArgumentType] - both databases' can be closed
+        for row in rows:
+            taken.append(row)
+            size += sum(len(value) for value in row if isinstance(value, str | bytes))
+            if size >= most_bytes:
+                return taken, False
+    return taken, True

@@ -20,7 +20,7 @@ import msgspec
 
 from agentlightning.errors import InvalidError
 from agentlightning.store import calls, codec, fields, filters
-from agentlightning.store.database import Dialect
+from agentlightning.store.database import Dialect, take_rows
 from agentlightning.store.fields import (
     Column,
     Fields,
@@ -87,12 +87,13 @@ def _page(
     if call.cursor is not None:
         here = put("{} AND {}", matching, after(call.cursor, wanted, call.order, of, dialect))
     limit = _UNLIMITED if call.limit is None else call.limit + 1
-    rows = tx.connection.execute(
+    found = tx.connection.stream(
         f"SELECT {columns}, {ordering.columns} FROM {of.tables} WHERE {here.text} ORDER BY {ordering.by} "
         "LIMIT ? OFFSET ?",
         [*ordering.parameters, *here.parameters, limit, call.offset],
-    ).fetchall()
-    if call.limit is None or len(rows) <= call.limit:
+    )
+    rows, whole = take_rows(found, math.inf if call.most_bytes is None else call.most_bytes)
+    if whole and (call.limit is None or len(rows) <= call.limit):
         return rows, total, None
     rows = rows[: call.limit]
     next_cursor = None if not rows else encode_cursor(rows[-1][-ordering.width :], wanted, call.order, of)

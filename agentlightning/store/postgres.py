@@ -1,4 +1,4 @@
-"""A store in PostgreSQL: its connections, its layout, and the notifications that tell other servers what changed.
+"""A store in PostgreSQL: who owns it, its connections and its layout.
 
 This module knows psycopg and nothing of what the rows mean. It is imported only where a store's address is a
 `postgresql://` URL.
@@ -6,43 +6,36 @@ This module knows psycopg and nothing of what the rows mean. It is imported only
 
 from __future__ import annotations
 
-import base64
+import contextlib
 import functools
-import hashlib
-import logging
+import math
+import os
 import secrets
-import threading
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Final
 
-import msgspec
 import psycopg
-from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import TransactionStatus
 
-from agentlightning.errors import ConfigError, UnavailableError
+from agentlightning.errors import ConfigError, InUseError, UnavailableError
 from agentlightning.store import schema
-from agentlightning.store.database import Connection, Cursor, Dialect, Trouble
+from agentlightning.store.database import Cursor, Dialect, Trouble
 from agentlightning.store.sqlite import Synchronous
-from agentlightning.store.transaction import Changes
 
-_LOCK: Final = 0x41474C53  # one server at a time lays out the tables
-_LONGEST_SAYING: Final = 7900  # bytes; PostgreSQL refuses notifications of 8000
+_LOCK: Final = 0x41474C53  # with a hash of the schema: who has it owns the store
 _PATIENCE_SECONDS: Final = 10.0
 _PAUSE_SECONDS: Final = 0.25
-_AGAIN: Final = (
-    psycopg.errors.DeadlockDetected,
-    psycopg.errors.SerializationFailure,
-)
+_TAKE_SECONDS: Final = 3.0  # for the sessions of a process that has just died to end
+_FETCHED: Final = 32  # rows at a time
 _LOST: Final = (
     psycopg.errors.AdminShutdown,
     psycopg.errors.CrashShutdown,
     psycopg.errors.CannotConnectNow,
 )
 _SETTINGS: Final = {
-    "application_name": "agentlightning",
     "connect_timeout": 10,
     # A machine that vanished, or a cut cable, is noticed by probes instead of waiting for an answer for ever.
     "keepalives_idle": 10,
@@ -51,36 +44,51 @@ _SETTINGS: Final = {
     "tcp_user_timeout": 30_000,
 }
 """What a store's URL need not say."""
-_MARKS: Final = "commit of "
+_PROBES: Final = "-c tcp_keepalives_idle=10 -c tcp_keepalives_interval=5 -c tcp_keepalives_count=3"
+"""The same at PostgreSQL's end: a machine that vanished must not own the store for hours."""
+_TAKE: Final = "SELECT pg_try_advisory_lock(%s, hashtext(COALESCE(current_schema(), '')))"
+_HOLDERS: Final = """
+FROM pg_locks JOIN pg_stat_activity USING (pid)
+WHERE locktype = 'advisory' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+AND classid = %s::oid AND objid = hashtext(COALESCE(current_schema(), ''))::oid AND objsubid = 2 AND granted
+"""
 _MARK: Final = """
-INSERT INTO meta (name, value) SELECT %s, %s WHERE pg_current_xact_id_if_assigned() IS NOT NULL
+INSERT INTO meta (name, value) SELECT 'last commit', %s WHERE pg_current_xact_id_if_assigned() IS NOT NULL
 ON CONFLICT (name) DO UPDATE SET value = excluded.value
 """
-"""What a transaction leaves if it wrote anything: its time in nanoseconds, under its connection's name."""
-_LAST_MARK: Final = """
-INSERT INTO meta (name, value) VALUES (%s, '0') ON CONFLICT (name) DO UPDATE SET value = meta.value RETURNING value
-"""
-"""Waits for a transaction that is still at its commit."""
-_OLD_MARKS: Final = """
-DELETE FROM meta WHERE name LIKE ? AND extract(epoch FROM now()) - encode(value, 'escape')::float8 / 1e9 > 86400
-"""
-_log: Final = logging.getLogger(__name__)
+"""What a transaction leaves if it wrote anything: whose it is and its time in nanoseconds."""
 
 
 class PostgresConnection:
-    """One connection, for one thread at a time, that is made anew after it was lost."""
+    """One connection, for one thread at a time, that is made anew after it was lost. The one that writes owns the
+    store; others name it as their `owner` and read for the same process, each statement for so many `seconds`."""
 
     dialect: Dialect = "postgres"
-    for_update: str = " FOR UPDATE"
-    skip_locked: str = " FOR UPDATE SKIP LOCKED"
 
-    def __init__(self, url: str, synchronous: Synchronous, *, writing: bool = True) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        writing: Synchronous | None = None,
+        owner: PostgresConnection | None = None,
+        seconds: float = math.inf,
+    ) -> None:
         self._url = url
-        self._writing = writing
-        # A commit that is not waited for survives the death of the server, not a power cut, as NORMAL promises.
-        self._options = "-c synchronous_commit=off" if synchronous == "NORMAL" else ""
-        self._name = f"{_MARKS}{secrets.token_hex(8)}"
-        self._raw = _connect(url, self._options)
+        self._writing = writing is not None
+        self._owner = owner
+        self._seconds = seconds
+        self._options = _PROBES
+        if writing is None:
+            self._options += " -c default_transaction_read_only=on"
+        elif writing == "NORMAL":
+            # A commit that is not waited for survives the death of the server, not a power cut.
+            self._options += " -c synchronous_commit=off"
+        if seconds < math.inf:
+            self._options += f" -c statement_timeout={_milliseconds(seconds)}"
+        # What others are shown of who owns the store; PostgreSQL keeps 63 bytes.
+        self._name = f"agentlightning {secrets.token_hex(4)} on {socket.gethostname()[:16]!a} (pid {os.getpid()})"
+        self._superseded = False
+        self._raw = _connect(url, self._options, self._name)
         self._lost_since: float | None = None
 
     @property
@@ -89,6 +97,17 @@ class PostgresConnection:
 
     def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Cursor:
         return self._raw.execute(_translated(sql), parameters)  # pyright: ignore[reportArgumentType]
+
+    def stream(self, sql: str, parameters: Sequence[Any] = (), /) -> Iterator[Any]:
+        with self._raw.cursor(name="page") as cursor:
+            cursor.itersize = _FETCHED
+            yield from cursor.execute(_translated(sql), parameters)  # pyright: ignore[reportArgumentType]
+
+    @contextlib.contextmanager
+    def limited(self, seconds: float) -> Generator[None]:
+        if seconds != self._seconds:
+            self._raw.execute(f"SET LOCAL statement_timeout = {_milliseconds(seconds)}".encode())
+        yield
 
     def settle(self) -> None:
         """Commit. Where the connection is lost meanwhile, the database is asked whether this transaction's mark is
@@ -104,20 +123,16 @@ class PostgresConnection:
                 raise
 
     def _leave_mark(self) -> bytes | None:
-        mark = str(time.time_ns()).encode()
-        return mark if self._raw.execute(_MARK, (self._name, mark)).rowcount else None
+        mark = f"{self._name} {time.time_ns()}".encode()
+        return mark if self._raw.execute(_MARK, (mark,)).rowcount else None
 
     def _was_committed(self, mark: bytes) -> bool:
+        """Asked after the store was taken again, which waits until the lost connection's transaction is over."""
         give_up = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < give_up:
             try:
                 self.revive()
-                with self._raw.transaction():
-                    self._raw.execute("SET LOCAL lock_timeout = '10s'")
-                    (last,) = self._raw.execute(_LAST_MARK, (self._name,)).fetchone() or (b"",)
-                return bytes(last) == mark
-            except psycopg.errors.LockNotAvailable:
-                break
+                return self._last_mark() == mark
             except psycopg.Error as error:
                 if self.trouble(error) != "lost":
                     raise
@@ -127,6 +142,10 @@ class PostgresConnection:
             "PostgreSQL was lost at a commit, and it is not known whether it was stored; repeat it with the same ids"
         )
 
+    def _last_mark(self) -> bytes:
+        row = self._raw.execute("SELECT value FROM meta WHERE name = 'last commit'").fetchone()
+        return b"" if row is None else bytes(row[0])
+
     def close(self) -> None:
         self._raw.close()
 
@@ -134,28 +153,73 @@ class PostgresConnection:
         if isinstance(error, psycopg.Error) and (self._raw.closed or isinstance(error, _LOST)):
             self._raw.close()
             return "lost"
-        if isinstance(error, _AGAIN):
-            return "again"
+        if isinstance(error, psycopg.errors.QueryCanceled):
+            return "overdue"
         if isinstance(error, psycopg.errors.UniqueViolation):
             return "conflict"
         if isinstance(error, psycopg.DataError | UnicodeEncodeError):
             return "invalid"
         return "unavailable" if isinstance(error, psycopg.Error) else None
 
+    def take(self, patience: float = 0.0) -> None:
+        """Own the store, as long as this connection lives. InUseError says who does after so many seconds."""
+        give_up = time.monotonic() + patience
+        while self._raw.execute(_TAKE, (_LOCK,)).fetchone() != (True,):
+            if time.monotonic() >= give_up:
+                raise self._in_use()
+            time.sleep(_PAUSE_SECONDS)
+
+    def _in_use(self) -> InUseError:
+        holder = self._raw.execute(
+            "SELECT application_name, host(client_addr), backend_start" + _HOLDERS, (_LOCK,)
+        ).fetchone()
+        name, address, since = holder or ("another session", None, "just now")
+        return InUseError(
+            f"the store in PostgreSQL is in use by {name}, from {address or 'its own machine'}, since {since}; one "
+            "process at a time may have it: ask that process's server, or end it"
+        )
+
+    def _take_again(self) -> None:
+        """Own the store again, as if there had been no interruption: UnavailableError if another had it meanwhile."""
+        # The lost connection may live on at the server's end, which hears nothing of a cut cable.
+        self._raw.execute(
+            "SELECT pg_terminate_backend(pid)" + _HOLDERS + "AND application_name = %s", (_LOCK, self._name)
+        )
+        self.take()
+        if not self._last_mark().startswith(self._name.encode()):
+            self._superseded = True
+            self._raw.close()
+            self._refuse_if_superseded()
+
+    def _refuse_if_superseded(self) -> None:
+        if (self._owner or self)._superseded:
+            raise UnavailableError(
+                "the connection to PostgreSQL was lost, and another server has used the store since, so that what this "
+                "one remembers may be wrong; restart this server"
+            )
+
     def revive(self) -> None:
+        self._refuse_if_superseded()
         if not self._raw.closed:
             return
         # Counted from the loss: who comes later does not wait as long again.
         lost_since = self._lost_since = self._lost_since or time.monotonic()
         while True:
             try:
-                self._raw = _connect(self._url, self._options)
+                self._raw = _connect(self._url, self._options, self._name)
+                if self._writing:
+                    self._take_again()
                 self._lost_since = None
                 return
-            except psycopg.OperationalError as error:
+            except (psycopg.OperationalError, InUseError) as error:
+                self._raw.close()
                 if time.monotonic() - lost_since > _PATIENCE_SECONDS:
-                    raise UnavailableError(f"PostgreSQL cannot be reached; nothing was stored: {error}") from None
+                    raise UnavailableError(f"PostgreSQL cannot be used; nothing was stored: {error}") from None
                 time.sleep(_PAUSE_SECONDS)
+
+
+def _milliseconds(seconds: float) -> int:
+    return 0 if seconds == math.inf else max(1, round(1000 * seconds))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -163,41 +227,57 @@ def _translated(sql: str) -> str:
     return sql.replace("?", "%s")
 
 
-def _connect(url: str, options: str = "") -> psycopg.Connection[tuple[Any, ...]]:
+def _connect(url: str, options: str, name: str) -> psycopg.Connection[tuple[Any, ...]]:
     settings: dict[str, Any] = {**_SETTINGS, **conninfo_to_dict(url)}
     settings["options"] = f"{settings.get('options', '')} {options}".strip()
+    settings["application_name"] = name
     return psycopg.connect("", autocommit=True, **settings)
 
 
-def open_database(url: str, synchronous: Synchronous, *, writing: bool = True) -> PostgresConnection:
-    """A connection to a database that holds a store of the present layout, made or brought there if need be.
-    ConfigError if it holds something else; UnavailableError if it cannot be reached."""
+def open_owner(url: str, synchronous: Synchronous) -> PostgresConnection:
+    """The connection that writes a store, which is then this process's; the store is made, or brought to the present
+    layout, if need be. ConfigError if the database holds something else; InUseError if another process owns the store;
+    UnavailableError if PostgreSQL cannot be reached."""
+    with _opening(url, writing=synchronous) as connection:
+        connection.take(_TAKE_SECONDS)
+        connection.execute("BEGIN")
+        _lay_out(connection)
+        connection.execute("SELECT pg_current_xact_id()")  # so that there is a mark in any case
+        connection.settle()
+    return connection
+
+
+def open_reader(url: str) -> PostgresConnection:
+    """A connection that reads a store, whoever owns it. ConfigError if there is none, or one of another layout."""
+    with _opening(url) as connection:
+        if _layout(connection) != schema.VERSION:
+            raise ConfigError("the database holds no store of this release")
+    return connection
+
+
+@contextlib.contextmanager
+def _opening(url: str, writing: Synchronous | None = None) -> Generator[PostgresConnection]:
     try:
-        connection = PostgresConnection(url, synchronous, writing=writing)
+        connection = PostgresConnection(url, writing=writing)
     except psycopg.ProgrammingError as error:
         raise ConfigError(f"the store's URL cannot be used: {error}") from None
     except psycopg.Error as error:
         raise UnavailableError(f"PostgreSQL cannot be reached: {error}") from None
     try:
-        connection.execute("BEGIN")
-        connection.execute("SELECT pg_advisory_xact_lock(?)", (_LOCK,))
-        _lay_out(connection)
-        if writing:
-            connection.execute(_OLD_MARKS, (f"{_MARKS}%",))
-        connection.execute("COMMIT")
+        yield connection
     except psycopg.Error as error:
         lost = connection.trouble(error) == "lost"
         connection.close()
         if lost:
             raise UnavailableError(f"PostgreSQL was lost while the store was opened: {error}") from None
-        raise ConfigError(f"the store cannot be laid out in PostgreSQL: {error}") from None
-    except ConfigError:
+        raise ConfigError(f"the store in PostgreSQL cannot be opened: {error}") from None
+    except BaseException:
         connection.close()
         raise
-    return connection
 
 
-def _lay_out(connection: PostgresConnection) -> None:
+def _layout(connection: PostgresConnection) -> int:
+    """The layout of the store in the database, 0 if it is empty; ConfigError if it holds something else."""
     tables = {
         name for (name,) in connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = current_schema()")
     }
@@ -211,6 +291,11 @@ def _lay_out(connection: PostgresConnection) -> None:
         row = connection.execute("SELECT value FROM meta WHERE name = 'layout'").fetchone()
         version = int(bytes(row[0])) if row is not None else -1
         schema.check_version(version, "the database")
+    return version
+
+
+def _lay_out(connection: PostgresConnection) -> None:
+    version = _layout(connection)
     if version == schema.VERSION:
         return
     schema.migrate(connection, version)
@@ -221,80 +306,15 @@ def _lay_out(connection: PostgresConnection) -> None:
 
 
 def read_clock(connection: PostgresConnection) -> float:
-    """The database's own time, which all servers on it share."""
+    """The database's own time, which is the same from whatever machine the store is opened."""
     (now,) = connection.execute("SELECT EXTRACT(EPOCH FROM clock_timestamp())::float8").fetchone()
     return now
 
 
-def channel_of(secret: bytes) -> str:
-    """Where the servers of one store talk: other schemas of the database may hold other stores."""
-    return f"agentlightning_{hashlib.sha256(secret).hexdigest()[:32]}"
-
-
-def notify(connection: Connection, channel: str, origin: str, changes: Changes) -> None:
-    """Tell the other servers, at the commit, what this transaction changed; of more than a notification holds, only
-    that there was something."""
-    if changes == Changes():
-        return
-    said = base64.b64encode(msgspec.msgpack.encode(changes)).decode()
-    payload = f"{origin} {said if len(said) <= _LONGEST_SAYING else ''}"
-    connection.execute("SELECT pg_notify(?, ?)", (channel, payload))
-
-
-def scrub(url: str) -> None:
-    """Write the tables anew, so that nothing is left in their files of rows that were removed. Others wait meanwhile.
-    UnavailableError says what is in the way."""
+def vacuum(url: str) -> None:
+    """Free the space of rows that were removed, while others go on. UnavailableError says what is in the way."""
     try:
         with psycopg.connect(url, autocommit=True, connect_timeout=10) as connection:
-            for table in ("rollouts", "attempts", "spans"):
-                connection.execute(f"VACUUM (FULL) {table}")
+            connection.execute("VACUUM rollouts, attempts, spans")
     except psycopg.Error as error:
         raise UnavailableError(str(error)) from None
-
-
-class Listener:
-    """Hears, in a thread of its own, what other servers changed. `heard` gets their changes, and None after the
-    connection was lost for a while, or for more changes than fit a notification, or for what another release says: then
-    anything may have changed."""
-
-    def __init__(self, url: str, channel: str, origin: str, heard: Callable[[Changes | None], None]) -> None:
-        self._url = url
-        self._channel = channel
-        self._origin = origin
-        self._heard = heard
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="agl-store-listener", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._stopping.set()
-        self._thread.join()
-
-    def _listen(self) -> None:
-        lost = False
-        while not self._stopping.is_set():
-            try:
-                with _connect(self._url) as connection:
-                    connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self._channel)))
-                    if lost:
-                        _log.warning("listening for the changes of other servers again")
-                        lost = False
-                    self._heard(None)
-                    while not self._stopping.is_set():
-                        for notice in connection.notifies(timeout=0.5):
-                            self._hear(notice.payload)
-            except psycopg.Error as error:
-                if not lost:  # said once, however long it lasts
-                    _log.warning("not listening for the changes of other servers, trying until it works: %s", error)
-                lost = True
-                self._stopping.wait(_PAUSE_SECONDS)
-
-    def _hear(self, payload: str) -> None:
-        origin, _, encoded = payload.partition(" ")
-        if origin == self._origin:
-            return
-        try:
-            changes = msgspec.msgpack.decode(base64.b64decode(encoded), type=Changes)
-        except (msgspec.DecodeError, ValueError):
-            changes = None
-        self._heard(changes)

@@ -1,4 +1,4 @@
-"""A store's SQLite file read while another process owns it: what a job is doing is looked at while it runs.
+"""A store read while another process owns it: what a job is doing is looked at while it runs.
 
 Nothing is changed and nobody is kept out. Other processes' commits wake nobody here, so that waiting is looking again.
 """
@@ -12,36 +12,46 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import msgspec
+
 from agentlightning.errors import ConflictError
 from agentlightning.store import calls, rollouts, sqlite
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
-from agentlightning.store.database import DatabaseThread
+from agentlightning.store.database import Connection, DatabaseThread
+from agentlightning.store.opening import is_postgres, psycopg_store
 from agentlightning.store.sql import LEASE_SECONDS, READS
 from agentlightning.store.transaction import Transaction
+from agentlightning.types import FinishedRollouts
 
 T = TypeVar("T")
 
 _LOOK_AGAIN_SECONDS: Final = 0.5
 
 
-_READS: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
-    **READS,
-    calls.FinishedAfter: rollouts.finished_after,
-}
+def _finished(tx: Transaction, call: calls.FinishedAfter) -> FinishedRollouts:
+    page, more = rollouts.finished_after(tx, call)
+    while more and not page.rollouts:
+        page, more = rollouts.finished_after(tx, msgspec.structs.replace(call, cursor=page.cursor))
+    return page
+
+
+_READS: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {**READS, calls.FinishedAfter: _finished}
 
 
 class StoreReader(LightningStore):
-    """The store in a file, for reading. Made by `open`, ended by `close`; a call that would change something is a
-    ConflictError."""
+    """The store in a file, or at a `postgresql://` URL, for reading. Made by `open`, ended by `close`; a call that
+    would change something is a ConflictError."""
 
-    def __init__(self, connection: sqlite.SqliteConnection) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._thread = DatabaseThread(connection, "agl-store-reader")
 
     @classmethod
-    async def open(cls, path: Path) -> StoreReader:
-        """ConfigError if there is no store in the file, or it is damaged."""
-        return cls(await asyncio.to_thread(_connect, path))
+    async def open(cls, address: Path | str) -> StoreReader:
+        """ConfigError if there is no store, or it is damaged; UnavailableError if PostgreSQL cannot be reached."""
+        if is_postgres(address):
+            return cls(await asyncio.to_thread(psycopg_store().open_reader, str(address)))
+        return cls(await asyncio.to_thread(_connect, Path(address)))
 
     async def close(self) -> None:
         await self._thread.close()

@@ -35,8 +35,6 @@ def add_resources(tx: Transaction, call: calls.AddResources) -> ResourcesUpdate:
     if call.parent_id is not None:
         require(tx.connection, "resources", "resources_id", call.parent_id)
     project = project_of(tx.connection, call.project, call.run_id)
-    # Whoever numbers holds the counter until the commit, as in `rollouts.settle`.
-    tx.connection.execute("SELECT value FROM counters WHERE name = 'finished'" + tx.connection.for_update)
     (version,) = tx.connection.execute("SELECT COALESCE(MAX(version), 0) + 1 FROM resources").fetchone()
     update = ResourcesUpdate(
         resources_id=call.resources_id or codec.new_id("rs"),

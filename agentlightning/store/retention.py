@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
@@ -26,6 +27,7 @@ from agentlightning.store.transaction import Transaction
 from agentlightning.types import UNATTRIBUTED, And, Attempt, Condition, Deleted, Filter, Rollout, Span
 
 _AT_ONCE: Final = 200  # rollouts in one transaction, so that nobody waits long
+_SECONDS_AT_ONCE: Final = 0.2
 
 
 # --- removing ----------------------------------------------------------------------------------------------------
@@ -44,32 +46,32 @@ def ended_before(time: float) -> Filter:
     )
 
 
-class Remaining(NamedTuple):
-    """Rollouts that are still to be removed: those that match and were enqueued later than number `after`."""
-
-    call: calls.DeleteRollouts
-    after: int = 0
+def find(tx: Transaction, call: calls.DeleteRollouts, after: int) -> list[int]:
+    """The numbers of the first rollouts after a number that are to be removed."""
+    return _numbers(tx, call, call.where, f"rollouts.number > {after}")
 
 
-def delete_rollouts(tx: Transaction, call: calls.DeleteRollouts, after: int = 0) -> tuple[Deleted, list[Remaining]]:
-    """Remove some of the rollouts that match, and say what remains to be done, the last of it first.
+def cancel_active(tx: Transaction, call: calls.DeleteRollouts, numbers: Sequence[int]) -> list[int]:
+    """Cancel those of these rollouts that are at work, in a transaction of their own: whoever works on them or waits
+    for them hears of that, and their groups become complete. Returns those that still match."""
+    matching = _numbers(tx, call, And([call.where, Condition("number", "in", list(numbers))]))
+    for rollout_id, status in _identified(tx, matching, "rollout_id, status"):
+        if status not in lifecycle.TERMINAL:
+            cancel_rollout(tx, calls.CancelRollout(rollout_id=rollout_id))
+    return matching
 
-    Unfinished ones are cancelled in a transaction of their own before they are removed: whoever works on them or waits
-    for them hears of that, and their groups become complete."""
-    if call.unfinished:
-        active = [row[0] for row in _some(tx, call, after, f"rollouts.status NOT IN {TERMINAL_STATUSES}")]
-        if active:
-            for rollout_id in active:
-                cancel_rollout(tx, calls.CancelRollout(rollout_id=rollout_id))
-            # By their ids: a filter may have chosen them by the status that they had.
-            cancelled = msgspec.structs.replace(
-                call, where=Condition("rollout_id", "in", active), project=None, unfinished=False
-            )
-            return Deleted(), [Remaining(call, after), Remaining(cancelled)]
-    untrimmed = " AND rollouts.trimmed = 0" if call.keep_rewards else ""
-    found = _some(tx, call, after, f"rollouts.status IN {TERMINAL_STATUSES}{untrimmed}")
+
+def delete_rollouts(
+    tx: Transaction, call: calls.DeleteRollouts, numbers: Sequence[int]
+) -> tuple[Deleted, Sequence[int]]:
+    """Remove those of these rollouts that match and have ended, as many as a moment allows; returns the others. Those
+    that were cancelled for it matched before."""
+    of_these = Condition("number", "in", list(numbers))
+    where = of_these if call.unfinished else And([call.where, of_these])
+    matching = _numbers(tx, msgspec.structs.replace(call, unfinished=False), where)
+    give_up = time.monotonic() + _SECONDS_AT_ONCE
     deleted = Deleted()
-    for rollout_id, group_id, _ in found:
+    for done, (rollout_id, group_id) in enumerate(_identified(tx, matching, "rollout_id, group_id"), start=1):
         if call.keep_rewards:
             removed = _trim(tx.connection, rollout_id)
         else:
@@ -77,17 +79,29 @@ def delete_rollouts(tx: Transaction, call: calls.DeleteRollouts, after: int = 0)
             tx.changes.removed.append(rollout_id)
         tx.changes.touched.append(rollout_id)
         deleted = summed(deleted, removed)
-    return deleted, [Remaining(call, found[-1][2])] if len(found) == _AT_ONCE else []
+        if time.monotonic() > give_up:
+            return deleted, matching[done:]
+    return deleted, ()
 
 
-def _some(tx: Transaction, call: calls.DeleteRollouts, after: int, condition: str) -> list[tuple[str, str | None, int]]:
-    """(rollout_id, group_id, number) of the first rollouts after a number that match and meet the condition."""
-    matching = filters.where(in_project(call.where, call.project), fields.ROLLOUTS, tx.connection.dialect)
+def _numbers(tx: Transaction, call: calls.DeleteRollouts, where: Filter, condition: str = "TRUE") -> list[int]:
+    """Of the rollouts that match, those that a call may remove."""
+    if not call.unfinished:
+        condition += f" AND rollouts.status IN {TERMINAL_STATUSES}"
+    if call.keep_rewards:
+        condition += " AND rollouts.trimmed = 0"
+    matching = filters.where(in_project(where, call.project), fields.ROLLOUTS, tx.connection.dialect)
+    rows = tx.connection.execute(
+        f"SELECT rollouts.number FROM rollouts WHERE {matching.text} AND {condition} ORDER BY rollouts.number LIMIT ?",
+        (*matching.parameters, _AT_ONCE),
+    )
+    return [row[0] for row in rows]
+
+
+def _identified(tx: Transaction, numbers: Sequence[int], columns: str) -> list[Any]:
+    of_these = filters.where(Condition("number", "in", list(numbers)), fields.ROLLOUTS, tx.connection.dialect)
     return tx.connection.execute(
-        f"SELECT rollouts.rollout_id, rollouts.group_id, rollouts.number FROM rollouts "
-        f"WHERE {matching.text} AND {condition} AND rollouts.number > ? "
-        f"ORDER BY rollouts.number LIMIT ?{tx.connection.for_update}",
-        (*matching.parameters, after, _AT_ONCE),
+        f"SELECT {columns} FROM rollouts WHERE {of_these.text} ORDER BY number", of_these.parameters
     ).fetchall()
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store import calls, codec, lifecycle
-from agentlightning.store.database import Connection
+from agentlightning.store.database import Connection, take_rows
 from agentlightning.store.tables import ROLLOUTS
 from agentlightning.store.transaction import Changes, Transaction
 from agentlightning.types import (
@@ -24,6 +24,8 @@ from agentlightning.types import (
     RolloutStatus,
 )
 
+MOST_BYTES: Final = 16 * 1024 * 1024  # of one page, after the row that exceeds it
+_LOOKED_AT: Final = 10_000  # finishes at a time
 TERMINAL_STATUSES: Final = "('succeeded', 'failed', 'cancelled')"
 
 
@@ -48,8 +50,8 @@ def set_status(tx: Transaction, rollout_id: str, status: RolloutStatus) -> None:
 def settle(connection: Connection, changes: Changes) -> None:
     """Number the rollouts and groups that this transaction finished, as the last thing it does.
 
-    Whoever numbers holds the counter until the commit, so that numbers become visible in their order: nothing appears
-    behind a cursor that has passed it."""
+    One connection writes, so that numbers become visible in their order: nothing appears behind a cursor that has
+    passed it."""
     if not changes.finished:
         return
     finished = list(dict.fromkeys(changes.finished))
@@ -85,21 +87,26 @@ def _complete_group(connection: Connection, group_id: str, changes: Changes) -> 
     changes.runs_with_groups.append(row[0])
 
 
-def finished_after(tx: Transaction, call: calls.FinishedAfter) -> FinishedRollouts:
-    """Rollouts finished after a cursor, oldest first."""
+def finished_after(tx: Transaction, call: calls.FinishedAfter) -> tuple[FinishedRollouts, bool]:
+    """Rollouts finished after a cursor, oldest first, and whether there may be more behind the new cursor. Of a project
+    it looks at 10,000 finishes at a time, so that the cursor advances however quiet the project is."""
     check_page(call.limit, 0)
-    conditions = ["finished_index > ?"]
-    values: list[Any] = [call.cursor]
+    (last,) = tx.connection.execute("SELECT value FROM counters WHERE name = 'finished'").fetchone()
+    upto = min(last, call.cursor + _LOOKED_AT) if call.run_id is None else last
+    conditions = ["finished_index > ?", "finished_index <= ?"]
+    values: list[Any] = [call.cursor, upto]
     for column, value in (("run_id", call.run_id), ("project", call.project)):
         if value is not None:
             conditions.append(f"{column} = ?")
             values.append(value)
-    rows = tx.connection.execute(
+    found = tx.connection.stream(
         f"SELECT {ROLLOUTS.columns}, finished_index FROM rollouts WHERE {' AND '.join(conditions)} "
         "ORDER BY finished_index LIMIT ?",
         (*values, call.limit),
-    ).fetchall()
-    return FinishedRollouts(rollouts=tuple(map(ROLLOUTS.noun, rows)), cursor=rows[-1][-1] if rows else call.cursor)
+    )
+    rows, whole = take_rows(found, MOST_BYTES)
+    cursor = max(call.cursor, upto) if whole and len(rows) < call.limit else rows[-1][-1] if rows else call.cursor
+    return FinishedRollouts(rollouts=tuple(map(ROLLOUTS.noun, rows)), cursor=cursor), call.limit > 0 and cursor < last
 
 
 # --- rollouts ----------------------------------------------------------------------------------------------------
@@ -117,8 +124,7 @@ def create_rollout(tx: Transaction, request: EnqueueRolloutRequest, *, queued: b
         codec.check_id(request.rollout_id, "rollout_id")
         if request.rollout_id == UNATTRIBUTED:
             raise InvalidError(f"rollout_id {UNATTRIBUTED!r} is reserved for what nobody could attribute; use another")
-        # Who starts an attempt on it decides by its status, which must not change before that.
-        stored = find_rollout(tx.connection, request.rollout_id, "" if queued else tx.connection.for_update)
+        stored = find_rollout(tx.connection, request.rollout_id)
         if stored is not None:
             same = codec.same(stored.input, request.input, "the input of the rollout")
             if not (same or _is_trimmed(tx.connection, stored)):
@@ -194,17 +200,17 @@ def require(connection: Connection, table: str, column: str, value: str) -> None
         raise NotFoundError(f"there is no {column} {value!r} in the store")
 
 
-def find_rollout(connection: Connection, rollout_id: str, lock: str = "") -> Rollout | None:
-    return ROLLOUTS.one(connection, f"WHERE rollout_id = ?{lock}", rollout_id)
+def find_rollout(connection: Connection, rollout_id: str) -> Rollout | None:
+    return ROLLOUTS.one(connection, "WHERE rollout_id = ?", rollout_id)
 
 
 def get_rollout(tx: Transaction, call: calls.GetRollout) -> Rollout | None:
     return find_rollout(tx.connection, call.rollout_id)
 
 
-def require_rollout(connection: Connection, rollout_id: str, lock: str = "") -> Rollout:
-    """The rollout, or NotFoundError. With `lock`, nobody else changes it before the commit."""
-    rollout = find_rollout(connection, rollout_id, lock)
+def require_rollout(connection: Connection, rollout_id: str) -> Rollout:
+    """The rollout, or NotFoundError."""
+    rollout = find_rollout(connection, rollout_id)
     if rollout is None:
         raise NotFoundError(f"there is no rollout {rollout_id!r}")
     return rollout

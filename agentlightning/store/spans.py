@@ -35,8 +35,7 @@ def add_spans(tx: Transaction, spans: Sequence[Span], columns: Sequence[SpanColu
     for index, span in enumerate(spans):
         by_attempt.setdefault((span.rollout_id, span.attempt_id), []).append(index)
     stored = [0] * len(spans)
-    # In the order of their ids: two servers that lock the same attempts do it in the same order.
-    for (rollout_id, attempt_id), indices in sorted(by_attempt.items()):
+    for (rollout_id, attempt_id), indices in by_attempt.items():
         if rollout_id == attempt_id == UNATTRIBUTED:
             _lay_out_unattributed(tx)
         number, before, highest = load_with_sequence(tx.connection, rollout_id, attempt_id)

@@ -24,7 +24,7 @@ from agentlightning.store import access_keys, attempts, calls, codec, keys, pagi
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.database import Connection, DatabaseThread, Readers
-from agentlightning.store.opening import Opened, open_postgres, open_sqlite
+from agentlightning.store.opening import Opened, is_postgres, open_postgres, open_sqlite
 from agentlightning.store.redaction import redaction, text_without_secrets
 from agentlightning.store.spans import Redact
 from agentlightning.store.sqlite import Synchronous
@@ -45,6 +45,7 @@ from agentlightning.types import (
 T = TypeVar("T")
 
 LEASE_SECONDS: Final = 30.0
+READ_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 1.0
 _FEW: Final = 8  # rows
 _KNOWN: Final = 10_000  # attempts
@@ -94,6 +95,9 @@ READS: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
     calls.QueryKeys: access_keys.query_keys,
     calls.QueryAudit: access_keys.query_audit,
 }
+_LOOK_UPS: Final = {calls.GetRollout, calls.GetResources, calls.GetTime}
+_SEARCHES: Final = {calls.QueryRollouts, calls.QuerySpans, calls.Statistics}
+"""Calls that may have to look at every row."""
 
 
 class SqlStore(LightningStore):
@@ -107,8 +111,10 @@ class SqlStore(LightningStore):
         lease_seconds: float,
         redact: Redact,
         stored: Callable[[Sequence[Span]], None] | None,
+        read_seconds: float,
     ) -> None:
         self._address = address
+        self._read_seconds = read_seconds
         self._opened = opened
         self._clock = clock
         self._lease_seconds = lease_seconds
@@ -135,14 +141,13 @@ class SqlStore(LightningStore):
             calls.DeleteRollouts: self._delete_rollouts,
             calls.CheckStore: self._check,
             calls.FindKey: self._find_key,
-            calls.GetRollout: lambda call: self._look_up(lambda tx: rollouts.get_rollout(tx, call)),
             calls.GetLatestAttempt: self._get_latest_attempt,
         }
         self._writer = DatabaseThread(
             opened.writing, "agl-store-writer", begin=opened.begin, settle=self._settle, committed=self._announce
         )
-        self._reader = Readers(opened.reading) if opened.reading else self._writer
-        opened.listen(self._hear)
+        kinds = {"reader": opened.reading, "search": opened.searching, "look-up": opened.lookups}
+        self._readers = {kind: Readers(several, kind) for kind, several in kinds.items() if several}
 
     @classmethod
     async def open(
@@ -154,6 +159,7 @@ class SqlStore(LightningStore):
         lease_seconds: float = LEASE_SECONDS,
         redact: Redact = _REMOVE_SECRETS,
         stored: Callable[[Sequence[Span]], None] | None = None,
+        read_seconds: float = READ_SECONDS,
     ) -> SqlStore:
         """Open the store in the file `address`, creating it where there is none; one in memory for `":memory:"`; or the
         one in the PostgreSQL database of a `postgresql://` URL.
@@ -161,24 +167,24 @@ class SqlStore(LightningStore):
         `synchronous="FULL"` survives a power cut, `"NORMAL"` only the death of the process. Attempts that were active
         when the store was closed get `lease_seconds` of grace. `redact` sees every span before it is written; make it
         with `redaction`. `stored` is told, in the event loop, which spans this process has added, as they were written;
-        a span that is added again may be told again.
+        a span that is added again may be told again. A query that takes longer than `read_seconds` is an InvalidError.
         ConfigError if the file or database is not a store, is damaged, in use by another process, or cannot be written;
         UnavailableError if the database cannot be reached."""
         if synchronous not in ("FULL", "NORMAL"):
             raise ConfigError(f"synchronous is {synchronous!r}; it must be 'FULL' or 'NORMAL'")
-        if not lease_seconds > 0:
-            raise ConfigError(f"lease_seconds is {lease_seconds}; it must be positive")
-        if str(address).startswith(("postgresql://", "postgres://")):
-            opened = await asyncio.to_thread(open_postgres, str(address), synchronous)
+        for name, seconds in (("lease_seconds", lease_seconds), ("read_seconds", read_seconds)):
+            if not seconds > 0:
+                raise ConfigError(f"{name} is {seconds}; it must be positive")
+        if is_postgres(address):
+            opened = await asyncio.to_thread(open_postgres, str(address), synchronous, read_seconds)
         elif "://" in str(address):  # a path would lose a slash, and become a directory of that name
             raise ConfigError(
                 f"{text_without_secrets(str(address))!r} is no store; give a path (SQLite) or a postgresql:// URL"
             )
         else:
             opened = await asyncio.to_thread(open_sqlite, str(address), synchronous)
-        store = cls(
-            str(address), opened, _steady(opened.now) if clock is None else clock, lease_seconds, redact, stored
-        )
+        clock = _steady(opened.now) if clock is None else clock
+        store = cls(str(address), opened, clock, lease_seconds, redact, stored, read_seconds)
         try:
             await store._write(attempts.grant_grace)
             await store.expire_overdue()
@@ -201,10 +207,12 @@ class SqlStore(LightningStore):
             self._watchdog.cancel()
             await asyncio.wait([self._watchdog])
         self._closed = True
-        await self._reader.close()
+        for readers in self._readers.values():
+            await readers.close()
         await self._writer.close()
         # Woken, they look again, and are told that the store is closed.
-        self._wake_all()
+        for waiters in (self._finishes, self._queued, self._finished, self._complete):
+            waiters.wake()
         await asyncio.to_thread(self._opened.release)
 
     async def perform(self, call: Call[T]) -> T:
@@ -215,7 +223,9 @@ class SqlStore(LightningStore):
             write: Any = _WRITES[kind]
             return await self._write(lambda tx: access_keys.audited(tx, call, write))
         read: Any = READS[kind]
-        return await self._read(lambda tx: read(tx, call))
+        if kind in _LOOK_UPS:
+            return await self._look_up(lambda tx: read(tx, call))
+        return await self._read(lambda tx: read(tx, call), "search" if kind in _SEARCHES else "reader")
 
     def events(self) -> AbstractContextManager[asyncio.Queue[Changes | None]]:
         """What commits change, as it happens; None where some were missed. For a `with` statement."""
@@ -223,8 +233,12 @@ class SqlStore(LightningStore):
 
     # --- transactions ---
 
-    def _read(self, operation: Callable[[Transaction], T]) -> asyncio.Future[T]:
-        return self._reader.submit(lambda connection: operation(self._view(connection)))
+    def _read(
+        self, operation: Callable[[Transaction], T], kind: str = "reader", seconds: float | None = None
+    ) -> asyncio.Future[T]:
+        readers = self._readers.get(kind) or self._readers.get("reader") or self._writer
+        limit = self._read_seconds if seconds is None else seconds
+        return readers.submit(lambda connection: operation(self._view(connection)), seconds=limit)
 
     async def _look_up(self, operation: Callable[[Transaction], T], rows: int = 1) -> T:
         """Read rows by their ids: a few at once, without a thread."""
@@ -235,7 +249,7 @@ class SqlStore(LightningStore):
             except Exception as error:
                 if connection.trouble(error) is None:
                     raise
-        return await self._read(operation)
+        return await self._read(operation, "look-up" if rows <= _FEW else "reader")
 
     def _view(self, connection: Connection) -> Transaction:
         return Transaction(connection, self._clock(), self._lease_seconds, self._opened.secret)
@@ -250,10 +264,9 @@ class SqlStore(LightningStore):
         return self._writer.submit(run, changes)
 
     def _settle(self, connection: Connection, several: list[Changes]) -> Changes:
-        """End a transaction: number what has finished, and tell the other servers."""
+        """End a transaction: number what has finished."""
         changes = Changes.merged(several)
         rollouts.settle(connection, changes)
-        self._opened.notify(connection, changes)
         return changes
 
     def _announce(self, changes: Changes) -> None:
@@ -281,19 +294,6 @@ class SqlStore(LightningStore):
         self._alarm.set(changes.deadline)
         self._subscribers.publish(changes)
 
-    def _hear(self, changes: Changes | None) -> None:
-        """Another server committed `changes`; None if what the others did is not known."""
-        if changes is not None:
-            self._announce(changes)
-            return
-        self._keys = {}
-        self._wake_all()
-        self._subscribers.publish(None)
-
-    def _wake_all(self) -> None:
-        for waiters in (self._finishes, self._queued, self._finished, self._complete):
-            waiters.wake()
-
     # --- the watchdog ---
 
     async def expire_overdue(self) -> int:
@@ -301,15 +301,7 @@ class SqlStore(LightningStore):
         return await self._write(attempts.expire)
 
     async def _watch(self) -> None:
-        look_again = self._clock() + self._lease_seconds
         while True:
-            if self._opened.shared:
-                # A server that died took its alarms with it.
-                self._alarm.set(self._clock() + self._lease_seconds)
-                if self._clock() >= look_again:
-                    # And it may have let go of queued rollouts that all who looked here had passed over as taken.
-                    self._queued.wake()
-                    look_again = self._clock() + self._lease_seconds
             if not await self._alarm.sleep(self._clock()):
                 continue
             try:
@@ -367,23 +359,21 @@ class SqlStore(LightningStore):
                 await woken_within(waiter, remaining)
 
     async def _finished_after(self, call: calls.FinishedAfter) -> FinishedRollouts:
-        return await self._poll(
-            self._finished, lambda tx: rollouts.finished_after(tx, call), lambda page: bool(page.rollouts), call.timeout
-        )
+        give_up = _give_up(call.timeout)
+        while True:
+            with self._finished.waiting(None) as waiter:
+                page, more = await self._read(lambda tx, call=call: rollouts.finished_after(tx, call))
+                if page.rollouts or not (more or await woken_within(waiter, give_up - time.monotonic())):
+                    return page
+                call = msgspec.structs.replace(call, cursor=page.cursor)
 
     async def _complete_groups_after(self, call: calls.CompleteGroupsAfter) -> list[Group]:
-        return await self._poll(self._complete, lambda tx: rollouts.complete_groups(tx, call), bool, call.timeout)
-
-    async def _poll(
-        self, waiters: Waiters[None], read: Callable[[Transaction], T], found: Callable[[T], bool], timeout: float
-    ) -> T:
-        """What `read` gives once there is something in it, or at the timeout."""
-        give_up = _give_up(timeout)
+        give_up = _give_up(call.timeout)
         while True:
-            with waiters.waiting(None) as waiter:
-                answer = await self._read(read)
-                if found(answer) or not await woken_within(waiter, give_up - time.monotonic()):
-                    return answer
+            with self._complete.waiting(None) as waiter:
+                groups = await self._read(lambda tx: rollouts.complete_groups(tx, call))
+                if groups or not await woken_within(waiter, give_up - time.monotonic()):
+                    return groups
 
     async def _add_spans(self, call: calls.AddSpans) -> list[int]:
         kept = [self._redact(span) for span in call.spans]
@@ -405,8 +395,7 @@ class SqlStore(LightningStore):
         if found is None:
             announced = self._announced
             found = await self._look_up(lambda tx: attempts.get_latest_attempt(tx, call))
-            # Other servers say what they touched only after it happened.
-            if found is not None and announced == self._announced and not self._opened.shared:
+            if found is not None and announced == self._announced:
                 if len(self._latest) >= _KNOWN:
                     self._latest.clear()
                 self._latest[call.rollout_id] = found
@@ -425,7 +414,7 @@ class SqlStore(LightningStore):
         valid = self._keys  # another dict from the moment a key is revoked, also while this one is being looked up
         key = valid.get(call.api_key)
         if key is None:
-            key = await self._read(lambda tx: access_keys.find(tx.connection, call.api_key))
+            key = await self._look_up(lambda tx: access_keys.find(tx.connection, call.api_key))
         if key is None or key.revoke_time is not None:
             return None
         if key.expire_time is not None and key.expire_time <= self._clock():
@@ -445,25 +434,43 @@ class SqlStore(LightningStore):
         )
 
     async def _delete_rollouts(self, call: calls.DeleteRollouts) -> Deleted:
-        deleted, remaining = await self._write(lambda tx: access_keys.audited(tx, call, retention.delete_rollouts))
-        while remaining:
-            one = remaining.pop()
-            part, further = await self._write(lambda tx, one=one: retention.delete_rollouts(tx, one.call, one.after))
-            remaining += further
-            deleted = retention.summed(deleted, part)
+        deleted = Deleted()
+        # Looked for by a reader, as it may take long, and looked at again by the writer.
+        found = await self._read(lambda tx: retention.find(tx, call, 0), "search", math.inf)
+        await self._write(lambda tx: access_keys.record(tx, call))
+        while found:
+            numbers: Sequence[int] = found
+            if call.unfinished:
+                numbers = await self._write(lambda tx, some=found: retention.cancel_active(tx, call, some))
+            while numbers:
+                work = self._write(lambda tx, some=numbers: retention.delete_rollouts(tx, call, some))
+                part, numbers = await work
+                deleted = retention.summed(deleted, part)
+            after = found[-1]
+            found = await self._read(lambda tx, after=after: retention.find(tx, call, after), "search", math.inf)
         if call.scrub:
-            try:
-                await asyncio.to_thread(self._opened.scrub)
-            except UnavailableError as error:
-                raise UnavailableError(
-                    f"what matched was removed, but traces of it are left in the database's files: {error}. "
-                    "Ask again later"
-                ) from None
+            await self._scrub()
         return deleted
+
+    async def _scrub(self) -> None:
+        """Leave no trace of what was removed, a little at a time, between what others write."""
+        opened = self._opened
+        for table in ("rollouts", "attempts", "spans"):
+            after: int | None = 0
+            while after is not None:
+                after = await self._write(lambda tx, table=table, after=after: opened.rewrite(table, after))
+        while await self._write(lambda tx: opened.shrink()):
+            pass
+        try:
+            await asyncio.to_thread(opened.clean_up)
+        except UnavailableError as error:
+            raise UnavailableError(
+                f"what matched was removed, but traces of it are left in the database's files: {error}. Ask again later"
+            ) from None
 
     async def _check(self, call: calls.CheckStore) -> list[str]:
         await self._write(lambda tx: access_keys.record(tx, call))
-        return await self._read(lambda tx: retention.check(tx, call))
+        return await self._read(lambda tx: retention.check(tx, call), "search", math.inf)
 
 
 def _steady(now: float) -> Callable[[], float]:

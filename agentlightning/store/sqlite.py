@@ -6,15 +6,18 @@ This module knows files and refuses, untouched, one that is something else. It d
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sqlite3
+import threading
 import time
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from agentlightning.errors import ConfigError, InUseError, UnavailableError
 from agentlightning.store import schema
-from agentlightning.store.database import Dialect, Trouble
+from agentlightning.store.database import Dialect, Trouble, take_rows
 
 APPLICATION_ID: Final = 0x41474C53  # "AGLS", in the header of every store's file
 
@@ -22,18 +25,42 @@ Synchronous: TypeAlias = Literal["FULL", "NORMAL"]
 
 
 class SqliteConnection(sqlite3.Connection):
-    """One connection, for one thread at a time. There is one writer, so that nothing needs to be locked."""
+    """One connection, for one thread at a time."""
 
     dialect: Dialect = "sqlite"
-    for_update: str = ""
-    skip_locked: str = ""
 
     def trouble(self, error: Exception) -> Trouble | None:
+        if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_INTERRUPT:
+            return "overdue"
         if isinstance(error, sqlite3.DataError | UnicodeEncodeError):
             return "invalid"
         if isinstance(error, sqlite3.IntegrityError):
             return "conflict"
         return "unavailable" if isinstance(error, sqlite3.Error) else None
+
+    def stream(self, sql: str, parameters: Sequence[Any] = (), /) -> Iterator[Any]:
+        return self.execute(sql, parameters)
+
+    @contextlib.contextmanager
+    def limited(self, seconds: float) -> Generator[None]:
+        if seconds == math.inf:
+            yield
+            return
+        done = threading.Event()
+
+        def interrupt() -> None:
+            wait = seconds
+            while not done.wait(wait):
+                self.interrupt()
+                wait = _PAUSE_SECONDS  # again, as between two statements it is without effect
+
+        watching = threading.Thread(target=interrupt, name="agl-store-deadline", daemon=True)
+        watching.start()
+        try:
+            yield
+        finally:
+            done.set()
+            watching.join()  # it is not to interrupt what comes next
 
     def settle(self) -> None:
         self.execute("COMMIT")
@@ -120,6 +147,7 @@ def prepare_file(path: Path) -> None:
             draft = path.with_name(f"{path.name}-new")
             draft.unlink(missing_ok=True)
             with contextlib.closing(_open(str(draft))) as connection:
+                connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
                 _lay_out(connection)
                 connection.execute("PRAGMA journal_mode = WAL")
             # Prompts and the secret that keys are signed with: not for the machine's other users.
@@ -174,6 +202,7 @@ def connect(path: Path, synchronous: Synchronous, *, read_only: bool = False) ->
         connection.execute("PRAGMA busy_timeout = 5000")
         connection.execute(f"PRAGMA synchronous = {synchronous}")
         connection.execute("PRAGMA temp_store = MEMORY")
+        connection.execute("PRAGMA secure_delete = ON")
         connection.execute("PRAGMA cache_size = -16000")  # KiB
         connection.execute("SELECT value FROM meta WHERE name = 'secret'").fetchone()
     except sqlite3.Error as error:
@@ -195,26 +224,48 @@ _PATIENCE_SECONDS: Final = 60.0
 _PAUSE_SECONDS: Final = 0.1
 
 
-def scrub(path: Path) -> None:
-    """Write the file anew, with what it holds now and nothing else: a database moves rows about within its pages and
-    leaves what was there before, even where it overwrites what is deleted. Others wait meanwhile.
+_ROWS: Final = 500  # in one transaction, so that nobody waits long
+_BYTES: Final = 4 * 1024 * 1024
+_OVERLAP: Final = 50  # rows, more than share a page with the last one
+_PAGES: Final = 1000
 
-    UnavailableError says what is in the way: no space for a second copy, or a query that has been going on for long."""
+
+def rewrite(connection: SqliteConnection, table: str, after: int) -> int | None:
+    """Write some rows of a table anew, those after a rowid, and return the one to go on after; None at the end. What is
+    deleted is overwritten, but not the copies of it in pages that rows were moved out of: these pages are freed here,
+    and freed pages are overwritten as a whole."""
+    columns = ", ".join(row[1] for row in connection.execute(f"PRAGMA table_info({table})"))
+    select = f"SELECT rowid, {columns} FROM {table} WHERE rowid > ? ORDER BY rowid LIMIT ?"
+    rows, whole = take_rows(connection.execute(select, (after, _ROWS)), _BYTES)
+    if not rows:
+        return None
+    connection.execute(f"DELETE FROM {table} WHERE rowid BETWEEN ? AND ?", (rows[0][0], rows[-1][0]))
+    marks = ", ".join("?" * len(rows[0]))
+    connection.executemany(f"INSERT INTO {table} (rowid, {columns}) VALUES ({marks})", rows)
+    if whole and len(rows) < _ROWS:
+        return None
+    last = len(rows) - 1
+    return rows[max(last // 2, last - _OVERLAP)][0]  # the page that holds the last rows is rewritten again
+
+
+def shrink(connection: SqliteConnection) -> bool:
+    """Give some free pages of the file back; whether there are more. A file that was not made for that keeps them."""
+    if connection.execute("PRAGMA auto_vacuum").fetchone() != (2,):
+        return False
+    connection.execute(f"PRAGMA incremental_vacuum({_PAGES})").fetchall()
+    return connection.execute("PRAGMA freelist_count").fetchone() != (0,)
+
+
+def empty_log(path: Path) -> None:
+    """Move the write-ahead log, which holds what was written lately, into the file. UnavailableError says what is in
+    the way."""
+    give_up = time.monotonic() + _PATIENCE_SECONDS
     try:
-        with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=_PATIENCE_SECONDS)) as connection:
-            connection.execute("VACUUM")
-            _empty_log(connection)
+        # Without patience of its own: while it waited for a reader, nobody could write.
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=0)) as connection:
+            while connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
+                if time.monotonic() > give_up:
+                    raise UnavailableError("a query that is going on needs the log of earlier writes")
+                time.sleep(_PAUSE_SECONDS)
     except sqlite3.Error as error:
         raise UnavailableError(str(error)) from None
-
-
-def _empty_log(connection: sqlite3.Connection) -> None:
-    """Move the write-ahead log, which holds what was written lately, into the file."""
-    give_up = time.monotonic() + _PATIENCE_SECONDS
-    while True:
-        (blocked, *_) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        if not blocked:
-            return
-        if time.monotonic() > give_up:
-            raise UnavailableError("a query that is going on needs the log of earlier writes")
-        time.sleep(_PAUSE_SECONDS)

@@ -99,6 +99,8 @@ def get_rewards_from_span(span: Span) -> list[Reward]:
     """All dimensions of a reward span, the primary one first; empty for any other span."""
     rewards: list[Reward] = []
     while isinstance(value := span.attributes.get(reward_value(len(rewards))), (int, float)):
+        if isinstance(value, bool):
+            break
         rewards.append(Reward(str(span.attributes.get(reward_name(len(rewards)), PRIMARY)), float(value)))
     return rewards
 

@@ -75,9 +75,12 @@ export function taskLine(input: unknown, longest = 160): string {
   return oneLine(texts.sort((one, other) => other.length - one.length)[0] ?? input, longest);
 }
 
-/** What cannot be seen, made visible: control characters and escape codes as their pictures, `ESC` as `␛`. */
+/** What cannot be seen, made visible: control characters and escape codes as their pictures, `ESC` as `␛`, and what turns
+    the direction of text by its number. */
 export function visible(text: string): string {
-  return text.replace(/[\u0000-\u001f\u007f]/g, (one) =>
-    one === "\u007f" ? "␡" : one === "\n" ? "⏎" : String.fromCharCode(0x2400 + one.charCodeAt(0)),
-  );
+  return text.replace(/[\u0000-\u001f\u007f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, (one) => {
+    const code = one.charCodeAt(0);
+    if (code > 0x7f) return `⟨U+${code.toString(16).toUpperCase()}⟩`;
+    return one === "\u007f" ? "␡" : one === "\n" ? "⏎" : String.fromCharCode(0x2400 + code);
+  });
 }

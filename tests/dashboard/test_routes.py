@@ -416,6 +416,7 @@ async def test_curves_are_told_in_as_many_points_as_asked(place):
 async def test_quality_is_what_steps_counted_or_else_what_rollouts_show(place):
     one, *_ = await record(place.store, [1.0, 0.0, None])
     assert one.run_id is not None
+    await place.store.enqueue_many_rollouts([EnqueueRolloutRequest(input="not ended", run_id=one.run_id)])
     seen = await place.get(f"/quality?run={one.run_id}")
     assert (seen["measured"], seen["rollouts"], seen["counts"]["outcomes"]) == (False, 3, {"trainable": 2, "failed": 1})
     values = {"rollouts": 4.0, "calls": 6.0, "calls_excluded": 2.0, "excluded/other agent": 2.0, "unmerged/split": 1.0}
@@ -494,4 +495,4 @@ async def test_a_selection_is_exported(place):
 
 
 def test_a_spreadsheet_runs_no_cell():
-    assert csv_line(["=cmd()", "-1", 2.5, "", "a"]) == b"'=cmd(),'-1,2.5,,a\r\n"
+    assert csv_line(["=cmd()", "-1", 2.5, "", "a", "\r=1"]) == b"'=cmd(),'-1,2.5,,a,\"'\r=1\"\r\n"

@@ -8,13 +8,14 @@ from typing import Any
 import aiohttp
 import pytest
 from openai import AsyncOpenAI
+from starlette.applications import Starlette
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.semconv import CALL_DISCARDS
 from agentlightning.server.app import create_app
-from agentlightning.server.limits import Buckets, Refusals
+from agentlightning.server.limits import RateLimit, Refusals, _address
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.client import LightningStoreClient
 from tests.gateway.talker import user
@@ -26,42 +27,35 @@ pytestmark = pytest.mark.anyio
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
 
-def test_two_seconds_worth_may_come_at_once_and_then_as_much_as_flows_in():
-    buckets = Buckets(rate=10)
-    assert [buckets.take(b"a", now=0.0) for _ in range(20)] == [0.0] * 20
-    assert buckets.take(b"a", now=0.0) == pytest.approx(0.1)
-    assert buckets.take(b"b", now=0.0) == 0.0
-    assert buckets.take(b"a", now=0.1) == 0.0
-    assert buckets.take(b"a", now=0.1) > 0
-    assert [buckets.take(b"a", now=100.0) for _ in range(20)] == [0.0] * 20
-    assert buckets.take(b"a", now=100.0) > 0
-
-
-def test_a_limit_below_one_a_second_lets_one_through():
-    buckets = Buckets(rate=0.1)
-    assert buckets.take(b"a", now=0.0) == 0.0
-    assert buckets.take(b"a", now=0.0) == pytest.approx(10)
-
-
-def test_memory_is_bounded_and_the_quiet_are_forgotten_first():
-    buckets = Buckets(rate=1, remembered=100)
-    for number in range(1000):
-        buckets.take(str(number).encode(), now=0.0)
-        buckets.take(b"busy", now=0.0)
-    assert len(buckets) == 100
-    assert b"busy" in buckets
-
-
 @pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf")])
 def test_a_rate_that_limits_nothing_sensible_is_refused(rate):
     with pytest.raises(ConfigError, match="rate limit"):
-        Buckets(rate)
+        RateLimit(Starlette(), rate, None)
+
+
+async def test_addresses_share_a_bounded_memory():
+    limit = RateLimit(Starlette(), 0.01, None)
+    sent: list[int] = []
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        sent.append(200)
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("status", 0))
+
+    limit._app = answer
+    for number in range(1000):
+        scope = {"type": "http", "path": "/", "headers": [], "client": (f"2001:db8:{number:x}::1", 1)}
+        await limit(scope, None, send)
+    assert len(limit._limiter.storage.storage) <= 2 * 256
+    assert {200, 429} <= set(sent)
+    networks = {limit._slot(_address({"client": (f"2001:db8::{number:x}", 1)})) for number in range(50)}
+    assert len(networks) == 1
 
 
 async def test_who_asks_too_often_is_told_when_to_ask_again(store):
     app = create_app(store, admin_key=ADMIN_KEY, rate_limit=0.01)  # one request, then one in 100 s
     async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
-        # The address's one request, and that of the key which it made known.
         assert (await http.get("/api/v1/statistics", headers=ADMIN)).status == 200
         assert (await http.get("/ready")).status == 200
         answer = await http.get("/api/v1/statistics", headers=ADMIN)
@@ -83,6 +77,8 @@ async def test_invented_keys_share_what_their_address_has(store):
         ]
         assert statuses[0] == 401
         assert 429 in statuses
+        open_to_all = [(await http.get("/", headers={"x-api-key": f"other-{n}"})).status for n in range(30)]
+        assert 429 in open_to_all, "an open page makes no key known"
         assert (await http.get("/api/v1/statistics", headers=ADMIN)).status == 200
 
 
@@ -118,14 +114,14 @@ def test_a_refusal_is_forgotten_with_its_repetition_and_says_nothing_of_other_re
         return {"path": path, "headers": headers}
 
     def is_retry(refusals: Refusals, scope: dict[str, Any]) -> bool:
-        refusals.settle(scope, b"a")
+        refusals.settle(scope, "a")
         return any(name == b"x-stainless-retry-count" and value != b"0" for name, value in scope["headers"])
 
     refusals = Refusals(remembered=2)
     for retries in ("0", "1", "0"):  # a refused retry is the same request again
-        refusals.note(request(retries), b"a")
+        refusals.note(request(retries), "a")
     assert is_retry(refusals, request("1", length="11"))
     assert [is_retry(refusals, request("2")) for _ in range(3)] == [False, False, True]
     for length in range(3):
-        refusals.note(request("0", length=str(length)), b"a")
+        refusals.note(request("0", length=str(length)), "a")
     assert [is_retry(refusals, request("1", length=str(length))) for length in range(3)] == [True, False, False]

@@ -4,48 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
 from agentlightning.errors import ConflictError, NotFoundError
-from agentlightning.store import calls
+from agentlightning.store import calls, retention
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import AttemptStatus, Condition, EnqueueRolloutRequest, RolloutConfig, Span
+from agentlightning.types import And, AttemptStatus, Condition, EnqueueRolloutRequest, RolloutConfig, Span
 
 pytestmark = pytest.mark.anyio
 
+EVERYTHING = And([])
 ENDS: list[AttemptStatus] = ["succeeded", "failed", "timeout", "unresponsive", "cancelled"]
 
 
 @pytest.fixture(params=["memory", "file", "postgres"])
-def addresses(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[str]]:
-    """How to open a store: twice where two servers may share it."""
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     match request.param:
         case "memory":
-            yield [":memory:"]
+            return ":memory:"
         case "file":
-            yield [str(tmp_path / "store.db")]
+            return str(tmp_path / "store.db")
         case _:
-            yield [request.getfixturevalue("postgres_database")] * 2
+            return request.getfixturevalue("postgres_database")
 
 
 @pytest.mark.parametrize("operations", [300, pytest.param(5000, marks=pytest.mark.soak)])
-async def test_whatever_happens_at_once_leaves_nothing_wrong(addresses: list[str], operations: int) -> None:
+async def test_whatever_happens_at_once_leaves_nothing_wrong(address: str, operations: int) -> None:
     chance = random.Random(operations)
     async with AsyncExitStack() as stack:
-        stores: list[SqlStore] = []
-        for address in addresses:
-            stores.append(await SqlStore.open(address, lease_seconds=0.2))
-            stack.push_async_callback(stores[-1].close)
-        await stores[0].start_run("train", {}, "run")
+        store = await SqlStore.open(address, lease_seconds=0.2)
+        stack.push_async_callback(store.close)
+        await store.start_run("train", {}, "run")
         names = [f"r{number}" for number in range(operations // 10)]
 
         async def one() -> None:
             await asyncio.sleep(chance.uniform(0, operations / 1000))
-            store, name, attempt_id = chance.choice(stores), chance.choice(names), f"{chance.choice(names)}-attempt"
+            name, attempt_id = chance.choice(names), f"{chance.choice(names)}-attempt"
             config = RolloutConfig(max_attempts=3, retry_condition=("failed", "unresponsive"))
             group, index = f"g{chance.randrange(5)}", chance.randrange(3)
             latest = await store.get_latest_attempt(name)
@@ -79,21 +76,24 @@ async def test_whatever_happens_at_once_leaves_nothing_wrong(addresses: list[str
         done: list[str] = []
         await asyncio.gather(*(one() for _ in range(operations)))
         assert len(done) > operations / 5
-        for store in stores:
-            assert await store.perform(calls.CheckStore()) == []
+        assert await store.perform(calls.CheckStore()) == []
 
 
 async def test_a_rollout_made_anew_in_the_transaction_that_finished_and_deleted_it_is_not_finished(
-    addresses: list[str],
+    address: str,
 ) -> None:
     async with AsyncExitStack() as stack:
-        store = await SqlStore.open(addresses[0])
+        store = await SqlStore.open(address)
         stack.push_async_callback(store.close)
         request = EnqueueRolloutRequest(input=1, rollout_id="again")
         await store.perform(calls.EnqueueRollouts(requests=[request]))
+
+        async def remove() -> None:
+            await store._write(lambda tx: retention.delete_rollouts(tx, calls.DeleteRollouts(where=EVERYTHING), [1]))
+
         await asyncio.gather(  # what one turn of the event loop brings shares a commit
             store.perform(calls.CancelRollout(rollout_id="again")),
-            store.perform(calls.DeleteRollouts(where=Condition("rollout_id", "eq", "again"))),
+            remove(),
             store.perform(calls.EnqueueRollouts(requests=[request])),
         )
         assert await store.perform(calls.CheckStore()) == []

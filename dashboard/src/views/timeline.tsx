@@ -18,8 +18,9 @@ export function Timeline({ steps }: { steps: StepView[] }) {
   };
   useKeys({ j: () => move(1), k: () => move(-1) });
   if (steps.length === 0) return <Empty>No spans were recorded.</Empty>;
-  const start = Math.min(...steps.map((step) => step.start_time));
-  const whole = Math.max(...steps.map((step) => step.end_time)) - start || 1;
+  const start = steps.reduce((least, step) => Math.min(least, step.start_time), Infinity);
+  const whole = steps.reduce((most, step) => Math.max(most, step.end_time), start) - start || 1;
+  const places = new Map(steps.map((step, place) => [step, place]));
   const parents = new Set(steps.map((step) => step.parent).filter((parent) => parent !== null));
   const picked = steps.find((step) => step.span_id === chosen);
   const fold = (id: string) => {
@@ -41,7 +42,7 @@ export function Timeline({ steps }: { steps: StepView[] }) {
         {shown.map((step) => (
           <li class={`step ${step.kind} ${step.failed ? "failed" : ""}`} key={step.span_id}>
             <span class="what" style={{ paddingLeft: `${step.depth * 14}px` }}>
-              {parents.has(steps.indexOf(step)) ? (
+              {parents.has(places.get(step) ?? -1) ? (
                 <button
                   type="button"
                   class="fold"

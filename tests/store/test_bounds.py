@@ -1,0 +1,112 @@
+"""What one reader asks costs the others a bounded time and the server a bounded memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+
+from agentlightning.errors import InvalidError
+from agentlightning.server.app import create_app
+from agentlightning.server.serve import HttpServer
+from agentlightning.store import calls, rollouts
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import Condition, EnqueueRolloutRequest, Filter, Or
+
+pytestmark = pytest.mark.anyio
+ADMIN = {"Authorization": "Bearer an admin's key"}
+NOTHING: Filter = Or([Condition("metadata.text", "contains", f"nowhere {number}") for number in range(900)])
+
+
+@contextlib.asynccontextmanager
+async def filled(address: object, read_seconds: float) -> AsyncIterator[SqlStore]:
+    """A store in which looking for NOTHING takes many seconds."""
+    store = await SqlStore.open(str(address), read_seconds=read_seconds)
+    metadata = {"text": "somewhere " * 200}
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i, metadata=metadata) for i in range(1500)])
+    yield store
+    await store.close()
+
+
+@pytest.fixture(params=["memory", "file", "postgres"])
+def address(request, tmp_path):
+    match request.param:
+        case "memory":
+            return ":memory:"
+        case "file":
+            return tmp_path / "store.db"
+        case _:
+            return request.getfixturevalue("postgres_database")
+
+
+async def test_a_query_that_takes_too_long_is_ended_and_says_what_to_do(address) -> None:
+    async with filled(address, read_seconds=0.1) as store:
+        began = time.monotonic()
+        with pytest.raises(InvalidError, match=r"longer than 0\.1 s and was ended; narrow it by a run"):
+            await store.page_rollouts(NOTHING)
+        assert time.monotonic() - began < 2
+        assert len((await store.page_rollouts(limit=5)).items) == 5
+        assert await store.perform(calls.CheckStore()) == []
+
+
+@pytest.mark.parametrize("address", ["file", "postgres"], indirect=True)
+async def test_slow_queries_hold_up_neither_health_nor_keys_nor_other_reads(address) -> None:
+    async with filled(address, read_seconds=3.0) as store:
+        key = await store.perform(calls.IssueKey(name="k", scopes=["read"]))
+        app = create_app(store, admin_key="an admin's key")
+        async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
+            query = {"where": {"op": "or", "of": [{"field": "metadata.text", "op": "contains", "value": "no"}] * 900}}
+            slow = [asyncio.create_task(http.post("/api/v1/rollouts/query", json=query, headers=ADMIN)) for _ in "1234"]
+            await asyncio.sleep(0.5)
+            began = time.monotonic()
+            assert (await http.get("/ready")).status == 200
+            known = await http.get("/api/v1/runs", headers={"Authorization": f"Bearer {key.api_key}"})
+            assert (known.status, await known.json()) == (200, [])
+            assert time.monotonic() - began < 1.5
+            assert not any(task.done() for task in slow)
+            for answer in await asyncio.gather(*slow):
+                assert answer.status == 422
+
+
+async def test_a_page_over_http_is_bounded_in_rows_and_bytes_and_the_client_puts_pages_together(store) -> None:
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i) for i in range(1100)])
+    assert [one.input for one in await store.query_rollouts()] == list(range(1100))
+    page = await store.page_rollouts(limit=1050, with_total=True)
+    assert (len(page.items), page.total) == (1050, 1100)
+    assert len((await store.page_rollouts(limit=1050, cursor=page.next_cursor)).items) == 50
+
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="x" * 1_000_000) for _ in range(3)])
+    large = calls.QueryRollouts(where=Condition("number", "gt", 1100), most_bytes=1_500_000)
+    if isinstance(store, SqlStore):
+        page = await store.perform(large)
+        assert (len(page.items), page.next_cursor is None) == (2, False)
+        return
+    async with aiohttp.ClientSession(store.url) as http:
+        answer = await http.post("/api/v1/rollouts/query", json={}, headers=ADMIN)
+        page = await answer.json()
+        assert len(page["items"]) == 1000 and page["next_cursor"]
+    assert len((await store.perform(large)).items) == 3
+
+
+async def test_the_feed_of_a_quiet_project_says_how_far_it_looked(store, monkeypatch) -> None:
+    monkeypatch.setattr(rollouts, "_LOOKED_AT", 10)
+
+    async def finish(project: str) -> str:
+        (one,) = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, project=project)])
+        await store.cancel_rollout(one.rollout_id)
+        return one.rollout_id
+
+    for _ in range(25):
+        await finish("busy")
+    page = await store.finished_after(project="quiet")
+    assert (page.rollouts, page.cursor) == ((), 25)
+    waiting = asyncio.create_task(store.finished_after(project="quiet", timeout=30))
+    await finish("busy")
+    last = await finish("quiet")
+    assert [one.rollout_id for one in (await waiting).rollouts] == [last]
+    assert ((await waiting).cursor, (await store.finished_after(99, project="quiet")).cursor) == (27, 99)
+    assert (await store.finished_after(limit=0, project="quiet")).rollouts == ()
