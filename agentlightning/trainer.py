@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import secrets
 import signal
 import threading
 import time
@@ -45,6 +46,7 @@ from agentlightning.runner.processes import Isolation, boot_of, place_of, usual_
 from agentlightning.runner.runner import Runner
 from agentlightning.server.app import create_app
 from agentlightning.server.lending import lent, models_held
+from agentlightning.server.local_keys import local_key, offered_key
 from agentlightning.server.serve import HttpServer, run_blocking
 from agentlightning.store.base import LightningStore
 from agentlightning.store.client import LightningStoreClient
@@ -91,7 +93,8 @@ class Trainer:
         isolation: `"process"` runs it in processes (see `Runner`), `"auto"` if the agent takes no `llm` or `resources`
         run_dir: the directory of this run; by default a new one below `runs/`.
         store: path of the SQLite file (default: in the run's directory), or an open store.
-        server: URL of an `agl server` to work with; `api_key` is its key.
+        server: URL of an `agl server` to work with.
+        api_key: that server's key; without one, the admin key of this process's own server, else a random one.
         port: port of this process's server, 0 for any free one.
         seed: the source of all randomness.
         time_limit: seconds after which training ends, closing evaluation included.
@@ -100,7 +103,7 @@ class Trainer:
         hooks: code that runs around every rollout.
         tracer: `auto` collects what OpenTelemetry's SDK traces in the agent where it is installed; `light` does not.
         trackers: `"tensorboard"`, `"wandb"`, `"mlflow"`, `{"name": "wandb", "project": "x"}`, a `Tracker` of your own.
-        progress: where progress is shown instead of on stderr; False shows none.
+        progress: what shows progress; by default a display on stderr, with False nothing.
         adapter: what a function decorated by `agl.algo` gets as `adapter`, as in Agent Lightning 0.3.
         max_sequence_length: prompt and answer together, in tokens; default the model's own, at most 4096.
         device: where the model is loaded to: `cuda` where there is one, else `cpu`, unless it says `mps` or another.
@@ -223,10 +226,8 @@ class Trainer:
             return
         endpoint, why = self.initial_resources.get("llm"), ""
         if isinstance(endpoint, LLM):
-            why = (
-                f", and there are none to train behind {endpoint.endpoint}: the answers of {endpoint.model!r} come "
-                "without token ids"
-            )
+            behind = f"{endpoint.endpoint}: the answers of {endpoint.model!r} come without token ids"
+            why = f", and there are none to train behind {behind}"
         raise ConfigError(
             f"{algorithm.name} trains weights{why}; give the Trainer a model (a directory or a Hugging Face id), or "
             "measure the agent as it is with algorithm=Baseline()"
@@ -294,17 +295,19 @@ class Trainer:
             if gateway is not None:
                 stack.push_async_callback(gateway.close)
                 calls_held = partial(gateway.held, *held)
-            http = HttpServer(create_app(store, gateway=gateway), port=self.port)
+            key = self.api_key or local_key(f"http://127.0.0.1:{self.port}", make=True) or secrets.token_urlsafe(32)
+            http = HttpServer(create_app(store, gateway=gateway, admin_key=key), port=self.port)
             await http.start()
             stack.push_async_callback(http.stop)
-            url = http.url
+            stack.enter_context(nullcontext() if self.port or self.api_key else offered_key(http.url, key))
+            url, dashboard = http.url, f"{http.url}/open/{key}"
         else:
-            url = self.server.rstrip("/")
+            url = dashboard = self.server.rstrip("/")
             if entries:
                 lending = lent(self.server, entries, port=self.port, api_key=self.api_key, owner=directory.mark.run_id)
                 await stack.enter_async_context(lending)
                 calls_held = partial(models_held, url, held, api_key=self.api_key)
-        progress.note(f"dashboard: {url}/#/runs/{directory.mark.run_id}")
+        progress.note(f"dashboard: {dashboard}#/runs/{directory.mark.run_id}")
         resources = self.initial_resources
         if entries:
             given = resources.get("llm")
@@ -337,8 +340,7 @@ class Trainer:
 
     def _display(self, algorithm: Algorithm) -> AbstractContextManager[Progress]:
         if self.progress is not None:
-            shown: Progress = self.progress or NoProgress()
-            return nullcontext(shown)
+            return nullcontext[Progress](self.progress or NoProgress())
         if self.models:
             hide_library_progress()
         return LiveProgress(steps=getattr(algorithm, "steps", None), time_limit=self.time_limit)
@@ -448,9 +450,7 @@ def _check_settings(n_runners: int, time_limit: float | None, server: str | None
     if n_runners < 0:
         raise ConfigError(f"n_runners is {n_runners}; give 0 (runners elsewhere) or more")
     if n_runners == 0 and server is None and port == 0:
-        raise ConfigError(
-            "n_runners=0 leaves rollouts to `agl runner` processes, which need to know where: give a port, or a server"
-        )
+        raise ConfigError("n_runners=0 leaves rollouts to `agl runner` processes, which ask: give a port, or a server")
     if time_limit is not None and not time_limit > 0:
         raise ConfigError(f"time_limit is {time_limit}; give seconds above 0, or None")
     if server is not None and store is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,9 @@ from tests.postgres import PostgresServer, find_binaries
 
 # gRPC's threads disturb processes that are forked beside them, such as a PostgreSQL server under another user.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
+# Keys of servers are written there.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="agl-state-")
 
 # A busy machine is no defect.
 settings.register_profile("patient", deadline=None)

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 import torch
@@ -16,16 +17,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import agentlightning as agl
 from agentlightning import semconv
-from agentlightning.algorithm.base import RunContext, Stopped
+from agentlightning.algorithm.base import NoProgress, RunContext, Stopped
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.engine.service import EngineService
-from agentlightning.errors import ConfigError, TrainingError
+from agentlightning.errors import ConfigError, ForbiddenError, TrainingError
 from agentlightning.gateway.holding import Gate
 from agentlightning.learner.base import AdamW, LoRA
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import make_model, make_tokenizer
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.server.service import ServerSettings, running_server
+from agentlightning.store import calls
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.trainer import Trainer
@@ -233,6 +235,46 @@ def test_progress_is_shown_unless_it_is_not_wanted(tmp_path: Path, capsys: pytes
     assert "step 1/2" in shown and "step 2/2" in shown and "dashboard: http://" in shown
     trainer(tmp_path, run_dir=tmp_path / "b", progress=False).fit(agents.vowels, TASKS)
     assert capsys.readouterr().err == ""
+
+
+def test_an_agent_can_neither_reward_itself_nor_issue_keys_and_whoever_has_the_link_sees_the_dashboard(
+    tmp_path: Path,
+) -> None:
+    links: list[str] = []
+    answered: list[tuple[int, int]] = []
+
+    class Noting(NoProgress):
+        def note(self, message: str) -> None:
+            links.extend(message.split("dashboard: ")[1:])
+
+    async def greedy(task: Any, llm: agl.LLM, rollout: AttemptedRollout) -> float:
+        root = llm.endpoint.partition("/rollout/")[0]
+        attempt = rollout.rollout_id, rollout.attempt.attempt_id
+        span = agl.Span(  # what a reward is
+            rollout_id=attempt[0], attempt_id=attempt[1], sequence_id=0, trace_id="1" * 32, span_id="1" * 16,
+            name=semconv.REWARD, start_time=1.0, end_time=1.0, attributes={"agentlightning.reward.0.value": 1.0},
+        )  # fmt: skip
+        for key in (None, "made up", llm.api_key):
+            store = LightningStoreClient(root, api_key=key)
+            for call in (
+                calls.AddSpans(spans=[span]),
+                calls.IssueKey(name="mine", scopes=("admin",)),
+                calls.IssueAttemptKey(rollout_id=attempt[0], attempt_id=attempt[1], rewards=True),
+                calls.QueryRollouts(),
+            ):
+                with pytest.raises(ForbiddenError):
+                    await store.perform(call)
+            await store.close()
+        assert await agents.ask(task, llm)  # its calls are its own
+        async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as browser:
+            for link in (f"{root}/open/{llm.api_key}", links[0]):
+                async with browser.get(link) as page, browser.get(f"{root}/api/v1/dashboard/session") as session:
+                    answered.append((page.status, session.status))
+        return 0.5
+
+    found = trainer(tmp_path, algorithm=agl.Baseline(), progress=Noting()).fit(greedy, val_dataset=TASKS[:1])
+    assert found.evaluations[0].reward == 0.5
+    assert answered == [(403, 401), (200, 200)]
 
 
 def test_the_baseline_measures_and_changes_nothing(tmp_path: Path) -> None:

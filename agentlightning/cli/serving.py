@@ -314,9 +314,10 @@ async def _runner(
     **options: Any,
 ) -> None:
     from agentlightning.runner.runner import Runner
+    from agentlightning.server.local_keys import local_key
     from agentlightning.store.client import LightningStoreClient
 
-    store = LightningStoreClient(url, api_key=key)
+    store = LightningStoreClient(url, api_key=key or local_key(url, make=True))
     try:
         working = Runner(store, agent, **options)
         task = asyncio.current_task()

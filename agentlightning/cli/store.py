@@ -76,10 +76,11 @@ async def open_store(
     if (address is None) == (server is None):
         raise click.UsageError("say which store: either --store PATH (or a postgresql:// URL), or --server URL")
     if server is not None:
+        from agentlightning.server.local_keys import local_key
         from agentlightning.store.client import LightningStoreClient
 
         # Somebody waits before a terminal: a mistyped URL should not take a minute.
-        opened: LightningStore = LightningStoreClient(server, key, patience=_PATIENCE_SECONDS)
+        opened: LightningStore = LightningStoreClient(server, key or local_key(server), patience=_PATIENCE_SECONDS)
     else:
         from agentlightning.store.reading import StoreReader
         from agentlightning.store.sql import SqlStore

@@ -60,12 +60,12 @@ def create_app(
     the gateway's model table under `/api/v1` (without a store there is none of these), and the gateway's own routes as
     they are.
 
-    With an `admin_key` the interface needs it; without one `HttpServer` serves on loopback only, and the gateway too
-    answers this machine's own programs alone. `guarded` says that something around the application asks for a key. A
-    request body above `body_limit` bytes is refused, and so is a caller who makes more than `rate_limit` requests a
-    second. A call that waits is answered after `longest_poll` seconds, for its caller to ask again. With `access_log`
-    each request leaves a line in the log. `collectors` bring counts of their own to `/metrics`. Closing the store stays
-    with the caller."""
+    With an `admin_key` the interface needs it; without one `HttpServer` serves on loopback only. A gateway without one
+    of its own answers this machine's own programs alone, and attempts' keys from anywhere. `guarded` says that
+    something around the application asks for a key. A request body above `body_limit` bytes is refused, and so is a
+    caller who makes more than `rate_limit` requests a second. A call that waits is answered after `longest_poll`
+    seconds, for its caller to ask again. With `access_log` each request leaves a line in the log. `collectors` bring
+    counts of their own to `/metrics`. Closing the store stays with the caller."""
     if admin_key is not None and len(admin_key) < 8:
         raise ConfigError("the admin key is shorter than 8 characters; choose one that cannot be guessed")
 
@@ -77,7 +77,7 @@ def create_app(
     routes = [*HealthRoutes(store).routes(), *parts.routes]
     if gateway is not None:
         parts.stops.append(gateway.turn_away)
-        if admin_key is None and not guarded:
+        if not guarded:
             gateway.keep_to_this_machine()
         own = gateway.routes()
         parts.inner.insert(0, Middleware(Shortcut, routes=own))

@@ -105,8 +105,10 @@ class DashboardRoutes:
         self._runs = runs.Runs()
 
     def page_routes(self) -> list[BaseRoute]:
-        """The page and its files. They hold nothing of the store, and need no key."""
-        return [Route("/", _index, methods=["GET"]), Route("/assets/{name}", _asset, methods=["GET"])]
+        """The page and its files, which hold nothing of the store and need no key; and the way to it with a key, for a
+        link to be clicked."""
+        page = [Route("/", _index, methods=["GET"]), Route("/assets/{name}", _asset, methods=["GET"])]
+        return [*page, Route("/open/{key}", self._open, methods=["GET"])]
 
     def routes(self) -> list[BaseRoute]:
         """The data, below `/api/v1`."""
@@ -148,6 +150,16 @@ class DashboardRoutes:
         return ConfinedStore(self._store, self._access, scope)
 
     # --- sessions ---
+
+    async def _open(self, request: Request) -> Response:
+        """Begin a session of the key in the path. The page that follows keeps the link's fragment."""
+        key = request.path_params["key"]
+        scope = await self._access.scope({**request.headers, "authorization": f"Bearer {key}"})
+        scope.require(QueryRollouts)
+        note_caller(request.scope, scope.name)
+        cookie = self._access.sessions.begin(request.headers, key, secure=request.url.scheme == "https")
+        about = {"location": "/", "set-cookie": cookie, "cache-control": "no-store"}
+        return Response(status_code=303, headers=_SAFE | about)
 
     async def _session(self, request: Request) -> Response:
         secure = request.url.scheme == "https"

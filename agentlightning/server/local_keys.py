@@ -1,0 +1,55 @@
+"""Keys of servers on this machine, each in a file that its user alone can read, by which `agl` finds them.
+
+The first to need the key of a port makes it, so that a runner may be started before its trainer, and either again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Generator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from agentlightning.gateway.locality import is_loopback
+
+
+def local_key(url: str, *, make: bool = False) -> str | None:
+    """The key of the server at `url`, if that is on this machine and there is one, or if it is to `make`."""
+    parts = urlsplit(url)
+    if not is_loopback(parts.hostname) or not parts.port:
+        return None
+    path = _path(parts.port)
+    with contextlib.suppress(OSError):
+        return path.read_text() or None
+    if make:
+        key = secrets.token_urlsafe(32)
+        with contextlib.suppress(OSError):  # without a home the key has to be given
+            _write(path, key)
+            return key
+    return None
+
+
+@contextlib.contextmanager
+def offered_key(url: str, key: str) -> Generator[None]:
+    """Let this user's programs find the key of the server at `url` as long as the block lasts."""
+    path = _path(urlsplit(url).port or 0)
+    with contextlib.suppress(OSError):
+        _write(path, key)
+    yield
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def _write(path: Path, key: str) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(key)
+    partial.replace(path)
+
+
+def _path(port: int) -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state, "agentlightning", "keys", str(port))
