@@ -11,9 +11,6 @@ from hypothesis import settings
 
 from tests.postgres import PostgresServer, find_binaries
 
-# gRPC's threads disturb processes that are forked beside them, such as a PostgreSQL server under another user.
-os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-
 # Keys of servers are written there.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="agl-state-")
 

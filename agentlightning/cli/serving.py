@@ -180,8 +180,6 @@ async def _serve(
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
               help="How the log is written: for people, or an object a line for machines.")  # fmt: skip
 @click.option("--access-log", is_flag=True, help="Log a line for every request.")
-@click.option("--otlp-grpc-port", type=click.IntRange(0, 65535), metavar="PORT",
-              help="Take OpenTelemetry spans over gRPC at this port too (usually 4317).")  # fmt: skip
 @forwarding_options
 @click.option("--capture", type=click.Choice(["full", "tokens", "off"]), default="full", show_default=True,
               help="What of LLM calls and spans is kept: all, token ids without any text, or neither.")  # fmt: skip
@@ -226,11 +224,8 @@ async def _server(settings: ServerSettings, as_json: bool) -> None:
 
     async with running_server(settings) as running:
         store = text_without_secrets(settings.store)
-        greeting = f"store {store} at {running.url}"
-        if running.otlp_grpc is not None:
-            greeting += f", OTLP over gRPC at {running.otlp_grpc}"
-        told = {"url": running.url, "store": store, "otlp_grpc": running.otlp_grpc}
-        await until_stopped(f"{greeting}\ndashboard: {running.url}/", told if as_json else None)
+        greeting = f"store {store} at {running.url}\ndashboard: {running.url}/"
+        await until_stopped(greeting, {"url": running.url, "store": store} if as_json else None)
 
 
 @click.command()
@@ -372,7 +367,7 @@ def _on_signal(
     for each in signals:
         loop.add_signal_handler(each, received, each)
         if at_once is not None:
-            signal.signal(each, lambda *_: at_once())  # beside the loop, which hears of it by a descriptor
+            signal.signal(each, lambda number, frame: at_once())  # beside the loop, which hears of it by a descriptor
     try:
         yield
     finally:

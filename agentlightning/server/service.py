@@ -1,4 +1,4 @@
-"""`agl server` as one object: store, gateway, HTTP, OTLP over gRPC and retention, started and stopped in order.
+"""`agl server` as one object: store, gateway, HTTP and retention, started and stopped in order.
 
 This module knows what belongs to a server. It knows neither the command line nor signals.
 """
@@ -18,7 +18,6 @@ from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.locality import is_loopback
 from agentlightning.gateway.models import ModelEntry, ModelTable
-from agentlightning.server.access import Access
 from agentlightning.server.app import BODY_LIMIT, create_app
 from agentlightning.server.forwarding import Forwarder
 from agentlightning.server.retaining import retain
@@ -46,7 +45,6 @@ class ServerSettings:
     rate_limit: float | None = None
     body_limit: int = BODY_LIMIT
     access_log: bool = False
-    otlp_grpc_port: int | None = None
     capture: Capture = "full"
     hook: Redact | None = None
     retain_seconds: float | None = None
@@ -62,7 +60,6 @@ class Running:
     """Where a server can be reached."""
 
     url: str
-    otlp_grpc: str | None
     gateway: Gateway
 
 
@@ -104,13 +101,10 @@ async def running_server(settings: ServerSettings) -> AsyncGenerator[Running]:
             app, host=settings.host, port=settings.port, tls_cert=settings.tls_cert, tls_key=settings.tls_key
         )
         await stack.enter_async_context(http)
-        otlp_grpc = None
-        if settings.otlp_grpc_port is not None:
-            otlp_grpc = await _serve_otlp_grpc(settings, settings.otlp_grpc_port, store, stack)
         if settings.retain_seconds is not None:
             work = retain(store, settings.retain_seconds, keep_rewards=settings.retain_rewards)
             stack.push_async_callback(_cancel, asyncio.create_task(work, name="retention"))
-        yield Running(http.url, otlp_grpc, gateway)
+        yield Running(http.url, gateway)
 
 
 def _forwarder(settings: ServerSettings) -> Forwarder | None:
@@ -125,24 +119,6 @@ def _forwarder(settings: ServerSettings) -> Forwarder | None:
     if same_host and url.port == settings.port:
         raise ConfigError(f"{url} is this server itself; give the address of another collector to forward spans to")
     return forwarder
-
-
-async def _serve_otlp_grpc(settings: ServerSettings, port: int, store: SqlStore, stack: AsyncExitStack) -> str:
-    try:
-        from agentlightning.server.otlp_grpc import OtlpGrpcServer
-    except ImportError:
-        raise ConfigError(
-            "OTLP over gRPC needs grpcio; install it with: pip install 'agent-lightning-next[otlp-grpc]'"
-        ) from None
-    tls = None
-    if settings.tls_cert is not None and settings.tls_key is not None:
-        tls = settings.tls_cert, settings.tls_key
-    server = OtlpGrpcServer(
-        store, Access(store, settings.key), settings.host, port, tls=tls, body_limit=settings.body_limit
-    )
-    await server.start()
-    stack.push_async_callback(server.stop)
-    return server.endpoint
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

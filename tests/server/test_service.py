@@ -129,13 +129,6 @@ async def test_what_is_old_is_removed_while_the_server_runs(tmp_path):
         await client.close()
 
 
-async def test_one_server_speaks_http_and_otlp_over_grpc(tmp_path):
-    pytest.importorskip("grpc")
-    async with running_server(ServerSettings(store=":memory:", otlp_grpc_port=0)) as running:
-        assert running.otlp_grpc is not None
-        assert running.otlp_grpc.startswith("http://127.0.0.1:")
-
-
 async def test_what_cannot_be_served_leaves_nothing_open(tmp_path):
     path = str(tmp_path / "store.db")
     with pytest.raises(ConfigError, match="key"):
