@@ -179,7 +179,7 @@ class Trainer:
 
         Datasets are lists, paths (JSONL, JSON, CSV, Parquet), DataFrames or Hugging Face datasets; recorded rollouts
         need none. Ctrl-C saves what was learned; `resume=True` goes on with the run in `run_dir`, or the newest."""
-        return run_blocking(self.fit_async(agent, train_dataset, val_dataset, resume=resume))
+        return run_blocking(self.fit_async(self._imported(agent), train_dataset, val_dataset, resume=resume))
 
     async def fit_async(
         self,
@@ -201,7 +201,7 @@ class Trainer:
 
     def dev(self, agent: LitAgent[Any] | Callable[..., Any] | str, dataset: Any) -> list[EvaluatedTask]:
         """Run the agent once on every task without training; print each trace and the mean reward, and return them."""
-        return run_blocking(self.dev_async(agent, dataset))
+        return run_blocking(self.dev_async(self._imported(agent), dataset))
 
     async def dev_async(self, agent: LitAgent[Any] | Callable[..., Any] | str, dataset: Any) -> list[EvaluatedTask]:
         """`dev` for code that runs in an event loop already."""
@@ -216,6 +216,13 @@ class Trainer:
         summary = summarise([measured(task.traced, task.spans) for task in tasks], Measures())
         console.print(f"{summary}; mean reward {summary.estimates['reward'].value:.3f}", markup=False)
         return tasks
+
+    def _imported(self, agent: LitAgent[Any] | Callable[..., Any] | str) -> LitAgent[Any]:
+        """The agent, imported while Ctrl-C still interrupts whatever runs."""
+        agent = as_agent(agent)
+        if self.n_runners != 0:
+            place_of(agent, self.isolation)
+        return agent
 
     def _default_algorithm(self) -> Algorithm:
         return self.algorithm if self.algorithm is not None else GRPO()
@@ -245,7 +252,7 @@ class Trainer:
         agent = as_agent(agent)
         if self.n_runners != 0:
             served = bool(self.models) or isinstance(self.initial_resources.get("llm"), LLM)
-            self._place = place_of(agent, self.isolation, served=served)
+            self._place: Isolation = place_of(agent, self.isolation, served=served)
             boot_of(agent, self._place, self.tracer, None)  # before anything is made for it
             self._concurrency = self.n_runners or usual_concurrency(self._place)
         directory = RunDirectory(
@@ -296,9 +303,8 @@ class Trainer:
                 stack.push_async_callback(gateway.close)
                 calls_held = partial(gateway.held, *held)
             key = self.api_key or local_key(f"http://127.0.0.1:{self.port}", make=True) or secrets.token_urlsafe(32)
-            http = HttpServer(create_app(store, gateway=gateway, admin_key=key), port=self.port)
-            await http.start()
-            stack.push_async_callback(http.stop)
+            app = create_app(store, gateway=gateway, admin_key=key)
+            http = await stack.enter_async_context(HttpServer(app, port=self.port))
             stack.enter_context(nullcontext() if self.port or self.api_key else offered_key(http.url, key))
             url, dashboard = http.url, f"{http.url}/open/{key}"
         else:
@@ -308,16 +314,15 @@ class Trainer:
                 await stack.enter_async_context(lending)
                 calls_held = partial(models_held, url, held, api_key=self.api_key)
         progress.note(f"dashboard: {dashboard}#/runs/{directory.mark.run_id}")
-        resources = self.initial_resources
+        resources, given = self.initial_resources, self.initial_resources.get("llm")
         if entries:
-            given = resources.get("llm")
             asked = given.sampling_parameters if isinstance(given, LLM) and not self.models else {}
             llms = {entry.name: LLM(endpoint=f"{url}/v1", model=entry.name, gateway=True) for entry in entries}
             llm = msgspec.structs.replace(next(iter(llms.values())), sampling_parameters=asked)
             resources = {**resources, **(llms if len(llms) > 1 else {}), "llm": llm}
         stored = await store.add_resources(resources, metadata={"run_id": directory.mark.run_id})
-        config = self._config(algorithm)
-        manifest = make_manifest(config=config, seed=self.seed, train_tasks=train_tasks, val_tasks=val_tasks)
+        config, seed = self._config(algorithm), self.seed
+        manifest = make_manifest(config=config, seed=seed, train_tasks=train_tasks, val_tasks=val_tasks)
         if directory.resumed:
             await check_data(store, directory.mark.run_id, manifest)
         return RunContext(

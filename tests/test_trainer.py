@@ -290,7 +290,7 @@ def test_garbage_is_sought_seldom_while_a_run_lasts(tmp_path: Path) -> None:
 
     async def agent(task: dict[str, Any], llm: agl.LLM) -> float:
         meanwhile.append(gc.get_threshold()[0])
-        return 1.0
+        return await agents.vowels(task, llm)
 
     trainer(tmp_path, algorithm=agl.Baseline()).fit(agl.rollout(agent), val_dataset=TASKS[:1])
     assert meanwhile[0] > usual[0] and gc.get_threshold() == usual

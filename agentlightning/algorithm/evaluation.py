@@ -120,7 +120,7 @@ async def refuse_uncalled(context: RunContext, rollouts: Sequence[TracedRollout]
         return
     store, name = context.store, context.resources_id
     latest = await (store.get_latest_resources() if name is None else store.get_resources_by_id(name))
-    if latest is None or not any(isinstance(one, LLM) and one.api_key is None for one in latest.resources.values()):
+    if latest is None or not any(isinstance(one, LLM) and one.gateway for one in latest.resources.values()):
         return
     raise TrainingError(
         f"none of {len(succeeded)} rollouts that succeeded called the model that is served: they measured another. A "

@@ -169,6 +169,9 @@ class Program(LitAgent[Any]):
     _url: str = ""
     _rollout: AttemptedRollout | None = field(default=None, repr=False)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        return self  # it runs once, and is asked afterwards how that went
+
     async def run(self, store: LightningStore, url: str, task: Any) -> AttemptedRollout:
         """Run it as a rollout of its own; its calls are answered, and its spans taken, at `url`."""
         from agentlightning.runner.runner import Runner

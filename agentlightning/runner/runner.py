@@ -1,8 +1,7 @@
 """The process that leases rollouts and runs agents: hundreds at once in one event loop.
 
-It knows the store's interface and how to execute an agent; it does not know where the store is, nor anything of
-models or training. One timer serves all attempts: it extends leases, sends the spans recorded so far, and learns which
-attempts were cancelled meanwhile. An attempt with a timeout has a clock of its own besides.
+It knows the store's interface and how to execute an agent; it does not know where the store is, nor models. One timer
+extends the leases of all attempts, sends their spans so far, and learns which of them were cancelled meanwhile.
 """
 
 from __future__ import annotations

@@ -13,8 +13,14 @@ from tests.cli.world import HOSTILE
 from tests.test_trainer import TASKS, policy
 
 AGENT = """
-import asyncio, os, signal
+import asyncio, contextlib, os, signal
 import agentlightning as agl
+
+async def ask(llm):
+    # in vain: nobody answers at the endpoint
+    with contextlib.suppress(Exception):
+        client = agl.openai_client(llm).with_options(max_retries=0)
+        await client.chat.completions.create(model=llm.model, messages=[{"role": "user", "content": "?"}])
 
 @agl.rollout
 async def obedient(task, llm: agl.LLM, resources: dict) -> float:
@@ -22,6 +28,7 @@ async def obedient(task, llm: agl.LLM, resources: dict) -> float:
         del os.environ["INTERRUPTED_AT"]
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.Event().wait()
+    await ask(llm)
     if task["word"] == "umber":
         raise LookupError("no such colour")
     wanted = resources["prompt"].template if "prompt" in resources else llm.model
@@ -29,7 +36,7 @@ async def obedient(task, llm: agl.LLM, resources: dict) -> float:
 
 @agl.rollout
 async def hopeless(task, llm: agl.LLM) -> None:
-    pass
+    await ask(llm)
 
 @agl.rollout
 async def spelling(task, llm: agl.LLM) -> float:

@@ -152,7 +152,7 @@ def test_json_says_the_same(agl) -> None:
 def test_a_rollout_is_seen_as_its_run_trained(agl) -> None:
     algorithm = {"agents": "rewriter", "reward": {"length_penalty": 1000.0}}
     _, out, _ = agl(fill({"config": {"models": {"policy": "tiny"}, "algorithm": algorithm}}), STORE)
-    assert "no: other agent" in out and "no: other model" in out and "nothing trainable" in out
+    assert "no: other agent" in out and "no: frozen model" in out and "nothing trainable" in out
     assert "length_penalty" in out and "level" not in out
 
 

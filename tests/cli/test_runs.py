@@ -55,7 +55,7 @@ def test_a_damaged_store_among_several_is_left_out_and_alone_is_an_error(capsys:
     Path("runs/other/store.sqlite").write_bytes(b"not a store at all, and long enough to have a header" * 10)
     assert run(["runs"]) == 0
     captured = capsys.readouterr()
-    assert "one-dir" in captured.out and "left out: runs/other/store.sqlite is not" in captured.err
+    assert "one-dir" in captured.out and "runs/other/store.sqlite is not" in captured.err
     assert "is not an Agent Lightning store" in told(capsys, "runs", "runs/other/store.sqlite", code=1)
 
 

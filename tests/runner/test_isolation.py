@@ -314,7 +314,7 @@ async def test_each_rollout_has_an_agent_of_its_own_with_what_it_keeps(
     concurrency = 3 if isolation == "none" else 1
     monkeypatch.setattr(kept, "together", asyncio.Barrier(3) if concurrency == 3 else None)
     async with gateway_before(Upstream(GOOD), store) as front:
-        await store.add_resources({"llm": LLM(endpoint=f"{front.url}/v1", model="policy")})
+        await store.add_resources({"llm": LLM(endpoint=f"{front.url}/v1", model="policy", gateway=True)})
         options: Any = {"agent": "tests.runner.agents.kept:keeper", "isolation": isolation, "concurrency": concurrency}
         several = await ran(store, *[f"question {n}" for n in range(3)], **options)
     for number, one in enumerate(several):
@@ -333,7 +333,7 @@ async def test_a_call_with_the_client_of_another_rollout_is_refused_and_recorded
     monkeypatch.setattr(kept, "together", asyncio.Barrier(3) if concurrency == 3 else None)
     monkeypatch.setattr(kept, "shared", None)
     async with gateway_before(Upstream(GOOD), store) as front:
-        await store.add_resources({"llm": LLM(endpoint=f"{front.url}/v1", model="policy")})
+        await store.add_resources({"llm": LLM(endpoint=f"{front.url}/v1", model="policy", gateway=True)})
         options: Any = {"agent": kept.first_comes, "isolation": isolation, "concurrency": concurrency}
         several = await ran(store, "a", "b", "c", **options)
         if kept.shared is not None:
@@ -371,7 +371,10 @@ async def test_an_agent_that_refuses_to_be_copied_is_refused_unless_it_says_that
 async def test_resources_are_the_same_for_every_kind_of_agent_in_every_isolation(
     store: SqlStore, kind: str, isolation: str
 ) -> None:
-    llm, prompt = LLM(endpoint="http://127.0.0.1:9/v1", model="policy"), agl.PromptTemplate(template="Hi, {name}")
+    llm, prompt = (
+        LLM(endpoint="http://127.0.0.1:9/v1", model="policy", gateway=True),
+        agl.PromptTemplate(template="Hi, {name}"),
+    )
     await store.add_resources({"llm": llm, "prompt": prompt, "judge": msgspec.structs.replace(llm, api_key="own")})
     (one,) = await ran(store, "task", agent=kept.KINDS[kind], isolation=isolation)
     assert (one.status, one.reward) == ("succeeded", 1.0), one.reason
@@ -439,7 +442,7 @@ async def test_without_one_such_an_agent_fails_rather_than_call_another_model(st
     with pytest.raises(ConfigError, match="not defined"):
         place_of(as_agent("tests.runner.agents.broken:agent"), "auto")
     (fine,) = await ran(store, "task", agent=isolated.plain, isolation="auto")
-    await store.add_resources({"llm": LLM(endpoint="http://127.0.0.1:9/v1", model="policy")})
+    await store.add_resources({"llm": LLM(endpoint="http://127.0.0.1:9/v1", model="policy", gateway=True)})
     (refused,) = await ran(store, "task", agent=isolated.plain, isolation="auto")
     (allowed,) = await ran(store, "task", agent=isolated.plain, isolation="none")
     assert [fine.status, refused.status, allowed.status] == ["succeeded", "failed", "succeeded"]
