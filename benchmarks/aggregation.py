@@ -138,6 +138,7 @@ def train_template(changed: dict[str, Any], seed: int, directory: Path) -> None:
     from agentlightning.cli.training import fit
 
     folder = shutil.copytree(TEMPLATE, directory / "project")
+    sys.modules.pop("agent", None)  # that of the quickstart, which was imported before the fork
     sys.path.insert(0, str(folder))
     with chdir(folder):
         fit(
