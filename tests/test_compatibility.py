@@ -126,6 +126,7 @@ def test_agents_that_were_selected_on_the_agent_are_told_where_that_is_done_now(
         agent("sql_agent.py:LitSQLAgent")(trained_agents="write")
 
 
+@pytest.mark.slow
 async def test_a_function_algorithm_meets_the_runners_in_the_store(tmp_path: Path, endpoint: Endpoint) -> None:
     found: list[Any] = []
 

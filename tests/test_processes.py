@@ -90,6 +90,7 @@ def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> Non
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_where_its_checkpoint_left_it(world: Path, agl: Start, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = agl(*train_arguments(world, run, steps=5000))
@@ -115,6 +116,7 @@ def test_a_killed_run_goes_on_where_its_checkpoint_left_it(world: Path, agl: Sta
     connection.close()
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_saves_what_was_learned(world: Path, agl: Start, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = agl(*train_arguments(world, run, steps=5000))
@@ -128,6 +130,7 @@ def test_an_interrupted_run_saves_what_was_learned(world: Path, agl: Start, tmp_
     assert int(newest.removeprefix("step-")) == steps_done(run)
 
 
+@pytest.mark.slow
 def test_bad_commands_say_what_is_wrong_without_a_traceback(world: Path, agl: Start, tmp_path: Path) -> None:
     arguments = train_arguments(world, tmp_path / "run", steps=1)
     cases: list[tuple[list[Any], str]] = [
@@ -155,6 +158,7 @@ def start_server(agl: Start, store: Path) -> str:
     return found[0]
 
 
+@pytest.mark.slow
 def test_what_failed_while_the_trainer_was_away_does_not_count(world: Path, agl: Start, tmp_path: Path) -> None:
     url = start_server(agl, tmp_path / "store.sqlite")
     settings: dict[str, Any] = {
@@ -180,6 +184,7 @@ def test_what_failed_while_the_trainer_was_away_does_not_count(world: Path, agl:
     assert result.metrics[-1].values["unrewarded"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_server", [True, False], ids=["at a server", "at the trainer's port"])
 def test_trainer_and_runner_that_meet_somewhere_learn_the_same(
     world: Path, agl: Start, tmp_path: Path, with_server: bool
@@ -209,6 +214,7 @@ def test_trainer_and_runner_that_meet_somewhere_learn_the_same(
             assert one.values.get(name) == pytest.approx(other.values.get(name)), (one.step, name)
 
 
+@pytest.mark.slow
 def test_a_served_checkpoint_answers_the_plain_sdk(world: Path, agl: Start) -> None:
     from openai import OpenAI
 

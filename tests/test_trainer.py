@@ -138,6 +138,7 @@ async def test_so_are_those_that_come_through_a_server(tmp_path: Path, held_in_s
     assert held_in_steps == [{"policy"}, {"policy"}]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
     runs = [trainer(tmp_path, run_dir=tmp_path / name, seed=5).fit(agents.vowels, TASKS) for name in ("a", "b")]
     first, second = ([m.values["reward"] for m in run.metrics] for run in runs)
@@ -208,6 +209,7 @@ def test_an_agent_that_never_calls_the_model_is_refused_before_its_rewards_count
         measured(trainer(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [None, "of the environment"])
 def test_an_agent_with_a_client_from_the_environment_is_measured_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str | None
@@ -296,6 +298,7 @@ def test_garbage_is_sought_seldom_while_a_run_lasts(tmp_path: Path) -> None:
     assert meanwhile[0] > usual[0] and gc.get_threshold() == usual
 
 
+@pytest.mark.slow
 def test_training_ends_at_its_time_limit_with_what_was_learned_saved(tmp_path: Path) -> None:
     for limit in (3.0, 30.0, 120.0):  # a busy machine may not finish a step within the first
         run = trainer(tmp_path, run_dir=tmp_path / f"{limit}", algorithm=algorithm(steps=10_000), time_limit=limit)
@@ -317,6 +320,7 @@ def test_a_finished_run_resumes_with_more_steps(tmp_path: Path) -> None:
     assert again.evaluations[0].reward == first.evaluations[0].reward
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_with_its_own_seed_and_tasks(tmp_path: Path) -> None:
     trainer(tmp_path, algorithm=algorithm(steps=1)).fit(agents.vowels, TASKS, TASKS[:2])
     with pytest.raises(ConfigError, match="started with seed 0, not 9"):
@@ -423,6 +427,7 @@ async def test_frozen_models_are_asked_as_the_agent_asks_and_get_no_key_of_ours(
     assert {(body["model"], body["temperature"]) for body in hosted.bodies} == {("gpt-5-mini", 0)}
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_two_trainers_on_one_server_train_each_its_own_model(tmp_path: Path) -> None:
     async with running_server(ServerSettings(store=str(tmp_path / "store.sqlite"))) as server:
@@ -483,6 +488,7 @@ async def writer_and_critic(task: Any, resources: agl.NamedResources) -> float:
     return -len(await agents.ask({"word": said[:4]}, resources["critic"])) / 10
 
 
+@pytest.mark.slow
 def test_two_policies_learn_at_once_each_from_its_own_calls(tmp_path: Path) -> None:
     models = {"writer": policy(0), "critic": policy(1)}
     before = {name: one.model.get_input_embeddings().weight.clone() for name, one in models.items()}
@@ -521,6 +527,7 @@ def test_an_adapter_is_trained_and_resumed(tmp_path: Path) -> None:
     assert resumed.metrics[-1].values["inference_mismatch"] < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"lora": LoRA(rank=4)}], ids=["bfloat16", "lora"])
 def test_one_policy_object_is_measured_trained_and_resumed(tmp_path: Path, changes: dict[str, Any]) -> None:
     settings = {"model": policy(), **changes}
@@ -551,6 +558,7 @@ def test_a_time_limit_that_ends_the_first_evaluation_ends_the_run(tmp_path: Path
     assert not result.evaluations
 
 
+@pytest.mark.slow
 def test_a_resumed_run_sets_aside_the_time_for_its_closing_evaluation(tmp_path: Path) -> None:
     """Its first evaluation is read from the store in no time."""
     deadlines: list[float] = []

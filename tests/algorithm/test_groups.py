@@ -35,6 +35,7 @@ def flow(result: Any, name: str) -> list[float]:
     return [metrics.values.get(name, 0.0) for metrics in result.metrics if metrics.step]
 
 
+@pytest.mark.slow
 def test_rollouts_and_steps_overlap_within_the_bound_on_staleness(tmp_path: Path) -> None:
     overlapping = algorithm(steps=6, max_staleness=2, evaluate_every=2)
     result = trainer(tmp_path, algorithm=overlapping, n_runners=16).fit(uneven, TASKS, TASKS[:2])
@@ -60,6 +61,7 @@ async def solved(task: dict, llm: agl.LLM) -> float:
     return 1.0 if task["index"] % 2 else reward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flowing", [{"dynamic_sampling": True}, {"max_staleness": 2}])
 def test_a_group_without_variance_is_replaced_by_another(tmp_path: Path, flowing: dict[str, Any]) -> None:
     result = trainer(tmp_path, algorithm=algorithm(steps=3, **flowing)).fit(solved, TASKS)
@@ -73,6 +75,7 @@ async def right(task: dict, llm: agl.LLM) -> float:
     return 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flowing", [{"dynamic_sampling": True}, {"max_staleness": 1}])
 def test_where_no_group_teaches_anything_steps_go_on_and_say_so(tmp_path: Path, flowing: dict[str, Any]) -> None:
     result = trainer(tmp_path, algorithm=algorithm(steps=2, tasks_per_step=1, group_size=2, **flowing)).fit(
@@ -83,6 +86,7 @@ def test_where_no_group_teaches_anything_steps_go_on_and_say_so(tmp_path: Path, 
     assert flow(result, "policy_version") == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flowing", [{"dynamic_sampling": True}, {"max_staleness": 1}])
 def test_the_reward_of_a_step_counts_groups_that_were_replaced_for_being_right(
     tmp_path: Path, flowing: dict[str, Any]
@@ -93,6 +97,7 @@ def test_the_reward_of_a_step_counts_groups_that_were_replaced_for_being_right(
     assert flow(result, "reward") == [1, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", [agents.raises, agents.unrewarded])
 def test_an_overlapping_run_whose_agent_never_earns_anything_ends_with_the_reason(tmp_path: Path, agent: Any) -> None:
     with pytest.raises(agl.errors.TrainingError, match="rewarded"):
@@ -106,6 +111,7 @@ async def fails_often(task: dict, llm: agl.LLM) -> float:
     return reward
 
 
+@pytest.mark.slow
 def test_failures_do_not_use_up_the_room_for_groups(tmp_path: Path) -> None:
     failing = algorithm(steps=8, group_size=2, max_staleness=1)
     result = trainer(tmp_path, algorithm=failing).fit(fails_often, TASKS)
@@ -113,6 +119,7 @@ def test_failures_do_not_use_up_the_room_for_groups(tmp_path: Path) -> None:
     assert sum(flow(result, "groups_dropped/too few rewarded")) > 0
 
 
+@pytest.mark.slow
 def test_an_overlapping_run_that_was_interrupted_goes_on(tmp_path: Path) -> None:
     from tests.algorithm.test_resume import Interrupting
 
@@ -123,6 +130,7 @@ def test_an_overlapping_run_that_was_interrupted_goes_on(tmp_path: Path) -> None
     assert [metrics.step for metrics in result.metrics if metrics.step] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_recent_groups_are_trained_again_and_found_again_by_a_resumed_run(tmp_path: Path) -> None:
     replaying: dict[str, Any] = {"loss": "importance_sampling", "replay_groups": 2, "replay_staleness": 3}
     result = trainer(tmp_path, algorithm=algorithm(steps=3, **replaying)).fit(agents.vowels, TASKS)
@@ -146,6 +154,7 @@ def test_what_cannot_flow_is_refused(wrong: dict[str, Any], said: str) -> None:
         algorithm(**wrong)
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_beside_a_step_ends_the_run_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +211,7 @@ def test_the_best_weights_are_not_saved_while_a_step_changes_them(
     assert '"step":1,' in (tmp_path / "run" / "checkpoints" / "best" / "loop.json").read_text()
 
 
+@pytest.mark.slow
 def test_groups_that_are_too_old_make_room_although_none_is_on_its_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

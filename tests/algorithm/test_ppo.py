@@ -120,6 +120,7 @@ def test_it_trains_and_is_trained_again_bit_for_bit(tmp_path: Path, trunk: Any, 
         assert json.loads(capsys.readouterr().out.splitlines()[-1])["equal"] is True
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_short_goes_on_with_the_same_critic(tmp_path: Path) -> None:
     def settings(name: str) -> dict[str, Any]:
         chosen = ppo(steps=3, checkpoint_every=1, critic="separate")

@@ -37,6 +37,7 @@ def summary(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_step_trained_again_gives_the_same_bits(finished: Path, tmp_path: Path, capsys: Any) -> None:
     assert run(["data", "replay", str(finished), "--step", "3", "--out", str(tmp_path / "again"), "--json"]) == 0
     told = summary(capsys)
@@ -46,6 +47,7 @@ def test_a_step_trained_again_gives_the_same_bits(finished: Path, tmp_path: Path
     assert told["sha256"] != weights_digest(finished / "checkpoints" / "step-000002")
 
 
+@pytest.mark.slow
 def test_all_steps_from_the_first_weights_in_another_process_give_them_too(finished: Path) -> None:
     command = [sys.executable, "-m", "agentlightning.cli.main", "data", "replay", str(finished), "--steps", "1-3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
@@ -54,6 +56,7 @@ def test_all_steps_from_the_first_weights_in_another_process_give_them_too(finis
     assert f"bit for bit those of {finished / 'checkpoints' / 'step-000003'}" in done.stdout
 
 
+@pytest.mark.slow
 def test_steps_of_stale_rollouts_and_of_groups_trained_twice_give_the_same_bits(tmp_path: Path, capsys: Any) -> None:
     policy().save(tmp_path / "model")
     overlapping = algorithm(

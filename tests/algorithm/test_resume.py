@@ -109,6 +109,7 @@ class Killed(Shared):
         return await self.agent(task, llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("agent", "killed_at", "settings"),
     [
@@ -130,6 +131,7 @@ def test_groups_that_were_complete_when_the_run_was_killed_are_trained(
     assert not rollouts_of(left, lambda one: one.status != "succeeded" and abandoned not in one.rollout_id)
 
 
+@pytest.mark.slow
 def test_no_call_of_a_resumed_run_is_answered_before_its_weights_are_served_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +150,7 @@ def test_no_call_of_a_resumed_run_is_answered_before_its_weights_are_served_agai
     assert result.metrics[-1].values["staleness/0"] == 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("interrupted_at", "step"), [(2, 0), (6, 1)], ids=["first", "closing"])
 def test_an_interrupted_evaluation_is_finished_by_the_resumed_run(
     tmp_path: Path, interrupted_at: int, step: int
@@ -160,6 +163,7 @@ def test_an_interrupted_evaluation_is_finished_by_the_resumed_run(
     assert not rollouts_of(tmp_path / "run", lambda rollout: rollout.status != "succeeded")
 
 
+@pytest.mark.slow
 def test_an_interrupted_step_keeps_its_finished_rollouts(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"algorithm": algorithm(steps=2), "n_runners": 1}
     stopped = trainer(tmp_path, **settings).fit(Interrupting("train", 18), TASKS)
@@ -169,6 +173,7 @@ def test_an_interrupted_step_keeps_its_finished_rollouts(tmp_path: Path) -> None
     assert len(rollouts_of(tmp_path / "run", lambda rollout: rollout.status == "succeeded")) == 24
 
 
+@pytest.mark.slow
 def test_what_the_new_runner_has_begun_is_not_taken_for_a_leftover(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +224,7 @@ class Racing(LightningStore):
         await self._store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_an_attempt_that_ends_while_leftovers_are_withdrawn_does_not_end_the_resumed_run(tmp_path: Path) -> None:
     run, left = tmp_path / "run", tmp_path / "left"
@@ -231,6 +237,7 @@ async def test_an_attempt_that_ends_while_leftovers_are_withdrawn_does_not_end_t
     assert store.ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("val_tasks", [TASKS[:2], None], ids=["in the first evaluation", "in the first step"])
 @pytest.mark.parametrize("agent", [agents.raises, agents.not_a_number, agents.unrewarded])
 def test_a_run_that_its_agent_ended_goes_on_with_the_agent_mended(tmp_path: Path, agent: Any, val_tasks: Any) -> None:

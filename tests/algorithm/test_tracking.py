@@ -103,6 +103,7 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_measurement_reaches_every_tracker_and_a_run_goes_on_in_them(tmp_path: Path) -> None:
     shelf: list[Any] = []
     progress = Notes()
@@ -130,6 +131,7 @@ def test_every_measurement_reaches_every_tracker_and_a_run_goes_on_in_them(tmp_p
     assert lines(tmp_path) == [{"step": one.step, **one.values} for one in resumed.metrics]
 
 
+@pytest.mark.slow
 def test_an_overlapping_run_measures_what_is_documented(tmp_path: Path) -> None:
     overlapping = algorithm(
         steps=4, max_staleness=2, evaluate_every=1, loss="importance_sampling", replay_groups=1, replay_staleness=2
@@ -240,6 +242,7 @@ def test_gradients_explode_where_they_leave_what_was_usual_behind() -> None:
     assert [few.add(norm) for norm in (1.0, 30.0)] == [0, 0]  # nothing is usual yet
 
 
+@pytest.mark.slow
 def test_an_exploding_gradient_is_told_and_ends_the_run_where_that_was_asked_for(tmp_path: Path, spoil: Any) -> None:
     spoil(1e5, first=6)
     progress = Notes()

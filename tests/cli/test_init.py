@@ -34,6 +34,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "mine"
 
 
+@pytest.mark.slow
 def test_the_project_is_whole_and_its_tests_pass(project: Path) -> None:
     names = {path.relative_to(project).as_posix() for path in project.rglob("*") if path.is_file()}
     assert names == {
@@ -70,6 +71,7 @@ def test_the_project_trains_at_once_and_gets_better(project: Path) -> None:
     assert reward["after"] > reward["before"] + 0.2
 
 
+@pytest.mark.slow
 def test_a_function_that_makes_no_policy_is_named(project: Path) -> None:
     (project / "other.py").write_text("def make(seed):\n    return 'gpt'\n")
     refused = run(project, *AGL, "train", "--model", "other.py:make")

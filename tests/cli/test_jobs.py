@@ -109,6 +109,7 @@ def last_json(out: str) -> dict[str, Any]:
     return json.loads(out.rstrip("\n").rpartition("\n")[2])
 
 
+@pytest.mark.slow
 def test_train_by_a_run_file_then_resume_then_list(project: Path) -> None:
     out, err = finish(start(project, "train", "run.yaml", "--json"))
     report = last_json(out)

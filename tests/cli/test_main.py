@@ -104,6 +104,7 @@ def test_help_needs_no_torch_web_framework_or_database() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
     """The agent's module is being imported when the interrupt comes."""
     os.mkfifo(tmp_path / "importing")

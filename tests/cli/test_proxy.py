@@ -125,6 +125,7 @@ async def refused(directory: Path, *arguments: str) -> str:
     return told.decode()
 
 
+@pytest.mark.slow
 async def test_calls_of_an_agent_to_vllm_are_recorded_with_their_ids(tmp_path: Path) -> None:
     server = Server(vllm=True)
     async with server.served() as url, proxy(tmp_path, "--backend", url) as front, front.client() as client:
@@ -157,6 +158,7 @@ async def test_calls_to_a_hosted_api_are_recorded_without_ids(tmp_path: Path) ->
     assert (chat.name, embedding.name) == ("chat m", "embeddings e")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vllm", [True, False])
 async def test_each_sides_key_stays_on_its_side(tmp_path: Path, vllm: bool) -> None:
     server = Server(vllm=vllm)
@@ -197,6 +199,7 @@ async def test_a_program_is_told_where_the_proxy_is_and_what_it_recorded(tmp_pat
     assert ended == {"calls": 1, "recorded": 1}
 
 
+@pytest.mark.slow
 async def test_a_proxy_with_a_key_serves_nobody_else(tmp_path: Path) -> None:
     server = Server(vllm=True)
     async with server.served() as url, proxy(tmp_path, "--backend", url, AGL_KEY="the proxy's key") as front:
@@ -209,6 +212,7 @@ async def test_a_proxy_with_a_key_serves_nobody_else(tmp_path: Path) -> None:
     assert len(server.asked) == 1 and "authorization" not in server.headers[0]
 
 
+@pytest.mark.slow
 async def test_a_server_that_went_away_is_the_agents_to_ask_again_and_recorded(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         async with Server(vllm=True).served() as url:
@@ -228,6 +232,7 @@ async def test_a_server_that_is_not_there_is_told_at_once(tmp_path: Path) -> Non
     assert "nothing answers at" in told and "--kind" in told
 
 
+@pytest.mark.slow
 async def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -76,6 +76,7 @@ def weights(directory: Path) -> str:
     return hashlib.sha256((directory / "checkpoints" / "step-000002" / "model.safetensors").read_bytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_a_repeated_deterministic_run_ends_with_the_same_weights(project: Path, elsewhere: Path) -> None:
     assert run(["train", "--from", str(project / "run"), "--out", "again"]) == 0
     assert weights(elsewhere / "again") == weights(project / "run")
@@ -147,6 +148,7 @@ def test_the_manifest_keeps_no_secrets_and_nothing_of_the_one_run(elsewhere: Pat
     assert not {"api_key", "run_dir", "resume"} & set(found)
 
 
+@pytest.mark.slow
 def test_seeds_are_trained_one_after_another_and_compared(
     project: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -323,6 +323,7 @@ def command(program: str) -> list[str]:
     return [sys.executable, "-m", "agentlightning.cli.main", "run", "--", sys.executable, "-c", program]
 
 
+@pytest.mark.slow
 def test_an_interrupt_is_the_programs_to_answer(desk: Desk) -> None:
     with subprocess.Popen(command(ANSWERS), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready False\n"
@@ -332,6 +333,7 @@ def test_an_interrupt_is_the_programs_to_answer(desk: Desk) -> None:
     assert desk.recorded().rollout.status == "failed"
 
 
+@pytest.mark.slow
 def test_on_a_terminal_the_program_has_a_terminal_and_hears_ctrl_c_once(desk: Desk) -> None:
     ours, theirs = os.openpty()
     process = subprocess.Popen(command(ANSWERS), stdin=theirs, stdout=theirs, stderr=theirs,

@@ -57,6 +57,7 @@ async def test_top_shows_the_servers_behind_a_gateway(capsys: pytest.CaptureFixt
     await store.close()
 
 
+@pytest.mark.slow
 async def test_top_stays_while_its_server_is_away(tmp_path: Path) -> None:
     store = await SqlStore.open(":memory:")
     http = HttpServer(create_app(store))

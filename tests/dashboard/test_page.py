@@ -56,6 +56,7 @@ async def loaded(page: Page) -> None:
 # --- every view ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_runs_are_compared_over_what_one_asks_and_seeds_become_one_line_with_its_spread(world) -> None:
     async with world.page() as page:
         await see(page, "grpo seed 2", "grpo seed 3", "apo")
@@ -76,6 +77,7 @@ async def test_runs_are_compared_over_what_one_asks_and_seeds_become_one_line_wi
         await see(page, '"returns": "identical"')
 
 
+@pytest.mark.slow
 async def test_rollouts_are_found_by_what_they_are(world) -> None:
     async with world.page() as page:
         await world.show(page, "/rollouts", "Rollouts")
@@ -91,6 +93,7 @@ async def test_rollouts_are_found_by_what_they_are(world) -> None:
         await page.get_by_role("heading", name=ROLLOUT).wait_for()
 
 
+@pytest.mark.slow
 async def test_a_rollout_is_seen_as_conversation_time_tokens_credit_and_as_it_is_stored(world) -> None:
     async with world.page() as page:
         await world.show(page, f"/rollouts/{ROLLOUT}", ROLLOUT)
@@ -123,6 +126,7 @@ async def test_a_rollout_is_seen_as_conversation_time_tokens_credit_and_as_it_is
         await see(page, '"prompt_token_ids"')
 
 
+@pytest.mark.slow
 async def test_credit_is_shown_as_trained_and_as_it_would_be(world) -> None:
     async with world.page() as page:
         await world.show(page, f"/rollouts/{ROLLOUT}/credit")
@@ -137,6 +141,7 @@ async def test_credit_is_shown_as_trained_and_as_it_would_be(world) -> None:
         await see(page, "This is what the run trains with.")
 
 
+@pytest.mark.slow
 async def test_a_group_is_seen_side_by_side_and_as_a_tree_of_what_it_shares(world) -> None:
     async with world.page() as page:
         await world.show(page, f"/groups/{GROUP}", f"Group {GROUP}")
@@ -147,6 +152,7 @@ async def test_a_group_is_seen_side_by_side_and_as_a_tree_of_what_it_shares(worl
         await page.get_by_role("heading", name=ROLLOUT).wait_for()
 
 
+@pytest.mark.slow
 async def test_what_surrounds_rollouts_has_views_of_its_own(world) -> None:
     async with world.page() as page:
         await world.show(page, "/prompts", "Prompts")
@@ -162,6 +168,7 @@ async def test_what_surrounds_rollouts_has_views_of_its_own(world) -> None:
         await see(page, "Calls excluded", "trainable", "every step of the run")
 
 
+@pytest.mark.slow
 async def test_where_a_prefix_broke_is_said_with_what_can_be_done(world) -> None:
     one, _ = await record(world.store, [1.0, 0.0])
     spans = await world.store.query_spans(one.rollout_id)
@@ -176,6 +183,7 @@ async def test_where_a_prefix_broke_is_said_with_what_can_be_done(world) -> None
 # --- live, and by hand --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_what_happens_is_seen_without_a_reload(world) -> None:
     async with world.page() as page:
         await page.evaluate("window.stayed = true")
@@ -195,6 +203,7 @@ async def test_what_happens_is_seen_without_a_reload(world) -> None:
         assert await page.evaluate("window.stayed")
 
 
+@pytest.mark.slow
 async def test_a_person_tags_scores_and_runs_a_rollout_again(world) -> None:
     attempted = await world.store.start_rollout("by hand")
     await world.store.update_attempt(attempted.rollout_id, attempted.attempt.attempt_id, status="succeeded")
@@ -218,6 +227,7 @@ async def test_a_person_tags_scores_and_runs_a_rollout_again(world) -> None:
         assert "by hand" in await anyio.Path(await (await saved.value).path()).read_text()
 
 
+@pytest.mark.slow
 async def test_the_keyboard_reaches_everything(world) -> None:
     async with world.page() as page:
         await page.keyboard.press("g")
@@ -249,6 +259,7 @@ async def test_the_keyboard_reaches_everything(world) -> None:
 # --- safety and size ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_hostile_content_does_nothing_in_any_view(world) -> None:
     page_of = await world.store.query_rollouts(limit=200)
     (target,) = [one for one in page_of if one.input == HOSTILE]
@@ -286,6 +297,7 @@ async def test_nothing_is_asked_of_others_and_the_key_is_in_no_url(world) -> Non
     await context.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_no_view_has_a_serious_fault_of_accessibility(world, scheme) -> None:
     axe = installed(Path(__file__).parent / "package.json") / "node_modules" / "axe-core" / "axe.min.js"
@@ -303,6 +315,7 @@ async def test_no_view_has_a_serious_fault_of_accessibility(world, scheme) -> No
             assert said == [], place
 
 
+@pytest.mark.slow
 async def test_it_is_readable_on_a_phone(world) -> None:
     async with world.page(viewport={"width": 390, "height": 844}, has_touch=True) as page:
         for place in (
@@ -322,6 +335,7 @@ async def test_it_is_readable_on_a_phone(world) -> None:
         await expect(page.get_by_role("link", name="Backends")).to_be_in_viewport(ratio=0.9)
 
 
+@pytest.mark.slow
 async def test_a_hundred_thousand_rollouts_are_loaded_as_they_come_into_sight(chromium) -> None:
     store = await SqlStore.open(":memory:")
     for start in range(0, 100_000, 10_000):

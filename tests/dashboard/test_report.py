@@ -14,6 +14,7 @@ from tests.node import installed
 AXE = Path(__file__).parent / "package.json"
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 390)])
 async def test_it_asks_nobody_fits_and_is_accessible(

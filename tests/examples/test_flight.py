@@ -133,6 +133,7 @@ def test_the_three_kinds_are_in_balance_and_no_heldout_task_is_trained_on() -> N
     assert train_tasks(9, seed=1) == train_tasks(9, seed=1) != train_tasks(9, seed=2)
 
 
+@pytest.mark.slow
 def test_tasks_do_not_depend_on_the_process() -> None:
     script = "from tasks import *; import json; print(json.dumps(train_tasks(6, seed=3) + heldout_tasks(6)))"
     outputs = {

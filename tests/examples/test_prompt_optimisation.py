@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "prompt_optimisation" / "optimise.py"
 
 
+@pytest.mark.slow
 def test_the_example_finds_a_better_prompt_offline(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--rounds", "1", "--run-dir", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

@@ -266,6 +266,7 @@ class AwayStore(SqlStore):
         return await super().add_many_spans(spans)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("away", [2, 1000])
 async def test_a_store_that_cannot_be_reached_is_tried_again(tmp_path: Path, away: int) -> None:
     store = await AwayStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")

@@ -113,6 +113,7 @@ async def test_a_holder_that_fails_holds_nothing(gateway_world: World) -> None:
     assert await answered(called(gateway_world))
 
 
+@pytest.mark.slow
 async def test_a_hold_whose_holder_is_not_heard_of_ends_by_itself_and_says_so(
     gateway_world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -192,6 +193,7 @@ async def test_nothing_is_left_of_a_client_that_left_while_it_was_held(gateway_w
 # --- clocks -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clock", ["timeout_seconds", "unresponsive_seconds"])
 async def test_the_clocks_of_an_attempt_stand_still_while_its_call_is_held(gateway_world: World, clock: str) -> None:
     attempted = await gateway_world.attempt(config=RolloutConfig(**{clock: 1.0}))
@@ -204,6 +206,7 @@ async def test_the_clocks_of_an_attempt_stand_still_while_its_call_is_held(gatew
     assert attempt.held_seconds > 1.5
 
 
+@pytest.mark.slow
 async def test_and_run_on_where_nothing_is_held(gateway_world: World) -> None:
     held, free = [await gateway_world.attempt(config=RolloutConfig(timeout_seconds=1.0)) for _ in range(2)]
     assert await answered(called(gateway_world, free))
@@ -215,6 +218,7 @@ async def test_and_run_on_where_nothing_is_held(gateway_world: World) -> None:
     assert await answered(call)
 
 
+@pytest.mark.slow
 async def test_they_stand_still_for_a_call_that_runs_in_an_engine_at_rest(gateway_world: World) -> None:
     attempted = await gateway_world.attempt(config=RolloutConfig(timeout_seconds=1.0))
     async with gateway_world.service.exclusive():

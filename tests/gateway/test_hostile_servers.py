@@ -146,6 +146,7 @@ def delta(written: bytes, index: int = 0) -> bytes:
 NONSENSE = "no chat completion"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("then", "hangs", "says"),
     [

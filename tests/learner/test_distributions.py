@@ -69,6 +69,7 @@ print(peak(256, 128), peak(768, 128), peak(768, 768))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_memory_does_not_grow_with_the_tokens() -> None:
     """In pieces of 10 MiB; glibc would keep what is freed of them, and does not of the 256 MiB of a learner."""

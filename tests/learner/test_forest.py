@@ -144,6 +144,7 @@ def logprob_error(model: Any, sequences: list[np.ndarray]) -> float:
     return largest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @settings(deadline=None, max_examples=20)
 @given(

@@ -106,6 +106,7 @@ print(estimate / (status("VmHWM") - before))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_the_estimate_is_near_what_training_takes() -> None:
     told = subprocess.run(

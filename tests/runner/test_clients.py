@@ -37,6 +37,7 @@ async def test_clients_of_a_pool_share_connections_but_not_url_and_key(endpoint:
     }
 
 
+@pytest.mark.slow
 async def test_more_calls_than_any_default_limit_are_open_at_once(endpoint: Endpoint) -> None:
     endpoint.hold_until = 300
     pool = ClientPool()

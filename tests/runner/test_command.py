@@ -327,6 +327,7 @@ async def test_nothing_that_a_program_started_outlives_it(store: SqlStore, tmp_p
     await until_dead(child)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc to look into")
 async def test_a_program_past_its_timeout_is_ended_with_all_its_kin_though_they_ignore_sigterm(
     store: SqlStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

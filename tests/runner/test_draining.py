@@ -48,6 +48,7 @@ async def leaves(task):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("takes", "drain", "isolation", "signals", "code", "status"),
     [
@@ -92,6 +93,7 @@ async def test_a_runner_told_to_stop_drains_for_so_long_and_hands_back_the_rest(
     await server.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("agent", "signals", "code", "says"),
     [

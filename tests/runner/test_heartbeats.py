@@ -74,6 +74,7 @@ async def statuses(store: SqlStore, rollout_ids: list[str]) -> list[list[str]]:
     return [[attempt.status for attempt in await store.query_attempts(one)] for one in rollout_ids]
 
 
+@pytest.mark.slow
 async def test_a_call_that_a_proxy_refuses_for_long_costs_no_attempt_its_lease(brief_store: SqlStore) -> None:
     healed, release = asyncio.Event(), asyncio.Event()
 
@@ -96,6 +97,7 @@ async def test_a_call_that_a_proxy_refuses_for_long_costs_no_attempt_its_lease(b
     assert await statuses(brief_store, rollout_ids) == [["succeeded"]] * 3
 
 
+@pytest.mark.slow
 async def test_a_server_that_fails_once_at_each_kind_of_call_ends_no_runner(
     brief_store: SqlStore, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,6 +123,7 @@ async def test_a_server_that_fails_once_at_each_kind_of_call_ends_no_runner(
     assert "a defect" in said[0] and len(said) < 12, "each doubling is said, not each failure"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("goes_on", [False, True])
 async def test_spans_at_which_the_server_always_fails_fail_their_own_attempt(
     brief_store: SqlStore, goes_on: bool

@@ -117,11 +117,13 @@ async def test_a_process_is_replaced_after_so_many_attempts(store: SqlStore) -> 
     assert pids[0] == pids[1] != pids[2]
 
 
+@pytest.mark.slow
 async def test_several_processes_work_at_once_each_under_a_worker_id_of_its_own(store: SqlStore) -> None:
     both = await ran(store, *does("wait", "wait"), concurrency=2)
     assert len({one.pid for one in both}) == len({one.attempt.worker_id for one in both}) == 2
 
 
+@pytest.mark.slow
 async def test_a_process_in_which_something_still_runs_serves_no_other_attempt(store: SqlStore) -> None:
     several = await ran(store, *does("leave thread", "leave process", "leave daemon", "nothing"))
     assert {one.status for one in several} == {"succeeded"}
@@ -135,6 +137,7 @@ async def test_threads_of_pools_that_wait_for_work_are_nothing_that_runs(store: 
     assert first.pid == second.pid
 
 
+@pytest.mark.slow
 async def test_nor_one_where_an_async_agent_left_a_task_or_a_copy_of_itself(store: SqlStore) -> None:
     several = await ran(store, *does("leave task", "fork", "nothing"), agent=isolated.acts_async)
     assert {one.status for one in several} == {"succeeded"}
@@ -223,6 +226,7 @@ async def test_a_blocking_agent_is_killed_at_its_timeout_with_its_children_and_n
     assert [one.status for one in others] == ["succeeded", "succeeded"]
 
 
+@pytest.mark.slow
 async def test_an_async_agent_is_cancelled_first_and_may_clean_up(store: SqlStore) -> None:
     (hung,) = await ran(store, *does("hang"), timeout=3.0, agent=isolated.acts_async)
     assert hung.status == "timeout"
@@ -254,6 +258,7 @@ async def begun(store: SqlStore, rollout_id: str) -> list[int]:
     return (await how_it_ended(store, rollout_id)).emitted()["pids"]
 
 
+@pytest.mark.slow
 async def test_a_cancelled_rollout_frees_its_process(brief_store: SqlStore) -> None:
     rollout = await brief_store.enqueue_rollout({"do": "hang"})
     async with running(Runner(brief_store, isolated.acts, concurrency=1, isolation="process")):
@@ -273,6 +278,7 @@ async def ran_by(store: SqlStore, *tasks: Any) -> list[Ran]:
 # --- clients that are made once --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "processes"), [("asks", 2), ("asks_async", 1)])
 async def test_a_client_made_when_the_module_is_imported_belongs_to_each_attempt_in_turn(
     store: SqlStore, name: str, processes: int, monkeypatch: pytest.MonkeyPatch
@@ -307,6 +313,7 @@ def calls_of(one: Ran) -> list[str]:
     return [str(attributes[semconv.GEN_AI_INPUT_MESSAGES]) for attributes in calls]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["none", "process"])
 async def test_each_rollout_has_an_agent_of_its_own_with_what_it_keeps(
     store: SqlStore, isolation: str, monkeypatch: pytest.MonkeyPatch
@@ -325,6 +332,7 @@ async def test_each_rollout_has_an_agent_of_its_own_with_what_it_keeps(
     assert kept.keeper.client is None and not kept.keeper.history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["none", "process"])
 async def test_a_call_with_the_client_of_another_rollout_is_refused_and_recorded_nowhere(
     store: SqlStore, isolation: str, monkeypatch: pytest.MonkeyPatch

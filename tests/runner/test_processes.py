@@ -36,6 +36,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 async def test_the_rollouts_of_a_killed_runner_are_finished_by_another(brief_store: SqlStore, tmp_path: Path) -> None:
     server = HttpServer(create_app(brief_store), port=0)
     await server.start()

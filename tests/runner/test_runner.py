@@ -96,6 +96,7 @@ async def test_returned_spans_become_the_attempts_own(store: SqlStore) -> None:
     assert (span.name, span.rollout_id) == ("mine", rollout.rollout_id)
 
 
+@pytest.mark.slow
 async def test_hundreds_of_concurrent_attempts_are_attributed_right(store: SqlStore, endpoint: Endpoint) -> None:
     """By URL, by key and by contextvar, each attempt's calls and spans are its own."""
     await store.add_resources({"llm": LLM(endpoint=endpoint.url, model="policy", gateway=True)})
@@ -358,6 +359,7 @@ async def test_cancelling_a_rollout_reaches_its_agent_within_a_heartbeat(brief_s
     assert rollout is not None and rollout.status == "cancelled"
 
 
+@pytest.mark.slow
 async def test_heartbeats_keep_a_long_attempt_alive_and_bring_its_spans(brief_store: SqlStore) -> None:
     release = asyncio.Event()
 
@@ -575,6 +577,7 @@ async def test_a_store_that_stays_away_ends_the_runner_with_a_clear_error(store:
     assert time.monotonic() - before < 10
 
 
+@pytest.mark.slow
 async def test_workers_report_themselves(brief_store: SqlStore) -> None:
     release = asyncio.Event()
 

@@ -43,6 +43,7 @@ async def run_with_calls_held(gateway_world: World, task: str) -> tuple[Rollout,
     return rollout, attempt
 
 
+@pytest.mark.slow
 async def test_an_agent_whose_call_is_held_beyond_its_timeout_succeeds(tmp_path: Path) -> None:
     async with world(tmp_path) as gateway_world:
         rollout, attempt = await run_with_calls_held(gateway_world, "answer")
@@ -50,6 +51,7 @@ async def test_an_agent_whose_call_is_held_beyond_its_timeout_succeeds(tmp_path:
     assert attempt.held_seconds > 1.5
 
 
+@pytest.mark.slow
 async def test_one_that_hangs_after_a_held_call_is_still_stopped(tmp_path: Path) -> None:
     async with world(tmp_path) as gateway_world:
         rollout, attempt = await run_with_calls_held(gateway_world, "hang")

@@ -74,6 +74,7 @@ async def test_invented_keys_share_what_their_address_has(store):
         assert (await http.get("/api/v1/statistics", headers=ADMIN)).status == 200
 
 
+@pytest.mark.slow
 async def test_a_client_of_ours_waits_and_asks_again(store):
     async with HttpServer(create_app(store, rate_limit=5)) as server:
         client = LightningStoreClient(server.url, patience=60)

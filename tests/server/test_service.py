@@ -61,6 +61,7 @@ async def write_until_refused(url: str, acknowledged: list[Rollout]) -> None:
     await client.close()
 
 
+@pytest.mark.slow
 async def test_sigterm_loses_nothing_and_lets_nobody_hang(tmp_path):
     acknowledged: list[Rollout] = []
     with server_process(tmp_path, "--store", "store.db") as (process, url):
@@ -87,6 +88,7 @@ async def test_sigterm_loses_nothing_and_lets_nobody_hang(tmp_path):
     await store.close()
 
 
+@pytest.mark.slow
 async def test_requests_are_logged_as_json_where_that_is_asked_for(tmp_path):
     with server_process(tmp_path, "--log-format", "json", "--access-log") as (process, url):
         async with aiohttp.ClientSession(url, headers={"Authorization": f"Bearer {KEY}"}) as http:

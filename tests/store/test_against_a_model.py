@@ -432,11 +432,13 @@ def agree(new_address: Callable[[], str], examples: int, steps: int = 40) -> Non
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [25, pytest.param(400, marks=pytest.mark.soak)])
 def test_a_store_in_memory_agrees_with_the_model(examples: int) -> None:
     agree(lambda: ":memory:", examples)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [10, pytest.param(150, marks=pytest.mark.soak)])
 def test_a_store_in_a_file_agrees_with_the_model(examples: int, tmp_path: Path) -> None:
     number = itertools.count()

@@ -53,6 +53,7 @@ async def test_a_query_that_takes_too_long_is_ended_and_says_what_to_do(address)
         assert await store.perform(calls.CheckStore()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["file", "postgres"], indirect=True)
 async def test_slow_queries_hold_up_neither_health_nor_keys_nor_other_reads(address) -> None:
     async with filled(address, read_seconds=3.0) as store:

@@ -155,6 +155,7 @@ async def test_a_rollout_is_not_requeued_a_second_time_by_repetition(lossy):
 # --- a server that goes away -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_killed_server_loses_nothing_it_acknowledged_and_doubles_nothing(tmp_path):
     acknowledged: list[str] = []
     async with ServerProcess(tmp_path / "store.db") as server, client_of(server.url, patience=60) as client:

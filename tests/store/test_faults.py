@@ -66,6 +66,7 @@ async def opened(address: Path | str, **options: Any) -> AsyncIterator[SqlStore]
 # --- the server is killed ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 @pytest.mark.parametrize(
     ("rounds", "writes"),
@@ -453,6 +454,7 @@ async def check_recovery(client: LightningStoreClient, acknowledged: set[str], r
     await client.update_attempt(leased.rollout_id, leased.attempt.attempt_id, status="succeeded")
 
 
+@pytest.mark.slow
 async def test_a_full_disk_is_said_and_survived(tmp_path):
     path = tmp_path / "store.db"
     async with served(path, tmp_path) as server, connected(server, patience=0.3) as client:
@@ -480,6 +482,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", directory], check=True)
 
 
+@pytest.mark.slow
 async def test_a_file_system_without_space_is_said_and_survived(small_disk, tmp_path):
     async with served(small_disk / "store.db", tmp_path) as server, connected(server, patience=0.3) as client:
         ballast = small_disk / "ballast"

@@ -134,6 +134,7 @@ def test_a_filter_finds_the_rows_it_describes(database, fields):
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [ROLLOUTS, SPANS], ids=["rollouts", "spans"])
 def test_cursors_visit_every_row_once_and_in_order(database, fields):
     @thorough

@@ -109,6 +109,7 @@ async def test_a_failing_upstream_is_a_typed_error(upstream: Upstream, status: i
     assert caught.value.status == status
 
 
+@pytest.mark.slow
 async def test_an_unreachable_upstream_is_a_503_after_retries(caplog: pytest.LogCaptureFixture) -> None:
     backend = HttpBackend("http://127.0.0.1:9/v1")
     with pytest.raises(BackendError, match="cannot be reached") as caught:

@@ -107,6 +107,7 @@ def spoken(detokenizer: Detokenizer, token_ids: list[int]) -> list[str]:
     return [*(detokenizer.add(token_id) for token_id in token_ids), detokenizer.flush()]
 
 
+@pytest.mark.slow
 @given(st.text(max_size=30))
 def test_text_comes_out_as_it_went_in_and_never_in_halves(text: str) -> None:
     chat = ChatTemplate.from_pretrained(make_talker().tokenizer)
@@ -117,6 +118,7 @@ def test_text_comes_out_as_it_went_in_and_never_in_halves(text: str) -> None:
         assert all("\ufffd" not in piece for piece in pieces)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 400), max_size=30))
 def test_any_ids_stream_to_the_text_they_decode_to(ids: list[int]) -> None:
     talker = make_talker()

@@ -213,6 +213,7 @@ async def test_an_error_in_mid_stream_is_an_event(tmp_path: Path) -> None:
         assert caught.value.type == "api_error"
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_not_there_is_overloaded(tmp_path: Path) -> None:
     table = ModelTable([ModelEntry("policy", HttpBackend("http://127.0.0.1:9/v1"))])
     async with (
