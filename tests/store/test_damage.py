@@ -105,7 +105,7 @@ async def test_a_postgresql_database_of_somebody_else_is_refused_untouched(postg
         connection.execute("CREATE TABLE rollouts (x TEXT)")
         connection.execute("CREATE TABLE spans (x TEXT)")
         before = contents(connection)
-        with pytest.raises(ConfigError, match="laid out"):
+        with pytest.raises(ConfigError, match="cannot be opened"):
             await SqlStore.open(postgres_database)
         assert contents(connection) == before
 
