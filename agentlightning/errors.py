@@ -77,6 +77,8 @@ def check_settings(
     for name, value in given.items():
         if name in choices and value not in choices[name]:
             raise ConfigError(f"{name} is {value!r}; known: {', '.join(choices[name])}")
+        if name not in choices and not isinstance(value, int | float):
+            raise ConfigError(f"{name} is {value!r}; it must be a number")
         if name in least and not value >= least[name]:
             raise ConfigError(f"{name} is {value}; it must be at least {least[name]:g}")
         if name in above and not value > above[name]:

@@ -10,15 +10,13 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
-import signal
-import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 from rich.console import Console
@@ -33,7 +31,7 @@ from agentlightning.algorithm.measures import Measures, measured, summarise
 from agentlightning.algorithm.tracking import Tracker, make_tracker
 from agentlightning.data.datasets import load_dataset
 from agentlightning.display import LiveProgress, hide_library_progress
-from agentlightning.errors import ConfigError, UnavailableError
+from agentlightning.errors import ConfigError, UnavailableError, check_settings
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
@@ -41,6 +39,7 @@ from agentlightning.gateway.frozen import frozen_entry, read_frozen
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.learner.base import AdamW, DType, LoRA
 from agentlightning.runner.agent import LitAgent, as_agent
+from agentlightning.runner.ending import stopping_at_interrupt
 from agentlightning.runner.hooks import Hook
 from agentlightning.runner.processes import Isolation, boot_of, place_of, usual_concurrency
 from agentlightning.runner.runner import Runner
@@ -56,9 +55,8 @@ from agentlightning.tracing.tree import rollout_tree
 from agentlightning.types import LLM, FrozenModel, Metrics, NamedResources
 
 if TYPE_CHECKING:
+    from agentlightning.learner.opening import Opening
     from agentlightning.learner.policy import Policy
-    from agentlightning.learner.serving import ServedPolicy
-    from agentlightning.learner.torch import TorchLearner
 
 
 @dataclass(frozen=True)
@@ -85,6 +83,8 @@ class Trainer:
             through the gateway, are recorded and sampled as the agent asks (see `FrozenModel`).
         model_name: what agents call a single one by; trainers that share a server each need one of their own.
         algorithm: `GRPO(…)` by default; `Baseline()` only evaluates.
+        sampler: what samples from the model: `embedded`, the engine in this process, or servers that load its weights,
+            `{"vllm": "http://host:8000/v1"}` or `{"sglang": "http://host:30000/v1"}` (see `RemoteSampling`).
         optimizer: learning rate, schedule, micro-batches and the like.
         lora: train an adapter of this size instead of the weights.
         dtype: of the weights: float32, or bfloat16, of which the optimiser keeps float32 copies.
@@ -119,6 +119,7 @@ class Trainer:
         models: Mapping[str, FrozenModel | Mapping[str, Any]] | None = None,
         model_name: str = "policy",
         algorithm: Algorithm | None = None,
+        sampler: str | Mapping[str, Any] | None = None,
         optimizer: AdamW | None = None,
         lora: LoRA | None = None,
         dtype: DType | None = None,
@@ -143,10 +144,10 @@ class Trainer:
         deterministic: bool = False,
         run_file: Mapping[str, Any] | None = None,
     ) -> None:
-        _check_settings(64 if n_runners is None else n_runners, time_limit, server, store, port)
         self.models = dict(model) if isinstance(model, Mapping) else {} if model is None else {model_name: model}
         self.frozen = read_frozen(models or {}, self.models)
         self.algorithm = algorithm if adapter is None else with_adapter(algorithm, adapter)
+        self.sampler = sampler
         self.optimizer = optimizer or AdamW()
         self.lora = lora
         self.dtype: DType | None = dtype
@@ -164,6 +165,7 @@ class Trainer:
         self.max_sequence_length = max_sequence_length
         self.device, self.threads, self.deterministic = device, threads, deterministic
         self.run_file = run_file
+        self._check_settings()
 
     # --- the verbs ---
 
@@ -227,17 +229,37 @@ class Trainer:
     def _default_algorithm(self) -> Algorithm:
         return self.algorithm if self.algorithm is not None else GRPO()
 
+    def _check_settings(self) -> None:
+        least = {"n_runners": 0, "port": 0, "threads": 1, "seed": -(2**63)}
+        check_settings(self, least=least, above={"time_limit": 0}, choices={"dtype": get_args(DType)})
+        for name, end in (("port", 2**16), ("seed", 2**63)):
+            if getattr(self, name) >= end:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be less than {end}")
+        if self.n_runners == 0 and self.server is None and self.port == 0:
+            raise ConfigError("n_runners=0 leaves rollouts to `agl runner` processes: give a port, or a server")
+        if self.server is not None and self.store is not None:
+            raise ConfigError("server and store exclude each other: with a server, the store is the server's")
+        if self.models and isinstance(given := self.initial_resources.get("llm"), LLM):
+            raise ConfigError(
+                f"agents get the trained model as `llm`: leave {given.endpoint} out of initial_resources. A server "
+                "of vLLM samples with sampler={'vllm': URL}, and what is called beside the model goes into `models`"
+            )
+        for name, kind in (("optimizer", AdamW), ("lora", LoRA)):
+            if not isinstance(given := getattr(self, name), kind | None):
+                raise ConfigError(f"{name} is {given!r}; give an agl.{kind.__name__}(…)")
+        if isinstance(self.algorithm, type) or not hasattr(self._default_algorithm(), "run"):
+            raise ConfigError(f"algorithm is {self.algorithm!r}; give an instance, such as agl.GRPO(steps=100)")
+
     def _check_trainable(self, algorithm: Algorithm) -> None:
         """ConfigError for reinforcement learning without a model."""
         if self.models or not isinstance(algorithm, Reinforcement):
             return
         endpoint, why = self.initial_resources.get("llm"), ""
         if isinstance(endpoint, LLM):
-            behind = f"{endpoint.endpoint}: the answers of {endpoint.model!r} come without token ids"
-            why = f", and there are none to train behind {behind}"
+            why = f", and those behind {endpoint.endpoint} cannot be had from there"
         raise ConfigError(
-            f"{algorithm.name} trains weights{why}; give the Trainer a model (a directory or a Hugging Face id), or "
-            "measure the agent as it is with algorithm=Baseline()"
+            f"{algorithm.name} trains weights{why}; give the Trainer a model (a directory or a Hugging Face id), with "
+            "sampler={'vllm': URL} where a vLLM server is to answer, or measure the agent as it is with Baseline()"
         )
 
     async def _run(
@@ -270,7 +292,7 @@ class Trainer:
             stack.push_async_callback(context.tracking.close)
             if self.time_limit is not None:
                 context.deadline = asyncio.get_running_loop().time() + self.time_limit
-            stack.enter_context(_stopping_at_interrupt(context.stop))
+            stack.enter_context(stopping_at_interrupt(context.stop))
             await self._run_beside_runner(agent, algorithm, context)
             return FitResult(
                 run_id=context.run.run_id,
@@ -293,36 +315,21 @@ class Trainer:
     ) -> RunContext:
         """Start everything the job needs; `stack` stops it again, last started first."""
         store = await self._open_store(stack, directory.path)
-        opened = {name: self._open_policy(stack, model, algorithm, progress) for name, model in self.models.items()}
-        entries = self._model_entries(algorithm, {name: served.backend for name, (served, _) in opened.items()})
-        held = [entry.name for entry in entries if entry.trainable]
-        calls_held: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
-        if self.server is None:
-            gateway = Gateway(ModelTable(entries), store) if entries else None
-            if gateway is not None:
-                stack.push_async_callback(gateway.close)
-                calls_held = partial(gateway.held, *held)
-            key = self.api_key or local_key(f"http://127.0.0.1:{self.port}", make=True) or secrets.token_urlsafe(32)
-            app = create_app(store, gateway=gateway, admin_key=key)
-            http = await stack.enter_async_context(HttpServer(app, port=self.port))
-            stack.enter_context(nullcontext() if self.port or self.api_key else offered_key(http.url, key))
-            url, dashboard = http.url, f"{http.url}/open/{key}"
-        else:
-            url = dashboard = self.server.rstrip("/")
-            if entries:
-                lending = lent(self.server, entries, port=self.port, api_key=self.api_key, owner=directory.mark.run_id)
-                await stack.enter_async_context(lending)
-                calls_held = partial(models_held, url, held, api_key=self.api_key)
+        opening = partial(self._opening, algorithm, directory.path)
+        opened = {name: stack.enter_context(opening().open(one, progress.phase)) for name, one in self.models.items()}
+        entries = self._model_entries(algorithm, {name: sampler.backend for name, (sampler, _) in opened.items()})
+        for sampler, _ in opened.values():
+            await sampler.check(entries[0].train or Sampling())
+        url, dashboard, calls_held = await self._connect(stack, store, entries, directory.mark.run_id)
         progress.note(f"dashboard: {dashboard}#/runs/{directory.mark.run_id}")
         resources, given = self.initial_resources, self.initial_resources.get("llm")
         if entries:
-            asked = given.sampling_parameters if isinstance(given, LLM) and not self.models else {}
+            asked = given.sampling_parameters if isinstance(given, LLM) else {}
             llms = {entry.name: LLM(endpoint=f"{url}/v1", model=entry.name, gateway=True) for entry in entries}
-            llm = msgspec.structs.replace(next(iter(llms.values())), sampling_parameters=asked)
+            llm = msgspec.structs.replace(llms[entries[0].name], sampling_parameters=asked)
             resources = {**resources, **(llms if len(llms) > 1 else {}), "llm": llm}
         stored = await store.add_resources(resources, metadata={"run_id": directory.mark.run_id})
-        config, seed = self._config(algorithm), self.seed
-        manifest = make_manifest(config=config, seed=seed, train_tasks=train_tasks, val_tasks=val_tasks)
+        manifest = make_manifest(self._config(algorithm), self.seed, train_tasks, val_tasks)
         if directory.resumed:
             await check_data(store, directory.mark.run_id, manifest)
         return RunContext(
@@ -335,13 +342,38 @@ class Trainer:
             deterministic=self.deterministic,
             # Others add theirs to a shared store; in the run's own, the latest has this very process's address.
             resources_id=None if self.server is None else stored.resources_id,
-            policies={name: TrainedPolicy(learner, served.service) for name, (served, learner) in opened.items()},
+            policies={name: TrainedPolicy(learner, sampler) for name, (sampler, learner) in opened.items()},
             calls_held=calls_held,
             progress=progress,
             trackers=self.trackers,
             resume=directory.resumed,
             owns_runner=self.server is None,
+            run_time=stored.create_time,
         )
+
+    async def _connect(
+        self, stack: AsyncExitStack, store: LightningStore, entries: list[ModelEntry], run_id: str
+    ) -> tuple[str, str, Callable[[], AbstractAsyncContextManager[None]]]:
+        """Put the models behind a gateway, this process's own or the server's: its URL, that of the dashboard, and what
+        lets calls of the trained ones wait."""
+        held = [entry.name for entry in entries if entry.trainable]
+        if self.server is not None:
+            url = self.server.rstrip("/")
+            if not entries:
+                return url, url, nullcontext
+            await stack.enter_async_context(
+                lent(self.server, entries, port=self.port, api_key=self.api_key, owner=run_id)
+            )
+            return url, url, partial(models_held, url, held, api_key=self.api_key)
+        gateway = Gateway(ModelTable(entries), store) if entries else None
+        if gateway is not None:
+            stack.push_async_callback(gateway.close)
+        key = self.api_key or local_key(f"http://127.0.0.1:{self.port}", make=True) or secrets.token_urlsafe(32)
+        http = await stack.enter_async_context(
+            HttpServer(create_app(store, gateway=gateway, admin_key=key), port=self.port)
+        )
+        stack.enter_context(nullcontext() if self.port or self.api_key else offered_key(http.url, key))
+        return http.url, f"{http.url}/open/{key}", partial(gateway.held, *held) if gateway else nullcontext
 
     def _display(self, algorithm: Algorithm) -> AbstractContextManager[Progress]:
         if self.progress is not None:
@@ -360,12 +392,11 @@ class Trainer:
         stack.push_async_callback(store.close)
         return store
 
-    def _open_policy(
-        self, stack: AsyncExitStack, model: str | Path | Policy, algorithm: Algorithm, progress: Progress
-    ) -> tuple[ServedPolicy, TorchLearner]:
+    def _opening(self, algorithm: Algorithm, directory: Path) -> Opening:
         from agentlightning.learner.opening import Opening
+        from agentlightning.learner.remote import read_sampler
 
-        opening = Opening(
+        return Opening(
             optimizer=self._optimizer(algorithm),
             trained=isinstance(algorithm, Reinforcement),
             reference=getattr(algorithm, "reference", False),
@@ -379,8 +410,11 @@ class Trainer:
             max_sequence_length=self.max_sequence_length,
             device=self.device,
             threads=self.threads,
+            directory=directory,
+            sampling=read_sampler(
+                self.sampler, models=len(self.models), deterministic=self.deterministic, overlaps=_overlaps(algorithm)
+            ),
         )
-        return stack.enter_context(opening.open(model, progress.phase))
 
     def _optimizer(self, algorithm: Algorithm) -> AdamW:
         """Its schedule ends with the training."""
@@ -451,38 +485,6 @@ class Trainer:
         }
 
 
-def _check_settings(n_runners: int, time_limit: float | None, server: str | None, store: object, port: int) -> None:
-    if n_runners < 0:
-        raise ConfigError(f"n_runners is {n_runners}; give 0 (runners elsewhere) or more")
-    if n_runners == 0 and server is None and port == 0:
-        raise ConfigError("n_runners=0 leaves rollouts to `agl runner` processes, which ask: give a port, or a server")
-    if time_limit is not None and not time_limit > 0:
-        raise ConfigError(f"time_limit is {time_limit}; give seconds above 0, or None")
-    if server is not None and store is not None:
-        raise ConfigError("server and store exclude each other: with a server, the store is the server's")
-
-
 def _overlaps(algorithm: Algorithm) -> bool:
     """Whether rollouts go on while the weights change."""
     return isinstance(algorithm, Reinforcement) and algorithm.max_staleness > 0
-
-
-@contextlib.contextmanager
-def _stopping_at_interrupt(stop: asyncio.Event) -> Generator[None]:
-    """The first Ctrl-C (or SIGTERM) sets `stop`, so that what was learned is saved; the second acts as usual."""
-    loop = asyncio.get_running_loop()
-
-    def interrupted(number: signal.Signals) -> None:
-        stop.set()
-        loop.remove_signal_handler(number)
-
-    installed: list[signal.Signals] = []
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, interrupted, number)
-            installed.append(number)
-    try:
-        yield
-    finally:
-        for number in installed:
-            loop.remove_signal_handler(number)

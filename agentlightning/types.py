@@ -379,16 +379,6 @@ class Credential(Noun, frozen=True, kw_only=True):
     worker_id: str | None = None
 
 
-class AuditRecord(Noun, frozen=True, kw_only=True):
-    """One use of an administrative action: who did what to what."""
-
-    number: int
-    time: float
-    actor: str
-    action: str
-    detail: dict[str, Any] = {}
-
-
 class Deleted(Noun, frozen=True, kw_only=True):
     """How much was removed. Rollouts whose rewards were kept count in `rollouts_trimmed`."""
 

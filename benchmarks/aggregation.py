@@ -1,14 +1,14 @@
 """Which aggregation of the loss never destroys a policy, and learns at least as well: token-, sequence-, rollout-mean.
 
     make .venv-experiments/.setup
-    python benchmarks/aggregation.py [--only game,template] [--seeds 1-5] [--steps 20] [--workers 2]
+    python benchmarks/aggregation.py [--only game,template] [--seeds 1-5] [--steps 20] [--learning-rate 2e-4]
 
 Everything but `algorithm.aggregation` is as each task has it: a game in which failing rollouts make more calls
 (`_six_questions.py`) and a task in which failing answers are longer (`_talk.py`), with the settings of the template;
 the template of `agl init`; the quickstart; and the three experiments.
 
 Each run is a process, pinned to a core, at nice 15. A run that was finished in --out is read, not run again; the table
-and `benchmarks/results/aggregation.json` are of all that were finished there with these --steps. A run collapsed if it
+and `benchmarks/results/aggregation.json` are of all that were finished there. A run collapsed if it
 ended at a held-out reward below half of what it began with.
 """
 
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--aggregations", default=",".join(AGGREGATIONS))
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-5"))
     parser.add_argument("--steps", type=int, help="at most so many, instead of what each task has")
+    parser.add_argument("--learning-rate", help="of game, talk and template, instead of the template's")
     parser.add_argument("--workers", type=int, default=len(CORES), help="how many runs go on at once")
     parser.add_argument("--out", type=Path, default=Path("runs/aggregation"))
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -55,6 +56,8 @@ def main() -> None:
     chosen = arguments.only.split(",") if arguments.only else list(CASES)
     if unknown := set(chosen) - set(CASES):
         parser.error(f"--only has {', '.join(unknown)}; known: {', '.join(CASES)}")
+    if arguments.learning_rate and not set(chosen) <= {"game", "talk", "template"}:
+        parser.error("--learning-rate is for game, talk and template: name them with --only")
     if set(chosen) & set(EXPERIMENTS) and not PYTHON.exists():
         sys.exit("there is no .venv-experiments; `make .venv-experiments/.setup` makes it")
     out = arguments.out.resolve()
@@ -64,18 +67,18 @@ def main() -> None:
     for worker in range(arguments.workers):
         cores.put(CORES[worker % len(CORES)])
     jobs = [
-        partial(run, case, aggregation, seed, arguments.steps, out, cores)
+        partial(run, case, aggregation, seed, arguments.steps, arguments.learning_rate, out, cores)
         for case in chosen
         for seed in arguments.seeds
         for aggregation in arguments.aggregations.split(",")
     ]
     with ThreadPoolExecutor(arguments.workers) as pool:
         failed = list(pool.map(partial.__call__, jobs)).count(False)
-    found = finished(out, arguments.steps)
+    found = finished(out)
     lines = table(found)
     print("\n".join(lines))
     machine = f"{platform.processor() or platform.machine()}, Python {platform.python_version()}"
-    summary = {"machine": machine, "steps": arguments.steps, "table": lines, "runs": found}
+    summary = {"machine": machine, "table": lines, "runs": found}
     arguments.results.write_text(json.dumps(summary, indent=1) + "\n")
     sys.exit(1 if failed else 0)
 
@@ -83,20 +86,23 @@ def main() -> None:
 # --- the runs ---
 
 
-def place(case: str, aggregation: str, seed: int, steps: int | None) -> str:
-    return f"{case.replace(' ', '-')}_{aggregation}_seed-{seed}" + (f"_steps-{steps}" if steps else "")
+def place(case: str, aggregation: str, seed: int, steps: int | None, rate: str | None) -> str:
+    changed = (f"_steps-{steps}" if steps else "") + (f"_rate-{rate}" if rate else "")
+    return f"{case.replace(' ', '-')}_{aggregation}_seed-{seed}{changed}"
 
 
-def run(case: str, aggregation: str, seed: int, steps: int | None, out: Path, cores: SimpleQueue[int]) -> bool:
+def run(
+    case: str, aggregation: str, seed: int, steps: int | None, rate: str | None, out: Path, cores: SimpleQueue[int]
+) -> bool:
     """Run one, unless it was finished before. False where it failed."""
-    directory = out / place(case, aggregation, seed, steps)
+    directory = out / place(case, aggregation, seed, steps, rate)
     report = directory.with_suffix(".json")
     if report.is_file():
         return True
     shutil.rmtree(directory, ignore_errors=True)  # of a run that was cut short
     directory.mkdir()
     log, core, began = directory / "log.txt", cores.get(), time.monotonic()
-    process = FORKING.Process(target=train, args=(case, aggregation, seed, steps, directory, log, core))
+    process = FORKING.Process(target=train, args=(case, aggregation, seed, steps, rate, directory, log, core))
     process.start()
     process.join()
     cores.put(core)
@@ -105,6 +111,7 @@ def run(case: str, aggregation: str, seed: int, steps: int | None, out: Path, co
         print(f"{name} failed: see {log}", file=sys.stderr, flush=True)
         return False
     one: Run = {"case": case, "aggregation": aggregation, "seed": seed, "seconds": time.monotonic() - began}
+    one |= {"steps": steps, "learning_rate": rate}
     one |= measured(directory / "run")
     kept = ("reward", "rollouts", "sampled_tokens", "grad_norm", "entropy")
     one["curve"] = [{key: step[key] for key in kept if key in step} for step in one["curve"] if "reward" in step]
@@ -115,7 +122,9 @@ def run(case: str, aggregation: str, seed: int, steps: int | None, out: Path, co
     return True
 
 
-def train(case: str, aggregation: str, seed: int, steps: int | None, directory: Path, log: Path, core: int) -> None:
+def train(
+    case: str, aggregation: str, seed: int, steps: int | None, rate: str | None, directory: Path, log: Path, core: int
+) -> None:
     """Train in this process, which was made for it."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {core})
@@ -123,12 +132,14 @@ def train(case: str, aggregation: str, seed: int, steps: int | None, directory: 
     with log.open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    changed = {"aggregation": aggregation, "stop_on_collapse": 0} | ({"steps": steps} if steps else {})
+    changed = {"algorithm.aggregation": aggregation, "algorithm.stop_on_collapse": 0}
+    changed |= {"algorithm.steps": steps} if steps else {}
+    changed |= {"optimizer.learning_rate": rate} if rate else {}
     CASES[case](changed, seed, directory)
 
 
 def settings(changed: dict[str, Any]) -> list[str]:
-    return [f"algorithm.{name}={value}" for name, value in changed.items()]
+    return [f"{name}={value}" for name, value in changed.items()]
 
 
 def train_template(changed: dict[str, Any], seed: int, directory: Path) -> None:
@@ -150,13 +161,17 @@ def train_template(changed: dict[str, Any], seed: int, directory: Path) -> None:
 def train_game(changed: dict[str, Any], seed: int, directory: Path) -> None:
     import _six_questions as game
 
-    train_as_the_template(game.make(seed), game.player, game.tasks, {"max_tokens": 24} | changed, seed, directory)
+    train_as_the_template(
+        game.make(seed), game.player, game.tasks, {"algorithm.max_tokens": 24} | changed, seed, directory
+    )
 
 
 def train_talk(changed: dict[str, Any], seed: int, directory: Path) -> None:
     import _talk as talk
 
-    train_as_the_template(talk.make(seed), talk.answerer, talk.tasks, {"max_tokens": 40} | changed, seed, directory)
+    train_as_the_template(
+        talk.make(seed), talk.answerer, talk.tasks, {"algorithm.max_tokens": 40} | changed, seed, directory
+    )
 
 
 def train_as_the_template(
@@ -188,7 +203,7 @@ def train_quickstart(changed: dict[str, Any], seed: int, directory: Path) -> Non
     recipe, tasks = example.recipe, example.tasks
     agl.Trainer(
         model=make_starting_policy(example, seed, NoProgress()),
-        algorithm=replace(recipe.algorithm(), **changed),
+        algorithm=replace(recipe.algorithm(), **{name.removeprefix("algorithm."): changed[name] for name in changed}),
         optimizer=recipe.optimizer(),
         n_runners=recipe.CONCURRENCY,
         max_sequence_length=recipe.MAX_SEQUENCE_LENGTH,
@@ -218,14 +233,15 @@ CASES: Final[dict[str, Callable[[dict[str, Any], int, Path], None]]] = {
 # --- what is shown ---
 
 
-def finished(out: Path, steps: int | None) -> list[Run]:
-    """All runs that were finished with these --steps, in the order of cases, aggregations and seeds."""
-    paths = [path for path in out.glob("*_seed-*.json") if path.stem.partition("_steps-")[2] == str(steps or "")]
-    found = [json.loads(path.read_text()) for path in paths]
-    names = list(CASES)
-    return sorted(
-        found, key=lambda one: (names.index(one["case"]), AGGREGATIONS.index(one["aggregation"]), one["seed"])
-    )
+def finished(out: Path) -> list[Run]:
+    """All runs that were finished, in the order of cases, rates, aggregations and seeds."""
+    found = [json.loads(path.read_text()) for path in out.glob("*_seed-*.json")]
+    return sorted(found, key=lambda one: (*setting(one), one["seed"]))
+
+
+def setting(one: Run) -> tuple[int, str, str, int]:
+    case, aggregation = list(CASES).index(one["case"]), AGGREGATIONS.index(one["aggregation"])
+    return case, str(one.get("steps") or ""), one.get("learning_rate") or "", aggregation
 
 
 def collapsed(one: Run) -> bool:
@@ -235,9 +251,10 @@ def collapsed(one: Run) -> bool:
 def table(found: Sequence[Run]) -> list[str]:
     """A row of Markdown for each task and aggregation."""
     columns = ("seeds", "held-out before", "after", "worst", "mean of training", "collapsed", "steps", "minutes")
-    lines = [f"| task | aggregation | {' | '.join(columns)} |", "|---" * (len(columns) + 2) + "|"]
-    for case, aggregation in dict.fromkeys((one["case"], one["aggregation"]) for one in found):
-        runs = [one for one in found if (one["case"], one["aggregation"]) == (case, aggregation)]
+    lines = [f"| task | rate | aggregation | {' | '.join(columns)} |", "|---" * (len(columns) + 3) + "|"]
+    for same in dict.fromkeys(map(setting, found)):
+        runs = [one for one in found if setting(one) == same]
+        case, rate, aggregation = runs[0]["case"], same[2] or "its own", runs[0]["aggregation"]
         fallen = [str(one["seed"]) for one in runs if collapsed(one)]
         cells = [
             str(len(runs)),
@@ -249,7 +266,7 @@ def table(found: Sequence[Run]) -> list[str]:
             spread((len(one["curve"]) for one in runs), ".0f"),
             spread((one["seconds"] / 60 for one in runs), ".1f"),
         ]
-        lines.append(f"| {case} | {aggregation} | {' | '.join(cells)} |")
+        lines.append(f"| {case} | {rate} | {aggregation} | {' | '.join(cells)} |")
     return lines
 
 

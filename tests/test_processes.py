@@ -130,6 +130,37 @@ def test_an_interrupted_run_saves_what_was_learned(world: Path, agl: Start, tmp_
     assert int(newest.removeprefix("step-")) == steps_done(run)
 
 
+BLOCKS = """
+import pathlib, time
+
+async def agent(task) -> float:
+    with pathlib.Path("begun").open("a") as file:
+        file.write("once ")
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_a_run_whose_agent_blocks_the_event_loop(
+    world: Path, agl: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "agent.py").write_text(BLOCKS)
+    data = ("--train-dataset", world / "tasks.jsonl", "--val-dataset", world / "tasks.jsonl", "--run-dir", "run")
+    process = agl("train", "--agent", "agent.py:agent", "--algorithm", "baseline", "--isolation", "none", *data)
+    begun = tmp_path / "begun"
+    deadline = time.monotonic() + 60
+    while not begun.exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 130, out + err
+    assert "Traceback" not in err
+    assert begun.read_text() == "once "
+
+
 @pytest.mark.slow
 def test_bad_commands_say_what_is_wrong_without_a_traceback(world: Path, agl: Start, tmp_path: Path) -> None:
     arguments = train_arguments(world, tmp_path / "run", steps=1)

@@ -199,7 +199,7 @@ def test_rollouts_that_fail_are_left_out_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "measured",
     [
-        lambda one: one.fit(agents.never_calls, TASKS),  # its first group
+        lambda one: one.fit(agents.never_calls, TASKS),  # its first step
         lambda one: one.fit(agents.never_calls, TASKS, TASKS[:2]),
         lambda one: one.dev(agents.never_calls, TASKS[:2]),
     ],
@@ -207,6 +207,15 @@ def test_rollouts_that_fail_are_left_out_and_counted(tmp_path: Path) -> None:
 def test_an_agent_that_never_calls_the_model_is_refused_before_its_rewards_count(tmp_path: Path, measured: Any) -> None:
     with pytest.raises(TrainingError, match=r"none of \d+ rollouts that succeeded called the model"):
         measured(trainer(tmp_path))
+
+
+def test_an_agent_may_answer_the_first_tasks_without_the_model(tmp_path: Path) -> None:
+    @agl.rollout
+    async def knows_most(task: dict, llm: agl.LLM) -> float:
+        return 0.0 if task["index"] else await agents.slow_vowels(task, llm)
+
+    result = trainer(tmp_path, algorithm=algorithm(steps=1, tasks_per_step=8)).fit(knows_most, TASKS)
+    assert result.metrics[-1].values["calls"] == 8
 
 
 @pytest.mark.slow
@@ -333,8 +342,14 @@ def test_a_run_is_resumed_with_its_own_seed_and_tasks(tmp_path: Path) -> None:
 def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give a port, or a server"):
         Trainer(n_runners=0)
-    with pytest.raises(ConfigError, match="time_limit"):
-        Trainer(time_limit=0)
+    for wrong in (
+        {"time_limit": 0}, {"port": 2**16}, {"seed": 2**63}, {"seed": "a"}, {"threads": 0}, {"dtype": "float16"},
+        {"optimizer": {"learning_rate": 1e-3}}, {"lora": {"rank": 4}}, {"algorithm": "grpo"}, {"algorithm": agl.GRPO},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is "):
+            Trainer(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="device 'gpu' cannot be used here"):
+        trainer(tmp_path, run_dir=tmp_path / "a", device="gpu").fit(agents.vowels, TASKS)
     with pytest.raises(ConfigError, match="holds no run to resume"):
         trainer(tmp_path).fit(agents.vowels, TASKS, resume=True)
     with pytest.raises(ConfigError, match="give the Trainer a model"):
@@ -349,6 +364,12 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path: 
         trainer(tmp_path, algorithm=algorithm(evaluate_every=2)).fit(agents.vowels, TASKS)
 
 
+def test_an_endpoint_beside_a_model_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    llm = agl.LLM(endpoint="http://127.0.0.1:9/v1", model="m")
+    with pytest.raises(ConfigError, match=r"leave http://127\.0\.0\.1:9/v1 out.*sampler="):
+        trainer(tmp_path, initial_resources={"llm": llm})
+
+
 def test_an_endpoint_is_measured_but_not_trained(tmp_path: Path) -> None:
     async def fit(**changes: Any) -> Any:
         async with hosted_model() as hosted:
@@ -360,7 +381,9 @@ def test_an_endpoint_is_measured_but_not_trained(tmp_path: Path) -> None:
                 calls.append(sum(hosted.calls.values()))
 
     calls: list[int] = []
-    with pytest.raises(ConfigError, match=r"grpo trains .* 'gpt-4o' come without token ids; give the Trainer a model"):
+    with pytest.raises(
+        ConfigError, match=r"grpo trains .* cannot be had from there; give the Trainer a model.*sampler="
+    ):
         asyncio.run(fit())
     assert not (tmp_path / "run").exists()
     assert asyncio.run(fit(algorithm=agl.Baseline())).evaluations[0].reward == 0.4  # of "hello"
@@ -456,6 +479,11 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None
     trainer(tmp_path, algorithm=algorithm(steps=1)).fit(agents.vowels, TASKS)
     with pytest.raises(ConfigError, match="holds a run already"):
         trainer(tmp_path).fit(agents.vowels, TASKS)
+
+
+def test_a_task_may_have_numbers_as_keys(tmp_path: Path) -> None:
+    tasks = [{**task, 1: "one"} for task in TASKS]
+    assert trainer(tmp_path, algorithm=algorithm(steps=1)).fit(agents.vowels, tasks).metrics[-1].step == 1
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:

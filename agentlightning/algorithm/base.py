@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from agentlightning.algorithm.tracking import JSONLines, Tracker, Tracking
 from agentlightning.errors import AgentLightningError
-from agentlightning.learner.base import Learner
+from agentlightning.learner.base import Learner, Sampler
 from agentlightning.store.base import LightningStore
 from agentlightning.types import Run
 
@@ -54,34 +54,12 @@ class NoProgress:
     def note(self, message: str) -> None: ...
 
 
-class Serving(Protocol):
-    """The engine that serves the policy, as the loop sees it."""
-
-    @property
-    def generated_tokens(self) -> int:
-        """How many it has sampled since it was started."""
-        ...
-
-    @property
-    def idle_seconds(self) -> float:
-        """How long it has had nothing to do, or was not allowed to do it, since it was started."""
-        ...
-
-    def exclusive(self) -> AbstractAsyncContextManager[Any]:
-        """Inside, the engine reads no weights and uses no cores; calls wait and are not refused."""
-        ...
-
-    async def update_weights(self, version: int) -> None:
-        """Serve the learner's present weights as policy version `version`."""
-        ...
-
-
 @dataclass(frozen=True)
 class TrainedPolicy:
-    """A model that is trained, and what serves it."""
+    """A model that is trained, and what samples from it."""
 
     learner: Learner
-    serving: Serving
+    sampler: Sampler
 
 
 class Stopped(AgentLightningError):
@@ -92,7 +70,7 @@ class Stopped(AgentLightningError):
 class RunContext:
     """Everything a job needs, wired by the trainer.
 
-    `run_time` is when this process began its part of the run, before its runner (seconds since the epoch).
+    `run_time` is when this process began its part of the run, before its runner, by the store's clock.
     Rollouts are enqueued with `resources_id`; None is the latest of their project. `policies` are the
     models trained here, by the name that agents call them by. Inside `calls_held()` agents' calls of them
     wait before their engines, and the clocks of their attempts stand still. `stop` is set when the job should end;

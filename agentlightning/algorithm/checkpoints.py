@@ -146,10 +146,13 @@ class Checkpoints:
         target, partial = self.directory / name, self.directory / f".{name}.partial"
         with explained("checkpoint", target):
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            weights.save(partial)
-            _write_state(partial, state)
-            self._replace(partial, target)
+            try:
+                partial.mkdir(parents=True)
+                weights.save(partial)
+                _write_state(partial, state)
+                self._replace(partial, target)
+            finally:  # on a full disk it would keep the space
+                shutil.rmtree(partial, ignore_errors=True)
         return target
 
     @staticmethod

@@ -135,7 +135,7 @@ PACKAGES = (
 
 
 def make_manifest(
-    *, config: Mapping[str, Any], seed: int, train_tasks: Sequence[Any], val_tasks: Sequence[Any]
+    config: Mapping[str, Any], seed: int, train_tasks: Sequence[Any], val_tasks: Sequence[Any]
 ) -> dict[str, Any]:
     """Resolved config, code commit, package versions, hashes of the data, seed, hardware; JSON-ready."""
     return {
@@ -166,7 +166,7 @@ def differences(manifest: Mapping[str, Any]) -> list[str]:
 
 def fingerprint(tasks: Sequence[Any]) -> dict[str, Any]:
     """How many tasks, and a hash of them all."""
-    encoded = msgspec.json.encode(list(tasks), enc_hook=str, order="sorted")
+    encoded = msgspec.json.encode(msgspec.to_builtins(tasks, enc_hook=str, str_keys=True), order="sorted")
     return {"tasks": len(tasks), "sha256": hashlib.sha256(encoded).hexdigest()}
 
 

@@ -138,7 +138,7 @@ async def why_unrewarded(store: LightningStore, rollouts: Sequence[TracedRollout
         return TrainingError(
             f"none of {len(rollouts)} rollouts was rewarded: the agent must return a number, or call agl.emit_reward"
         )
-    reason = exception_of(await store.query_spans(failed.rollout_id))
+    reason = exception_of(await store.query_spans(failed.rollout_id)).strip().rstrip(".")
     attempt = await store.get_latest_attempt(failed.rollout_id)
     ended = attempt.status if attempt else "failed"
     return TrainingError(

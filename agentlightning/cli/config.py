@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import re
+import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal, cast
 
 import msgspec
@@ -54,6 +56,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     val_dataset: Any = None
     initial_resources: dict[str, LLM | PromptTemplate] = msgspec.field(default_factory=dict[str, LLM | PromptTemplate])
     algorithm: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "grpo"})
+    sampler: str | dict[str, Any] | None = None
     optimizer: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     lora: dict[str, Any] | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -121,8 +124,9 @@ def load_config(
     missing = [name for name in _needed(values) if values.get(name) is None]
     if missing:
         flags_hint = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
-        raise ConfigError(f"{where} does not say: {', '.join(missing)}; add the keys or give {flags_hint}")
-    return _convert(values, TrainConfig, where)
+        hint = "" if source else ". `agl init` makes a project with a run file"
+        raise ConfigError(f"{where} does not say: {', '.join(missing)}; add the keys or give {flags_hint}{hint}")
+    return _convert(values, TrainConfig, f"{where}: ")
 
 
 def _needed(values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -251,9 +255,25 @@ def _assign(values: dict[str, Any], assignment: str) -> None:
 
 
 def _convert(value: Any, type_: Any, where: str) -> Any:
+    """`value` as a `type_`. ConfigError names the innermost key that is wrong, and what would be right there."""
     try:
         return msgspec.convert(value, type_)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        key = path.rstrip("`").removeprefix(".")
-        raise ConfigError(f"{where}{': ' + key if key else ''}: {message[0].lower()}{message[1:]}") from None
+        message = str(error).partition(" - at `$")[0]
+        message = f"{message[0].lower()}{message[1:]}"
+    known: list[str] = []
+    for kind in typing.get_args(type_) if typing.get_origin(type_) in (UnionType, typing.Union) else (type_,):
+        origin, inner = typing.get_origin(kind), typing.get_args(kind)
+        fields = typing.get_type_hints(kind) if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else {}
+        known += fields or (map(str, inner) if origin is Literal else (kind.__name__,) if kind in (float, str) else ())
+        if isinstance(value, Mapping) and (fields or origin is dict):
+            for key, one in cast("Mapping[Any, Any]", value).items():
+                _convert(one, fields.get(key, Any) if fields else inner[1], f"{where}.{key}".replace(": .", ": "))
+        elif isinstance(value, list) and origin in (list, tuple):
+            for index, one in enumerate(cast("list[Any]", value)):
+                _convert(one, inner[0], f"{where}[{index}]")
+    if unknown := re.fullmatch("object contains unknown field `(.*)`", message):
+        message = f"unknown key {unknown[1]!r}; {nearest(unknown[1], known)}"
+    elif message.startswith("invalid enum value"):
+        message = f"{value!r} is none of its values; {nearest(str(value), known)}"
+    raise ConfigError(f"{where.removesuffix(': ')}: {message}") from None

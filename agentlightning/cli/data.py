@@ -1,5 +1,4 @@
-"""The commands that make something of what was recorded: `agl data export` and `check`, `replay` and `explain` beside
-them.
+"""The commands that make something of what was recorded: `agl data export` and `check`, with `explain`.
 
 This module reads command lines and stores, and prints; what a line of a dataset is, is the business of
 `agentlightning.data`.
@@ -20,7 +19,6 @@ import msgspec
 from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.drift import visible
 from agentlightning.cli.explain import explain
-from agentlightning.cli.replay import replay
 from agentlightning.cli.rollouts import newest_store
 from agentlightning.cli.store import open_store, run
 from agentlightning.errors import ConfigError
@@ -36,10 +34,9 @@ WRONG: Final = 1
 
 @click.group()
 def data() -> None:
-    """Make datasets of what was recorded, train recorded steps again, explain a rollout."""
+    """Make datasets of what was recorded, explain a rollout."""
 
 
-data.add_command(replay)
 data.add_command(explain)
 
 

@@ -1,4 +1,4 @@
-"""The commands about keys: `agl keys issue`, `list`, `revoke`, `rotate`, `audit`.
+"""The commands about keys: `agl keys issue`, `list`, `revoke`, `rotate`.
 
 This module reads command lines and prints; keys are the business of the store. A secret is printed once, alone on
 stdout, so that it can be piped to where it belongs.
@@ -11,7 +11,6 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-import msgspec
 
 from agentlightning.cli.as_json import print_json, tell
 from agentlightning.cli.durations import Duration
@@ -26,7 +25,7 @@ _SCOPES: Final = ("read", "worker", "grader", "trainer", "admin")
 
 @click.group()
 def keys() -> None:
-    """Issue, list, end and replace keys of a store's server, and see who used them."""
+    """Issue, list, end and replace keys of a store's server."""
 
 
 @keys.command()
@@ -136,30 +135,6 @@ def rotate(key_id: str, address: str | None, server: str | None, key: str | None
             _hand_out(await opened.perform(call), as_json)
             ended = await opened.perform(calls.RevokeKey(key_id=key_id, after_seconds=grace))
             click.echo(f"{ended.key_id}, the old one: {_state(ended, time.time())}", err=True)
-
-    return run(work())
-
-
-@keys.command()
-@store_options
-@click.option("--limit", type=click.IntRange(min=1), default=50, show_default=True, help="How many, newest first.")
-def audit(address: str | None, server: str | None, key: str | None, limit: int, as_json: bool) -> int:
-    """Show who used administrative power, and for what."""
-    from agentlightning.cli.tables import make_table, print_table
-    from agentlightning.store import calls
-
-    async def work() -> None:
-        async with open_store(address, server, key, reading=True) as opened:
-            found = await opened.perform(calls.QueryAudit(limit=limit))
-        if as_json:
-            for one in found:
-                print_json(one)
-            return
-        rows = [
-            (str(one.number), _date(one.time), one.actor, one.action, msgspec.json.encode(one.detail).decode())
-            for one in found
-        ]
-        print_table(make_table(("number", "time", "actor", "action", "detail"), rows))
 
     return run(work())
 

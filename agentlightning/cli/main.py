@@ -32,7 +32,6 @@ COMMANDS = {
     "import": "importing",
     "runs": "runs",
     "rollouts": "rollouts",
-    "top": "top",
     "report": "report",
     "doctor": "doctor",
     "drift": "drift",

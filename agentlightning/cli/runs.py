@@ -6,6 +6,7 @@ the metrics mean.
 
 from __future__ import annotations
 
+import asyncio
 import fnmatch
 import itertools
 import time
@@ -19,7 +20,7 @@ import click
 
 from agentlightning.cli.as_json import print_json
 from agentlightning.cli.store import open_store, reading_options, run
-from agentlightning.errors import ConfigError, NotFoundError, nearest
+from agentlightning.errors import ConfigError, NotFoundError, UnavailableError, nearest
 from agentlightning.types import And, Condition, Metrics, Run
 
 if TYPE_CHECKING:
@@ -150,9 +151,12 @@ def _called(name: str, found: Sequence[StoredRun]) -> StoredRun:
 
 @runs.command()
 @click.argument("path", type=click.Path(path_type=Path), default=RUNS)
+@click.option("--watch", type=click.FloatRange(min=0.1), metavar="SECONDS", help="Again after so long, until Ctrl-C.")
 @reading_options(store=False)
-def ls(path: Path, server: str | None, key: str | None, as_json: bool) -> int:
+def ls(path: Path, watch: float | None, server: str | None, key: str | None, as_json: bool) -> int:
     """List the runs in a store file, or in the stores below a folder (default: runs)."""
+    if watch and as_json:
+        raise click.UsageError("--watch shows a table: leave out --json")
 
     async def work() -> None:
         found = await stored_runs(path, None, server, key)
@@ -165,6 +169,14 @@ def ls(path: Path, server: str | None, key: str | None, as_json: bool) -> int:
         from agentlightning.cli.tables import print_table
 
         print_table(runs_table(found))
+        while watch:
+            await asyncio.sleep(watch)
+            try:
+                shown, trouble = await stored_runs(path, None, server, key), ""
+            except UnavailableError as error:
+                shown, trouble = found, str(error)
+            click.clear()
+            print_table(runs_table(shown, trouble))
 
     return run(work())
 

@@ -356,16 +356,19 @@ def _on_signal(
     called before `first`, also while an agent blocks the event loop."""
     loop = asyncio.get_running_loop()
 
-    def received(number: signal.Signals) -> None:
-        first()
-        for each in signals:
-            loop.remove_signal_handler(each)
-            if then is not None:
-                loop.add_signal_handler(each, then)
-
     signals = (signal.SIGINT, signal.SIGTERM)
+    actions = iter((first,))
+
+    def received() -> None:
+        action = next(actions, then)  # the handler stays: the next signal may come at this very moment
+        if then is None:
+            for each in signals:
+                loop.remove_signal_handler(each)
+        if action is not None:
+            action()
+
     for each in signals:
-        loop.add_signal_handler(each, received, each)
+        loop.add_signal_handler(each, received)
         if at_once is not None:
             signal.signal(each, lambda number, frame: at_once())  # beside the loop, which hears of it by a descriptor
     try:

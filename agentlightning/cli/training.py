@@ -295,11 +295,12 @@ def dev(
     if served is None and not resources:
         raise click.UsageError("give --model, or --endpoint and --endpoint-model")
     from agentlightning.data.datasets import load_dataset
+    from agentlightning.runner.ending import watched
     from agentlightning.trainer import Trainer
 
     tasks = load_dataset(dataset)[:limit]
     trainer = Trainer(model=served, initial_resources=resources, run_dir=run_dir, isolation=isolation)
-    with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the agent prints, too
+    with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout), watched():  # what the agent prints, too
         ended = trainer.dev(agent, tasks)
     if as_json:
         from agentlightning.algorithm.measures import Measures, measured, summarise
@@ -314,7 +315,9 @@ def dev(
 @click.command()
 @click.option("--seed", type=int, help="The source of all randomness; default 1, or that of the run resumed.")
 @click.option("--steps", type=click.IntRange(min=1), help="Training steps, instead of the recipe's.")
-@click.option("--time-limit", type=float, metavar="SECONDS", help="Stop training then; measure and save.")
+@click.option(
+    "--time-limit", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Stop training then."
+)
 @click.option("--resume", is_flag=True, help="Continue the newest quickstart, or the one in --out.")
 @click.option("--out", type=DIRECTORY, metavar="DIR", help="Directory of this run; default a new one below runs/.")
 @click.option("--model", metavar="ID|DIR", help="Train this Hugging Face model instead of one made on the spot.")

@@ -74,7 +74,7 @@ def _read_file(path: Path) -> list[Any]:
 
 def _read_jsonl(path: Path) -> list[Any]:
     tasks: list[Any] = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 tasks.append(_parse_json(line, f"{path}, line {number}"))
@@ -82,7 +82,7 @@ def _read_jsonl(path: Path) -> list[Any]:
 
 
 def _read_json(path: Path) -> list[Any]:
-    tasks = _parse_json(path.read_text(encoding="utf-8"), str(path))
+    tasks = _parse_json(path.read_text(encoding="utf-8-sig"), str(path))
     if not isinstance(tasks, list):
         raise ConfigError(f"{path} holds a JSON {type(tasks).__name__}; expected an array with one task per element")
     return tasks

@@ -109,7 +109,8 @@ class ModelTable:
                 status=404,
                 code="model_not_found",
             )
-        if name not in self._noticed and len(self._noticed) < 1000:  # names come from outside: bounded
-            self._noticed.add(name)
-            _log.warning("no model is called %r: its calls are answered by the model %r", name, entries[0].name)
+        shown = name[:200]
+        if shown not in self._noticed and len(self._noticed) < 1000:  # names come from outside: bounded
+            self._noticed.add(shown)
+            _log.warning("no model is called %r: its calls are answered by the model %r", shown, entries[0].name)
         return entries[0]

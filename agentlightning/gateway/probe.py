@@ -49,7 +49,7 @@ async def _check_processed(backend: RemoteBackend, model: str) -> None:
     for temperature in (0.5, 2.0):
         sampling = Sampling(temperature=temperature, max_tokens=1, seed=0)
         try:
-            answer = await one_answer(backend, model, sampling, top_logprobs=1)
+            answer = await one_answer(backend, model, sampling, top_logprobs=2)  # of one, vLLM tells what it sampled
         except BackendError as error:
             if error.status == 400:  # a gateway of this project before its engine, whose logprobs are as they should be
                 return
@@ -57,7 +57,7 @@ async def _check_processed(backend: RemoteBackend, model: str) -> None:
         told = [msgspec.json.decode(entry, type=_Entry).top_logprobs for entry in answer.choices[0].logprob_entries]
         if not told or not told[0]:
             return  # it does not tell, so that nothing can be said against it
-        logprobs.append(told[0][0].logprob)
+        logprobs.append(max(one.logprob for one in told[0]))
     if abs(logprobs[0] - logprobs[1]) < 1e-6 and logprobs[0] < -1e-6:
         raise _unfit(
             backend,

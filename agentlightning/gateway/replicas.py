@@ -1,5 +1,4 @@
-"""Several servers of one model as one backend: the least busy of the healthy answers, and where all are full calls wait
-their turn.
+"""Several servers of one model as one backend: the least busy of the healthy answers.
 
 Knows that servers fail and recover, and how many calls each runs. Knows no protocol, and no model but its own.
 """
@@ -13,7 +12,6 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Protocol, runtime_checkable
 
@@ -22,7 +20,6 @@ import msgspec
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backend import Backend, BackendEvent, ModelCall, RelayedAnswer, RelayedCall, Started
 from agentlightning.gateway.backends.connection import Connection
-from agentlightning.gateway.fairness import FairQueue
 
 _log = logging.getLogger(__name__)
 
@@ -40,41 +37,18 @@ class RemoteBackend(Backend, Protocol):
     connection: Connection
 
 
-@dataclass(frozen=True, eq=False)
-class _Waiting:
-    """A call that waits for a seat at one of the replicas it has not `tried`; None tells it to choose anew."""
-
-    tried: set[Replica]
-    seat: asyncio.Future[Replica | None]
-
-    def accepts(self, replica: Replica) -> bool:
-        return not self.seat.done() and replica not in self.tried
-
-
 class Replica:
-    """One of a model's servers, and what is known of it. It answers `max_concurrency` calls at once, where given; the
-    others wait. `ejected_since` is in seconds since the epoch, `why` its last failure since it last answered."""
+    """One of a model's servers, and what is known of it. `ejected_since` is in seconds since the epoch, `why` its last
+    failure since it last answered."""
 
-    def __init__(self, backend: RemoteBackend, max_concurrency: int | None = None) -> None:
-        if max_concurrency is not None and max_concurrency < 1:
-            raise ConfigError(f"max_concurrency is {max_concurrency}; it must be at least 1, or None for no limit")
+    def __init__(self, backend: RemoteBackend) -> None:
         self.backend = backend
-        self.max_concurrency = max_concurrency
         self.running = 0
-        self.queue: FairQueue[_Waiting] = FairQueue()
         self.failures = 0  # in a row
         self.failed_at = 0.0  # monotonic
         self.chosen = 0  # a larger number was chosen later
         self.ejected_since: float | None = None
         self.why: str | None = None
-
-    @property
-    def load(self) -> int:
-        return self.running + len(self.queue)
-
-    @property
-    def full(self) -> bool:
-        return self.max_concurrency is not None and self.running >= self.max_concurrency
 
     def answered(self) -> None:
         """It has answered a call to its end."""
@@ -89,13 +63,11 @@ class Replica:
         self.failed_at, self.why = time.monotonic(), why
 
     def eject(self, why: str) -> None:
-        """Send it no calls until it is healthy; those that wait for it choose anew."""
+        """Send it no calls until it is healthy."""
         if self.ejected_since is not None:
             return
         self.ejected_since, self.failed_at, self.why = time.time(), time.monotonic(), why
         _log.warning("the backend at %s is not used until it is healthy again: %s", self.backend.name, why)
-        while (waiting := self.queue.pop(lambda one: not one.seat.done())) is not None:
-            waiting.seat.set_result(None)
 
     def readmit(self, failures: int = 0) -> None:
         """Use it again if it was ejected. With `failures` fewer further ones eject it."""
@@ -105,8 +77,8 @@ class Replica:
 
 
 class Replicas:
-    """A backend of several. A session keeps its replica, whose prefix cache knows it, while that one is healthy, has
-    room and is not much busier than the least busy.
+    """A backend of several. A session keeps its replica, whose prefix cache knows it, while that one is healthy and not
+    much busier than the least busy.
 
     A call that fails for a reason of the replica's (it cannot be reached, answers 5xx, breaks off) before anything of
     its answer is out goes to another one. A replica that fails three times in a row, or does not answer when asked for
@@ -171,67 +143,32 @@ class Replicas:
             await asyncio.gather(self._checking, return_exceptions=True)
         await asyncio.gather(*(replica.backend.close() for replica in self.replicas))
 
-    async def seat(self, session: str | None, tried: set[Replica]) -> Replica:
-        """A replica not yet `tried`, where the call counts as running from now on, until `leave`."""
+    def choose(self, session: str | None, tried: set[Replica]) -> Replica:
+        """A replica not yet `tried`, where the call counts as running from now on."""
         if self._checking is None:
             self._checking = asyncio.create_task(self._check(), name="health of replicas")
-        taken: Replica | None = None
-        while taken is None:
-            replica = self._choose(session, tried)
-            if replica.full:
-                taken = await self._wait(session, _Waiting(tried, asyncio.get_running_loop().create_future()), replica)
-            else:
-                taken = replica
-                taken.running += 1
-        taken.chosen = next(self._choices)
+        replica = self._best(session, tried)
+        replica.running += 1
+        replica.chosen = next(self._choices)
         if session is not None:
-            self._sessions[session] = taken
+            self._sessions[session] = replica
             self._sessions.move_to_end(session)
             if len(self._sessions) > _SESSIONS:
                 self._sessions.popitem(last=False)
-        return taken
-
-    def leave(self, replica: Replica) -> None:
-        replica.running -= 1
-        self._serve(replica)
+        return replica
 
     def left(self, tried: set[Replica]) -> list[Replica]:
         """Where a call that has `tried` some may go: to those in use, or if all are ejected to any."""
         used = [replica for replica in self.replicas if replica.ejected_since is None] or self.replicas
         return [replica for replica in used if replica not in tried]
 
-    def _choose(self, session: str | None, tried: set[Replica]) -> Replica:
+    def _best(self, session: str | None, tried: set[Replica]) -> Replica:
         left = self.left(tried) or [replica for replica in self.replicas if replica not in tried]
         if left[0].ejected_since is not None:
             left = [min(left, key=lambda replica: replica.failed_at)]
-        usable = [replica for replica in left if not replica.full] or left
-        least = min(usable, key=lambda replica: (replica.load, replica.chosen))
+        least = min(left, key=lambda replica: (replica.running, replica.chosen))
         own = self._sessions.get(session) if session is not None else None
-        return own if own in usable and own.load <= least.load * 1.5 + 4 else least
-
-    async def _wait(self, session: str | None, waiting: _Waiting, replica: Replica) -> Replica | None:
-        """The replica that has given the call a seat; None to choose anew, as the one it waits for was ejected."""
-        replica.queue.push(session, waiting)
-        try:
-            return await waiting.seat
-        except asyncio.CancelledError:
-            replica.queue.remove(session, waiting)
-            given = None if waiting.seat.cancelled() else waiting.seat.result()
-            if given is not None:  # at the very moment its client left
-                self.leave(given)
-            raise
-
-    def _serve(self, replica: Replica) -> None:
-        """Give the replica's free seats to calls that wait for it, or else to those that wait where most do."""
-        while not replica.full:
-            waiting = replica.queue.pop(lambda one: one.accepts(replica))
-            if waiting is None and replica.ejected_since is None:
-                longest = max(self.replicas, key=lambda other: len(other.queue))
-                waiting = longest.queue.pop(lambda one: one.accepts(replica))
-            if waiting is None:
-                return
-            replica.running += 1
-            waiting.seat.set_result(replica)
+        return own if own in left and own.running <= least.running * 1.5 + 4 else least
 
     async def _check(self) -> None:
         for number in itertools.count(1):
@@ -249,7 +186,6 @@ class Replicas:
             replica.eject("it does not answer when asked for its health")
         elif replica.ejected_since is not None:
             replica.readmit(failures=_FAILURES - 1)  # healthy servers may fail all the same: once more, and out again
-            self._serve(replica)
 
 
 def servers_of(backend: Backend) -> list[RemoteBackend]:
@@ -274,7 +210,7 @@ class _Tries:
         return not self.begun and bool(self._replicas.left(self._tried))
 
     async def __aenter__(self) -> Replica:
-        self._replica = await self._replicas.seat(self._session, self._tried)
+        self._replica = self._replicas.choose(self._session, self._tried)
         self._tried.add(self._replica)
         return self._replica
 
@@ -284,5 +220,5 @@ class _Tries:
         failed = isinstance(error, BackendError) and error.status >= 500
         if failed:
             self._replica.failed(str(error))
-        self._replicas.leave(self._replica)
+        self._replica.running -= 1
         return failed and self.may_go_on

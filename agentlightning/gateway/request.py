@@ -6,7 +6,7 @@ Knows JSON bodies and nothing else: no backends, no rollouts, no HTTP server.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -24,7 +24,10 @@ NEUTRAL_PENALTIES: Final[Mapping[str, Any]] = {
 SHAPING_FIELDS: Final = (*NEUTRAL_PENALTIES, "logit_bias")
 
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+# Lists and fields of a request are looked at one by one, while other calls wait.
+MANY: Final = msgspec.Meta(max_length=100_000)  # messages, or parts of one
+SOME: Final = msgspec.Meta(max_length=10_000)  # tools
+OBJECT: Final = msgspec.json.Decoder(Annotated[dict[str, msgspec.Raw], msgspec.Meta(max_length=1000)])
 
 
 class CallRefused(BackendError):
@@ -70,7 +73,7 @@ class Fields:
 
         CallRefused (400) names the field that is missing, of the wrong type or out of range."""
         try:
-            raw = _OBJECT.decode(body)
+            raw = OBJECT.decode(body)
         except NOT_JSON as error:
             raise CallRefused(f"the request body is not a JSON object: {error}", code="invalid_json") from None
         values: dict[str, Any] = {}

@@ -34,6 +34,7 @@ from agentlightning.gateway.running import ClientGone, RunningCall
 _PREFIX: Final = "/rollout/{rollout_id}/attempt/{attempt_id}"
 _ENDPOINTS: Final = (ChatCompletions(), Completions(), Responses(), Messages(), Embeddings())
 _COUNT: Final = CountTokens()
+_LARGE: Final = 1 << 20  # bytes
 
 _Answer: TypeAlias = Callable[[Scope, Receive, Reply], Awaitable[None]]
 
@@ -80,8 +81,7 @@ async def _answer(
     endpoint: Endpoint, calls: CallOpener, body_limit: int, scope: Scope, receive: Receive, reply: Reply
 ) -> None:
     """`POST` to an endpoint, streamed or whole."""
-    headers = headers_of(scope)
-    body = await read_body(headers, receive, body_limit)
+    headers, body = await _received(calls, body_limit, scope, receive)
     with ClientWatch(receive) as watch:
         async with await calls.open(endpoint, body, headers, path_ids_of(scope)) as call:
             if call.relayed is not None:
@@ -90,6 +90,14 @@ async def _answer(
                 await _stream(endpoint, call, reply, watch)
             else:
                 await _whole(endpoint, call, reply, watch)
+
+
+async def _received(calls: CallOpener, body_limit: int, scope: Scope, receive: Receive) -> tuple[dict[str, str], bytes]:
+    """A request's headers and body. Memory for a large body is had with a key alone, where one is needed."""
+    headers = headers_of(scope)
+    if int(headers.get("content-length") or _LARGE) >= _LARGE:
+        await calls.admit(headers)
+    return headers, await read_body(headers, receive, body_limit)
 
 
 async def _whole(endpoint: Endpoint, call: RunningCall, reply: Reply, watch: ClientWatch) -> None:
@@ -177,8 +185,7 @@ async def _kept(calls: CallOpener, scope: Scope, receive: Receive, reply: Reply)
 
 async def _count(calls: CallOpener, body_limit: int, scope: Scope, receive: Receive, reply: Reply) -> None:
     """`POST /v1/messages/count_tokens`."""
-    headers = headers_of(scope)
-    body = await read_body(headers, receive, body_limit)
+    headers, body = await _received(calls, body_limit, scope, receive)
     count = await calls.count_tokens(_COUNT, body, headers, path_ids_of(scope))
     await reply.json(200, msgspec.json.encode({"input_tokens": count}))
 

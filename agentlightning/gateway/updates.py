@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeAlias
@@ -19,10 +19,11 @@ from agentlightning.errors import BackendError, ConfigError, ConflictError, Unav
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backends.connection import Connection
 from agentlightning.gateway.models import ModelEntry
-from agentlightning.gateway.replicas import servers_of
+from agentlightning.gateway.replicas import RemoteBackend, servers_of
 
 _log = logging.getLogger(__name__)
 _HOLDER: Final = "an update of weights"
+_ADAPTERS_NEED: Final = "vLLM 0.16 or later with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
 _NOT_THERE: Final = "no_such_route"
 _FAILED: Final = re.compile(r'"success"\s*:\s*false')  # what servers answer with 200 where a cache is in use
 
@@ -60,29 +61,49 @@ async def update_weights(gateway: Gateway, name: str, update: WeightUpdate) -> l
     ConflictError while another is under way, UnavailableError where calls do not finish in time (nothing was changed),
     and BackendError 502 where no server has loaded the weights."""
     entry = gateway.entry(name)
-    scripts = [(connection, write(connection, update)) for connection, write in _servers(entry)]
+    servers = servers_of(entry.backend)
+    _scripts(entry.name, servers, update)  # what cannot be had is refused before calls are held
     if gateway.models.gate(entry.name).held_by(_HOLDER):
         raise ConflictError(f"the weights of the model {entry.name!r} are being updated already; wait for that update")
     async with gateway.held(entry.name, holder=_HOLDER):
         if update.in_flight == "finish":
             await _finished(gateway, entry.name, update.seconds)
-        outcomes = await asyncio.gather(*(_update(connection, script, update) for connection, script in scripts))
-        keep_versions(entry, gateway.models.get(entry.name) or entry)  # it may have been registered again meanwhile
+        try:
+            return await load_weights(entry.name, servers, update)
+        finally:
+            keep_versions(entry, gateway.models.get(entry.name) or entry)  # it may have been registered again meanwhile
+
+
+async def load_weights(name: str, servers: Sequence[RemoteBackend], update: WeightUpdate) -> list[ServerUpdate]:
+    """`update_weights` of the servers of a model whose calls are held, or may be paused."""
+    scripts = _scripts(name, servers, update)
+    outcomes = await asyncio.gather(*(_update(connection, script, update) for connection, script in scripts))
     failures = [f"{outcome.url}: {outcome.error}" for outcome in outcomes if outcome.error is not None]
     for failure in failures:
-        _log.warning("version %d of the model %r was not loaded at %s", update.policy_version, entry.name, failure)
+        _log.warning("version %d of the model %r was not loaded at %s", update.policy_version, name, failure)
     if len(failures) == len(outcomes):
         raise BackendError(
-            f"no server of the model {entry.name!r} has loaded version {update.policy_version}: {'; '.join(failures)}",
+            f"no server of the model {name!r} has loaded version {update.policy_version}: {'; '.join(failures)}",
             code="weights_not_loaded",
         )
     return outcomes
 
 
+async def load_adapter(connection: Connection, name: str, path: str) -> None:
+    """Have a vLLM server serve the adapter at `path` as the model `name`. BackendError where it cannot."""
+    asked = connection.url("load_lora_adapter"), {"lora_name": name, "lora_path": path}
+    await _post(connection, asked, _ADAPTERS_NEED)
+
+
+async def unload_adapter(connection: Connection, name: str) -> None:
+    """Have it no more."""
+    await _post(connection, (connection.url("unload_lora_adapter"), {"lora_name": name}), _ADAPTERS_NEED)
+
+
 def declare_version(entry: ModelEntry, version: int) -> None:
     """The servers of a model hold the weights of policy `version`: whoever says so has loaded them. ConfigError where
     its backend knows by itself."""
-    for connection, _ in _servers(entry):
+    for connection, _ in _writers(entry.name, servers_of(entry.backend)):
         connection.version, connection.unusable = version, None
 
 
@@ -127,6 +148,8 @@ def _vllm(connection: Connection, update: WeightUpdate) -> _Script:
     needs = "vLLM 0.16 or later with VLLM_SERVER_DEV_MODE=1"
     if update.lora_name is not None:
         needs += ", VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
+        if update.in_flight == "pause":
+            raise ConfigError("vLLM goes on with the old adapter in calls that were paused; let them finish")
         adapter = {"lora_name": update.lora_name, "lora_path": _path(update), "load_inplace": True}
         load = connection.url("load_lora_adapter"), adapter
     else:
@@ -164,13 +187,16 @@ _Writer: TypeAlias = Callable[[Connection, WeightUpdate], _Script]
 _WRITERS: Final[Mapping[str, _Writer]] = {"vllm": _vllm, "sglang": _sglang}
 
 
-def _servers(entry: ModelEntry) -> list[tuple[Connection, _Writer]]:
+def _scripts(name: str, servers: Sequence[RemoteBackend], update: WeightUpdate) -> list[tuple[Connection, _Script]]:
+    return [(connection, write(connection, update)) for connection, write in _writers(name, servers)]
+
+
+def _writers(name: str, servers: Sequence[RemoteBackend]) -> list[tuple[Connection, _Writer]]:
     """The connections behind a model, each with who writes what its server is told."""
-    servers = servers_of(entry.backend)
     if not servers or any(server.kind not in _WRITERS for server in servers):
         raise ConfigError(
-            f"the weights of the model {entry.name!r} ({entry.backend.name}) cannot be updated from here; those of "
-            f"servers of these kinds can: {', '.join(_WRITERS)}"
+            f"the weights of the model {name!r} cannot be updated from here; those of servers of these kinds can: "
+            f"{', '.join(_WRITERS)}"
         )
     return [(server.connection, _WRITERS[server.kind]) for server in servers]
 
@@ -180,13 +206,19 @@ async def _update(connection: Connection, script: _Script, update: WeightUpdate)
     connection.unusable = f"the weights at {url} are being updated; ask again"
     try:
         try:
-            for request in (*script.before, script.load, *script.after):
+            for request in script.before:
                 await _post(connection, request, script.needs)
-                touched = touched or request is script.load
+            connection.paused = bool(script.before)
+            for request in (script.load, *script.after):
+                await _post(connection, request, script.needs)
+                touched = True
             if script.label is not None:
                 with _without_route():
                     await _post(connection, script.label, script.needs)
+            # Before any token is sampled by them.
+            connection.version, connection.unusable = update.policy_version, None
         finally:
+            connection.paused = False
             if script.end is not None:
                 await _post(connection, script.end, script.needs)
     except BackendError as error:
@@ -198,7 +230,6 @@ async def _update(connection: Connection, script: _Script, update: WeightUpdate)
             )
         known = None if connection.unusable else connection.version
         return ServerUpdate(url=url, policy_version=known, error=str(error))
-    connection.version, connection.unusable = update.policy_version, None
     return ServerUpdate(url=url, policy_version=update.policy_version)
 
 

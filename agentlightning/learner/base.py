@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, get_args
 
 from agentlightning.data.sequences import Aggregation, TrainingSequence
 from agentlightning.data.transitions import FloatArray
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from agentlightning.data.token_bytes import TokenBytes
+    from agentlightning.gateway.backend import Backend, Sampling
 
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 LossKind: TypeAlias = Literal["ppo_clip", "policy_gradient", "importance_sampling", "gspo", "cispo"]
@@ -27,6 +29,7 @@ Old: TypeAlias = Literal["behaviour", "proximal"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 DType: TypeAlias = Literal["float32", "bfloat16"]
 CriticTrunk: TypeAlias = Literal["shared", "separate"]
+WeightsForm: TypeAlias = Literal["live", "whole", "adapter"]
 
 TRUNCATION: Final = 2.0  # of `Loss.truncation`, unless given; that of "truncated importance sampling"
 
@@ -199,6 +202,55 @@ class Critic:
         check_settings(self, above={"learning_rate": 0}, choices={"trunk": get_args(CriticTrunk)})
 
 
+@dataclass(frozen=True)
+class Weights:
+    """A publication: what policy `version` samples with, in the directory `place` that `Learner.export` has written;
+    where there is none, in the learner's live model."""
+
+    version: int
+    place: Path | None = None
+
+
+class Sampler(Protocol):
+    """What samples from a policy. `takes` says in which form it is given weights: it reads the learner's `live` model,
+    or loads a directory with the `whole` model, or with an `adapter` as `peft` writes it."""
+
+    @property
+    def takes(self) -> WeightsForm: ...
+
+    @property
+    def backend(self) -> Backend:
+        """What the gateway routes calls to."""
+        ...
+
+    @property
+    def generated_tokens(self) -> int:
+        """How many it has sampled since it was started."""
+        ...
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long it has had nothing to do, or was not allowed to do it, since it was started."""
+        ...
+
+    async def check(self, train: Sampling) -> None:
+        """ConfigError where what it answers to calls sampled so cannot be trained."""
+        ...
+
+    def exclusive(self) -> AbstractAsyncContextManager[Any]:
+        """Inside, it reads no weights of the learner's and uses none of its cores; calls wait and are not refused."""
+        ...
+
+    async def publish(self, weights: Weights) -> None:
+        """Sample with these weights, under their version. BackendError where they cannot be loaded."""
+        ...
+
+    async def sample(self) -> list[TrainingSequence]:
+        """A short answer of the present weights by each of its servers, to compare with the learner; none where it
+        reads the learner's own."""
+        ...
+
+
 class Learner(Protocol):
     """Makes gradient steps on the policy's weights.
 
@@ -238,6 +290,15 @@ class Learner(Protocol):
         inference_kl (k3 of KL(engine ‖ learner)) and inference_mismatch (see `mismatch_tolerance`), at worst.
 
         Raises TrainingError, with the weights unchanged, if the loss or the gradient is not finite."""
+        ...
+
+    def logprobs(self, batch: Sequence[TrainingSequence], temperature: float = 1.0) -> Sequence[Tensor]:
+        """The policy's present log-probability of every sampled token, one float32[N] per sequence; blocks."""
+        ...
+
+    def export(self, directory: Path, form: WeightsForm) -> None:
+        """Write what a sampler loads, and nothing else, into the new `directory`: the `whole` model, an adapter merged
+        into it, or the `adapter` alone. ConfigError for an adapter that there is not."""
         ...
 
     def save(self, directory: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,9 @@ from agentlightning.data.references import is_reference
 from agentlightning.learner.base import AdamW, Critic, DType, LoRA
 from agentlightning.learner.memory import GIB, available_memory, estimate_memory
 from agentlightning.learner.policy import Policy, choose_device, empty_model, open_policy
-from agentlightning.learner.serving import ServedPolicy, engine_size, serve_policy
+from agentlightning.learner.remote import RemoteSampler, RemoteSampling
+from agentlightning.learner.serving import EmbeddedSampler, choose_threads, engine_size, serve_policy
+from agentlightning.learner.started import StartedServer
 from agentlightning.learner.torch import TorchLearner
 
 
@@ -39,11 +41,13 @@ class Opening:
     max_sequence_length: int | None = None
     device: str | None = None
     threads: int | None = None
+    sampling: RemoteSampling | None = None
+    directory: Path = Path()
 
     @contextmanager
     def open(
         self, source: str | Path | Policy, phase: Callable[[str], None]
-    ) -> Generator[tuple[ServedPolicy, TorchLearner]]:
+    ) -> Generator[tuple[EmbeddedSampler | RemoteSampler, TorchLearner]]:
         """Inside, the model is served and ready to be trained; `phase` is told what is going on. A given `Policy` may
         be opened again afterwards: it has the weights it was trained to, but no adapter that it did not come with.
 
@@ -58,19 +62,53 @@ class Opening:
         with ExitStack() as stack:
             if policy.adapter is not None and policy is not source:
                 stack.callback(policy.adapter.unload)
-            served = serve_policy(
-                policy,
-                concurrency=self.concurrency,
-                max_sequence_length=self.max_sequence_length,
-                threads=self.threads,
-                seed=self.seed,
-                own_weights=self.own_weights,
-                deterministic=self.deterministic,
-            )
-            stack.callback(served.service.close)
+            sampler = self._sampler(stack, policy, None if made else str(source))
             learner = TorchLearner(policy, self.optimizer, reference=self.reference, critic=self.critic)
             stack.callback(learner.close)
-            yield served, learner
+            yield sampler, learner
+
+    def _sampler(self, stack: ExitStack, policy: Policy, place: str | None) -> EmbeddedSampler | RemoteSampler:
+        if self.sampling is not None:
+            choose_threads(policy.model, self.threads)
+            started = self._start(stack, policy, place) if self.sampling.starts else None
+            return RemoteSampler(self.sampling, policy, started)
+        sampler = serve_policy(
+            policy,
+            concurrency=self.concurrency,
+            max_sequence_length=self.max_sequence_length,
+            threads=self.threads,
+            seed=self.seed,
+            own_weights=self.own_weights,
+            deterministic=self.deterministic,
+        )
+        stack.callback(sampler.service.close)
+        return sampler
+
+    def _start(self, stack: ExitStack, policy: Policy, place: str | None) -> StartedServer:
+        """vLLM for the policy, which was loaded from `place`, or is saved for it."""
+        assert self.sampling is not None
+        if place is None:
+            model = policy.model if policy.adapter is None else policy.adapter.publish()
+            base = self.directory / "vllm-model"
+            base.mkdir(parents=True, exist_ok=True)
+            replace(policy, model=model, adapter=None).save(base)
+            place = str(base)
+        _, length = engine_size(policy.model, 1, self.max_sequence_length)
+        dtype = str(policy.model.dtype).removeprefix("torch.")
+        flags = ["--served-model-name", "policy", "--dtype", dtype, "--max-model-len", str(length)]
+        flags += ["--logprobs-mode", "processed_logprobs"]
+        if policy.adapter is not None:  # vLLM takes certain ranks, of which these are some
+            rank = max(8, 1 << (policy.adapter.config.rank - 1).bit_length())
+            flags += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(rank)]
+        server = StartedServer(
+            self.sampling.program,
+            place,
+            [*flags, *self.sampling.flags],
+            environment=self.sampling.environment,
+            log=self.directory / "vllm.log",
+        )
+        stack.callback(server.stop)
+        return server
 
     def _check_memory(self, source: str | Path | Policy) -> str:
         model, device = self._shapes(source)
@@ -82,7 +120,7 @@ class Opening:
             reference=self.reference,
             critic=self.critic,
             own_weights=self.own_weights,
-            slots=slots,
+            slots=0 if self.sampling else slots,
             max_sequence_length=length,
         )
         available = available_memory(device)
@@ -95,4 +133,4 @@ class Opening:
         """The model without an adapter, or one that only has its shapes, and where it will be."""
         if isinstance(source, Policy):
             return source.adapter.merged if source.adapter is not None else source.model, source.model.device
-        return empty_model(source, dtype=self.dtype or "float32"), torch.device(self.device or choose_device())
+        return empty_model(source, dtype=self.dtype or "float32"), torch.device(choose_device(self.device))

@@ -44,9 +44,16 @@ class Policy:
         self.tokenizer.save_pretrained(directory)
 
 
-def choose_device() -> str:
-    """`cuda` where there is one, else `cpu`. MPS is taken only when asked for: its float32 kernels differ more."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def choose_device(device: str | None = None) -> str:
+    """The one given, else `cuda` where there is one, else `cpu`. MPS is taken only when asked for: its float32 kernels
+    differ more. ConfigError for one that torch cannot use here."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # what torch raises for a device it was built without
+        reason = str(error).partition(". ")[0]
+        raise ConfigError(f"device {device!r} cannot be used here ({reason}); choose cpu, cuda or mps") from None
+    return device
 
 
 def open_policy(
@@ -83,20 +90,10 @@ def open_policy(
 
 def _moved(policy: Policy, device: str | None) -> Policy:
     """The policy itself, on the device."""
-    device = _checked(device)
+    device = choose_device(device)
     for model in (policy.model, *(() if policy.adapter is None else (policy.adapter.merged,))):
         cast(Any, model).to(device)
     return policy
-
-
-def _checked(device: str | None) -> str:
-    device = device or choose_device()
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # what torch raises for a device it was built without
-        reason = str(error).partition(". ")[0]
-        raise ConfigError(f"device {device!r} cannot be used here ({reason}); choose cpu, cuda or mps") from None
-    return device
 
 
 def load_policy(source: str | Path, *, device: str | None = None, dtype: str = "float32") -> Policy:
@@ -105,7 +102,7 @@ def load_policy(source: str | Path, *, device: str | None = None, dtype: str = "
     Weights are float32 on every device unless `dtype` says otherwise. ConfigError names what is wrong with the path,
     the model or the device."""
     path = Path(source)
-    device = _checked(device)
+    device = choose_device(device)
     _check_source(source)
     with _explained(source):
         tokenizer = AutoTokenizer.from_pretrained(source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,12 +13,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from agentlightning.data.sequences import TrainingSequence
 from agentlightning.engine.engine import Engine
 from agentlightning.engine.forward import cache_bytes
 from agentlightning.engine.service import EngineService
 from agentlightning.errors import ConfigError
+from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.learner.base import Weights, WeightsForm
 from agentlightning.learner.policy import Policy
 
 CACHE_LIMIT_BYTES = 8 * 1024**3
@@ -27,13 +31,34 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ServedPolicy:
+class EmbeddedSampler:
     """A running engine over a policy's `model`: its own, whose weights are read in place, a copy, or the one that an
-    adapter is merged into. Whoever made it calls `service.close()`."""
+    adapter is merged into. Whoever made it calls `service.close()`. A `Sampler`."""
 
     service: EngineService
     backend: TokenBackend
     model: PreTrainedModel
+    takes: WeightsForm = "live"
+
+    @property
+    def generated_tokens(self) -> int:
+        return self.service.generated_tokens
+
+    @property
+    def idle_seconds(self) -> float:
+        return self.service.idle_seconds
+
+    async def check(self, train: Sampling) -> None:
+        """Its answers bring exact ids and the logprobs of what they were sampled from."""
+
+    def exclusive(self) -> AbstractAsyncContextManager[Any]:
+        return self.service.exclusive()
+
+    async def publish(self, weights: Weights) -> None:
+        await self.service.update_weights(weights.version)
+
+    async def sample(self) -> list[TrainingSequence]:
+        return []
 
 
 def serve_policy(
@@ -45,7 +70,7 @@ def serve_policy(
     seed: int = 0,
     own_weights: bool = False,
     deterministic: bool = False,
-) -> ServedPolicy:
+) -> EmbeddedSampler:
     """Start an engine for about `concurrency` calls at once. With `own_weights` it samples from a copy, so that the
     policy may be trained meanwhile. `deterministic` is the engine's.
 
@@ -73,7 +98,7 @@ def serve_policy(
     service = EngineService(engine, partial(_bring_up_to_date, model, policy))
     service.start()
     chat = ChatTemplate.from_pretrained(policy.tokenizer)
-    return ServedPolicy(service, TokenBackend(chat, service, name="embedded"), model)
+    return EmbeddedSampler(service, TokenBackend(chat, service, name="embedded"), model)
 
 
 def _bring_up_to_date(model: PreTrainedModel, policy: Policy) -> None:

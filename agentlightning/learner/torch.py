@@ -30,7 +30,7 @@ from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner import losses
-from agentlightning.learner.base import CRITIC_RATE, TRUNCATION, AdamW, Critic, Loss
+from agentlightning.learner.base import CRITIC_RATE, TRUNCATION, AdamW, Critic, Loss, WeightsForm
 from agentlightning.learner.critic import CRITIC_FILE, ValueModel
 from agentlightning.learner.distributions import (
     LOGITS_AT_ONCE,
@@ -305,6 +305,17 @@ class TorchLearner:
             for micro in self._micro_batches(batch, cast(list[FloatArray], numbers)):
                 out[torch.from_numpy(micro.weights.astype(np.int64))] = told(micro).float().cpu()
         return list(out.split(lengths))
+
+    def export(self, directory: Path, form: WeightsForm) -> None:
+        """See `Learner.export`."""
+        directory.mkdir(parents=True)
+        adapter = self.policy.adapter
+        if form == "adapter" and adapter is None:
+            raise ConfigError("there is no adapter to export: all weights are trained")
+        if adapter is None or form == "adapter":
+            self.policy.save(directory)
+        else:
+            replace(self.policy, model=adapter.publish(), adapter=None).save(directory)
 
     def save(self, directory: Path) -> None:
         """See `Learner.save`."""

@@ -7,9 +7,11 @@ Knows event loops, threads and signals; it does not know what runs.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -23,6 +25,7 @@ T = TypeVar("T")
 
 LEFT_SECONDS: Final = 2.0  # for tasks that still run when all work is done
 INTERRUPTED: Final = 130  # exit code
+_THREADS: Final = "asyncio.to_thread"
 _DIED: Final = (
     "agl has ended without a word: an agent in its process called os._exit or crashed it, or it was killed (out of "
     "memory, SIGKILL). With --isolation process an agent ends only its own process"
@@ -31,11 +34,14 @@ _DIED: Final = (
 
 def run_to_end(work: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> T:
     """`asyncio.run`, but that tasks which go on when the work is done, and threads of `asyncio.to_thread`, are left."""
+    threads = ThreadPoolExecutor(thread_name_prefix=_THREADS)
     with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.get_loop().set_default_executor(threads)
         try:
             return runner.run(work)
         finally:
             runner.run(_leave())
+            threads.shutdown(wait=False)
 
 
 async def _leave() -> None:
@@ -46,14 +52,20 @@ async def _leave() -> None:
     for task in deaf:
         logger.warning("%r goes on after it was cancelled and is left behind", task.get_name())
         asyncio.tasks._unregister_task(task)  # pyright: ignore
+        task._log_destroy_pending = False  # pyright: ignore
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))  # the loop waits for the one it has
 
 
 def exit_with(code: int) -> NoReturn:
-    """End the process; after an interrupt also where an agent's thread goes on."""
-    if code == INTERRUPTED and any(
-        not one.daemon for one in threading.enumerate() if one is not threading.main_thread()
-    ):
+    """End the process, also where a thread of `asyncio.to_thread` goes on, or after an interrupt any other."""
+    left = [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
+    if code != INTERRUPTED:
+        left = [one for one in left if one.name.startswith(_THREADS)]
+        for one in left:  # they are told to end once they are idle
+            one.join(LEFT_SECONDS / len(left))
+        if any(one.is_alive() for one in left):
+            atexit._run_exitfuncs()  # pyright: ignore
+    if any(one.is_alive() for one in left):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -62,16 +74,25 @@ def exit_with(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def watched() -> Generator[Callable[[float], None]]:
-    """Within the block somebody says so if this process ends unasked. The function given ends it after so many seconds,
-    whatever runs then."""
+    """Within the block somebody says so if this process ends unasked, and it never ends with exit code 0 then. The
+    function given ends it after so many seconds, whatever runs then."""
     read, write = os.pipe()
     script = 'read -r said || printf "%s\\n" "$1" >&2'  # the end of this process closes the pipe
     with open(read) as ours:
         watcher = subprocess.Popen(("sh", "-c", script, "sh", _DIED), stdin=ours, start_new_session=True)
 
+    process, leave = os.getpid(), os._exit
+
+    def fail(status: int) -> NoReturn:  # what an agent forks may still end well
+        leave(status or 1 if os.getpid() == process else status)
+
+    def say(to: int, words: bytes) -> None:
+        with contextlib.suppress(OSError):  # whoever stops a whole group of processes has ended the watcher, too
+            os.write(to, words)
+
     def end() -> None:
-        os.write(write, b"ended\n")
-        os.write(2, b"an agent does not let the process end: it ends without it\n")
+        say(write, b"ended\n")
+        say(2, b"an agent does not let the process end: it ends without it\n")
         os._exit(INTERRUPTED)
 
     def end_after(seconds: float) -> None:
@@ -81,11 +102,44 @@ def watched() -> Generator[Callable[[float], None]]:
         timers.append(timer)
 
     timers: list[threading.Timer] = []
+    os._exit = fail
     try:
         yield end_after
     finally:
+        os._exit = leave
         for timer in timers:
             timer.cancel()
-        os.write(write, b"ended\n")
+        say(write, b"ended\n")
         os.close(write)
         watcher.wait()
+
+
+@contextlib.contextmanager
+def stopping_at_interrupt(stop: asyncio.Event) -> Generator[None]:
+    """The first Ctrl-C (or SIGTERM) sets `stop`, so that what was learned is saved; the second is a KeyboardInterrupt,
+    also in an agent that blocks the event loop."""
+    loop = asyncio.get_running_loop()
+    received: list[int] = []
+
+    def at_once(number: int, frame: object) -> None:  # beside the loop, which hears of it by a descriptor
+        received.append(number)
+        if len(received) > 1:
+            for task in asyncio.all_tasks(loop):  # so that no agent that has not begun blocks the loop again
+                task.cancel()
+            raise KeyboardInterrupt
+
+    def interrupted(number: signal.Signals) -> None:
+        stop.set()
+        loop.remove_signal_handler(number)
+
+    installed: list[signal.Signals] = []
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupted, number)
+            signal.signal(number, at_once)
+            installed.append(number)
+    try:
+        yield
+    finally:
+        for number in installed:
+            loop.remove_signal_handler(number)

@@ -90,7 +90,7 @@ class Execution:
 
     async def _supervised(self, resources: NamedResources) -> Outcome:
         """The agent in a task of its own, so that it can be cancelled alone, and left behind if it does not stop."""
-        task = asyncio.create_task(guarded(self._traced(resources)))
+        task = asyncio.create_task(guarded(self._traced(resources)), name=f"agent of {self.tracer.attempt_id}")
         try:
             await asyncio.wait({task, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:

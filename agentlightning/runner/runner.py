@@ -16,7 +16,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count, product
 from typing import Any, TypeVar
@@ -337,8 +337,7 @@ class Runner:
 
     def _warn_seldom(self, kind: str, message: str) -> None:
         """One line in the log for the 1st, 2nd, 4th, 8th … of a kind."""
-        self._unlucky[kind] += 1
-        times = self._unlucky[kind]
+        self._unlucky[kind] = times = self._unlucky[kind] + 1
         if times & (times - 1) == 0:
             logger.warning("%s%s", message, f" ({times} like this)" if times > 1 else "")
 
@@ -363,9 +362,10 @@ class Runner:
     async def _give_back(self, flight: Flight, reason: str) -> None:
         """This runner cannot go on with it: let the store decide about a retry now, not when the lease runs out."""
         try:
-            async with asyncio.timeout(GIVE_BACK_SECONDS):
-                await self._send(flight)
-                await self._end(flight, "unresponsive", reason)
+            with suppress(ConflictError):  # it has ended already
+                async with asyncio.timeout(GIVE_BACK_SECONDS):
+                    await self._send(flight)
+                    await self._end(flight, "unresponsive", reason)
         except (TimeoutError, AgentLightningError) as error:
             logger.warning("attempt %s could not be handed back, its lease will run out: %s", flight.ids[1], error)
 

@@ -65,6 +65,9 @@ class UnauthenticatedError(ForbiddenError):
     """No key, or one that nobody issued (HTTP 401)."""
 
 
+ATTEMPT_BYTES: Final = 16 << 20  # of spans in a request; one of many small parts takes a hundred times that to read
+
+
 @dataclass(frozen=True)
 class Scope:
     """What a caller may touch. `attempt` is (rollout_id, attempt_id) of an attempt's own key."""
@@ -90,6 +93,10 @@ class Scope:
             raise ForbiddenError(f"{kind.__name__} needs a key with the scope {kind.scope!r}; {self.name} has not")
         elif self.project is not None and not is_of_one_project(kind):
             raise ForbiddenError(f"{kind.__name__} concerns all projects, and the key {self.name} is of one")
+
+    def body_limit(self, limit: int) -> int:
+        """Of the `limit` on a request's bytes, how much this caller may send: an agent, who is not trusted, less."""
+        return limit if self.attempt is None else min(limit, ATTEMPT_BYTES)
 
     def require_admin(self) -> None:
         """ForbiddenError unless the caller may touch everything."""
@@ -196,7 +203,7 @@ class Access:
                 for rollout_id in {span.rollout_id for span in call.spans}:
                     await self._check_name(scope, "rollout_id", rollout_id)
             case calls.WaitForRollouts():
-                for rollout_id in call.rollout_ids:
+                for rollout_id in dict.fromkeys(call.rollout_ids):  # said a million times it is looked up once
                     await self._check_name(scope, "rollout_id", rollout_id)
             case calls.CreateGroup(run_id=None):
                 raise ForbiddenError(f"{scope.name} is a key of one project: give the group a run_id of that project")

@@ -16,38 +16,43 @@ from agentlightning.gateway.locality import is_loopback
 
 
 def local_key(url: str, *, make: bool = False) -> str | None:
-    """The key of the server at `url`, if that is on this machine and there is one, or if it is to `make`."""
-    parts = urlsplit(url)
-    if not is_loopback(parts.hostname) or not parts.port:
-        return None
-    path = _path(parts.port)
-    with contextlib.suppress(OSError):
-        return path.read_text() or None
-    if make:
-        key = secrets.token_urlsafe(32)
-        with contextlib.suppress(OSError):  # without a home the key has to be given
-            _write(path, key)
-            return key
+    """The key of the server at `url`, if that is on this machine and there is one, or if it is to `make`. None where
+    there is no port, or no home to keep it in: the key has to be given there."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        parts = urlsplit(url)
+        if is_loopback(parts.hostname) and parts.port:
+            path = _path(parts.port)
+            if make and not path.exists():
+                _write(path, secrets.token_urlsafe(32), anew=False)
+            return path.read_text() or None
     return None
 
 
 @contextlib.contextmanager
 def offered_key(url: str, key: str) -> Generator[None]:
     """Let this user's programs find the key of the server at `url` as long as the block lasts."""
-    path = _path(urlsplit(url).port or 0)
-    with contextlib.suppress(OSError):
-        _write(path, key)
+    with contextlib.suppress(OSError, RuntimeError):
+        _write(_path(urlsplit(url).port or 0), key)
     yield
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError, RuntimeError):
+        _path(urlsplit(url).port or 0).unlink(missing_ok=True)
 
 
-def _write(path: Path, key: str) -> None:
+def _write(path: Path, key: str, *, anew: bool = True) -> None:
+    """In one go, so that nobody reads half a key; unless `anew`, whoever comes first wins."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(key)
-    partial.replace(path)
+    try:
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(key)
+        if anew:
+            partial.replace(path)
+        else:
+            path.hardlink_to(partial)
+    except FileExistsError:
+        pass  # another was first
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _path(port: int) -> Path:

@@ -31,6 +31,7 @@ class Finished(msgspec.Struct, frozen=True):
 
 def log_request(finished: Finished) -> None:
     """The access log's line."""
+    fields = msgspec.structs.asdict(finished) | {"ms": round(finished.ms, 3)}
     logging.getLogger(ACCESS).info(
         "%s %s %d %.1f ms %s",
         finished.method,
@@ -38,7 +39,7 @@ def log_request(finished: Finished) -> None:
         finished.status,
         finished.ms,
         finished.caller or "-",
-        extra={"request": finished},
+        extra={"fields": fields},
     )
 
 
@@ -56,7 +57,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time, level, logger, message, and `traceback` or the request's fields if it has any."""
+    """One JSON object per line: time, level, logger, message, with `fields` and `traceback` of the record."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -65,9 +66,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        finished = getattr(record, "request", None)
-        if isinstance(finished, Finished):
-            line.update(msgspec.structs.asdict(finished), ms=round(finished.ms, 3))
+        line.update(getattr(record, "fields", {}))
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         clean = {name: text_without_secrets(value) if isinstance(value, str) else value for name, value in line.items()}

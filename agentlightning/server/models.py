@@ -53,7 +53,6 @@ class BackendRegistration(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     api_key: str | None = None
     model: str | None = None
     tokenizer: str | None = None
-    max_concurrency: Number | None = None
     timeout_seconds: Seconds | None = None
 
 
@@ -71,7 +70,6 @@ class ModelRegistration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     api_key: str | None = None
     model: str | None = None
     tokenizer: str | None = None
-    max_concurrency: Number | None = None
     timeout_seconds: Seconds = 600.0
     aliases: tuple[str, ...] = ()
     trainable: bool = True
@@ -83,14 +81,13 @@ class ModelRegistration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class ReplicaDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """One server: whether it is used, how many calls it answers and how many wait for it. `ejected_since` is in seconds
-    since the epoch, `why` its last failure."""
+    """One server: whether it is used, and how many calls it answers. `ejected_since` is in seconds since the epoch,
+    `why` its last failure."""
 
     base_url: str
     kind: str
     healthy: bool
     running: int
-    waiting: int = 0
     ejected_since: float | None = None
     why: str | None = None
 
@@ -261,10 +258,9 @@ def _entry(name: str, asked: ModelRegistration) -> ModelEntry:
     if not asked.trainable and (asked.train or asked.val):
         raise ConfigError("train and val are the sampling of a trainable model; a frozen one is asked as agents ask it")
     replicas = [_replica(one, asked) for one in asked.backends or [BackendRegistration(base_url=str(asked.base_url))]]
-    alone = len(replicas) == 1 and replicas[0].max_concurrency is None
     return ModelEntry(
         name,
-        replicas[0].backend if alone else Replicas(replicas),
+        replicas[0].backend if len(replicas) == 1 else Replicas(replicas),
         trainable=asked.trainable,
         train=_sampling(asked.train),
         val=_sampling(asked.val),
@@ -273,11 +269,10 @@ def _entry(name: str, asked: ModelRegistration) -> ModelEntry:
 
 
 def _replica(one: BackendRegistration, asked: ModelRegistration) -> Replica:
-    names = ("kind", "api_key", "model", "tokenizer", "timeout_seconds", "max_concurrency")
+    names = ("kind", "api_key", "model", "tokenizer", "timeout_seconds")
     own = {name: getattr(one, name) for name in names if getattr(one, name) is not None}
     settings: dict[str, Any] = {name: getattr(asked, name) for name in names} | own
-    limit = settings.pop("max_concurrency")
-    return Replica(make_backend(one.base_url, **settings), limit)
+    return Replica(make_backend(one.base_url, **settings))
 
 
 def _sampling(asked: RunSampling | msgspec.UnsetType | None) -> Sampling | None:
@@ -304,7 +299,6 @@ async def _replicas(backend: Backend) -> list[ReplicaDescription]:
                 kind=replica.backend.kind,
                 healthy=replica.ejected_since is None and not replica.backend.connection.unusable,
                 running=replica.running,
-                waiting=len(replica.queue),
                 ejected_since=replica.ejected_since,
                 why=replica.backend.connection.unusable or replica.why,
             )

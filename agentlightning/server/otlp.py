@@ -127,10 +127,11 @@ class OtlpRoutes:
         answer_type = PROTOBUF if PROTOBUF in content_type.lower() else JSON
         try:
             scope = await self._intake.admit(request.headers)
-            body = await receive_body(request.receive, self._body_limit)
+            limit = scope.body_limit(self._body_limit)
+            body = await receive_body(request.receive, limit)
             encoding = request.headers.get("content-encoding", "")
             # In a thread: a large batch takes long to decode, and LLM calls go on meanwhile.
-            spans = await asyncio.to_thread(_decode, body, encoding, content_type, self._body_limit)
+            spans = await asyncio.to_thread(_decode, body, encoding, content_type, limit)
             refused = await self._intake.add(scope, spans, _url_ids(request))
         except AgentLightningError as error:
             return _refusal(error, answer_type)

@@ -188,7 +188,7 @@ class StoreRest:
             encoding = headers.get("content-encoding", "identity")
             if encoding != "identity":
                 raise InvalidError(f"the body is in the Content-Encoding {encoding!r}; send it as it is")
-            data = await receive_body(receive, self._body_limit)
+            data = await receive_body(receive, caller.body_limit(self._body_limit))
         try:
             asked = endpoint.decode(fields, data, _MSGPACK in headers.get("content-type", ""))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -209,7 +209,7 @@ def _bounded(call: Call[Any]) -> Call[Any]:
         size = MOST_BYTES if call.most_bytes is None else min(MOST_BYTES, call.most_bytes)
         limit = MOST_ROWS if call.limit is None else min(MOST_ROWS, call.limit)
         return msgspec.structs.replace(call, limit=limit, most_bytes=size)
-    if isinstance(call, calls.FinishedAfter | calls.CompleteGroupsAfter | calls.QueryAudit) and call.limit > MOST_ROWS:
+    if isinstance(call, calls.FinishedAfter | calls.CompleteGroupsAfter) and call.limit > MOST_ROWS:
         return msgspec.structs.replace(call, limit=MOST_ROWS)
     return call
 

@@ -34,7 +34,8 @@ def reward_route(store: LightningStore) -> Route:
     `Idempotency-Key` of another is answered as if it were new, and the first one counts."""
 
     async def give(request: Request) -> Response:
-        rollout_id, attempt_id = await _attempt_of(store, request)
+        key = request.path_params["key"]
+        rollout_id, attempt_id = await _attempt_of(store, request, key)
         try:
             given = parse_reward(await receive_body(request.receive, _LONGEST))
         except InvalidError as error:
@@ -47,7 +48,8 @@ def reward_route(store: LightningStore) -> Route:
             {**reward_attributes(*given), REWARD_POSTED: True},
             start_time=now,
             end_time=now,
-            span_id=None if repeated is None else hashlib.sha256(repeated.encode()).hexdigest()[:16],
+            # Of the key as well: an agent that can guess the header could otherwise take the reward's place.
+            span_id=None if repeated is None else hashlib.sha256(f"{key} {repeated}".encode()).hexdigest()[:16],
         )
         await store.perform(AddSpans(spans=tracer.drain()))
         return in_json(given._asdict())
@@ -55,9 +57,9 @@ def reward_route(store: LightningStore) -> Route:
     return Route(REWARD_PATH, give, methods=["POST"])
 
 
-async def _attempt_of(store: LightningStore, request: Request) -> tuple[str, str]:
+async def _attempt_of(store: LightningStore, request: Request, key: str) -> tuple[str, str]:
     """Whose rewards the key in the path gives; UnauthenticatedError, or ForbiddenError for a key of another kind."""
-    credential = await store.perform(FindKey(api_key=request.path_params["key"]))
+    credential = await store.perform(FindKey(api_key=key))
     if credential is None:
         raise UnauthenticatedError("this URL holds no key of this server; post to $AGL_REWARD_URL exactly as it is")
     note_caller(request.scope, credential.name)

@@ -1,4 +1,4 @@
-"""Keys that were issued, and the record of who used administrative power.
+"""Keys that were issued, and the log of who used administrative power.
 
 Of a key only a digest is stored. This module knows rows; what a scope opens is decided by the server.
 """
@@ -6,9 +6,11 @@ Of a key only a digest is stored. This module knows rows; what a scope opens is 
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import secrets
-from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Sequence
+from typing import Any, Final
 
 import msgspec
 
@@ -16,13 +18,13 @@ from agentlightning import semconv
 from agentlightning.errors import InvalidError, NotFoundError
 from agentlightning.store import calls, codec, fields, keys
 from agentlightning.store.attempts import load_standing, touch_worker
-from agentlightning.store.calls import AdminCall, Call
+from agentlightning.store.calls import AdminCall
 from agentlightning.store.database import Connection
-from agentlightning.store.tables import AUDIT, KEYS
+from agentlightning.store.tables import KEYS
 from agentlightning.store.transaction import Transaction
-from agentlightning.types import ApiKey, AuditRecord, Filter, IssuedKey, Span, SpanStatus
+from agentlightning.types import ApiKey, Filter, IssuedKey, Span, SpanStatus
 
-T = TypeVar("T")
+_log: Final = logging.getLogger("agentlightning.audit")
 
 PREFIX: Final = "aglk-"
 _LONGEST_DETAIL: Final = 2000  # characters
@@ -141,25 +143,14 @@ def digest(api_key: str) -> str:
     return hashlib.sha256(api_key.encode()).hexdigest()
 
 
-# --- audit -------------------------------------------------------------------------------------------------------
+# --- administrative calls ----------------------------------------------------------------------------------------
 
 
-def audited(tx: Transaction, call: Call[Any], write: Callable[[Transaction, Any], T]) -> T:
-    """Carry out a call, leaving an audit record in the same transaction if it is an administrative one."""
-    result = write(tx, call)
-    if isinstance(call, AdminCall):
-        record(tx, call)
-    return result
-
-
-def record(tx: Transaction, call: AdminCall[Any]) -> None:
-    detail = codec.to_json(_arguments(call), "what was asked")
-    if len(detail) > _LONGEST_DETAIL:
-        detail = codec.to_json({"shortened": detail[:_LONGEST_DETAIL]}, "what was asked")
-    tx.connection.execute(
-        "INSERT INTO audit (time, actor, action, detail) VALUES (?, ?, ?, ?)",
-        (tx.now, call.actor, type(call).__name__, detail),
-    )
+def log(call: AdminCall[Any]) -> None:
+    """A line of who asks for what: without secrets, and without what users wrote, which may be erased to forget it."""
+    action, asked = type(call).__name__, _arguments(call)
+    detail = json.dumps(asked, default=msgspec.to_builtins)[:_LONGEST_DETAIL]
+    _log.info("%s by %s: %s", action, call.actor, detail, extra={"fields": {"action": action, "actor": call.actor}})
 
 
 def _arguments(call: AdminCall[Any]) -> dict[str, Any]:
@@ -180,8 +171,3 @@ def _without_texts(where: Filter) -> Filter:
         return where
     value = None if where.value is None else "not recorded"
     return msgspec.structs.replace(where, value=value, of=tuple(map(_without_texts, where.of)))
-
-
-def query_audit(tx: Transaction, call: calls.QueryAudit) -> list[AuditRecord]:
-    earlier, values = ("", ()) if call.before is None else ("WHERE number < ?", (call.before,))
-    return AUDIT.all(tx.connection, f"{earlier} ORDER BY number DESC LIMIT ?", (*values, max(0, call.limit)))

@@ -315,7 +315,7 @@ def extend(tx: Transaction, call: calls.ExtendAttempts) -> None:
     """Stop the timeout and the silence of active attempts; pass over those that have ended or been removed."""
     if not 0 < call.seconds < math.inf:
         raise InvalidError(f"seconds is {call.seconds}; it must be positive and finite")
-    for rollout_id, attempt_id in call.attempts:
+    for rollout_id, attempt_id in dict.fromkeys(call.attempts):
         try:
             number, before = load_standing(tx.connection, rollout_id, attempt_id)
         except NotFoundError:

@@ -15,7 +15,6 @@ from agentlightning.types import (
     Attempt,
     AttemptedRollout,
     AttemptStatus,
-    AuditRecord,
     Checkpoint,
     Credential,
     Deleted,
@@ -52,7 +51,6 @@ class Call(Noun, Generic[T], frozen=True, kw_only=True):
     route: ClassVar[str]
     scope: ClassVar[KeyScope] = "trainer"
     repeatable: ClassVar[bool] = True
-    audited: ClassVar[bool] = False
 
     def may_repeat(self) -> bool:
         """Whether doing it twice does no more than doing it once."""
@@ -379,10 +377,9 @@ class IssueWorkerKey(Call[str], frozen=True, kw_only=True):
 
 
 class AdminCall(Call[T], frozen=True, kw_only=True):
-    """Needs an admin key, and leaves a row in the audit log. `actor` is filled in by the server."""
+    """Needs an admin key, and leaves a line in the log. `actor` is filled in by the server."""
 
     scope = "admin"
-    audited = True
     actor: str = "this process"
 
 
@@ -438,15 +435,6 @@ class FindKey(Call[Credential | None], frozen=True, kw_only=True):
 class QueryKeys(Call[list[ApiKey]], frozen=True, kw_only=True):
     route = "GET /keys"
     scope = "admin"
-
-
-class QueryAudit(Call[list[AuditRecord]], frozen=True, kw_only=True):
-    """Audit records numbered below `before`, newest first."""
-
-    route = "GET /audit"
-    scope = "admin"
-    limit: int = 100
-    before: int | None = None
 
 
 class CheckStore(AdminCall[list[str]], frozen=True, kw_only=True):

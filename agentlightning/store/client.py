@@ -8,6 +8,7 @@ are written (`store.wire`).
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import random
 import time
@@ -26,9 +27,12 @@ from agentlightning.store.codec import new_id
 from agentlightning.store.wire import MSGPACK, Answer, RetryLaterError, Wire, error_of, form_of
 from agentlightning.types import EnqueueRolloutRequest, FinishedRollouts
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 PATIENCE_SECONDS: Final = 60.0
+_SILENT_SECONDS: Final = 1.0  # after which it is said that no answer comes
 _POLL_SECONDS: Final = 25.0  # one long poll; shorter than the idle limits of common proxies
 _ANSWER_SECONDS: Final = 60.0  # a server that is silent for longer counts as unreachable
 _FIRST_PAUSE: Final = 0.1
@@ -59,7 +63,7 @@ class LightningStoreClient(LightningStore):
         self._headers = {"Accept": MSGPACK, "Content-Type": MSGPACK}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._patience = patience
+        self._patience, self._away = patience, False
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -111,6 +115,7 @@ class LightningStoreClient(LightningStore):
             try:
                 answer = await self._send(request)
                 if answer.ends_the_call:
+                    self._away = False
                     return answer
                 fault, harmless = error_of(answer), may_repeat or answer.certain
             except _HOPELESS as error:
@@ -130,6 +135,9 @@ class LightningStoreClient(LightningStore):
                 raise UnavailableError(f"{fault} {name} may have been carried out: look before you repeat it")
             if elapsed + pause > self._patience:
                 raise UnavailableError(f"{fault} (tried for {elapsed:.1f} s, the patience is {self._patience:g} s)")
+            if elapsed > _SILENT_SECONDS and not self._away:
+                self._away = True
+                logger.warning("%s It is asked again for up to %g s", fault, self._patience)
             await asyncio.sleep(pause)
             backoff = min(2 * backoff, _LONGEST_PAUSE)
 

@@ -5,7 +5,7 @@ A function that writes takes a `Transaction`. This module does not know threads,
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -16,13 +16,16 @@ from agentlightning.store.database import Connection
 from agentlightning.store.rollouts import project_of, require
 from agentlightning.store.tables import CHECKPOINTS, RESOURCES, RUNS
 from agentlightning.store.transaction import Transaction
-from agentlightning.types import DEFAULT_PROJECT, Checkpoint, Metrics, ResourcesUpdate, Run, Worker
+from agentlightning.types import DEFAULT_PROJECT, Checkpoint, Metrics, Resource, ResourcesUpdate, Run, Worker
 
 # --- resources ---------------------------------------------------------------------------------------------------
 
 
 def add_resources(tx: Transaction, call: calls.AddResources) -> ResourcesUpdate:
     """Store a new version. An id of the caller's choice that is stored already must have the same content."""
+    for name, resource in dict[str, Any](call.resources).items():
+        if not isinstance(resource, Resource):
+            raise InvalidError(f"resource {name!r} is a {type(resource).__name__}; give an LLM or a PromptTemplate")
     if call.resources_id is not None:
         codec.check_id(call.resources_id, "resources_id")
         stored = _find_resources(tx.connection, call.resources_id)

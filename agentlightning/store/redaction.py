@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import functools
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias, get_args
 
@@ -24,6 +25,8 @@ Capture: TypeAlias = Literal["full", "tokens", "off"]
 """`full`: everything but secrets. `tokens`: no content, but exact token ids and logprobs. `off`: not those either."""
 
 REDACTED: Final = "[redacted]"
+_LONG: Final = 2000  # characters
+_REMEMBERED: Final = 1 << 24  # characters of conversations that may go on
 
 
 def redaction(capture: Capture = "full", hook: Redact | None = None) -> Redact:
@@ -35,11 +38,56 @@ def redaction(capture: Capture = "full", hook: Redact | None = None) -> Redact:
     if capture not in get_args(Capture):
         raise ConfigError(f"capture is {capture!r}; it must be one of {', '.join(get_args(Capture))}")
 
+    conversations = _Conversations()
+
     def redact(span: Span) -> Span | None:
-        kept = without_secrets(span if capture == "full" else without_content(span, tokens=capture == "tokens"))
+        kept = span if capture == "full" else without_content(span, tokens=capture == "tokens")
+        messages = kept.attributes.get(semconv.GEN_AI_INPUT_MESSAGES)
+        # A JSON array where the gateway says so; a short one is looked at faster than it is compared.
+        if isinstance(messages, str) and len(messages) >= _LONG and semconv.CALL_ENDPOINT in kept.attributes:
+            clean = conversations.without_secrets(span.attempt_id, messages)
+            rest = without_secrets(_with_messages(kept, ""))
+            kept = _with_messages(rest, clean)
+        else:
+            kept = without_secrets(kept)
         return kept if hook is None else _hooked(hook, kept)
 
     return redact
+
+
+def _with_messages(span: Span, messages: str) -> Span:
+    attributes = {**span.attributes, semconv.GEN_AI_INPUT_MESSAGES: messages}
+    return msgspec.structs.replace(span, attributes=attributes)
+
+
+class _Conversations:
+    """Removes secrets from the messages of calls, from each message once: where the messages of an attempt's last call
+    are followed by others, only those are looked at."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, tuple[str, str]] = {}  # by attempt: messages as they came and as kept, both without `]`
+        self._characters = 0
+        self._lock = threading.Lock()  # large spans are prepared in threads
+
+    def without_secrets(self, attempt_id: str, messages: str) -> str:
+        came, kept = self._take(attempt_id)
+        if came and messages.startswith(came + ","):
+            kept += text_without_secrets(messages[len(came) :])
+        else:
+            kept = text_without_secrets(messages)
+        self._take(attempt_id)  # of another call that was stored meanwhile
+        with self._lock:
+            self._latest[attempt_id] = messages[:-1], kept[:-1]
+            self._characters += len(messages) - 1
+            while self._characters > _REMEMBERED:
+                self._characters -= len(self._latest.pop(next(iter(self._latest)))[0])
+        return kept
+
+    def _take(self, attempt_id: str) -> tuple[str, str]:
+        with self._lock:
+            came, kept = self._latest.pop(attempt_id, ("", ""))
+            self._characters -= len(came)
+        return came, kept
 
 
 def _hooked(hook: Redact, span: Span) -> Span | None:
@@ -86,6 +134,7 @@ def _replaced(
 # possessive (`++`), so that nothing is read twice.
 
 Rule: TypeAlias = Callable[[str], str]
+Sign: TypeAlias = tuple[bytes, bool, Callable[[bytes], object]]
 _CREDENTIAL: Final = (
     r"(?:authorization|cookie|(?:api|access|secret|private)[_-]?key|password|passwd|secret"
     r"|(?:access|refresh|auth|oauth|session|security|bearer|csrf|api|bot|github|gitlab|hf|slack)[_-]?token)"
@@ -159,13 +208,16 @@ def _rules_for(data: bytes) -> Sequence[Rule]:
     with one character, which is looked for at the speed of memory: most spans hold none, and this is all they cost."""
     small = data.lower()
 
-    def holds(first: bytes, search: Callable[[bytes], object]) -> bool:
-        text = data if first.isupper() else small
-        return first in text and search(text) is not None
+    def holds(signs: Sequence[Sign]) -> bool:
+        for first, capital, search in signs:
+            text = data if capital else small
+            if first in text and search(text) is not None:
+                return True
+        return False
 
-    if not any(holds(*search) for search in _ANY_SIGN.items()):
+    if not holds(_ANY_SIGN):
         return ()
-    return [rule for searches, rule in _SIGNS_OF if any(holds(*search) for search in searches.items())]
+    return [rule for signs, rule in _SIGNS_OF if holds(signs)]
 
 
 def _basic(match: re.Match[str]) -> str:
@@ -303,12 +355,15 @@ _NAMED_SIGNS: Final = (
 _RULES: Final = (*_MARKED, (_NAMED_SIGNS, _without_named))
 
 
-def _searches(signs: Iterable[str]) -> Mapping[bytes, Callable[[bytes], object]]:
-    """What finds any of the signs that begin with a character, by that character."""
+def _searches(signs: Iterable[str]) -> Sequence[Sign]:
+    """What finds any of the signs: by each character that some begin with, and whether it is a capital."""
     tails: dict[str, list[str]] = {}
     for sign in signs:
         tails.setdefault(sign[0], []).append(sign[1:])
-    return {first.encode(): re.compile(f"{first}(?:{'|'.join(rest)})".encode()).search for first, rest in tails.items()}
+    return [
+        (first.encode(), first.isupper(), re.compile(f"{first}(?:{'|'.join(rest)})".encode()).search)
+        for first, rest in tails.items()
+    ]
 
 
 _ANY_SIGN: Final = _searches(sign for signs, _ in _RULES for sign in signs)

@@ -168,13 +168,6 @@ CREATE TABLE api_keys (
     expire_time {real},
     revoke_time {real}
 );
-CREATE TABLE audit (
-    number {serial},
-    time {real} NOT NULL,
-    actor TEXT NOT NULL,
-    action TEXT NOT NULL,
-    detail TEXT NOT NULL
-);
 """
 
 FIRST: Final = 5

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
-from agentlightning.errors import ConflictError, NotFoundError
+from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.semconv import CALL_ENDPOINT
 from agentlightning.store import calls, codec, lifecycle
 from agentlightning.store.attempts import load_standing, load_with_sequence, save_standing
@@ -24,6 +24,7 @@ Redact: TypeAlias = Callable[[Span], Span | None]
 
 Prepared: TypeAlias = tuple[list[Span | None], list[SpanColumns | None]]
 
+_LARGEST_GIVEN: Final = 2**52  # the store numbers on from it, and there is room for an import
 SPAN_COLUMNS: Final = ", ".join(SpanColumns._fields)
 _INSERT: Final = (
     f"INSERT INTO spans (attempt, {SPAN_COLUMNS}) VALUES (?{', ?' * len(SpanColumns._fields)}) "
@@ -52,6 +53,10 @@ def add_spans(tx: Transaction, spans: Sequence[Span], columns: Sequence[SpanColu
             row = columns[index]
             if row is None:
                 continue
+            if row.sequence_id > _LARGEST_GIVEN:
+                raise InvalidError(
+                    f"the sequence_id of span {row.span_id} is too large: give 1, 2 …, or 0 for the next"
+                )
             sequence_id = row.sequence_id or highest + 1
             if tx.connection.execute(_INSERT, (number, row[0], sequence_id, *row[2:])).rowcount == 0:
                 stored[index] = _stored_before(tx.connection, number, row, spans[index])

@@ -94,7 +94,6 @@ READS: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
     calls.Statistics: records.statistics,
     calls.GetTime: lambda tx, call: tx.now,
     calls.QueryKeys: access_keys.query_keys,
-    calls.QueryAudit: access_keys.query_audit,
 }
 _LOOK_UPS: Final = {calls.GetRollout, calls.GetResources, calls.GetTime}
 _SEARCHES: Final = {calls.QueryRollouts, calls.QuerySpans, calls.Statistics}
@@ -218,11 +217,13 @@ class SqlStore(LightningStore):
 
     async def perform(self, call: Call[T]) -> T:
         kind = type(call)
+        if isinstance(call, calls.AdminCall):
+            access_keys.log(call)
         if kind in self._others:
             return await self._others[kind](call)
         if kind in _WRITES:
             write: Any = _WRITES[kind]
-            return await self._write(lambda tx: access_keys.audited(tx, call, write))
+            return await self._write(lambda tx: write(tx, call))
         read: Any = READS[kind]
         if kind in _LOOK_UPS:
             return await self._look_up(lambda tx: read(tx, call))
@@ -393,7 +394,7 @@ class SqlStore(LightningStore):
     async def _import_rollout(self, call: calls.ImportRollout) -> bool:
         kept, _ = await self._prepared(call.spans)
         redacted = msgspec.structs.replace(call, spans=[span for span in kept if span is not None])
-        return await self._write(lambda tx: access_keys.audited(tx, redacted, retention.import_rollout))
+        return await self._write(lambda tx: retention.import_rollout(tx, redacted))
 
     async def _get_latest_attempt(self, call: calls.GetLatestAttempt) -> Attempt | None:
         """The gateway asks before every call of an agent: what nobody has touched since is known."""
@@ -443,7 +444,6 @@ class SqlStore(LightningStore):
         deleted = Deleted()
         # Looked for by a reader, as it may take long, and looked at again by the writer.
         found = await self._read(lambda tx: retention.find(tx, call, 0), "search", math.inf)
-        await self._write(lambda tx: access_keys.record(tx, call))
         while found:
             numbers: Sequence[int] = found
             if call.unfinished:
@@ -475,7 +475,6 @@ class SqlStore(LightningStore):
             ) from None
 
     async def _check(self, call: calls.CheckStore) -> list[str]:
-        await self._write(lambda tx: access_keys.record(tx, call))
         return await self._read(lambda tx: retention.check(tx, call), "search", math.inf)
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from agentlightning.store import codec
 from agentlightning.store.database import Connection, Cursor
-from agentlightning.types import ApiKey, Attempt, AuditRecord, Checkpoint, Noun, ResourcesUpdate, Rollout, Run
+from agentlightning.types import ApiKey, Attempt, Checkpoint, Noun, ResourcesUpdate, Rollout, Run
 
 N = TypeVar("N", bound=Noun)
 
@@ -76,4 +76,3 @@ RESOURCES: Final = Table("resources", ResourcesUpdate, "the update", json=["reso
 RUNS: Final = Table("runs", Run, "the run", json=["manifest"])
 CHECKPOINTS: Final = Table("checkpoints", Checkpoint, "the checkpoint", json=["metadata"])
 KEYS: Final = Table("api_keys", ApiKey, "the key", words=["scopes"])
-AUDIT: Final = Table("audit", AuditRecord, "the record", json=["detail"])

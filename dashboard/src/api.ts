@@ -356,7 +356,6 @@ export interface Model {
     kind: string;
     healthy: boolean;
     running: number;
-    waiting: number;
     ejected_since: number | null;
     why: string | null;
   }[];

@@ -14,14 +14,14 @@ from safetensors.numpy import load_file
 
 import agentlightning as agl
 from agentlightning.algorithm.rl.batch import make_batch
-from agentlightning.algorithm.rl.replay import weights_digest
-from agentlightning.cli.main import run
 from agentlightning.data import credit
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import ConfigError
 from agentlightning.learner.critic import CRITIC_FILE
+from scripts.replay import main as replay
+from scripts.replay import weights_digest
 from tests import agents
 from tests.algorithm.test_credit import flight
 from tests.algorithm.test_resume import Interrupting
@@ -102,6 +102,7 @@ def test_without_a_critic_nothing_is_carried_along() -> None:
     assert not said[0][0][0].values.any()  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trunk", ["shared", "separate"])
 def test_it_trains_and_is_trained_again_bit_for_bit(tmp_path: Path, trunk: Any, capsys: Any) -> None:
     policy().save(tmp_path / "model")
@@ -116,7 +117,7 @@ def test_it_trains_and_is_trained_again_bit_for_bit(tmp_path: Path, trunk: Any, 
     assert result.checkpoint is not None
     assert load_file(result.checkpoint / CRITIC_FILE)["head.weight"].any()
     for steps in ("1-2", "2"):
-        assert run(["data", "replay", str(result.directory), "--steps", steps, "--json"]) == 0
+        assert replay([str(result.directory), "--steps", steps, "--json"]) == 0
         assert json.loads(capsys.readouterr().out.splitlines()[-1])["equal"] is True
 
 

@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 
-from agentlightning.algorithm.rl.replay import plan_replay, weights_digest
-from agentlightning.cli.main import run
 from agentlightning.errors import ConfigError
 from agentlightning.store import calls
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Condition
+from scripts.replay import main as replay
+from scripts.replay import plan_replay, weights_digest
 from tests import agents
 from tests.test_trainer import TASKS, algorithm, policy, trainer
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def summary(capsys: pytest.CaptureFixture[str]) -> Any:
 
 @pytest.mark.slow
 def test_a_step_trained_again_gives_the_same_bits(finished: Path, tmp_path: Path, capsys: Any) -> None:
-    assert run(["data", "replay", str(finished), "--step", "3", "--out", str(tmp_path / "again"), "--json"]) == 0
+    assert replay([str(finished), "--step", "3", "--out", str(tmp_path / "again"), "--json"]) == 0
     told = summary(capsys)
     assert told["equal"] is True
     assert [(step["step"], len(step["metrics"])) for step in told["steps"]] == [(3, 2)]
@@ -49,7 +51,7 @@ def test_a_step_trained_again_gives_the_same_bits(finished: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_all_steps_from_the_first_weights_in_another_process_give_them_too(finished: Path) -> None:
-    command = [sys.executable, "-m", "agentlightning.cli.main", "data", "replay", str(finished), "--steps", "1-3"]
+    command = [sys.executable, ROOT / "scripts" / "replay.py", str(finished), "--steps", "1-3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert "starting from the weights before the first step" in done.stdout
@@ -65,7 +67,7 @@ def test_steps_of_stale_rollouts_and_of_groups_trained_twice_give_the_same_bits(
     trainer(tmp_path, algorithm=overlapping, model=tmp_path / "model").fit(agents.vowels, TASKS)
     recorded = [json.loads(line) for line in (tmp_path / "run" / "batches.jsonl").read_text().splitlines()]
     assert any(batch["replayed"] for batch in recorded)
-    assert run(["data", "replay", str(tmp_path / "run"), "--steps", "1-4", "--json"]) == 0
+    assert replay([str(tmp_path / "run"), "--steps", "1-4", "--json"]) == 0
     assert summary(capsys)["equal"] is True
 
 
@@ -74,7 +76,7 @@ def test_what_cannot_be_trained_again_is_refused_with_the_reason(finished: Path,
         plan_replay(finished, 4, 4)
     with pytest.raises(ConfigError, match="a training run writes it"):
         plan_replay(tmp_path)
-    assert run(["data", "replay", str(finished), "--step", "3-2"]) == 2
+    assert replay([str(finished), "--step", "3-2"]) == 2
     copy = tmp_path / "copy"
     shutil.copytree(finished, copy)
     gone = json.loads((copy / "batches.jsonl").read_text().splitlines()[-1])["groups"][0]
@@ -85,7 +87,7 @@ def test_what_cannot_be_trained_again_is_refused_with_the_reason(finished: Path,
         await store.close()
 
     asyncio.run(forget())
-    assert run(["data", "replay", str(copy), "--step", "3"]) == 1
+    assert replay([str(copy), "--step", "3"]) == 1
     told = capsys.readouterr().err
     assert f"{len(gone)} of its 12 rollouts are not in the store" in told and gone[0] in told
 
@@ -97,7 +99,7 @@ def test_other_bits_are_told(finished: Path, tmp_path: Path, capsys: Any) -> Non
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(bytes(content))
-    assert run(["data", "replay", str(copy)]) == 1
+    assert replay([str(copy)]) == 1
     assert "but those of" in capsys.readouterr().out
 
 
@@ -109,10 +111,10 @@ def test_an_algorithm_that_a_run_does_not_tell_is_read_from_its_run_file(
         "agent: nobody.py:here\nmodel: nothing\ntrain_dataset: []\n"
         "algorithm: {name: grpo, group_size: 4, minibatches: 2, reference: true, temperature: 2.0}\n"
     )
-    assert run(["data", "replay", str(finished), "--step", "3", "--run-file", str(run_file), "--json"]) == 0
+    assert replay([str(finished), "--step", "3", "--run-file", str(run_file), "--json"]) == 0
     assert summary(capsys)["equal"] is True
     run_file.write_text(run_file.read_text().replace("2.0", "1.0"))
-    assert run(["data", "replay", str(finished), "--step", "3", "--run-file", str(run_file), "--json"]) == 1
+    assert replay([str(finished), "--step", "3", "--run-file", str(run_file), "--json"]) == 1
     assert summary(capsys)["equal"] is False
 
 
@@ -123,5 +125,5 @@ def test_a_step_whose_loss_is_not_finite_is_named(finished: Path, tmp_path: Path
         "agent: nobody.py:here\nmodel: nothing\ntrain_dataset: []\n"
         "algorithm: {name: grpo, group_size: 4, minibatches: 2, reference: true, kl_coefficient: 1.0e+300}\n"
     )
-    assert run(["data", "replay", str(finished), "--step", "3", "--run-file", str(run_file)]) == 1
+    assert replay([str(finished), "--step", "3", "--run-file", str(run_file)]) == 1
     assert "step 3, optimiser step" in capsys.readouterr().err

@@ -18,11 +18,11 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.algorithm import evaluation
-from agentlightning.algorithm.checkpoints import Checkpoints
+from agentlightning.algorithm.checkpoints import Checkpoints, LoopState
 from agentlightning.algorithm.rl import batch
 from agentlightning.algorithm.rl.loop import Loop
 from agentlightning.algorithm.tracking import Tracking
-from agentlightning.errors import TrainingError
+from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.store import calls
 from agentlightning.store.base import LightningStore
@@ -204,6 +204,19 @@ def test_what_the_new_runner_has_begun_is_not_taken_for_a_leftover(
     result = trainer(tmp_path, **slow).fit(patient, TASKS, resume=True)
     assert result.metrics[-1].values["unrewarded"] == 0
     assert requeued == []
+
+
+def test_a_checkpoint_that_finds_no_space_takes_none(tmp_path: Path) -> None:
+    class Full:
+        def save(self, directory: Path) -> None:
+            (directory / "model.safetensors").write_bytes(b"half of it")
+            raise OSError(28, "No space left on device")
+
+        def load(self, directory: Path) -> None: ...
+
+    with pytest.raises(ConfigError, match="No space left"):
+        Checkpoints(tmp_path).save(Full(), LoopState())
+    assert list(tmp_path.iterdir()) == []
 
 
 class Racing(LightningStore):

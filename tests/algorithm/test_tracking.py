@@ -21,11 +21,11 @@ from agentlightning.algorithm.checkpoints import Checkpoints, Earnings
 from agentlightning.algorithm.rl.policies import GradientNorms
 from agentlightning.algorithm.tracking import JSONLines, TrackedRun, make_tracker
 from agentlightning.cli.config import load_config
-from agentlightning.cli.main import run
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner import losses
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.types import Metrics
+from scripts.replay import main as replay
 from tests import agents
 from tests.frameworks.world import bin_of
 from tests.test_trainer import TASKS, algorithm, policy, trainer
@@ -222,15 +222,15 @@ def test_a_loss_that_is_no_number_ends_the_run_with_its_batch_kept(
 ) -> None:
     policy().save(tmp_path / "model")
     spoil(math.nan, first=2)
-    told = f"step 2: the step was not taken: loss nan.*`agl data replay {tmp_path / 'run'} --step 2` trains it again"
+    told = f"step 2: the step was not taken: loss nan.*`python scripts/replay.py {tmp_path / 'run'} --step 2` trains"
     with pytest.raises(TrainingError, match=told):
         trainer(tmp_path, model=tmp_path / "model", algorithm=algorithm(steps=3)).fit(agents.vowels, TASKS)
     assert [line["step"] for line in lines(tmp_path)] == [1]
     latest = Checkpoints(tmp_path / "run" / "checkpoints").latest()
     assert latest is not None and latest.name == "step-000001"
-    assert run(["data", "replay", str(tmp_path / "run"), "--step", "2"]) != 0
+    assert replay([str(tmp_path / "run"), "--step", "2"]) != 0
     monkeypatch.undo()
-    assert run(["data", "replay", str(tmp_path / "run"), "--step", "2"]) == 0
+    assert replay([str(tmp_path / "run"), "--step", "2"]) == 0
 
 
 def test_gradients_explode_where_they_leave_what_was_usual_behind() -> None:

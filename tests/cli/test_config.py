@@ -70,6 +70,11 @@ def test_flags_alone_make_a_configuration() -> None:
         ("seed: [", r"run\.yaml is not YAML"),
         ("time_limit: 4 minutes", r"time_limit: expected `float \| null`, got `str`"),
         ("5: x", r"unknown key 5"),
+        ("dtype: float16", r"run\.yaml: dtype: 'float16' is none of its values; did you mean 'bfloat16'"),
+        ("models: {judge: gpt}", r"run\.yaml: models\.judge: expected `object`, got `str`"),
+        ("models: {judge: {endpiont: x}}", r"models\.judge: unknown key 'endpiont'; did you mean 'endpoint'"),
+        ("models: {judge: {endpoint: x, frozen: false}}", r"models\.judge\.frozen: False is none of its values"),
+        ("trackers: [5]", r"trackers\[0\]: expected"),
     ],
 )
 def test_a_key_that_is_wrong_is_named(run_file: Path, extra: str, message: str) -> None:
@@ -163,9 +168,9 @@ def test_the_grader_of_a_command_is_a_command_or_a_function(run_file: Path) -> N
 @pytest.mark.parametrize(
     ("agent", "message"),
     [
-        ("{comand: echo}", "agent: object"),
-        ("{command: echo, reward: std}", r"agent.reward: invalid enum value 'std'"),
-        ("{command: echo, env: {A: 1}}", r"agent.env\[...\]: expected `str`"),
+        ("{comand: echo}", "agent: unknown key 'comand'; did you mean 'command'"),
+        ("{command: echo, reward: std}", r"agent.reward: 'std' is none of its values; did you mean 'stdout'"),
+        ("{command: echo, env: {A: 1}}", r"agent.env.A: expected `str`"),
     ],
 )
 def test_a_command_is_checked_like_the_rest(run_file: Path, agent: str, message: str) -> None:

@@ -108,6 +108,7 @@ def test_a_checkpoint_is_served_here(project: Path, capsys: pytest.CaptureFixtur
     assert found["ended"] == {"rewarded": 4}
 
 
+@pytest.mark.slow
 def test_two_prompts_are_compared_and_then_the_versions_of_them_that_were_stored(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +121,7 @@ def test_two_prompts_are_compared_and_then_the_versions_of_them_that_were_stored
     assert again["differences"]["reward"]["value"] == -0.75
 
 
+@pytest.mark.slow
 def test_two_models_of_an_endpoint_are_compared_and_the_table_says_so(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +131,7 @@ def test_two_models_of_an_endpoint_are_compared_and_the_table_says_so(
     assert row[:7] == ["all", "tasks", "reward", "4", "0.250", "0.750", "+0.500"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_evaluation_goes_on(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +142,7 @@ def test_an_interrupted_evaluation_goes_on(
     assert told(capsys, *command, "--resume")["estimates"]["reward"]["value"] == 0.75
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_never_rewarded_ends_with_1(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = told(capsys, "measured_agent.py:hopeless", "--dataset", "tasks.jsonl", *ENDPOINT, "--model", "m", code=1)
     assert found["ended"] == {"no reward": 4}
@@ -169,6 +173,7 @@ def test_what_cannot_be_measured_says_why(
     assert told in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_a_step_version_or_mode_that_was_not_measured_is_refused(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

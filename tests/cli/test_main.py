@@ -140,8 +140,16 @@ def test_an_algorithm_is_made_of_its_name_and_checked_fields() -> None:
         ({"name": "grpo", "group_sise": 4}, r"algorithm: unknown key 'group_sise'; did you mean 'group_size'"),
         ({"name": "grpo", "steps": "ten"}, r"algorithm\.steps: expected `int`, got `str`"),
         ({"name": "grpo", "unrewarded": "zero"}, r"algorithm\.unrewarded"),
-        ({"name": "grpo", "level": "turns"}, r"algorithm\.level: invalid enum value 'turns'"),
-        ({"name": "grpo", "rollout": {"timeout": 5}}, r"algorithm\.rollout: object contains unknown field `timeout`"),
+        (
+            {"name": "grpo", "level": "turns"},
+            r"algorithm\.level: 'turns' is none of its values; did you mean 'transition'",
+        ),
+        ({"name": "grpo", "max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
+        ({"name": "grpo", "rollout": {"timeout": 5}}, r"algorithm\.rollout: unknown key 'timeout'; did you mean"),
+        (
+            {"name": "grpo", "rollout": {"retry_condition": ["fail"]}},
+            r"algorithm\.rollout\.retry_condition\[0\]: 'fail' is none of its values; did you mean 'failed'",
+        ),
         ({"name": "json:dumps"}, r"json:dumps is no dataclass"),
     ],
 )

@@ -34,7 +34,6 @@ def test_every_command_has_a_page() -> None:
 
 def test_the_error_says_more_than_the_command_and_two_words_more_than_one() -> None:
     assert (pages.page_of(InUseError("x"), ["train"]) or "").endswith("docs/store.md")
-    assert (pages.page_of(ConfigError("x"), ["data", "replay"]) or "").endswith("#when-training-comes-apart")
     assert (pages.page_of(ConfigError("x"), ["data", "export"]) or "").endswith("datasets-from-traces.md")
     assert pages.page_of(ConfigError("x"), ["trian"]) is None
 

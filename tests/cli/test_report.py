@@ -75,6 +75,7 @@ def converse(rewards: list[float]) -> None:
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_a_page_needs_nothing_beside_it_and_allows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     converse([0.1, 0.9, 0.5])
     assert run(["report"]) == 0

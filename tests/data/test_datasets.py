@@ -97,6 +97,12 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(
         load_dataset(write(tmp_path / name, text))
 
 
+@pytest.mark.parametrize(("name", "text"), [("t.jsonl", '"é"\n'), ("t.json", '["é"]'), ("t.csv", "a\né\n")])
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert load_dataset(tmp_path / name) in (["é"], [{"a": "é"}])
+
+
 def test_a_missing_file_and_a_file_of_another_encoding_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no dataset file .*absent\.json"):
         load_dataset(tmp_path / "absent.json")

@@ -241,12 +241,14 @@ def ask(url: str, database: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_draft_that_the_checker_accepts_is_the_answer(singers: list[str]) -> None:
     with scripted(f"```sql\n{GOLD}\n```", "Correct.") as (url, asked):
         assert ask(url, singers[0]) == f"{GOLD}\nBob, 41; Bob, 41; Cy, 50\n"
     assert asked == ["Who is above 40?", f"Who is above 40?\n{GOLD}\nBob, 41; Bob, 41; Cy, 50"]
 
 
+@pytest.mark.slow
 def test_the_team_gives_up_after_three_queries_and_harms_nothing(singers: list[str]) -> None:
     before = Path(singers[0]).read_bytes()
     with scripted("DELETE FROM singer", "it deletes", "nonsense", "no SQL", "SELECT age FROM singer") as (url, asked):

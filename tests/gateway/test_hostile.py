@@ -123,6 +123,7 @@ def is_refusal(endpoint: str, status: int, body: bytes) -> bool:
 # --- JSON of every kind ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_any_value_in_any_field_is_answered_or_refused(caller: Caller, endpoint: str, model: str) -> None:
@@ -212,6 +213,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 @pytest.mark.parametrize("announced", [True, False])
@@ -231,6 +233,16 @@ async def test_a_huge_body_is_refused_and_not_kept(tmp_path: Path, endpoint: str
         writer.write(head(endpoint, "content-length: 2") + b"{}")  # on the same connection
         status, body = await asyncio.wait_for(answer_of(reader), 60)
         assert status == 400 and is_refusal(endpoint, status, body)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+@pytest.mark.parametrize("length", [f"content-length: {2 * MEGABYTE}", "transfer-encoding: chunked"])
+async def test_a_large_body_is_not_waited_for_without_a_key(tmp_path: Path, endpoint: str, length: str) -> None:
+    async with world(tmp_path, admin_key="an admin's key") as built, connection(built.url) as (reader, writer):
+        writer.write(head(endpoint, length))
+        status, body = await asyncio.wait_for(answer_of(reader), 10)
+        assert status == 401 and is_refusal(endpoint, status, body)
 
 
 @pytest.mark.anyio

@@ -107,6 +107,7 @@ def refusing(status: str, body: bytes, *headers: bytes) -> bytes:
     return b"\r\n".join(told) + b"\r\n\r\n" + body
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("server", "status", "says"),

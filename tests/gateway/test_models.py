@@ -24,7 +24,13 @@ def test_an_unknown_name_reaches_the_only_trainable_model_with_one_notice(caplog
     table = ModelTable([entry("policy"), entry("judge", trainable=False)])
     with caplog.at_level(logging.WARNING):
         assert [table.resolve("gpt-4o").name for _ in range(2)] == ["policy", "policy"]
-    assert len(caplog.records) == 1
+        assert len(caplog.records) == 1
+        assert [table.resolve("x" * 100_000 + end).name for end in "ab"] == [
+            "policy",
+            "policy",
+        ]  # what is kept is short
+    assert len(caplog.records) == 2
+    assert len(caplog.text) < 1000
 
 
 @pytest.mark.parametrize("table", [ModelTable([entry("a"), entry("b")]), ModelTable([entry("a", trainable=False)])])

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
-import anyio
-import anyio.lowlevel
 import msgspec
 import pytest
 from starlette.applications import Starlette
@@ -31,7 +28,7 @@ pytestmark = pytest.mark.anyio
 
 @asynccontextmanager
 async def replicated(
-    count: int = 2, *, limit: int | None = None, seconds: float = 600.0, check_seconds: float = 60.0
+    count: int = 2, *, seconds: float = 600.0, check_seconds: float = 60.0
 ) -> AsyncIterator[tuple[Replicas, list[Server]]]:
     """As many servers behind one backend. `seconds` without an answer and they count as silent."""
     async with AsyncExitStack() as stack:
@@ -39,7 +36,7 @@ async def replicated(
         for server in servers:
             await stack.enter_async_context(server.http)
         backends = [HttpBackend(server.url, timeout_seconds=seconds) for server in servers]
-        replicas = Replicas([Replica(one, limit) for one in backends], check_seconds=check_seconds)
+        replicas = Replicas([Replica(one) for one in backends], check_seconds=check_seconds)
         try:
             yield replicas, servers
         finally:
@@ -120,16 +117,15 @@ async def test_what_is_passed_through_and_what_is_counted_is_routed_too() -> Non
             assert (answer.status, answer.replica) == (500, servers[1].url)
 
 
-async def test_a_model_needs_a_backend_and_a_limit_that_lets_something_through() -> None:
+async def test_a_model_needs_a_backend() -> None:
     with pytest.raises(ConfigError, match="at least one backend"):
         Replicas([])
-    with pytest.raises(ConfigError, match="max_concurrency is 0"):
-        Replica(HttpBackend("http://127.0.0.1:9/v1"), 0)
 
 
 # --- failures -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("behaviour", ["is gone", "500", "503", "breaks off", "hangs"])
 async def test_a_call_that_a_replica_fails_is_answered_by_another(
@@ -256,87 +252,6 @@ async def test_a_server_that_comes_back_on_its_port_is_used_again() -> None:
         await bad.http.start()
         await until(lambda: replicas.replicas[0].ejected_since is None)
         assert {await answered_by(replicas, call()) for _ in range(2)} == {bad.url, good.url}
-
-
-# --- waiting for a seat -------------------------------------------------------------------------------------------
-
-
-async def test_a_server_with_a_limit_runs_no_more_and_sessions_take_turns() -> None:
-    async with replicated(1, limit=1) as (replicas, (server,)):
-        server.hold()
-        async with asyncio.TaskGroup() as group:
-            for place, said in enumerate(("a1", "a2", "a3", "b1", "c1", "b2")):
-                group.create_task(answered_by(replicas, call(said, session=said[0])))
-                await until(lambda place=place: replicas.replicas[0].load == place + 1)
-            assert len(replicas.replicas[0].queue) == 5
-            server.release()
-        assert server.asked == ["a1", "a2", "b1", "c1", "a3", "b2"]
-        assert server.peak == 1
-
-
-async def test_a_free_seat_anywhere_is_taken_by_a_call_that_waits() -> None:
-    async with replicated(2, limit=1) as (replicas, (slow, quick)):
-        slow.hold()
-        quick.hold()
-        async with asyncio.TaskGroup() as group:
-            for number in range(6):
-                group.create_task(answered_by(replicas, call(str(number), session=str(number))))
-            await until(lambda: sum(replica.load for replica in replicas.replicas) == 6)
-            assert [len(replica.queue) for replica in replicas.replicas] == [2, 2]
-            quick.release()
-            await until(lambda: len(quick.asked) == 5)
-            slow.release()
-        assert len(slow.asked) == 1
-
-
-async def test_calls_that_wait_for_a_replica_go_elsewhere_when_it_is_ejected() -> None:
-    async with replicated(2, limit=1) as (replicas, (bad, good)):
-        bad.hold()
-        async with asyncio.TaskGroup() as group:
-            good.hold()
-            for number in range(4):
-                group.create_task(answered_by(replicas, call(str(number))))
-            await until(lambda: sum(replica.load for replica in replicas.replicas) == 4)
-            replicas.replicas[0].eject("it is known to be bad")
-            await until(lambda: len(replicas.replicas[1].queue) == 2)
-            good.release()
-            await until(lambda: len(good.asked) == 3)
-            bad.release()
-
-
-async def test_a_client_that_leaves_no_longer_waits() -> None:
-    async with replicated(1, limit=1) as (replicas, (server,)):
-        server.hold()
-        first = asyncio.create_task(answered_by(replicas, call("first")))
-        await until(lambda: server.running == 1)
-        leaving = asyncio.create_task(answered_by(replicas, call("leaving")))
-        last = asyncio.create_task(answered_by(replicas, call("last")))
-        await until(lambda: len(replicas.replicas[0].queue) == 2)
-        leaving.cancel()
-        await asyncio.wait([leaving])
-        assert len(replicas.replicas[0].queue) == 1
-        server.release()
-        await asyncio.gather(first, last)
-        assert server.asked == ["first", "last"]
-
-
-async def test_no_seat_is_lost_however_clients_come_and_go() -> None:
-    choice = random.Random(7)
-    async with replicated(3, limit=2) as (replicas, _):
-        tasks: list[asyncio.Task[str]] = []
-        for number in range(150):
-            asked = call(str(number), session=str(choice.randrange(8)), stream=choice.random() < 0.5)
-            tasks.append(asyncio.create_task(answered_by(replicas, asked)))
-            if choice.random() < 0.4:
-                choice.choice(tasks).cancel()
-            if choice.random() < 0.3:
-                await anyio.lowlevel.checkpoint()
-            if number == 75:
-                replicas.replicas[0].eject("to see what becomes of its calls")
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(one, str | asyncio.CancelledError) for one in results)
-        assert sum(isinstance(one, str) for one in results) > 30
-        assert [(replica.running, len(replica.queue)) for replica in replicas.replicas] == [(0, 0)] * 3
 
 
 # --- through the gateway ------------------------------------------------------------------------------------------

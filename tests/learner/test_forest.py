@@ -168,6 +168,7 @@ def gradient_error(
     return float((together - alone).norm() / alone.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("loss", LOSSES, ids=get_args(LossKind))
 @pytest.mark.parametrize("family", [*MODELS])

@@ -37,12 +37,12 @@ GOLDEN = ROOT / "tests" / "oracles" / "trl_gradients.json"
 # TRL's loss types, as settings of this package. A row of TRL is a rollout, whatever calls it holds.
 EPSILON: dict[str, Any] = {"baseline_options": {"epsilon": 1e-4}}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "grpo": {**EPSILON, "aggregation": "rollout-mean"},
+    "grpo": EPSILON,
     "dr_grpo": {"constant_length": 16},
-    "bnpo": EPSILON,
+    "bnpo": {**EPSILON, "aggregation": "token-mean"},
     "dapo": {**EPSILON, "overlong": False},
     "cispo": {**EPSILON, "clip_low": 1.0, "clip_high": 0.05},
-    "kl": {**EPSILON, "aggregation": "rollout-mean", "reference": True, "kl_coefficient": 0.3},
+    "kl": {**EPSILON, "reference": True, "kl_coefficient": 0.3},
 }
 ALGORITHMS: dict[str, type[GRPO]] = {"dr_grpo": DrGRPO, "dapo": DAPO, "cispo": CISPO}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from pathlib import Path
@@ -41,10 +42,21 @@ async def blocks(task):
     time.sleep(600)
 
 
+async def threaded(task):
+    pathlib.Path("begun").touch()
+    await asyncio.to_thread(time.sleep, 600)
+
+
 async def leaves(task):
     print("begun", flush=True)
     import os
     os._exit(7)
+
+
+async def ends(task):
+    print("begun", flush=True)
+    import os
+    os._exit(0)
 """
 
 
@@ -95,11 +107,59 @@ async def test_a_runner_told_to_stop_drains_for_so_long_and_hands_back_the_rest(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("agent", "drain", "code", "says"),
+    [("agent", "20s", 0, "leasing nothing more"), ("blocks", "0s", 130, "does not let the process end")],
+)
+async def test_a_signal_to_the_whole_group_of_processes_ends_a_runner_as_one_to_itself_does(
+    store: SqlStore, tmp_path: Path, agent: str, drain: str, code: int, says: str
+) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    server = HttpServer(create_app(store), port=0)
+    await server.start()
+    await store.enqueue_rollout(1.0)
+    main = "from agentlightning.cli.main import main; main()"
+    options = ("--server", server.url, "--isolation", "none", "--drain", drain)
+    command = (sys.executable, "-c", main, "runner", f"agent.py:{agent}", *options)
+    runner = await asyncio.create_subprocess_exec(*command, cwd=tmp_path, stderr=asyncio.subprocess.PIPE)
+    async with asyncio.timeout(60):
+        while not (tmp_path / "begun").exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    children = Path(f"/proc/{runner.pid}/task/{runner.pid}/children").read_text().split()  # noqa: ASYNC240
+    assert children
+    for pid in (*map(int, children), runner.pid):
+        os.kill(pid, signal.SIGTERM)
+    said = (await asyncio.wait_for(runner.communicate(), 60))[1].decode()
+    assert (runner.returncode, says in said) == (code, True), said
+    await server.stop()
+
+
+@pytest.mark.slow
+async def test_a_thread_that_goes_on_after_its_rollout_does_not_keep_a_runner_from_its_end(
+    store: SqlStore, tmp_path: Path
+) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    server = HttpServer(create_app(store), port=0)
+    await server.start()
+    rollout = await store.enqueue_rollout(1.0, config=RolloutConfig(timeout_seconds=0.2))
+    main = "from agentlightning.cli.main import main; main()"
+    options = ("--server", server.url, "--isolation", "none")
+    command = (sys.executable, "-c", main, "runner", "agent.py:threaded", *options)
+    runner = await asyncio.create_subprocess_exec(*command, cwd=tmp_path, stderr=asyncio.subprocess.PIPE)
+    assert [one.status for one in await store.wait_for_rollouts([rollout.rollout_id], timeout=60)] == ["failed"]
+    runner.send_signal(signal.SIGTERM)
+    said = (await asyncio.wait_for(runner.communicate(), 20))[1]
+    assert runner.returncode == 0, said
+    await server.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("agent", "signals", "code", "says"),
     [
         ("deaf", 1, 130, "left behind"),
         ("blocks", 1, 130, "does not let the process end"),
         ("leaves", 0, 7, "an agent in its process called os._exit"),
+        ("ends", 0, 1, "an agent in its process called os._exit"),
     ],
 )
 async def test_no_agent_keeps_a_runner_from_its_end_nor_ends_it_without_a_word(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -20,6 +22,7 @@ import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.errors import ConfigError
 from agentlightning.runner.agent import as_agent
+from agentlightning.runner.copies import LARGEST_COPIED, own_copies
 from agentlightning.runner.processes import AgentRaisedError, place_of
 from agentlightning.runner.runner import Runner
 from agentlightning.store.sql import SqlStore
@@ -354,6 +357,67 @@ async def test_a_call_with_the_client_of_another_rollout_is_refused_and_recorded
             assert "Make the client inside the agent" in one.reason
 
 
+class Retriever:
+    """Large, and with what pickle refuses and a copy does not."""
+
+    def __init__(self) -> None:
+        self.words: Callable[[str], list[str]] = lambda text: text.split()
+        self.index = bytes(2 * LARGEST_COPIED)
+
+
+class Limiter:
+    def __init__(self) -> None:
+        self.semaphore = asyncio.Semaphore(2)
+        self.waited: list[float] = []
+
+
+class Client:
+    """Half a copy of it cannot be thrown away."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.open = True
+
+    def __del__(self) -> None:
+        assert self.open
+
+
+def with_kept(task: Any, history: list[str], retriever: Any, lock: Any) -> float:
+    return 1.0
+
+
+def test_a_partial_is_copied_as_an_object_is() -> None:
+    retriever, lock = Retriever(), threading.Lock()
+    agent = functools.partial(with_kept, history=[], retriever=retriever, lock=lock)
+    copied = cast("Any", own_copies(as_agent(agent))()).function
+    assert copied.keywords["history"] is not agent.keywords["history"]
+    assert copied.keywords["retriever"] is retriever and copied.keywords["lock"] is lock
+
+
+def test_what_is_large_or_limits_all_is_shared_wherever_it_is() -> None:
+    class Agent(agl.LitAgent):
+        def __init__(self) -> None:
+            self.retriever, self.limiter = Retriever(), Limiter()
+
+    agent = Agent()
+    copied = cast("Any", own_copies(agent)())
+    assert copied.retriever is agent.retriever
+    assert copied.limiter.semaphore is agent.limiter.semaphore
+    assert copied.limiter.waited is not agent.limiter.waited
+
+
+def test_what_cannot_be_copied_is_not_copied_by_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Agent(agl.LitAgent):
+        def __init__(self) -> None:
+            self.client = Client()
+
+    unraisable: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    agent = Agent()
+    assert cast("Any", own_copies(agent)()).client is agent.client
+    assert not unraisable
+
+
 async def test_an_agent_that_refuses_to_be_copied_is_refused_unless_it_says_that_it_may_be_shared(
     store: SqlStore,
 ) -> None:
@@ -374,6 +438,7 @@ async def test_an_agent_that_refuses_to_be_copied_is_refused_unless_it_says_that
     assert one.reward == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["none", "process"])
 @pytest.mark.parametrize("kind", kept.KINDS)
 async def test_resources_are_the_same_for_every_kind_of_agent_in_every_isolation(
@@ -493,6 +558,7 @@ async def main():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("guard", "said"),
     [

@@ -527,6 +527,26 @@ async def test_a_cancelled_runner_hands_its_rollouts_to_another_at_once(store: S
     assert [attempt.status for attempt in attempts] == ["unresponsive", "succeeded"]
 
 
+async def test_a_cancelled_runner_is_silent_about_what_has_ended_already(
+    store: SqlStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    started = asyncio.Event()
+
+    async def hanging(task: str) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    (rollout_id,) = await enqueue(store, ["x"])
+    task = asyncio.create_task(Runner(store, hanging).run())
+    await asyncio.wait_for(started.wait(), 60)
+    (attempt,) = await store.query_attempts(rollout_id)
+    await store.update_attempt(rollout_id, attempt.attempt_id, status="succeeded")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert "handed back" not in caplog.text
+
+
 async def test_the_agent_of_a_superseded_attempt_is_stopped(brief_store: SqlStore) -> None:
     started, stopped = asyncio.Event(), asyncio.Event()
 

@@ -77,7 +77,6 @@ ADMIN = TRAINER | {
     calls.RevokeKey,
     calls.FindKey,
     calls.QueryKeys,
-    calls.QueryAudit,
     calls.CheckStore,
     calls.ImportRollout,
 }
@@ -89,7 +88,6 @@ OF_THE_WHOLE = {
     calls.RevokeKey,
     calls.FindKey,
     calls.QueryKeys,
-    calls.QueryAudit,
     calls.CheckStore,
     calls.ImportRollout,
 }
@@ -230,7 +228,6 @@ NAMELESS: dict[type[Call[Any]], Callable[[Place], Call[Any]]] = {
     calls.RevokeKey: lambda p: calls.RevokeKey(key_id=p.key_id),
     calls.FindKey: lambda p: calls.FindKey(api_key=p.attempt_key),
     calls.QueryKeys: lambda p: calls.QueryKeys(),
-    calls.QueryAudit: lambda p: calls.QueryAudit(),
     calls.CheckStore: lambda p: calls.CheckStore(),
     calls.ImportRollout: lambda p: calls.ImportRollout(rollout=terminal(p), attempts=[last_attempt(p)], spans=[]),
 }

@@ -45,14 +45,14 @@ async def test_each_request_leaves_a_line_with_who_and_what_but_no_secret(store,
         aiohttp.ClientSession(server.url) as http,
     ):
         for key in (ADMIN_KEY, issued.api_key, attempt.api_key, "sk-not-a-key-of-this-server"):
-            await http.get("/api/v1/audit?limit=7", headers={"Authorization": f"Bearer {key}"})
+            await http.get("/api/v1/keys?limit=7", headers={"Authorization": f"Bearer {key}"})
         await http.get(f"/api/v1/rollouts/{issued.api_key}", headers={"x-api-key": ADMIN_KEY})
     lines = [json.loads(JsonFormatter().format(record)) for record in records if record.name == ACCESS]
     assert [(line["route"], line["status"], line["caller"]) for line in lines] == [
-        ("/api/v1/audit", 200, "the admin key"),
-        ("/api/v1/audit", 403, issued.key_id),
-        ("/api/v1/audit", 403, f"attempt {attempt.attempt.attempt_id}"),
-        ("/api/v1/audit", 401, None),
+        ("/api/v1/keys", 422, "the admin key"),
+        ("/api/v1/keys", 403, issued.key_id),
+        ("/api/v1/keys", 403, f"attempt {attempt.attempt.attempt_id}"),
+        ("/api/v1/keys", 401, None),
         ("/api/v1/rollouts/{rollout_id}", 404, "the admin key"),
     ]
     assert all(line["ms"] > 0 and line["level"] == "INFO" and line["time"].endswith("Z") for line in lines)

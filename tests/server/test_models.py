@@ -127,7 +127,6 @@ async def test_only_the_admin_key_changes_the_table_and_no_key_is_shown() -> Non
         ({}, "either base_url, or backends"),
         ({"base_url": NOBODY, "backends": [{"base_url": NOBODY}]}, "either base_url, or backends"),
         ({"base_url": NOBODY, "kind": "vlm"}, "vlm"),
-        ({"base_url": NOBODY, "max_concurrency": 0}, "max_concurrency"),
         ({"base_url": NOBODY, "timeout_seconds": 0}, "timeout_seconds"),
         ({"base_url": NOBODY, "train": {"temprature": 0.5}}, "temprature"),
         ({"base_url": NOBODY, "train": {"top_p": 1.5}}, "top_p"),
@@ -195,15 +194,14 @@ async def test_a_server_to_be_trained_must_be_up_unless_it_is_taken_unseen() -> 
 
 async def test_several_servers_answer_under_one_name_and_its_aliases() -> None:
     async with served() as place, upstreams(2) as servers:
-        both = [{"base_url": servers[0].url, "max_concurrency": 3}, {"base_url": servers[1].url}]
+        both = [{"base_url": server.url} for server in servers]
         status, said = await place.put(
-            "org/model", backends=both, aliases=["gpt-4o"], max_concurrency=1, train={"temperature": 0.5}, val=None
+            "org/model", backends=both, aliases=["gpt-4o"], train={"temperature": 0.5}, val=None
         )
         assert status == 200
         assert [one["base_url"] for one in said["replicas"]] == [server.url for server in servers]
         (registered,) = place.models
         assert isinstance(registered.backend, Replicas)
-        assert [replica.max_concurrency for replica in registered.backend.replicas] == [3, 1]
         assert (registered.train, registered.val) == (Sampling(temperature=0.5), None)
         asked = [len(server.asked) for server in servers]
         for name in ("org/model", "gpt-4o"):
@@ -215,16 +213,9 @@ async def test_several_servers_answer_under_one_name_and_its_aliases() -> None:
         assert list(place.models) == []
 
 
-async def test_one_server_without_a_limit_is_routed_to_as_it_is() -> None:
-    async with served() as place:
-        await place.put("plain", backends=[{"base_url": NOBODY}], check=False)
-        await place.put("limited", base_url=NOBODY, max_concurrency=2, check=False)
-        assert [type(one.backend) for one in place.models] == [HttpBackend, Replicas]
-
-
 async def test_the_list_says_how_each_server_does() -> None:
     async with served() as place, upstreams(3) as (busy, broken, alone):
-        both = [{"base_url": busy.url, "max_concurrency": 1}, {"base_url": broken.url}]
+        both = [{"base_url": busy.url}, {"base_url": broken.url}]
         await place.put("m", backends=both, owner="run-1")
         await place.put("n", base_url=alone.url, trainable=False)
         broken.behaviour = "500"
@@ -232,9 +223,7 @@ async def test_the_list_says_how_each_server_does() -> None:
             await place.ask("m")
         busy.hold()
         asking = [asyncio.create_task(place.ask("m")) for _ in range(3)]
-        await until(lambda: busy.running == 1)
-        (backend,) = (one.backend for one in place.models if isinstance(one.backend, Replicas))
-        await until(lambda: len(backend.replicas[0].queue) == 2)
+        await until(lambda: busy.running == 3)
         several, single = await place.list()
         assert (several["owner"], several["trainable"], single["trainable"]) == ("run-1", True, False)
         first, second = several["replicas"]
@@ -242,12 +231,11 @@ async def test_the_list_says_how_each_server_does() -> None:
             "base_url": busy.url,
             "kind": "vllm",
             "healthy": True,
-            "running": 1,
-            "waiting": 2,
+            "running": 3,
             "ejected_since": None,
             "why": None,
         }
-        assert (second["healthy"], second["running"], second["waiting"]) == (False, 0, 0)
+        assert (second["healthy"], second["running"]) == (False, 0)
         assert second["ejected_since"] > 0
         assert "not now" in second["why"]
         assert single["replicas"][0]["healthy"]

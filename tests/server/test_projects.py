@@ -56,6 +56,15 @@ async def test_what_another_project_has_is_as_if_it_were_not(store, insider):
     assert await everything(store, place) == before
 
 
+async def test_an_id_that_is_named_again_and_again_is_looked_up_once(store, insider, monkeypatch):
+    place = await furnish(store, "own", "a")
+    asked: list[str] = []
+    look_up = store.get_rollout_by_id
+    monkeypatch.setattr(store, "get_rollout_by_id", lambda name: asked.append(name) or look_up(name))
+    status, _ = await insider(calls.WaitForRollouts(rollout_ids=[place.rollout_id] * 1000, timeout=0))
+    assert (status, asked) == (200, [place.rollout_id])
+
+
 async def test_ids_of_another_project_cannot_be_taken_over(store, insider):
     place = await furnish(store, "elsewhere", "b")
     before = await everything(store, place)

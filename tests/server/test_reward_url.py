@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 
 import anyio
@@ -9,6 +10,7 @@ import pytest
 
 from agentlightning.runner.environment import agent_environment
 from agentlightning.server.openapi import document
+from agentlightning.tracing.context import AttemptTracer
 from agentlightning.tracing.rewards import find_final_reward, find_reward_spans, get_reward_value, is_final_reward
 from agentlightning.types import AttemptedRollout
 from tests.server.conftest import ADMIN_KEY
@@ -80,6 +82,17 @@ async def test_a_repeated_request_counts_once(store, server, http, attempted):
         body = '{"reward": 0.5, "final": false}'
         assert (await http.post(url_of(attempted, server), data=body, headers=headers)).status == 200
     assert len(await given(store, attempted)) == 1
+
+
+async def test_an_agent_that_guesses_the_header_cannot_take_its_rewards_place(store, server, http, attempted):
+    ids = attempted.rollout_id, attempted.attempt.attempt_id
+    for said in ("step 1", f"{ids[1]} step 1", f"{attempted.api_key} step 1"):
+        tracer = AttemptTracer(*ids)
+        tracer.record("mine", {}, start_time=1, end_time=1, span_id=hashlib.sha256(said.encode()).hexdigest()[:16])
+        await store.add_many_spans(tracer.drain())
+    headers = {"Idempotency-Key": "step 1"}
+    assert (await http.post(url_of(attempted, server), data="0.25", headers=headers)).status == 200
+    assert find_final_reward(await given(store, attempted)) == 0.25
 
 
 async def test_only_a_key_for_rewards_opens_it(store, server, http, attempted):

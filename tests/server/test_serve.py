@@ -89,6 +89,26 @@ async def test_unusable_certificates_are_explained(store, tmp_path):
             HttpServer(create_app(store), tls_cert=cert_file, tls_key=key_file)
 
 
+@pytest.mark.parametrize("head", [b"GET /", b"GET /health HTTP/1.1\r\nx: ", b"GET /health HTTP/1.1\r\n"])
+async def test_a_head_that_does_not_end_is_refused(store, head):
+    line = b"a: b\r\n" if head.endswith(b"\n") else b"aaaaaa"
+    async with HttpServer(create_app(store)) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+        with pytest.raises(OSError):
+            writer.write(head)
+            for _ in range(200):
+                writer.write(line * 20_000)
+                await writer.drain()
+                await asyncio.sleep(0)
+        writer.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+        for size in (100_000, 100_000, 100_000):  # each for itself
+            writer.write(b"GET /health?%s HTTP/1.1\r\nhost: here\r\n\r\n" % (b"a" * (size // 2)))
+            assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(len(b'{"status":"ok"}'))
+        writer.close()
+
+
 async def test_a_stopping_server_does_not_wait_for_long_polls(store):
     server = HttpServer(create_app(store))
     await server.start()

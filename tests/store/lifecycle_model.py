@@ -82,6 +82,10 @@ class RolloutModel:
     def revivable(self, attempt: AttemptModel) -> bool:
         return attempt.status == "unresponsive" and attempt is self.attempts[-1] and self.status == "requeuing"
 
+    def timed_out(self, attempt: AttemptModel, now: float) -> bool:
+        timeout = self.config.timeout_seconds
+        return timeout is not None and attempt.start + timeout + attempt.held <= now
+
     def hear(self, attempt: AttemptModel, now: float) -> None:
         if self.revivable(attempt):
             attempt.lease = max(attempt.lease, now + LEASE)

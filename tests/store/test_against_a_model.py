@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -76,7 +76,14 @@ class StoreAgainstModel(RuleBasedStateMachine):
     # --- what there is to choose from ---
 
     def pick(self, data) -> tuple[RolloutModel, AttemptModel]:
-        pairs = [(rollout, attempt) for rollout in self.rollouts for attempt in rollout.attempts]
+        pairs = [
+            (rollout, attempt)
+            for rollout in self.rollouts
+            for attempt in rollout.attempts
+            # Revived, it would be ended again by the watchdog, at a moment that no model knows.
+            if not (rollout.revivable(attempt) and rollout.timed_out(attempt, self.now))
+        ]
+        assume(pairs)
         return data.draw(st.sampled_from(pairs))
 
     def pick_rollout(self, data) -> RolloutModel:

@@ -187,10 +187,14 @@ async def test_even_a_call_that_must_not_be_repeated_waits_for_a_server_that_is_
             assert (await issuing).name == "ci"
 
 
-async def test_a_server_that_stays_away_is_named_with_how_long_it_was_tried():
+async def test_a_server_that_stays_away_is_named_at_once_and_with_how_long_it_was_tried(monkeypatch, caplog):
+    monkeypatch.setattr("agentlightning.store.client._SILENT_SECONDS", 0.05)
     async with client_of(f"http://127.0.0.1:{free_port()}", patience=0.5) as client:
         with pytest.raises(UnavailableError, match=rf"{client.url} cannot be reached .*tried for 0\.\d s"):
             await client.statistics()
+        assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+            f"the server at {client.url} cannot be reached"
+        ]
 
 
 async def test_a_value_that_cannot_be_sent_is_refused_here(lossy):

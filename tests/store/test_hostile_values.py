@@ -59,7 +59,6 @@ async def test_every_call_takes_or_refuses_a_text_and_harms_nothing(store, text)
         assert await store.perform(NAMING[kind](place))
     for kind in (calls.QueryRollouts, calls.QuerySpans, calls.QueryRuns, calls.QueryWorkers, calls.QueryKeys):
         assert await store.perform(NAMELESS[kind](place))
-    assert await store.perform(calls.QueryAudit())
 
 
 async def test_a_reason_with_a_nul_ends_its_attempt(store):
@@ -126,6 +125,12 @@ async def test_the_largest_integers_come_back(store):
     await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=values, metadata={"values": values})])
     leased = await store.dequeue_rollout()
     assert (leased.input, leased.metadata) == (values, {"values": values})
+
+
+async def test_resources_of_another_kind_are_refused_and_leave_the_store_readable(store):
+    with pytest.raises(InvalidError):
+        await store.add_resources({"prompt": "a text"})
+    assert await store.query_resources() == []
 
 
 @pytest.mark.parametrize("text", ["1" * 30, "1" * 5000, "1e400", "[" * 300 + "]" * 300, "[" * 9000 + "]" * 9000])

@@ -273,6 +273,7 @@ async def test_a_silent_attempt_becomes_unresponsive(store):
     assert (await store.get_latest_attempt(leased.rollout_id)).status == "unresponsive"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clock", ["timeout", "unresponsive"])
 async def test_an_attempt_whose_calls_are_held_has_so_much_more_time(store, clock):
     leased = await lease_new(store, RolloutConfig(**{f"{clock}_seconds": 1.0}))

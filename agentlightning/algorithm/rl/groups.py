@@ -99,7 +99,7 @@ class Groups:
         self._cursor = 0
         self._lineage: list[int] = [0]
         self._changed = asyncio.Event()
-        self._called = False  # the model, by a group
+        self._first: list[TracedRollout] | None = []  # of a step's worth, until they are known to call the model
         self._failure: BaseException | None = None
 
     # --- what a checkpoint keeps ---
@@ -225,9 +225,7 @@ class Groups:
                 for group in await store.complete_groups_after(run_id, self._cursor, timeout=30.0):
                     if group.group_id in self._begun:  # those of an abandoned lineage pass by unused
                         rollouts = await self.trace(group.rollout_ids)
-                        if not self._called:
-                            await refuse_uncalled(self.context, rollouts)
-                            self._called = True
+                        await self._check_called(rollouts)
                         self._take_in(group, tuple(rollouts))
                     self._cursor = max(self._cursor, group.finished_index or 0)
                 if self.algorithm.refills:
@@ -236,6 +234,14 @@ class Groups:
         except Exception as error:  # noqa: BLE001 (whoever waits for groups raises it)
             self._failure = error
             self._changed.set()
+
+    async def _check_called(self, rollouts: Sequence[TracedRollout]) -> None:
+        """TrainingError if none of a step's worth called the model; an agent may well answer some tasks without it."""
+        if self._first is not None:
+            self._first += rollouts
+            if len(self._first) >= self.algorithm.tasks_per_step * self.algorithm.group_size:
+                await refuse_uncalled(self.context, self._first)
+                self._first = None
 
     async def trace(self, rollout_ids: Sequence[str]) -> list[TracedRollout]:
         policies = self.context.policies

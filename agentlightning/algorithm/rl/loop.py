@@ -35,7 +35,7 @@ from agentlightning.algorithm.rl.batch import (
     rollout_metrics,
 )
 from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups, Ticket, draw, withdraw_rollouts
-from agentlightning.algorithm.rl.policies import EXPLOSION, GradientNorms, Policies, Usage, over_steps
+from agentlightning.algorithm.rl.policies import EXPLOSION, FAR, GradientNorms, Policies, Usage, over_steps
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.rewards import RewardSpec
 from agentlightning.data.sequences import TrainingSequence
@@ -57,8 +57,9 @@ class Loop:
         self.context = context
         self.policies = Policies(
             {name: policy.learner for name, policy in context.policies.items()},
-            [policy.serving for policy in context.policies.values()],
+            {name: policy.sampler for name, policy in context.policies.items()},
             thread,
+            context.directory / "published",
         )
         self.run_id = context.run.run_id
         self.groups = groups
@@ -75,6 +76,8 @@ class Loop:
         """Steps until one of the reasons to end holds; returns the reason in words."""
         if self.context.resume:
             await self._restore()
+        async with self.context.calls_held():
+            await self.policies.begin(self.state.policy_version)
         self.groups.steps_left = self.algorithm.steps - self.state.step
         reason = "all steps done"
         try:
@@ -193,14 +196,12 @@ class Loop:
             f"{f'The best weights are in {best}' if best else 'No better weights were saved'}"
         )
         if ends:
-            raise TrainingError(
-                f"{told}. Try a lower learning_rate, or aggregation='rollout-mean'; stop_on_collapse=0 goes on"
-            )
+            raise TrainingError(f"{told}. Try a lower learning_rate; stop_on_collapse=0 goes on")
         self.collapse_told = True
         self.context.progress.note(told)
 
     def _how_to_replay(self, step: int) -> str:
-        return f"The batch is kept; `agl data replay {self.context.directory} --step {step}` trains it again"
+        return f"The batch is kept; `python scripts/replay.py {self.context.directory} --step {step}` trains it again"
 
     @property
     def _overlaps(self) -> bool:
@@ -296,13 +297,17 @@ class Loop:
                 yield
 
     def _check_mismatch(self, name: str, mismatch: float, step: int) -> None:
-        """Of what these very weights sampled, learner and engine differ by rounding alone."""
+        """Of what these very weights sampled, learner and sampler differ by rounding alone. TrainingError where no
+        rounding explains it."""
         tolerance = self.policies.learners[name].mismatch_tolerance
+        told = (
+            f"step {step}: sampler and learner differ by {mismatch:.2g} in the probability of a token (expected at "
+            f"most {tolerance:.2g}): what is trained is not what was sampled"
+        )
+        if mismatch > FAR * tolerance:
+            raise TrainingError(f"{told}. Does the sampler have the learner's weights?")
         if mismatch > tolerance:
-            self.context.progress.note(
-                f"step {step}: engine and learner differ by {mismatch:.2g} in the probability of a token (expected at "
-                f"most {tolerance:.2g}): what is trained is not what was sampled. Try float32"
-            )
+            self.context.progress.note(f"{told}. Try float32")
 
     # --- around the steps ---
 

@@ -7,20 +7,26 @@ where there are several.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import statistics
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias, TypeVar
 
-from agentlightning.algorithm.base import Serving
+import numpy as np
+
 from agentlightning.algorithm.rl.batch import Values, minibatches
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.sequences import TrainingSequence
-from agentlightning.learner.base import Learner
+from agentlightning.errors import TrainingError
+from agentlightning.learner.base import Learner, Sampler, Weights, WeightsForm
+
+_EXPORTS_KEPT: Final = 3  # of each policy; a server may read an adapter again
 
 Batch: TypeAlias = Sequence[TrainingSequence]
 T = TypeVar("T")
@@ -45,16 +51,22 @@ class Usage:
 
 
 class Policies:
-    """Learners by name, and the engines that serve them. Gradient steps run in the one thread of `thread`: the memory
-    that torch frees stays with the thread that took it, and is there again for the next step."""
+    """Learners by name, and what samples from them. Gradient steps run in the one thread of `thread`: the memory
+    that torch frees stays with the thread that took it, and is there again for the next step. Weights that a sampler
+    loads from files go through `exports`, a directory."""
 
     def __init__(
-        self, learners: Mapping[str, Learner], servings: Sequence[Serving] = (), thread: Executor | None = None
+        self,
+        learners: Mapping[str, Learner],
+        samplers: Mapping[str, Sampler] | None = None,
+        thread: Executor | None = None,
+        exports: Path = Path("published"),
     ) -> None:
         self.names = tuple(learners)
         self.learners = learners
-        self._servings = servings
+        self._samplers = samplers or {}
         self._thread = thread
+        self._exports = exports
 
     def critics(self, algorithm: Reinforcement) -> dict[str, Values | None]:
         """The critic of each policy, where the algorithm trains one."""
@@ -80,19 +92,53 @@ class Policies:
     async def alone(self) -> AsyncGenerator[None]:
         """Inside, no engine samples."""
         async with AsyncExitStack() as stack:
-            for serving in self._servings:
-                await stack.enter_async_context(serving.exclusive())
+            for sampler in self._samplers.values():
+                await stack.enter_async_context(sampler.exclusive())
             yield
+
+    async def begin(self, version: int) -> None:
+        """Before the first call: samplers that do not read the learner's own weights are given them. TrainingError
+        where one does not sample with what it was given."""
+        for name, sampler in self._samplers.items():
+            if sampler.takes != "live":
+                await self._publish(name, sampler, version)
+                await self._check_parity(name, sampler)
 
     async def publish(self, version: int) -> None:
         """Sample with the present weights and call them `version`."""
-        for serving in self._servings:
-            await serving.update_weights(version)
+        for name, sampler in self._samplers.items():
+            await self._publish(name, sampler, version)
+
+    async def _publish(self, name: str, sampler: Sampler, version: int) -> None:
+        if sampler.takes == "live":
+            await sampler.publish(Weights(version))
+            return
+        written = self._exports / name
+        place = written / f"version-{version:06d}"
+        await self.in_thread(partial(_export, self.learners[name], place, sampler.takes))
+        await sampler.publish(Weights(version, place.absolute()))
+        for old in sorted(written.iterdir())[:-_EXPORTS_KEPT]:
+            await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
+
+    async def _check_parity(self, name: str, sampler: Sampler) -> None:
+        samples, learner = await sampler.sample(), self.learners[name]
+        told = await self.in_thread(lambda: [logprobs.numpy() for logprobs in learner.logprobs(samples)])
+        pairs = zip(told, samples, strict=True)
+        worst = max(float(np.abs(np.expm1(own - sample.logprobs)).max()) for own, sample in pairs)
+        if not worst <= learner.mismatch_tolerance:
+            raise TrainingError(
+                f"the sampler was given the weights of {name!r} and does not sample with them: in the probability of a "
+                f"token it and the learner differ by {worst:.2g} (expected at most {learner.mismatch_tolerance:.2g}). "
+                "Likely causes: a server that has another model, or that another run has given others (restart it); "
+                "another dtype than the learner's; a model with tied embeddings on a vLLM build for CPUs, which keeps "
+                "its old output layer (untie them)"
+            )
 
     def usage(self) -> Usage:
         """Of all engines, since they were started."""
-        idle = sum(serving.idle_seconds for serving in self._servings) / max(1, len(self._servings))
-        return Usage(sum(serving.generated_tokens for serving in self._servings), idle)
+        samplers = self._samplers.values()
+        idle = sum(sampler.idle_seconds for sampler in samplers) / max(1, len(samplers))
+        return Usage(sum(sampler.generated_tokens for sampler in samplers), idle)
 
     def save(self, directory: Path) -> None:
         """Into the directory itself, or, where there are several, into one each that bears the policy's name."""
@@ -116,6 +162,11 @@ class Policies:
 
     def _place(self, directory: Path, name: str) -> Path:
         return directory if len(self.names) == 1 else directory / name
+
+
+def _export(learner: Learner, place: Path, form: WeightsForm) -> None:
+    shutil.rmtree(place, ignore_errors=True)  # of a run that was killed
+    learner.export(place, form)
 
 
 def optimiser_steps(
@@ -146,6 +197,7 @@ def over_steps(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return totals | {"tree_savings": totals["tokens_saved"] / (totals["tokens_saved"] + totals["tokens_computed"])}
 
 
+FAR: Final = 100.0  # tolerances: above that the weights are others
 EXPLOSION: Final = 20.0  # a gradient so many times as large as usual; from batch to batch it varies a few times
 USUAL: Final = 20  # the norms whose median is what is usual
 FEWEST: Final = 5  # before so many nothing is usual yet

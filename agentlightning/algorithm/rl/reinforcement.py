@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 TAKE_REPLAYED: Final = ("importance_sampling", "cispo")
 
 _LEAST: Final[dict[str, float]] = {
-    **dict.fromkeys(("steps", "tasks_per_step", "group_size", "minibatches", "epochs", "checkpoint_every"), 1.0),
+    **dict.fromkeys(("steps", "tasks_per_step", "group_size", "minibatches", "epochs"), 1.0),
+    **dict.fromkeys(("checkpoint_every", "max_tokens"), 1.0),
     **dict.fromkeys(("evaluate_every", "max_staleness", "replay_groups", "replay_staleness"), 0.0),
     **dict.fromkeys(("stop_on_explosion", "stop_on_collapse"), 0.0),
 }
@@ -54,6 +55,8 @@ class _Tried(abc.ABCMeta):
     """Tries what an algorithm answers as soon as it is made, whatever it does when it is made."""
 
     def __call__(cls, *args: Any, **settings: Any) -> Any:
+        if cls.__abstractmethods__:
+            raise ConfigError(f"{cls.__name__} does not define {', '.join(sorted(cls.__abstractmethods__))}")
         made = super().__call__(*args, **settings)
         made.try_advantages()
         return made
@@ -96,7 +99,7 @@ class Reinforcement(metaclass=_Tried):
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None
-    aggregation: Aggregation = "token-mean"
+    aggregation: Aggregation = "rollout-mean"
     constant_length: int | None = None
     reference: bool = False
     kl_coefficient: float | None = None

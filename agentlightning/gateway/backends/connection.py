@@ -33,7 +33,8 @@ class Connection:
     `timeout_seconds` bounds the wait for each further part of an answer. `health_url` is asked for whether the server
     lives. `retries=False` leaves a server that cannot be reached to whoever has another one. `close` ends the
     connections. `version` is the policy version of the weights there, where the server does not tell itself; where
-    nobody can tell, `unusable` says why, and only `control` requests are made."""
+    nobody can tell, `unusable` says why, and only `control` requests are made. While it is `paused` nothing is
+    sampled."""
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class Connection:
         self.retries = True
         self.version = 0
         self.unusable: str | None = None
+        self.paused = False
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers[key_header] = f"Bearer {api_key}" if key_header == "authorization" else api_key
@@ -67,6 +69,11 @@ class Connection:
     def root(self) -> str:
         """The URL without `/v1`, where servers have routes of their own."""
         return self.base_url.removesuffix("/v1")
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether nobody can tell which weights sample now. While answers are paused none is sampled."""
+        return self.unusable is not None and not self.paused
 
     def url(self, path: str) -> str:
         return f"{self.base_url}/{path}{self._query}"

@@ -92,6 +92,7 @@ class HttpBackend:
         self.kind: str = kind
         self.captures_tokens = KINDS[kind].captures_tokens
         self.seeded = False
+        self.keeps_weights = False  # a call ends with the weights that it began with
         self.relays = KINDS[kind].relays
         self.model = model
         self.connection = Connection(
@@ -120,7 +121,8 @@ class HttpBackend:
             else:
                 for event in reader.read(await response.read()):
                     yield event
-        for event in reader.end(self.connection.version, unknown=bool(self.connection.unusable)):
+        version = None if self.keeps_weights else self.connection.version
+        for event in reader.end(version, unknown=self.connection.changes_weights):
             yield event
 
     async def count_tokens(self, call: ModelCall) -> int:
@@ -331,9 +333,9 @@ class _AnswerReader:
             delta, start = {}, start + count
         return deltas
 
-    def end(self, version: int, *, unknown: bool) -> list[BackendEvent]:
+    def end(self, version: int | None, *, unknown: bool) -> list[BackendEvent]:
         """The ends of the choices and the usage; `version` is what the server's weights are called now, if they are not
-        `unknown`."""
+        `unknown`, None if the call had the same from its beginning."""
         if self._unfinished:
             raise BackendError("the backend ended its answer before every choice was finished")
         last = None if self._told_version or version == self._version else version

@@ -14,7 +14,16 @@ from msgspec import Meta
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, Sampling, Started
 from agentlightning.gateway.endpoints.base import Endpoint, Head, OpenAIStream, choice_body, whole_body
-from agentlightning.gateway.request import SHAPING_FIELDS, CallRefused, CallRequest, Fields, rest_json, stop_strings
+from agentlightning.gateway.request import (
+    MANY,
+    SHAPING_FIELDS,
+    SOME,
+    CallRefused,
+    CallRequest,
+    Fields,
+    rest_json,
+    stop_strings,
+)
 
 
 class _StreamOptions(msgspec.Struct):
@@ -39,8 +48,8 @@ class _ToolCall(msgspec.Struct):
 
 class _Message(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Part] | None = None
-    tool_calls: list[_ToolCall] | None = None
+    content: str | Annotated[list[_Part], MANY] | None = None
+    tool_calls: Annotated[list[_ToolCall], MANY] | None = None
 
 
 class _ToolFunction(msgspec.Struct):
@@ -63,7 +72,7 @@ SAMPLING_TYPES: dict[str, Any] = {
     "top_p": Annotated[float, Meta(ge=0, le=1)],
     "top_k": Annotated[int, Meta(ge=-1, le=2**31)],
     "max_tokens": _Limit,
-    "stop": str | list[str],
+    "stop": str | Annotated[list[str], Meta(max_length=100)],  # each is looked for behind each token
     "seed": Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)],
     "n": Annotated[int, Meta(ge=1, le=128)],
     "stream": bool,
@@ -87,7 +96,7 @@ _FIELDS = Fields(
         "top_logprobs": TopLogprobs,
     },
     # Messages and tools travel as the agent wrote them, with fields unknown here; these say whether they are usable.
-    shapes={"messages": list[_Message], "tools": list[_Tool]},
+    shapes={"messages": Annotated[list[_Message], MANY], "tools": Annotated[list[_Tool], SOME]},
 )
 
 

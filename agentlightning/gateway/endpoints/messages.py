@@ -23,7 +23,9 @@ from agentlightning.gateway.endpoints.base import Endpoint, Head
 from agentlightning.gateway.endpoints.chat_completions import SAMPLING_TYPES
 from agentlightning.gateway.endpoints.messages_answer import NO_THREADS, MessageWriter, anthropic_error, whole_message
 from agentlightning.gateway.request import (
+    MANY,
     SHAPING_FIELDS,
+    SOME,
     CallRefused,
     CallRequest,
     Fields,
@@ -86,7 +88,7 @@ _Block: TypeAlias = _Shown | _ToolResult | _ToolUse | _Thinking | _RedactedThink
 
 class _Message(msgspec.Struct):
     role: Literal["user", "assistant", "system"]
-    content: str | list[_Block]
+    content: str | Annotated[list[_Block], MANY]
 
 
 class _Tool(msgspec.Struct):
@@ -142,14 +144,14 @@ _FIELDS = Fields(
     types={
         "model": str,
         "max_tokens": SAMPLING_TYPES["max_tokens"],
-        "messages": list[_Message],
-        "system": str | list[_Text],
-        "tools": list[_Tool],
+        "messages": Annotated[list[_Message], MANY],
+        "system": str | Annotated[list[_Text], MANY],
+        "tools": Annotated[list[_Tool], SOME],
         "tool_choice": _ToolChoice,
         "temperature": _Share,
         "top_p": _Share,
         "top_k": Annotated[int, Meta(ge=0, le=2**31)],
-        "stop_sequences": list[str],
+        "stop_sequences": Annotated[list[str], Meta(max_length=100)],
         "stream": bool,
         "thinking": dict[str, Any],
         "output_config": _OutputConfig,

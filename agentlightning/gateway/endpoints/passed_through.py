@@ -13,14 +13,13 @@ import msgspec
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, Usage
 from agentlightning.gateway.endpoints.base import Endpoint
-from agentlightning.gateway.request import NOT_JSON, CallRefused, CallRequest, rest_json
+from agentlightning.gateway.request import NOT_JSON, OBJECT, CallRefused, CallRequest, rest_json
 from agentlightning.types import FinishReason
 
 # What is let through of the agent's headers: nothing that names a key or an account.
 HEADERS: Final = frozenset({"accept", "anthropic-beta", "anthropic-version", "openai-beta", "user-agent"})
 _INPUTS: Final = ("messages", "input")  # fields that hold what the model is told
 _KEPT_BYTES: Final = 8 * 1024 * 1024  # of one answer, for its span
-_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class Embeddings(Endpoint):
@@ -42,7 +41,7 @@ def read_fields(body: bytes) -> dict[str, msgspec.Raw]:
     """The request's fields as they were written. CallRefused (400) without a `model`."""
     try:
         body.decode()  # what is not read here is not looked at further on
-        fields = _OBJECT.decode(body)
+        fields = OBJECT.decode(body)
         msgspec.json.decode(fields.get("model", b"null"), type=str)
     except NOT_JSON as error:
         raise CallRefused(f"the body must be a JSON object that names a model: {error}", param="model") from None

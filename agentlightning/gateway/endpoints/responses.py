@@ -9,7 +9,7 @@ Knows the wire format of requests; `responses_answer` writes the answers. No bac
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -17,7 +17,7 @@ from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.endpoints.base import Endpoint, Head
 from agentlightning.gateway.endpoints.chat_completions import SAMPLING_TYPES, TopLogprobs, sampling_fields
 from agentlightning.gateway.endpoints.responses_answer import ResponseWriter, whole_response
-from agentlightning.gateway.request import CallRefused, CallRequest, Fields, given, rest_json
+from agentlightning.gateway.request import MANY, SOME, CallRefused, CallRequest, Fields, given, rest_json
 
 
 class _Tool(msgspec.Struct):
@@ -74,12 +74,12 @@ _FIELDS = Fields(
     types={
         **dict.fromkeys(_REFUSED, Any),
         **SAMPLING_TYPES,  # its stream_options only ask for padding here, which is not added
-        "input": str | list[dict[str, Any]],
+        "input": str | Annotated[list[dict[str, Any]], MANY],
         "instructions": str,
         "previous_response_id": str,
         "store": bool,
         "metadata": dict[str, str],
-        "tools": list[dict[str, Any]],
+        "tools": Annotated[list[dict[str, Any]], SOME],
         "tool_choice": str | dict[str, Any],
         "parallel_tool_calls": bool,
         "max_tool_calls": int,  # of tools that OpenAI runs itself, of which there are none here
@@ -275,6 +275,9 @@ def _chat_messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
                 _turn(messages).setdefault("tool_calls", []).append(call)
             case _FunctionCallOutput(call_id, output):
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": _content(where, output)})
+    for message in messages:
+        if message["role"] == "assistant":  # joined at once: text after text would be copied each time
+            message |= {name: "".join(message[name]) for name in ("content", "reasoning_content") if message.get(name)}
     return messages
 
 
@@ -291,7 +294,7 @@ def _item(where: str, raw: dict[str, Any]) -> _Item:
 
 
 def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's turn that is under way, or a new one."""
+    """The assistant's turn that is under way, or a new one; its texts are lists of their parts."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
@@ -301,9 +304,11 @@ def _say(messages: list[dict[str, Any]], text: str) -> None:
     """Text after text is a turn of its own; after a call whose result has not come it belongs to that turn."""
     turn = _turn(messages)
     if turn["content"] is not None and "tool_calls" not in turn:
-        messages.append({"role": "assistant", "content": text})
+        messages.append({"role": "assistant", "content": [text]})
+    elif turn["content"] is None:
+        turn["content"] = [text]
     else:
-        turn["content"] = (turn["content"] or "") + text
+        turn["content"].append(text)
 
 
 def _think(where: str, messages: list[dict[str, Any]], item: _Reasoning) -> None:
@@ -317,7 +322,7 @@ def _think(where: str, messages: list[dict[str, Any]], item: _Reasoning) -> None
     if turn["content"] is not None or "tool_calls" in turn:
         turn = {"role": "assistant", "content": None}
         messages.append(turn)
-    turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
+    turn.setdefault("reasoning_content", []).append(thought)
 
 
 def _text(parts: list[_Part]) -> str:

@@ -67,7 +67,6 @@ function OneModel({ model }: { model: Model }) {
               <th>State</th>
               <th>Kind</th>
               <th class="end">Running</th>
-              <th class="end">Waiting</th>
               <th>Last failure</th>
             </tr>
           </thead>
@@ -80,7 +79,6 @@ function OneModel({ model }: { model: Model }) {
                 </td>
                 <td>{one.kind}</td>
                 <td class="end">{count(one.running)}</td>
-                <td class="end">{count(one.waiting)}</td>
                 <td>
                   {one.ejected_since !== null && <span class="muted">since {ago(one.ejected_since)} </span>}
                   {one.why && oneLine(one.why, 120)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -98,6 +99,14 @@ def test_items_are_read_as_messages(given: Any, messages: list[dict[str, Any]]) 
     assert messages_read(given) == messages
 
 
+@pytest.mark.parametrize("item", [said("x" * 1000), thought("x" * 1000)])
+def test_a_turn_of_many_items_takes_time_in_proportion(item: Any) -> None:
+    began = time.monotonic()
+    (message,) = messages_read([*[item] * 40_000, A] if item["type"] == "reasoning" else [A, *[item] * 40_000])
+    assert len(message["content"] or message["reasoning_content"]) == 40_000_000
+    assert time.monotonic() - began < 5
+
+
 def test_instructions_come_first() -> None:
     assert messages_read("hi", instructions="Be kind.")[0] == {"role": "system", "content": "Be kind."}
 
@@ -138,9 +147,13 @@ def test_instructions_come_first() -> None:
         ({"return_token_ids": True}, "return_token_ids", "span"),
         ({"max_output_tokens": 0}, "max_output_tokens", ">= 1"),
         ({"temperature": 3}, "temperature", "<= 2.0"),
+        ({"stop": ["x"] * 101}, "stop", "length <= 100"),
+        ({"tools": [TOOL] * 10_001}, "tools", "length <= 10000"),
+        ({"input": [said("x")] * 100_001}, "input", "length <= 100000"),
+        ({f"x{number}": 1 for number in range(1000)}, None, "length <= 1000"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str, says: str) -> None:
+def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str | None, says: str) -> None:
     with pytest.raises(CallRefused, match=says) as caught:
         Responses().read(json.dumps({"model": "policy", "input": "hi", **fields}).encode())
     assert (caught.value.status, caught.value.param) == (400, param)

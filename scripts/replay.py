@@ -1,37 +1,62 @@
-"""The command that trains recorded steps again: `agl data replay`.
+"""Train recorded steps of a run again, from the newest checkpoint before them, without engine or agents, and compare
+the weights with what the run saved.
 
-It rebuilds the run's algorithm and learner as `agl train --resume` would, and prints; the training is
-`agentlightning.algorithm.rl.replay`'s.
+    python scripts/replay.py RUN_DIR [--step N | --steps A-B] [--out DIR]
+
+It rebuilds the run's algorithm and learner as `agl train --resume` would.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
+import sys
 import tempfile
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 import msgspec
+from safetensors import deserialize
 
+from agentlightning.algorithm.checkpoints import STATE_FILE
+from agentlightning.algorithm.directory import START, read_mark
+from agentlightning.algorithm.rl import Reinforcement
+from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batches, trace_group
+from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
 from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.config import build, load_config
 from agentlightning.cli.runs import STORE_FILE
 from agentlightning.cli.store import open_store, run
 from agentlightning.cli.training import DIRECTORY, FILE, make_algorithm
-from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.data.sequences import TrainingSequence
+from agentlightning.display import hide_library_progress
+from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, TrainingError
+from agentlightning.store.base import LightningStore
 
 if TYPE_CHECKING:
-    from agentlightning.algorithm.rl import Reinforcement
-    from agentlightning.algorithm.rl.policies import Policies
-    from agentlightning.algorithm.rl.replay import ReplayedStep, ReplayPlan
     from agentlightning.learner.torch import TorchLearner
     from agentlightning.types import Run
 
 DIFFERENT: Final = 1
+_SHOWN: Final = 5  # ids in a message
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 1 where the weights differ, or where there is nothing to train again."""
+    try:
+        return int(replay.main(None if arguments is None else list(arguments), standalone_mode=False))
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except AgentLightningError as error:
+        click.echo(f"error: {error}", err=True)
+        return 1
 
 
 class _Steps(click.ParamType):
@@ -72,14 +97,10 @@ def replay(
     saved.
 
     Needs neither engine nor agents. Exits with 1 where the weights differ."""
-    from agentlightning.algorithm.directory import read_mark
-    from agentlightning.algorithm.rl import replay as replaying
-    from agentlightning.display import hide_library_progress
-
     hide_library_progress()
     mark = read_mark(directory)
     first, last = steps or (None, None)
-    plan = replaying.plan_replay(directory, first, last)
+    plan = plan_replay(directory, first, last)
     if out is not None and out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty; choose another directory")
 
@@ -100,20 +121,18 @@ def replay(
             policies = _policies(directory, found, plan, algorithm, model, mark.seed)
             if not as_json:
                 print(f"starting from {plan.start or 'the weights before the first step'}")
-            await replaying.replay(plan, store, algorithm, policies, seed=mark.seed, on_step=report)
+            await train_again(plan, store, algorithm, policies, seed=mark.seed, on_step=report)
         with contextlib.ExitStack() as stack:
             saved = out or Path(stack.enter_context(tempfile.TemporaryDirectory()))
             saved.mkdir(parents=True, exist_ok=True)
             policies.save(saved)
-            digests = [replaying.weights_digest(one) for one in (saved, plan.goal) if one is not None]
+            digests = [weights_digest(one) for one in (saved, plan.goal) if one is not None]
         return _conclude(plan, trained, digests, as_json)
 
     return run(work())
 
 
 def _algorithm(found: Run, run_file: Path | None) -> Reinforcement:
-    from agentlightning.algorithm.rl import Reinforcement
-
     try:
         spec = found.manifest["config"]["algorithm"] if run_file is None else load_config(run_file).algorithm
         algorithm = make_algorithm(spec)
@@ -132,9 +151,6 @@ def _algorithm(found: Run, run_file: Path | None) -> Reinforcement:
 def _policies(
     directory: Path, found: Run, plan: ReplayPlan, algorithm: Reinforcement, model: str | None, seed: int
 ) -> Policies:
-    from agentlightning.algorithm.directory import START
-    from agentlightning.algorithm.rl.policies import Policies
-
     config: dict[str, Any] = found.manifest["config"]
     models: dict[str, str] = config["models"]
     if len(models) > 1 and model is not None:
@@ -203,3 +219,129 @@ def _conclude(plan: ReplayPlan, trained: list[ReplayedStep], digests: list[str],
             "processor or number of threads, or rollouts that were changed since give other bits"
         )
     return DIFFERENT if equal is False else 0
+
+
+# --- the training ---
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """What to load (None: the weights that the run started from), what to train after it, in order, and the checkpoint
+    that the result should equal, None where none was kept."""
+
+    start: Path | None
+    batches: tuple[RecordedBatch, ...]
+    goal: Path | None
+
+
+@dataclass(frozen=True)
+class ReplayedStep:
+    """A step that was trained again, and the metrics of each of its optimiser steps; none where it taught nothing."""
+
+    step: int
+    sequences: int
+    metrics: tuple[dict[str, float], ...]
+
+
+def plan_replay(directory: Path, first: int | None = None, last: int | None = None) -> ReplayPlan:
+    """How to train the steps `first` to `last` of the run in `directory` again: from the newest checkpoint before.
+
+    Without steps, those that led to the newest checkpoint from the one before it. ConfigError names the steps that
+    were not recorded."""
+    batches = _recorded(directory)
+    checkpoints = {
+        int(state.parent.name.removeprefix("step-")): state.parent
+        for state in (directory / "checkpoints").glob(f"step-*/{STATE_FILE}")
+    }
+    if last is None:
+        last = max(checkpoints, default=max(batches))
+    if first is None:
+        first = max((step for step in checkpoints if step < last), default=0) + 1
+    start = max((step for step in checkpoints if step < first), default=0)
+    wanted = range(start + 1, last + 1)
+    missing = [step for step in wanted if step not in batches]
+    if missing or not wanted:
+        raise ConfigError(
+            f"steps {first} to {last} cannot be trained again from step {start} on: "
+            f"{f'step {missing[0]} is' if missing else 'none of them is'} not in {directory / BATCHES_FILE}, which "
+            f"holds steps {min(batches)} to {max(batches)}"
+        )
+    return ReplayPlan(checkpoints.get(start), tuple(batches[step] for step in wanted), checkpoints.get(last))
+
+
+async def train_again(
+    plan: ReplayPlan,
+    store: LightningStore,
+    algorithm: Reinforcement,
+    policies: Policies,
+    *,
+    seed: int,
+    on_step: Callable[[ReplayedStep], None] = lambda step: None,
+) -> None:
+    """Train the steps of the plan, whose rollouts are in `store` unless the algorithm says where. The policies hold the
+    weights that the run started from, and are called what its agents called them.
+
+    NotFoundError names rollouts of a step that are not in the store any more; TrainingError the step in which a loss
+    or a gradient is not finite."""
+    if plan.start is not None:
+        policies.load(plan.start)
+    async with algorithm.traces_beside(store) as traces:
+        for batch in plan.batches:
+            metrics: list[dict[str, float]] = []
+            sequences = await _sequences(batch, traces, algorithm, policies)
+            for name, learner in policies.learners.items():
+                steps = optimiser_steps(learner, sequences[name], algorithm, seed=seed, step=batch.step, version=None)
+                try:
+                    metrics += steps
+                except TrainingError as error:
+                    raise TrainingError(f"step {batch.step}, optimiser step {len(metrics) + 1}: {error}") from error
+            on_step(ReplayedStep(batch.step, sum(map(len, sequences.values())), tuple(metrics)))
+
+
+async def _sequences(
+    batch: RecordedBatch, store: LightningStore, algorithm: Reinforcement, policies: Policies
+) -> dict[str, list[TrainingSequence]]:
+    """What the step trained each model on, made as the loop makes it."""
+    ids = [name for group in (*batch.groups, *batch.replayed) for name in group]
+    there = {rollout.rollout_id for rollout in await store.query_rollouts(rollout_id_in=ids)}
+    gone = [name for name in ids if name not in there]
+    if gone:
+        raise NotFoundError(
+            f"step {batch.step} cannot be trained again: {len(gone)} of its {len(ids)} rollouts are not in the store "
+            f"any more: {', '.join(gone[:_SHOWN])}{' …' if len(gone) > _SHOWN else ''}"
+        )
+    sequences: dict[str, list[TrainingSequence]] = {model: [] for model in policies.names}
+    for groups in (batch.groups, batch.replayed):
+        traced = [await trace_group(store, group, algorithm, policies.names) for group in groups]
+        for model, made in make_batches(algorithm, traced, policies.critics(algorithm)).items():
+            sequences[model] += made.sequences
+    return sequences
+
+
+def _recorded(directory: Path) -> dict[int, RecordedBatch]:
+    path = directory / BATCHES_FILE
+    try:
+        lines = path.read_bytes().splitlines()
+        batches = [msgspec.json.decode(line, type=RecordedBatch) for line in lines if line.strip()]
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; a training run writes it as it goes") from None
+    if not batches:
+        raise ConfigError(f"{path} holds no step: the run trained nothing yet")
+    return {batch.step: batch for batch in batches}
+
+
+# --- the same bits -----------------------------------------------------------------------------------------------
+
+
+def weights_digest(directory: Path) -> str:
+    """SHA-256 of all tensors in a directory's safetensors files: their names, types, shapes and bytes, by name."""
+    digest = hashlib.sha256()
+    files = sorted(directory.rglob("*.safetensors"))
+    tensors: list[tuple[str, Any]] = [one for file in files for one in deserialize(file.read_bytes())]
+    for name, tensor in sorted(tensors, key=itemgetter(0)):
+        digest.update(f"{name} {tensor['dtype']} {tensor['shape']}\n".encode() + tensor["data"])
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""A vLLM server of the run's own: started with it, waited for until it answers, and ended with it.
+
+Knows a program, its flags and its log. Knows nothing of weights and calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from agentlightning.errors import ConfigError
+from agentlightning.gateway.backends.connection import Connection
+
+_READY_SECONDS: Final = 900.0  # a large model is read, and kernels are compiled
+_END_SECONDS: Final = 10.0
+_SHOWN: Final = 3000  # characters of the log
+_WATCH: Final = 'read -r _; kill -TERM "-$1"; sleep "$2"; kill -KILL "-$1"'
+_NEEDED: Final = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+class StartedServer:
+    """`program serve model flags` on a free port of this machine, with `environment` beside this process's own, and its
+    output in the file `log`. ConfigError where there is no such program."""
+
+    def __init__(
+        self, program: str, model: str, flags: Sequence[str], *, environment: Mapping[str, str], log: Path
+    ) -> None:
+        found = shutil.which(program)
+        if found is None:
+            raise ConfigError(
+                f"there is no program {program!r} to start: install vLLM in an environment of its own and name it, as "
+                "in {vllm: start, program: /path/to/bin/vllm}, or give the URL of a server"
+            )
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}/v1"
+        self.log = log
+        self.end_seconds = _END_SECONDS
+        command = [found, "serve", model, "--host", "127.0.0.1", "--port", str(port), *flags]
+        # This process's packages are not the server's.
+        inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                env=inherited | _NEEDED | dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C is for the trainer, which stops it in the end
+            )
+        # Where this process is killed its end of the pipe closes.
+        watch = ("sh", "-c", _WATCH, "sh", str(self._process.pid), f"{self.end_seconds:g}")
+        self._watcher = subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True)
+
+    async def ready(self, connection: Connection) -> None:
+        """Wait until it answers. ConfigError, with the end of its log, where it ends before, or takes too long."""
+        try:
+            async with asyncio.timeout(_READY_SECONDS):
+                while not await connection.healthy(2.0):
+                    if self._process.poll() is not None:
+                        raise ConfigError(f"vLLM has ended with exit code {self._process.returncode}{self._said()}")
+                    await asyncio.sleep(0.5)
+        except TimeoutError:
+            raise ConfigError(f"vLLM does not answer after {_READY_SECONDS:g} seconds{self._said()}") from None
+
+    def stop(self) -> None:
+        """End it, with all processes that it has started."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(self.end_seconds)
+        self._watcher.kill()
+        self._watcher.communicate()
+
+    def _said(self) -> str:
+        return f". The end of {self.log}:\n{self.log.read_text(errors='replace')[-_SHOWN:]}"

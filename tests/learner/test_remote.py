@@ -1,0 +1,120 @@
+"""A policy that is sampled by servers of its own: what they are given, and what is noticed if they do not take it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentlightning.errors import BackendError, ConfigError, TrainingError
+from agentlightning.learner.base import AdamW, LoRA
+from agentlightning.learner.policy import load_policy, open_policy
+from agentlightning.learner.remote import read_sampler
+from agentlightning.learner.torch import TorchLearner
+from tests import agents
+from tests.learner.vllm_standin import standin
+from tests.test_trainer import TASKS, algorithm, policy, trainer
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    place = tmp_path / "model"
+    place.mkdir()
+    policy().save(place)
+    return place
+
+
+async def test_each_publication_is_loaded_before_its_first_token(tmp_path: Path, model: Path) -> None:
+    async with standin(model) as (url, server):
+        settings: dict[str, Any] = {"model": model, "sampler": {"vllm": url}, "algorithm": algorithm(temperature=1.0)}
+        result = await trainer(tmp_path, **settings).fit_async(agents.vowels, TASKS, TASKS[:2])
+        update = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+        assert server.told == update * 3  # the weights it begins with, and two steps
+        assert [measured.step for measured in result.metrics] == [0, 1, 2]
+        for step in (1, 2):
+            assert result.metrics[step].values["inference_mismatch"] < 1e-3
+            assert result.metrics[step].values["engine_tokens_per_second"] > 0
+        trained = load_policy(result.checkpoint).model.state_dict()
+        for name, tensor in server.sampler.model.state_dict().items():
+            assert torch.equal(tensor, trained[name]), name
+
+
+async def test_rollouts_go_on_beside_the_steps(tmp_path: Path, model: Path) -> None:
+    async with standin(model) as (url, _):
+        overlapping = algorithm(steps=4, max_staleness=2, temperature=1.0)
+        settings: dict[str, Any] = {"model": model, "sampler": {"vllm": url}, "algorithm": overlapping}
+        result = await trainer(tmp_path, **settings).fit_async(agents.vowels, TASKS)
+        assert result.stopped_because == "all steps done"
+        assert result.metrics[-1].values["policy_version"] == 4
+
+
+async def test_a_server_that_keeps_its_old_weights_is_found_out(tmp_path: Path, model: Path) -> None:
+    """Before a rollout is paid for, and where it happens later at the next step."""
+    async with standin(model) as (url, server):
+        settings: dict[str, Any] = {"sampler": {"vllm": url}, "algorithm": algorithm(steps=6, temperature=1.0)}
+        server.loads = False
+        with pytest.raises(TrainingError, match=r"does not sample with them.*Likely causes"):
+            await trainer(tmp_path, model=policy(seed=1), run_dir=tmp_path / "a", **settings).fit_async(
+                agents.vowels, TASKS
+            )
+        settings["optimizer"] = AdamW(learning_rate=0.02)
+        with pytest.raises(TrainingError, match=r"sampler and learner differ.*learner's weights"):
+            await trainer(tmp_path, model=model, run_dir=tmp_path / "b", **settings).fit_async(agents.vowels, TASKS)
+
+
+async def test_a_run_whose_server_is_gone_ends_with_the_reason_and_goes_on_later(tmp_path: Path, model: Path) -> None:
+    three: dict[str, Any] = {"algorithm": algorithm(steps=3, checkpoint_every=1, temperature=1.0), "model": model}
+    async with standin(model) as (url, server):
+        original = server.sampler.service.update_weights
+
+        async def fails_at_two(version: int) -> None:
+            if version == 2:
+                raise RuntimeError("out of memory")
+            await original(version)
+
+        server.sampler.service.update_weights = fails_at_two  # type: ignore[method-assign]
+        with pytest.raises(BackendError, match="no server of the model 'policy' has loaded version 2"):
+            await trainer(tmp_path, sampler={"vllm": url}, **three).fit_async(agents.vowels, TASKS)
+    async with standin(model) as (url, _):
+        resumed = await trainer(tmp_path, sampler={"vllm": url}, **three).fit_async(agents.vowels, TASKS, resume=True)
+    assert resumed.stopped_because == "all steps done"
+    assert [measured.step for measured in resumed.metrics] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "why"),
+    [
+        ("tpu", {}, "write embedded"),
+        ({"vllm": "http://a/v1", "sglang": "http://b"}, {}, "write embedded"),
+        ({"url": "http://a/v1"}, {}, "write embedded"),
+        ({"sglang": "http://a", "model": "m"}, {}, "has one model"),
+        ({"vllm": "http://a"}, {"models": 2}, "2 are trained"),
+        ({"vllm": "http://a"}, {"deterministic": True}, "needs the embedded sampler"),
+        ({"sglang": "http://a"}, {"overlaps": True}, "vLLM does"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(given: Any, settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        read_sampler(given, **({"models": 1, "deterministic": False, "overlaps": False} | settings))
+
+
+async def test_a_server_that_is_not_there_is_named_before_training(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9/v1 cannot be asked for its models"):
+        await trainer(tmp_path, model=model, sampler={"vllm": "http://127.0.0.1:9"}).fit_async(agents.vowels, TASKS)
+
+
+def test_what_is_exported_is_what_a_server_loads(tmp_path: Path, model: Path) -> None:
+    learner = TorchLearner(open_policy(model, seed=0, lora=LoRA(rank=4)))
+    learner.export(tmp_path / "adapter", "adapter")
+    learner.export(tmp_path / "whole", "whole")
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {
+        one.name for one in (tmp_path / "adapter").iterdir()
+    }
+    whole = load_policy(tmp_path / "whole").model.state_dict()
+    assert set(whole) == set(load_policy(model).model.state_dict())
+    with pytest.raises(ConfigError, match="no adapter"):
+        TorchLearner(open_policy(model, seed=0)).export(tmp_path / "none", "adapter")

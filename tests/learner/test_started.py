@@ -1,0 +1,83 @@
+"""A server of the run's own: when it is said not to come, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agentlightning.errors import ConfigError
+from agentlightning.gateway.backends.connection import Connection
+from agentlightning.learner.started import StartedServer
+
+pytestmark = pytest.mark.anyio
+
+
+def program(directory: Path, script: str) -> str:
+    path = directory / "vllm"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def start(directory: Path, script: str, *flags: str) -> StartedServer:
+    log = directory / "vllm.log"
+    return StartedServer(program(directory, script), "a-model", flags, environment={"SAID": "hello"}, log=log)
+
+
+def gone(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until_gone(processes: list[int]) -> None:
+    give_up = time.monotonic() + 30
+    while not all(map(gone, processes)):
+        assert time.monotonic() < give_up, processes
+        time.sleep(0.05)
+
+
+def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no program 'no-such-vllm'.*or give the URL"):
+        StartedServer("no-such-vllm", "m", [], environment={}, log=tmp_path / "log")
+
+
+async def test_one_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
+    server = start(tmp_path, 'echo "$SAID $*: unrecognized"; exit 2', "--flag")
+    connection = Connection(server.url)
+    with pytest.raises(ConfigError, match=r"exit code 2(.|\n)*hello serve a-model .*--flag: unrecognized"):
+        await server.ready(connection)
+    server.stop()
+    await connection.close()
+
+
+def test_nothing_of_it_is_left_when_the_run_ends(tmp_path: Path) -> None:
+    server = start(tmp_path, f"trap '' TERM; sleep 600 & echo $$ $! > {tmp_path}/ids; wait; sleep 600")
+    while not (tmp_path / "ids").is_file() or not (tmp_path / "ids").read_text().strip():
+        time.sleep(0.01)
+    processes = [int(one) for one in (tmp_path / "ids").read_text().split()]
+    server.end_seconds = 0.2
+    server.stop()
+    wait_until_gone(processes)
+
+
+def test_nor_when_the_trainer_is_killed(tmp_path: Path) -> None:
+    script = program(tmp_path, f"sleep 600 & echo $$ $! > {tmp_path}/ids; wait")
+    code = (
+        "import time; from pathlib import Path; from agentlightning.learner.started import StartedServer\n"
+        f"StartedServer({script!r}, 'm', [], environment={{}}, log=Path({str(tmp_path / 'log')!r})); time.sleep(600)"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", code])
+    while not (tmp_path / "ids").is_file() or not (tmp_path / "ids").read_text().strip():
+        time.sleep(0.01)
+    processes = [int(one) for one in (tmp_path / "ids").read_text().split()]
+    os.kill(trainer.pid, signal.SIGKILL)
+    trainer.wait()
+    wait_until_gone(processes)
