@@ -91,6 +91,8 @@ def finished_after(tx: Transaction, call: calls.FinishedAfter) -> tuple[Finished
     """Rollouts finished after a cursor, oldest first, and whether there may be more behind the new cursor. Of a project
     it looks at 10,000 finishes at a time, so that the cursor advances however quiet the project is."""
     check_page(call.limit, 0)
+    if call.cursor < 0:
+        raise InvalidError(f"cursor is {call.cursor}; the first is 0, and each answer names the next")
     (last,) = tx.connection.execute("SELECT value FROM counters WHERE name = 'finished'").fetchone()
     upto = min(last, call.cursor + _LOOKED_AT) if call.run_id is None else last
     conditions = ["finished_index > ?", "finished_index <= ?"]

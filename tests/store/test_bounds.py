@@ -111,3 +111,5 @@ async def test_the_feed_of_a_quiet_project_says_how_far_it_looked(store, monkeyp
     assert [one.rollout_id for one in (await waiting).rollouts] == [last]
     assert ((await waiting).cursor, (await store.finished_after(99, project="quiet")).cursor) == (27, 99)
     assert (await store.finished_after(limit=0, project="quiet")).rollouts == ()
+    with pytest.raises(InvalidError, match="cursor is -562949953421311"):  # it would be looked at 10,000 at a time
+        await store.finished_after(-562949953421311)
