@@ -78,6 +78,7 @@ class Flight(Execution):
     defects: int = 0  # how often the server has failed at what is unsent
     refusal: AgentLightningError | None = None  # of spans that were dropped
     ended_by_store: bool = False
+    unrun: str = "its runner was stopped"  # why it is handed back, if it is
 
     @property
     def ids(self) -> tuple[str, str]:
@@ -157,9 +158,9 @@ class Runner:
                     for _ in range(self.concurrency):
                         attempts.create_task(self._run_in_process())
                     return
-                while leased := await self._lease(self.worker_id, self.concurrency):
-                    for rollout in leased:
-                        attempts.create_task(self._attempt(self._board(rollout)))
+                while leased := await self._lease():
+                    for flight in leased:
+                        attempts.create_task(self._attempt(flight))
         finally:
             self._stopping.clear()
 
@@ -188,8 +189,8 @@ class Runner:
             raise NotFoundError(f"rollout {rollout.rollout_id} is gone from the store")
         return ended
 
-    async def _lease(self, worker_id: str, most: int) -> list[AttemptedRollout]:
-        """The next rollouts to run, at least one; none only when the runner is to stop."""
+    async def _lease(self, process: AgentProcess | None = None) -> list[Flight]:
+        """The next attempts to run, one for a process, otherwise at least one; none when the runner is to stop."""
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             while not self._stopping.is_set():
@@ -198,16 +199,18 @@ class Runner:
                     landed = asyncio.create_task(self._landed.wait())
                     await _first_of(landed, stopping)
                     continue
-                poll = asyncio.create_task(self._patiently(lambda: self._dequeue(worker_id, most)))
+                poll = asyncio.create_task(self._patiently(lambda: self._dequeue(process)))
                 if await _first_of(poll, stopping) and (leased := poll.result()):
                     return leased
         finally:
             stopping.cancel()
         return []
 
-    async def _dequeue(self, worker_id: str, most: int) -> list[AttemptedRollout]:
-        free = min(most, self.concurrency - len(self._flights))
-        return await self.store.dequeue_many_rollouts(free, worker_id, POLL_SECONDS, project=self._project)
+    async def _dequeue(self, process: AgentProcess | None) -> list[Flight]:
+        free = self.concurrency - len(self._flights) if process is None else 1
+        worker_id = self.worker_id if process is None else process.worker_id
+        leased = await self.store.dequeue_many_rollouts(free, worker_id, POLL_SECONDS, project=self._project)
+        return [self._board(rollout, process) for rollout in leased]
 
     def _process(self) -> AbstractAsyncContextManager[AgentProcess | None]:
         """A process for the agent, to the end of the block; None where it runs in this one."""
@@ -222,12 +225,12 @@ class Runner:
         """One attempt after the other in one process: what leases it is the process, whose key is the attempt's."""
         async with self._process() as process:
             assert process is not None
-            while leased := await self._lease(process.worker_id, 1):
-                await self._attempt(self._board(leased[0], process))
+            while leased := await self._lease(process):
+                await self._attempt(leased[0])
                 await process.renew()
 
     def _board(self, rollout: AttemptedRollout, process: AgentProcess | None = None) -> Flight:
-        """Count a leased rollout as in flight, from before its task first runs."""
+        """Count a leased rollout as in flight: whatever is not run is handed back."""
         tracer = self._make_tracer(rollout.rollout_id, rollout.attempt.attempt_id)
         flight = Flight(self, self.agent, self._hooks, rollout, tracer, process, self._own_agent)
         self._flights.add(flight)
@@ -236,17 +239,23 @@ class Runner:
 
     async def _attempt(self, flight: Flight) -> Outcome:
         try:
-            return await self._finish(flight, await self._execute(flight))
+            outcome = await self._finish(flight, await self._execute(flight))
         except asyncio.CancelledError:
-            await self._give_back(flight, "its runner was stopped")
+            await self._give_back(flight)
             raise
-        except AgentNotLoadedError as error:  # another runner may be able to
-            await self._give_back(flight, str(error))
+        except AgentNotLoadedError as error:  # it stays in flight until no process of this runner can lease it again
+            flight.unrun = str(error)
             raise
-        finally:
-            self._flights.remove(flight)
-            self._finished += 1
-            self._landed.set()
+        except BaseException:
+            self._land(flight)
+            raise
+        self._land(flight)
+        return outcome
+
+    def _land(self, flight: Flight) -> None:
+        self._flights.remove(flight)
+        self._finished += 1
+        self._landed.set()
 
     async def _execute(self, flight: Flight) -> Outcome:
         try:
@@ -359,15 +368,17 @@ class Runner:
                 raise error
             flight.unsent, flight.defects = [], 0
 
-    async def _give_back(self, flight: Flight, reason: str) -> None:
+    async def _give_back(self, flight: Flight) -> None:
         """This runner cannot go on with it: let the store decide about a retry now, not when the lease runs out."""
         try:
             with suppress(ConflictError):  # it has ended already
                 async with asyncio.timeout(GIVE_BACK_SECONDS):
                     await self._send(flight)
-                    await self._end(flight, "unresponsive", reason)
+                    await self._end(flight, "unresponsive", flight.unrun)
         except (TimeoutError, AgentLightningError) as error:
             logger.warning("attempt %s could not be handed back, its lease will run out: %s", flight.ids[1], error)
+        finally:
+            self._land(flight)
 
     def _adjust_heartbeat(self, rollout: AttemptedRollout) -> None:
         """A third of the shortest lease seen. Both ends of a lease are the store's clock, so ours may differ."""
@@ -456,6 +467,7 @@ class Runner:
         except BaseExceptionGroup as errors:
             raise _first_leaf(errors) from None
         finally:
+            await asyncio.gather(*map(self._give_back, self._flights))
             current_pool.reset(token)
             current_server.reset(server)
             await pool.close()

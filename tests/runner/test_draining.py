@@ -6,6 +6,9 @@ import asyncio
 import os
 import signal
 import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -60,6 +63,22 @@ async def ends(task):
 """
 
 
+@asynccontextmanager
+async def runner_of(store: SqlStore, folder: Path, agent: str, *options: str) -> AsyncIterator[Process]:
+    """`agl runner` with one of the agents above, in a process of its own, and the server it leases from."""
+    (folder / "agent.py").write_text(AGENT)
+    main = "from agentlightning.cli.main import main; main()"
+    async with HttpServer(create_app(store), port=0) as server:
+        command = (sys.executable, "-c", main, "runner", f"agent.py:{agent}", "--server", server.url, *options)
+        yield await asyncio.create_subprocess_exec(*command, cwd=folder, stderr=asyncio.subprocess.PIPE)
+
+
+async def begun(folder: Path) -> None:
+    async with asyncio.timeout(60):
+        while not (folder / "begun").exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("takes", "drain", "isolation", "signals", "code", "status"),
@@ -74,35 +93,20 @@ async def ends(task):
 async def test_a_runner_told_to_stop_drains_for_so_long_and_hands_back_the_rest(
     store: SqlStore, tmp_path: Path, takes: float, drain: str, isolation: str, signals: int, code: int, status: str
 ) -> None:
-    (tmp_path / "agent.py").write_text(AGENT)
-    server = HttpServer(create_app(store), port=0)
-    await server.start()
     config = RolloutConfig(max_attempts=2, retry_condition=("unresponsive",))
     rollouts = [await store.enqueue_rollout(takes, config=config) for _ in range(2)]
-    options = ("--server", server.url, "--concurrency", "1", "--isolation", isolation, "--drain", drain)
-    command = (
-        sys.executable,
-        "-c",
-        "from agentlightning.cli.main import main; main()",
-        "runner",
-        "agent.py:agent",
-        *options,
-    )
-    pipe = asyncio.subprocess.PIPE
-    runner = await asyncio.create_subprocess_exec(*command, cwd=tmp_path, stderr=pipe)
-    async with asyncio.timeout(60):
-        while not (tmp_path / "begun").exists():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    assert runner.stderr is not None
-    await runner.stderr.readline()  # who it is
-    for _ in range(signals):
-        runner.send_signal(signal.SIGTERM)
-        assert b"leasing nothing more" in await runner.stderr.readline() or signals > 1
-    said = (await asyncio.wait_for(runner.communicate(), 60))[1]
+    options = ("--concurrency", "1", "--isolation", isolation, "--drain", drain)
+    async with runner_of(store, tmp_path, "agent", *options) as runner:
+        await begun(tmp_path)
+        assert runner.stderr is not None
+        await runner.stderr.readline()  # who it is
+        for _ in range(signals):
+            runner.send_signal(signal.SIGTERM)
+            assert b"leasing nothing more" in await runner.stderr.readline() or signals > 1
+        said = (await asyncio.wait_for(runner.communicate(), 60))[1]
     assert runner.returncode == code, said
     attempts: list[Attempt] = [one for each in rollouts for one in await store.query_attempts(each.rollout_id)]
     assert [attempt.status for attempt in attempts] == [status]
-    await server.stop()
 
 
 @pytest.mark.slow
@@ -113,43 +117,27 @@ async def test_a_runner_told_to_stop_drains_for_so_long_and_hands_back_the_rest(
 async def test_a_signal_to_the_whole_group_of_processes_ends_a_runner_as_one_to_itself_does(
     store: SqlStore, tmp_path: Path, agent: str, drain: str, code: int, says: str
 ) -> None:
-    (tmp_path / "agent.py").write_text(AGENT)
-    server = HttpServer(create_app(store), port=0)
-    await server.start()
     await store.enqueue_rollout(1.0)
-    main = "from agentlightning.cli.main import main; main()"
-    options = ("--server", server.url, "--isolation", "none", "--drain", drain)
-    command = (sys.executable, "-c", main, "runner", f"agent.py:{agent}", *options)
-    runner = await asyncio.create_subprocess_exec(*command, cwd=tmp_path, stderr=asyncio.subprocess.PIPE)
-    async with asyncio.timeout(60):
-        while not (tmp_path / "begun").exists():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    children = Path(f"/proc/{runner.pid}/task/{runner.pid}/children").read_text().split()  # noqa: ASYNC240
-    assert children
-    for pid in (*map(int, children), runner.pid):
-        os.kill(pid, signal.SIGTERM)
-    said = (await asyncio.wait_for(runner.communicate(), 60))[1].decode()
+    async with runner_of(store, tmp_path, agent, "--isolation", "none", "--drain", drain) as runner:
+        await begun(tmp_path)
+        children = Path(f"/proc/{runner.pid}/task/{runner.pid}/children").read_text().split()  # noqa: ASYNC240
+        assert children
+        for pid in (*map(int, children), runner.pid):
+            os.kill(pid, signal.SIGTERM)
+        said = (await asyncio.wait_for(runner.communicate(), 60))[1].decode()
     assert (runner.returncode, says in said) == (code, True), said
-    await server.stop()
 
 
 @pytest.mark.slow
 async def test_a_thread_that_goes_on_after_its_rollout_does_not_keep_a_runner_from_its_end(
     store: SqlStore, tmp_path: Path
 ) -> None:
-    (tmp_path / "agent.py").write_text(AGENT)
-    server = HttpServer(create_app(store), port=0)
-    await server.start()
     rollout = await store.enqueue_rollout(1.0, config=RolloutConfig(timeout_seconds=0.2))
-    main = "from agentlightning.cli.main import main; main()"
-    options = ("--server", server.url, "--isolation", "none")
-    command = (sys.executable, "-c", main, "runner", "agent.py:threaded", *options)
-    runner = await asyncio.create_subprocess_exec(*command, cwd=tmp_path, stderr=asyncio.subprocess.PIPE)
-    assert [one.status for one in await store.wait_for_rollouts([rollout.rollout_id], timeout=60)] == ["failed"]
-    runner.send_signal(signal.SIGTERM)
-    said = (await asyncio.wait_for(runner.communicate(), 20))[1]
+    async with runner_of(store, tmp_path, "threaded", "--isolation", "none") as runner:
+        assert [one.status for one in await store.wait_for_rollouts([rollout.rollout_id], timeout=60)] == ["failed"]
+        runner.send_signal(signal.SIGTERM)
+        said = (await asyncio.wait_for(runner.communicate(), 20))[1]
     assert runner.returncode == 0, said
-    await server.stop()
 
 
 @pytest.mark.slow
@@ -165,21 +153,13 @@ async def test_a_thread_that_goes_on_after_its_rollout_does_not_keep_a_runner_fr
 async def test_no_agent_keeps_a_runner_from_its_end_nor_ends_it_without_a_word(
     store: SqlStore, tmp_path: Path, agent: str, signals: int, code: int, says: str
 ) -> None:
-    (tmp_path / "agent.py").write_text(AGENT)
-    server = HttpServer(create_app(store), port=0)
-    await server.start()
     await store.enqueue_rollout(1.0)
-    main = "from agentlightning.cli.main import main; main()"
-    options = ("--server", server.url, "--isolation", "none", "--drain", "0s")
-    command = (sys.executable, "-c", main, "runner", f"agent.py:{agent}", *options)
-    runner = await asyncio.create_subprocess_exec(*command, cwd=tmp_path, stderr=asyncio.subprocess.PIPE)
-    async with asyncio.timeout(60):
-        while signals and not (tmp_path / "begun").exists():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    begun = asyncio.get_running_loop().time()
-    for _ in range(signals):
-        runner.send_signal(signal.SIGTERM)
-    said = (await asyncio.wait_for(runner.communicate(), 60))[1].decode()
+    async with runner_of(store, tmp_path, agent, "--isolation", "none", "--drain", "0s") as runner:
+        if signals:
+            await begun(tmp_path)
+        since = asyncio.get_running_loop().time()
+        for _ in range(signals):
+            runner.send_signal(signal.SIGTERM)
+        said = (await asyncio.wait_for(runner.communicate(), 60))[1].decode()
     assert (runner.returncode, says in said) == (code, True), said
-    assert asyncio.get_running_loop().time() - begun < 15 or not signals
-    await server.stop()
+    assert asyncio.get_running_loop().time() - since < 15 or not signals

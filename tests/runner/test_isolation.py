@@ -535,10 +535,11 @@ async def test_one_that_fails_to_import_ends_the_runner_and_costs_no_rollout(
     config = RolloutConfig(max_attempts=2, retry_condition=("unresponsive",))
     rollout = await store.enqueue_rollout({}, config=config)
     with pytest.raises(ConfigError, match=reason):
-        await asyncio.wait_for(Runner(store, name, concurrency=2, isolation="process").run(), 60)
+        await asyncio.wait_for(Runner(store, name, concurrency=8, isolation="process").run(), 60)
     kept = await store.get_rollout_by_id(rollout.rollout_id)
     assert kept is not None
     assert kept.status == "requeuing"
+    assert len(await store.query_attempts(rollout.rollout_id)) == 1  # no other process of the runner took it
 
 
 SCRIPT = """

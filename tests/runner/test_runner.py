@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -525,6 +526,26 @@ async def test_a_cancelled_runner_hands_its_rollouts_to_another_at_once(store: S
     attempts = await store.query_attempts(rollout_id)
     assert rollout.status == "succeeded"
     assert [attempt.status for attempt in attempts] == ["unresponsive", "succeeded"]
+
+
+async def test_what_is_leased_as_a_runner_is_cancelled_is_handed_back(tmp_path: Path) -> None:
+    class Leasing(SqlStore):
+        """Its lease is answered in the moment in which the runner is cancelled."""
+
+        async def dequeue_many_rollouts(self, *arguments: Any, **options: Any) -> list[AttemptedRollout]:
+            leased = await super().dequeue_many_rollouts(*arguments, **options)
+            task.cancel()
+            return leased
+
+    store = await Leasing.open(tmp_path / "store.db")
+    retry = RolloutConfig(max_attempts=2, retry_condition=("unresponsive",))
+    rollout_ids = await enqueue(store, ["x", "y"], retry)
+    task = asyncio.create_task(Runner(store, lambda task: 1.0).run())
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    kept = [await store.get_rollout_by_id(rollout_id) for rollout_id in rollout_ids]
+    assert [rollout and rollout.status for rollout in kept] == ["requeuing", "requeuing"]
+    await store.close()
 
 
 async def test_a_cancelled_runner_is_silent_about_what_has_ended_already(
