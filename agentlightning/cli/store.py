@@ -247,12 +247,6 @@ def check(address: str | None, server: str | None, key: str | None, as_json: boo
     return run(work())
 
 
-def _copying(file: Path) -> contextlib.AbstractContextManager[Callable[[int], None]]:
-    from agentlightning.display import counting
-
-    return counting("MiB", file.stat().st_size >> 20 if file.is_file() else None)
-
-
 @store.command()
 @click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
 @click.option("--store", "address", metavar="PATH|URL", required=True, help="SQLite file of the store.")
@@ -264,8 +258,7 @@ def backup(destination: Path, address: str, force: bool, as_json: bool) -> None:
 
     if address.startswith(_POSTGRES):
         raise ConfigError(postgres_advice(address, destination))
-    with _copying(Path(address)) as advance:
-        back_up(Path(address), destination, overwrite=force, advance=advance)
+    back_up(Path(address), destination, overwrite=force)
     size = destination.stat().st_size
     told = {"file": str(destination), "bytes": size}
     tell(as_json, told, f"{destination}: {size} bytes, read through and in order")
@@ -282,8 +275,7 @@ def restore(source: Path, destination: str, force: bool, as_json: bool) -> None:
 
     if destination.startswith(_POSTGRES):
         raise ConfigError(backup.postgres_advice(destination, source))
-    with _copying(source) as advance:
-        backup.restore(source, Path(destination), overwrite=force, advance=advance)
+    backup.restore(source, Path(destination), overwrite=force)
     tell(as_json, {"file": destination, "source": str(source)}, f"{destination}: restored from {source}")
 
 

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import math
 import os
-import random
 import socket
 import time
 import uuid
@@ -28,7 +27,6 @@ from agentlightning.errors import (
     ForbiddenError,
     InvalidError,
     NotFoundError,
-    UnavailableError,
 )
 from agentlightning.runner.agent import LitAgent, as_agent
 from agentlightning.runner.clients import ClientPool, current_pool
@@ -36,6 +34,7 @@ from agentlightning.runner.copies import own_copies
 from agentlightning.runner.environment import current_server
 from agentlightning.runner.execution import Execution, Outcome
 from agentlightning.runner.hooks import Hook
+from agentlightning.runner.patience import is_defect, patiently
 from agentlightning.runner.processes import AgentNotLoadedError, AgentProcess, Isolation, boot_of, usual_concurrency
 from agentlightning.runner.resources import ResourceCache
 from agentlightning.store.base import LightningStore
@@ -64,7 +63,6 @@ POLL_SECONDS = 20.0  # one long poll for work
 HEARTBEAT_SECONDS = 10.0  # until a lease was seen; then a third of the shortest lease
 SETTLE_PERIODS = 10  # after so many an attempt ends though spans still arrive
 GIVE_BACK_SECONDS = 5.0  # how long a cancelled runner tries to hand its attempts back
-FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 5.0
 DEFECT_TRIES = 5  # of spans at which the server fails, before they count as refused
 
 
@@ -360,7 +358,7 @@ class Runner:
             try:
                 await self.store.add_many_spans(flight.unsent)
             except AgentLightningError as error:
-                flight.defects += _is_defect(error)
+                flight.defects += is_defect(error)
                 if flight.defects == DEFECT_TRIES:
                     error = InvalidError(f"the server failed at them {DEFECT_TRIES} times: {error}")
                 if isinstance(error, InvalidError | ConflictError | NotFoundError):
@@ -473,22 +471,7 @@ class Runner:
             await pool.close()
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeat a harmless-to-repeat call while the store is away or has a defect; in the end UnavailableError."""
-        deadline = time.monotonic() + self._patience
-        pause = FIRST_RETRY_SECONDS
-        while True:
-            try:
-                return await call()
-            except AgentLightningError as error:
-                if not (isinstance(error, UnavailableError) or _is_defect(error)):
-                    raise
-                if time.monotonic() + pause > deadline:
-                    raise UnavailableError(
-                        f"the store did not answer for {self._patience:g} s: {error}. "
-                        "Attempts in flight are retried by whoever finds them, once the store is back"
-                    ) from error
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, LAST_RETRY_SECONDS)
+        return await patiently(call, self._patience)
 
 
 async def _first_of(wanted: asyncio.Task[Any], stopping: asyncio.Task[Any]) -> bool:
@@ -500,11 +483,6 @@ async def _first_of(wanted: asyncio.Task[Any], stopping: asyncio.Task[Any]) -> b
             wanted.cancel()
     await asyncio.wait({wanted})
     return not wanted.cancelled()
-
-
-def _is_defect(error: AgentLightningError) -> bool:
-    """Whether the server failed by itself (HTTP 500), which may pass."""
-    return type(error) is AgentLightningError
 
 
 def _first_leaf(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -9,40 +9,31 @@ import contextlib
 import os
 import shlex
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 from urllib.parse import urlsplit, urlunsplit
 
 from agentlightning.errors import ConfigError
 from agentlightning.store import sqlite
 
-_AT_ONCE: Final = 16 << 20  # bytes
 
-
-def back_up(
-    path: Path, destination: Path, *, overwrite: bool = False, advance: Callable[[int], None] = lambda size: None
-) -> None:
+def back_up(path: Path, destination: Path, *, overwrite: bool = False) -> None:
     """Copy the store in a file, as it is at one moment: every call that was answered before is in the copy, whoever
-    writes meanwhile. The copy takes its name when it is complete and was read through. `advance` is told now and then
-    how many MiB were copied.
+    writes meanwhile. The copy takes its name when it is complete and was read through.
 
     ConfigError if `destination` exists and is not to be overwritten, or if the store is damaged."""
     path, destination = _check_store(path), _check_free(destination, overwrite)
     with contextlib.closing(sqlite.own(destination)) if destination.exists() else contextlib.nullcontext():
-        _replace(path, "mode=ro", destination, advance)
+        _replace(path, "mode=ro", destination)
 
 
-def restore(
-    source: Path, destination: Path, *, overwrite: bool = False, advance: Callable[[int], None] = lambda size: None
-) -> None:
-    """Make a copy the store of `destination`; `advance` as for `back_up`. InUseError if a process uses that store,
-    ConfigError if there is one and it is not to be overwritten, or if the copy is damaged: then nothing is changed."""
+def restore(source: Path, destination: Path, *, overwrite: bool = False) -> None:
+    """Make a copy the store of `destination`. InUseError if a process uses that store, ConfigError if there is one and
+    it is not to be overwritten, or if the copy is damaged: then nothing is changed."""
     source, destination = _check_store(source, copy=True), _check_free(destination, overwrite)
     # Nobody writes a copy. Read as a file that does not change, it needs no others beside it.
     live = source.with_name(f"{source.name}-wal").exists()
     with contextlib.closing(sqlite.own(destination)):
-        _replace(source, "mode=ro" if live else "mode=ro&immutable=1", destination, advance)
+        _replace(source, "mode=ro" if live else "mode=ro&immutable=1", destination)
 
 
 def postgres_advice(url: str, destination: Path) -> str:
@@ -70,14 +61,14 @@ def _check_free(destination: Path, overwrite: bool) -> Path:
     return sqlite.real(destination)
 
 
-def _replace(path: Path, mode: str, destination: Path, advance: Callable[[int], None]) -> None:
+def _replace(path: Path, mode: str, destination: Path) -> None:
     """Put a copy of the store in a file in the place of `destination`, or leave all as it is."""
     draft = destination.with_name(f"{destination.name}-part")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         _remove(draft)
         draft.touch(mode=0o600)  # what is in it is nobody else's business before it has the store's own mode
-        _copy(path, mode, draft, advance)
+        _copy(path, mode, draft)
         draft.chmod(path.stat().st_mode & 0o777)
         # What is left of another store's log would be taken for this one's.
         for suffix in ("-wal", "-shm"):
@@ -93,21 +84,11 @@ def _replace(path: Path, mode: str, destination: Path, advance: Callable[[int], 
             _remove(draft)
 
 
-def _copy(path: Path, mode: str, draft: Path, advance: Callable[[int], None]) -> None:
+def _copy(path: Path, mode: str, draft: Path) -> None:
     address = f"{path.absolute().as_uri()}?{mode}"
-    with (
-        contextlib.closing(sqlite3.connect(address, uri=True, isolation_level=None, timeout=60)) as source,
-        contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as copy,
-    ):
-        (page_size,) = source.execute("PRAGMA page_size").fetchone()
-        # In one transaction, which sees the store as it is now: a copy in steps begins again at a write it sees.
-        source.execute("BEGIN")
-        source.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        source.backup(
-            copy,
-            pages=_AT_ONCE // page_size,
-            progress=lambda status, left, total: advance((total - left) * page_size >> 20),
-        )
+    with contextlib.closing(sqlite3.connect(address, uri=True, isolation_level=None, timeout=60)) as source:
+        source.execute("VACUUM INTO ?", (str(draft),))
+    with contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as copy:
         problems = [row[0] for row in copy.execute("PRAGMA quick_check(5)")]
     if problems != ["ok"]:
         raise ConfigError(f"the store {path} is damaged ({'; '.join(problems)}); restore a copy that is not")

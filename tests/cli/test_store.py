@@ -164,12 +164,9 @@ def test_gc_removes_what_ended_long_ago(agl, path: Path) -> None:
 
 def test_what_takes_long_has_a_bar_on_a_terminal(path: Path) -> None:
     fill(path, "old", "older", ago=31 * DAY)
-    copying = ("backup", str(path.with_name("copy.db")), "--store", str(path))
-    removing = ("gc", "--store", str(path), "--older-than", "30d")
-    for arguments, bar, told in ((copying, "MiB", "in order"), (removing, "0/2", "removed 2 rollouts")):
-        with on_a_terminal(path.parent, "store", *arguments) as terminal:
-            assert terminal.end() == 0
-            assert bar in terminal.shown and told in terminal.shown
+    with on_a_terminal(path.parent, "store", "gc", "--store", str(path), "--older-than", "30d") as terminal:
+        assert terminal.end() == 0
+        assert "0/2" in terminal.shown and "removed 2 rollouts" in terminal.shown
 
 
 def test_gc_can_keep_the_rewards(agl, path: Path) -> None:

@@ -88,23 +88,6 @@ async def test_every_write_answered_before_a_backup_is_in_it(tmp_path):
             await store.enqueue_rollout("it goes on")
 
 
-async def test_a_backup_tells_how_far_it_is_and_is_of_one_moment_all_the_same(tmp_path):
-    path, copied = tmp_path / "store.db", list[int]()
-    loop = asyncio.get_running_loop()
-    async with opened(path) as store:
-        for _ in range(20):
-            await store.enqueue_rollout("x" * 2_000_000)
-
-        def advance(size: int) -> None:
-            copied.append(size)
-            asyncio.run_coroutine_threadsafe(store.enqueue_rollout("meanwhile"), loop).result(30)
-
-        await asyncio.to_thread(back_up, path, tmp_path / "copy.db", advance=advance)
-        assert (await store.page_rollouts(limit=0, with_total=True)).total == 20 + len(copied)
-    assert copied[:2] == [16, 32] and copied[2:] == [38]
-    assert "meanwhile" not in await inputs(tmp_path / "copy.db")
-
-
 async def test_a_restored_store_knows_the_keys_of_attempts(tmp_path):
     async with opened(tmp_path / "store.db") as store:
         leased = await store.start_rollout(1)
