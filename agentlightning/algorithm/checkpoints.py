@@ -128,6 +128,10 @@ class Checkpoints:
 
     def restore(self, weights: Saved) -> LoopState | None:
         """Load the newest checkpoint into what holds the weights, or None where there is none."""
+        for replaced in self.directory.glob(".*.replaced"):  # the process was killed between two renames
+            target = self.directory / replaced.name[1 : -len(".replaced")]
+            if not target.exists():
+                os.replace(replaced, target)
         path = self.latest()
         if path is None:
             return None

@@ -289,8 +289,8 @@ def dev(
     run_dir: str | None,
     isolation: Isolation,
     as_json: bool,
-) -> None:
-    """Run an agent on a few tasks without training and print what it did, call by call."""
+) -> int:
+    """Run an agent on a few tasks without training and print what it did, call by call; exit with 1 if all fail."""
     served, resources = answering(model, endpoint, endpoint_model, endpoint_key)
     if served is None and not resources:
         raise click.UsageError("give --model, or --endpoint and --endpoint-model")
@@ -310,6 +310,7 @@ def dev(
         ]
         summary = summarise([measured(one.traced, one.spans) for one in ended], Measures())
         print_json({"rollouts": told, **msgspec.to_builtins(summary)})
+    return 0 if any(one.rollout.status == "succeeded" for one in ended) else 1
 
 
 @click.command()

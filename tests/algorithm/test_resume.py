@@ -219,6 +219,20 @@ def test_a_checkpoint_that_finds_no_space_takes_none(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_kill_between_two_renames_loses_neither_checkpoint(tmp_path: Path) -> None:
+    class Kept:
+        def save(self, directory: Path) -> None: ...
+        def load(self, directory: Path) -> None: ...
+
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save_best(Kept(), LoopState(best_reward=0.5))
+    checkpoints.save(Kept(), LoopState(step=1))
+    (tmp_path / "best").rename(tmp_path / ".best.replaced")
+    state = Checkpoints(tmp_path).restore(Kept())
+    assert state is not None and state.best_reward == 0.5
+    assert (tmp_path / "best").is_dir()
+
+
 class Racing(LightningStore):
     """A store in which the attempts of `started_before` end as soon as somebody has looked at them."""
 

@@ -134,7 +134,7 @@ def test_dev_prints_each_trace_and_why_an_agent_failed(project: Path) -> None:
     common = ("tasks.jsonl", "--model", "model", "--limit", "2")
     out, _ = finish(start(project, "dev", "agent.py:agent", *common))
     assert out.count("├── input") == 2
-    out, err = finish(start(project, "dev", "agent.py:broken", *common, "--json"))
+    out, err = finish(start(project, "dev", "agent.py:broken", *common, "--json"), 1)
     assert "no such city" in err and [one["status"] for one in json.loads(out)["rollouts"]] == ["failed", "failed"]
 
 

@@ -41,7 +41,8 @@ _LEAST: Final[dict[str, float]] = {
     **dict.fromkeys(("steps", "tasks_per_step", "group_size", "minibatches", "epochs"), 1.0),
     **dict.fromkeys(("checkpoint_every", "max_tokens"), 1.0),
     **dict.fromkeys(("evaluate_every", "max_staleness", "replay_groups", "replay_staleness"), 0.0),
-    **dict.fromkeys(("stop_on_explosion", "stop_on_collapse"), 0.0),
+    **dict.fromkeys(("stop_on_explosion", "stop_on_collapse", "val_temperature"), 0.0),
+    "temperature": 1e-3,
 }
 
 TOO_FEW_REWARDED: Final = "too few rewarded"
@@ -134,9 +135,10 @@ class Reinforcement(metaclass=_Tried):
 
     def __post_init__(self) -> None:
         check_settings(self, least=_LEAST, choices={"level": get_args(Level)})
-        for name, lowest in (("temperature", 1e-3), ("val_temperature", 0.0)):
-            if not lowest <= getattr(self, name) <= 2:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must lie between {lowest} and 2")
+        if max(self.temperature, self.val_temperature) > 2:
+            raise ConfigError(
+                f"temperature is {self.temperature}, val_temperature {self.val_temperature}; 2 is the most"
+            )
         self._check_flow()
         if self.unrewarded != "exclude" and not math.isfinite(self.unrewarded):
             raise ConfigError(f"unrewarded is {self.unrewarded}; give 'exclude', or a finite reward")
