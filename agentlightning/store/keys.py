@@ -44,7 +44,7 @@ def verify(secret: bytes, api_key: str) -> AttemptKey | None:
         return None
     # The key is rebuilt, so that no second spelling of the same signature passes.
     genuine = sign(secret, *claimed[:2], rewards=claimed.rewards)
-    return claimed if hmac.compare_digest(api_key.encode(), genuine.encode()) else None
+    return claimed if hmac.compare_digest(api_key.encode(errors="surrogatepass"), genuine.encode()) else None
 
 
 def claimed_attempt(api_key: str) -> AttemptKey | None:

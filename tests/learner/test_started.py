@@ -72,12 +72,14 @@ def test_nor_when_the_trainer_is_killed(tmp_path: Path) -> None:
     script = program(tmp_path, f"sleep 600 & echo $$ $! > {tmp_path}/ids; wait")
     code = (
         "import time; from pathlib import Path; from agentlightning.learner.started import StartedServer\n"
-        f"StartedServer({script!r}, 'm', [], environment={{}}, log=Path({str(tmp_path / 'log')!r})); time.sleep(600)"
+        f"StartedServer({script!r}, 'm', [], environment={{}}, log=Path({str(tmp_path / 'log')!r}))\n"
+        "print('started', flush=True); time.sleep(600)"
     )
-    trainer = subprocess.Popen([sys.executable, "-c", code])
+    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert trainer.stdout is not None and trainer.stdout.readline() == b"started\n"
     while not (tmp_path / "ids").is_file() or not (tmp_path / "ids").read_text().strip():
         time.sleep(0.01)
     processes = [int(one) for one in (tmp_path / "ids").read_text().split()]
     os.kill(trainer.pid, signal.SIGKILL)
-    trainer.wait()
+    trainer.communicate()
     wait_until_gone(processes)
