@@ -138,9 +138,6 @@ class EngineService:
         finally:
             self._leave(stream)
 
-    def untrainable(self, request: GenerationRequest) -> None:
-        """Nothing stands against it: logprobs are those of the distribution sampled from."""
-
     async def logprobs(
         self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], temperature: float = 1.0, *, patience: float
     ) -> tuple[FloatArray, int]:

@@ -24,6 +24,8 @@ CONSTRAINED = "constrained by a grammar"
 # Why an answer is not trained whose server failed, in the middle of it, to load other weights.
 WEIGHTS_UNKNOWN = "sampled by weights that nobody knows"
 
+UNSUPPORTED = "unsupported_parameter"  # the code of a refusal of a request field
+
 
 class Sampling(msgspec.Struct, frozen=True):
     """The effective sampling of one call. `top_k=0` and `top_p=1.0` mean no truncation; `temperature=0` is greedy
@@ -179,4 +181,4 @@ class Backend(Protocol):
 
 def unsupported(name: str, why: str) -> BackendError:
     """The refusal of a request field that a backend cannot honour."""
-    return BackendError(f"{name} is not supported: {why}", status=400, code="unsupported_parameter")
+    return BackendError(f"{name} is not supported: {why}", status=400, code=UNSUPPORTED)

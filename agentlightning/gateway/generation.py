@@ -7,7 +7,7 @@ Knows token ids; no text, no chats, no tensors and no servers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -17,7 +17,8 @@ class GenerationRequest:
     """One completion to sample. `max_tokens=None` means as many as fit; `temperature=0` is greedy, with logprobs of
     temperature 1; `top_p=1` and `top_k=0` mean no truncation. `seed` fixes the random numbers of the request whatever
     else is in the batch. `stop_token_ids` end the generation like the model's own end-of-sequence ids do.
-    `top_logprobs` asks for that many of the likeliest tokens beside each sampled one."""
+    `top_logprobs` asks for that many of the likeliest tokens beside each sampled one. `model` is what the call asked
+    for, for a server that has several."""
 
     prompt_token_ids: tuple[int, ...] | list[int]
     max_tokens: int | None = None
@@ -27,19 +28,30 @@ class GenerationRequest:
     seed: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     top_logprobs: int = 0
+    model: str | None = None
+
+
+class Ending(NamedTuple):
+    """What is known of a request at its end, as in `gateway.backend.Finished`: why its tokens must not be trained, the
+    version in force, the versions of all its tokens by their number."""
+
+    untrainable: str | None = None
+    version: int | None = None
+    versions: Sequence[list[int]] = ()
 
 
 class SampledToken(NamedTuple):
     """One token as it was sampled: its id, its logprob under the distribution it was sampled from (after temperature,
     top_k and top_p), and the version of the weights. `finish_reason` is set on the last token of a request; that one
     is the end-of-sequence token itself where the reason is "stop". `top_logprobs` are (id, logprob) of the likeliest
-    tokens, if they were asked for."""
+    tokens, if they were asked for. `ending` is that of the last token."""
 
     token_id: int
     logprob: float
     version: int
     finish_reason: Literal["stop", "length"] | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    ending: Ending = Ending()
 
 
 class TokenGenerator(Protocol):
@@ -53,10 +65,6 @@ class TokenGenerator(Protocol):
 
     async def complete(self, request: GenerationRequest) -> list[SampledToken]:
         """All tokens of a request at once: like `generate`, but cheaper where nobody sees them one by one."""
-        ...
-
-    def untrainable(self, request: GenerationRequest) -> str | None:
-        """Why tokens sampled as this request asks must not be trained, where that is known; else None."""
         ...
 
 

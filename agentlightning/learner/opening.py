@@ -96,7 +96,7 @@ class Opening:
         _, length = engine_size(policy.model, 1, self.max_sequence_length)
         dtype = str(policy.model.dtype).removeprefix("torch.")
         flags = ["--served-model-name", "policy", "--dtype", dtype, "--max-model-len", str(length)]
-        flags += ["--logprobs-mode", "processed_logprobs"]
+        flags += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
         if policy.adapter is not None:  # vLLM takes certain ranks, of which these are some
             rank = max(8, 1 << (policy.adapter.config.rank - 1).bit_length())
             flags += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(rank)]

@@ -19,11 +19,11 @@ from agentlightning.data.sequences import TrainingSequence
 from agentlightning.errors import BackendError, ConfigError, UnavailableError
 from agentlightning.gateway.backend import BackendEvent, Delta, ModelCall, RelayedAnswer, RelayedCall, Sampling
 from agentlightning.gateway.backends.connection import Connection
-from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.backends.sglang import SglangBackend
+from agentlightning.gateway.backends.vllm import VllmBackend
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.probe import one_answer, probe
-from agentlightning.gateway.replicas import RemoteBackend, Replica, Replicas
+from agentlightning.gateway.replicas import Replica, Replicas
 from agentlightning.gateway.updates import WeightUpdate, load_adapter, load_weights, unload_adapter
 from agentlightning.learner.base import Weights, WeightsForm
 from agentlightning.learner.policy import Policy
@@ -95,7 +95,8 @@ class RemoteSampler:
     def __init__(self, sampling: RemoteSampling, policy: Policy, started: StartedServer | None = None) -> None:
         self.takes: WeightsForm = "adapter" if policy.adapter is not None and sampling.vllm else "whole"
         urls = sampling.urls if started is None else [started.url]
-        self._servers = [_server(sampling, url, policy) for url in urls]
+        chat = ChatTemplate.from_pretrained(policy.tokenizer)
+        self._servers = [_server(sampling, url, chat) for url in urls]
         self._started = started
         self._replicas = Replicas([Replica(server) for server in self._servers])
         self._run = f"policy-{secrets.token_hex(4)}"  # other runs may use the same server
@@ -128,7 +129,7 @@ class RemoteSampler:
         for server in self._servers:
             if self._started is not None:
                 await self._started.ready(server.connection)
-            if isinstance(server, HttpBackend) and server.model is None:
+            if isinstance(server, VllmBackend) and server.model is None:
                 server.model = await _served_model(server)
             await probe(server, "policy", train)
 
@@ -159,7 +160,7 @@ class RemoteSampler:
         for server in self._servers:
             await load_adapter(server.connection, name, str(weights.place))
         for server in self._servers:
-            assert isinstance(server, HttpBackend)
+            assert isinstance(server, VllmBackend)
             server.model, server.connection.version, server.keeps_weights = name, weights.version, True
         await self._unload(self._adapters[:-_ADAPTERS_KEPT])
         self._adapters = [*self._adapters[-_ADAPTERS_KEPT:], name]
@@ -217,12 +218,12 @@ class RemoteSampler:
             self._idle_since = time.monotonic()
 
 
-def _server(sampling: RemoteSampling, url: str, policy: Policy) -> RemoteBackend:
+def _server(sampling: RemoteSampling, url: str, chat: ChatTemplate) -> VllmBackend | SglangBackend:
     url = url.rstrip("/")
     url = url if url.endswith("/v1") else f"{url}/v1"
     if sampling.vllm:
-        return HttpBackend(url, kind="vllm", api_key=sampling.api_key, model=sampling.model)
-    return SglangBackend(Connection(url, api_key=sampling.api_key), ChatTemplate.from_pretrained(policy.tokenizer))
+        return VllmBackend(url, chat, api_key=sampling.api_key, model=sampling.model)
+    return SglangBackend(Connection(url, api_key=sampling.api_key), chat)
 
 
 class _Served(msgspec.Struct):
@@ -234,7 +235,7 @@ class _ServedModels(msgspec.Struct):
     data: list[_Served]
 
 
-async def _served_model(server: HttpBackend) -> str:
+async def _served_model(server: VllmBackend) -> str:
     url = server.connection.url("models")
     try:
         async with server.connection.posted(url, None, accepted=True) as response:

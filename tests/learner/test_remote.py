@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import agentlightning as agl
 from agentlightning.errors import BackendError, ConfigError, TrainingError
 from agentlightning.learner.base import AdamW, LoRA
 from agentlightning.learner.policy import load_policy, open_policy
@@ -66,6 +67,12 @@ async def test_a_server_that_keeps_its_old_weights_is_found_out(tmp_path: Path, 
             await trainer(tmp_path, model=model, run_dir=tmp_path / "b", **settings).fit_async(agents.vowels, TASKS)
 
 
+async def varied(task: Any, llm: agl.LLM, rollout: agl.Rollout) -> float:
+    """Every group has something to learn from."""
+    await agents.vowels(task, llm)
+    return float((rollout.group_index or 0) % 2)
+
+
 async def test_a_run_whose_server_is_gone_ends_with_the_reason_and_goes_on_later(tmp_path: Path, model: Path) -> None:
     three: dict[str, Any] = {"algorithm": algorithm(steps=3, checkpoint_every=1, temperature=1.0), "model": model}
     async with standin(model) as (url, server):
@@ -78,9 +85,9 @@ async def test_a_run_whose_server_is_gone_ends_with_the_reason_and_goes_on_later
 
         server.sampler.service.update_weights = fails_at_two  # type: ignore[method-assign]
         with pytest.raises(BackendError, match="no server of the model 'policy' has loaded version 2"):
-            await trainer(tmp_path, sampler={"vllm": url}, **three).fit_async(agents.vowels, TASKS)
+            await trainer(tmp_path, sampler={"vllm": url}, **three).fit_async(varied, TASKS)
     async with standin(model) as (url, _):
-        resumed = await trainer(tmp_path, sampler={"vllm": url}, **three).fit_async(agents.vowels, TASKS, resume=True)
+        resumed = await trainer(tmp_path, sampler={"vllm": url}, **three).fit_async(varied, TASKS, resume=True)
     assert resumed.stopped_because == "all steps done"
     assert [measured.step for measured in resumed.metrics] == [1, 2, 3]
 

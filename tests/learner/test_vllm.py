@@ -5,6 +5,7 @@ The model's embeddings are not tied: on a CPU vLLM keeps the old output layer of
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -20,7 +21,14 @@ import torch
 
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.errors import ConfigError, TrainingError
+from agentlightning.gateway.answer import Answer
+from agentlightning.gateway.backend import ModelCall, Sampling
+from agentlightning.gateway.backends.http import HttpBackend
+from agentlightning.gateway.backends.kinds import make_backend
+from agentlightning.gateway.backends.vllm import VllmBackend
+from agentlightning.gateway.updates import WeightUpdate, load_weights
 from agentlightning.learner.base import AdamW, LoRA
+from agentlightning.learner.policy import load_policy
 from agentlightning.trainer import FitResult
 from tests import agents
 from tests.test_trainer import TASKS, policy, trainer
@@ -57,6 +65,7 @@ def vllm(model: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     }
     flags = "--dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 64 --logprobs-mode processed_logprobs"
     command = [VLLM, "serve", model, "--port", str(port), *flags.split(), "--enable-lora", "--max-loras", "2"]
+    command += ["--enable-scale-out"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | settings
     log = model.parent / "vllm.log"
     with log.open("wb") as output:
@@ -140,3 +149,57 @@ def test_a_model_with_tied_embeddings_is_found_out(tmp_path: Path) -> None:
     tied = save_model(directory, tied=True)
     with vllm(tied) as (url, _), pytest.raises(TrainingError, match=r"sampler and learner|tied embeddings"):
         fit(tmp_path, tied, url)
+
+
+@pytest.mark.anyio
+@pytest.mark.timeout(900)
+async def test_each_token_is_of_the_weights_that_its_version_names(tmp_path: Path) -> None:
+    """New weights are loaded in the middle of an answer, by token ids and by chat completions, streamed and whole."""
+    model, other = tmp_path / "model", tmp_path / "other"
+    for directory in (model, other):
+        made = policy()
+        unending = cast(Any, made.model)
+        unending.config.tie_word_embeddings = False
+        unending.lm_head.weight = torch.nn.Parameter(torch.randn_like(unending.lm_head.weight) * 0.3)
+        unending.config.eos_token_id = unending.generation_config.eos_token_id = made.tokenizer.eos_token = None
+        directory.mkdir()
+        made.save(directory)
+    weights = {1: model, 2: other, 3: model, 4: other}
+    with vllm(model) as (url, _):
+        by_ids = make_backend(f"{url}/v1", tokenizer=str(model), model=str(model))
+        by_chat = make_backend(f"{url}/v1", model=str(model))
+        assert isinstance(by_ids, VllmBackend) and await by_ids.takes_ids()
+        await load_weights("m", [by_ids], WeightUpdate(policy_version=1, path=str(model)))
+        version = 1
+        for backend, stream in ((by_ids, True), (by_ids, False), (by_chat, True)):
+            backend.connection.version = version
+            answering = asyncio.create_task(answered(backend, stream=stream))
+            await asyncio.sleep(0.7)
+            assert not answering.done()
+            update = WeightUpdate(policy_version=version + 1, path=str(weights[version + 1]), in_flight="pause")
+            await load_weights("m", [backend], update)
+            answer, version = await answering, version + 1
+            (choice,) = answer.choices
+            assert [one for one, _ in choice.versions] == [version - 1, version], choice.versions
+            ids = torch.tensor([[*answer.prompt_token_ids, *choice.token_ids]])
+            start = len(answer.prompt_token_ids) - 1
+            first = 0
+            for label, count in choice.versions:
+                with torch.no_grad():
+                    told = cast(Any, load_policy(weights[label]).model)(ids).logits[0].log_softmax(-1)
+                sampled = told[start:-1].gather(-1, ids[0, start + 1 :, None])[:, 0]
+                part = slice(first, first + count)
+                assert torch.allclose(sampled[part], torch.tensor(choice.logprobs)[part], atol=1e-4)
+                first += count
+            print(f"by {type(backend).__name__}, stream={stream}: versions {choice.versions}")
+        await by_ids.close()
+        await by_chat.close()
+
+
+async def answered(backend: HttpBackend, *, stream: bool) -> Answer:
+    messages = [{"role": "user", "content": "one two"}]
+    answer = Answer(1)
+    call = ModelCall(model="m", messages=messages, sampling=Sampling(max_tokens=480, seed=1), stream=stream)
+    async for event in backend.answer(call):
+        answer.add(event)
+    return answer

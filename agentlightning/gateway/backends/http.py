@@ -7,7 +7,7 @@ Knows that protocol; no models, spans or store.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Generic, Literal, TypeAlias, TypeVar
@@ -219,7 +219,7 @@ class _Spoken(msgspec.Struct):
     tool_calls: list[_ToolCallPart] | None = None
 
 
-class _Weights(msgspec.Struct):
+class WeightsSpan(msgspec.Struct):
     """The tokens from `start` to `end` of a choice were sampled by the weights of this name."""
 
     version: str
@@ -240,7 +240,7 @@ class _Said(msgspec.Struct, Generic[T]):
     token_ids: tuple[int, ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     policy_versions: list[tuple[int, int]] | None = None
-    weight_versions: list[_Weights] | None = None
+    weight_versions: list[WeightsSpan] | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -341,7 +341,7 @@ class _AnswerReader:
         last = None if self._told_version or version == self._version else version
         events: list[BackendEvent] = []
         for choice, reason in self._ends:
-            runs = _version_runs(choice, self._version)
+            runs = version_runs(choice.weight_versions, self._version)
             untrainable = WEIGHTS_UNKNOWN if unknown else self._untrainable(choice)
             stopped = choice.stop_reason if isinstance(choice.stop_reason, str) else None
             events.append(Finished(choice.index, reason, untrainable, stopped, None if runs else last, runs))
@@ -374,10 +374,10 @@ class _AnswerReader:
         return STOPPED_BY_STRING if isinstance(choice.stop_reason, str) else None
 
 
-def _version_runs(choice: _Said[Any], version: int) -> list[list[int]]:
+def version_runs(told: Sequence[WeightsSpan] | None, version: int) -> list[list[int]]:
     """The policy version of each token, run-length, where the server names its weights by them; empty where it does
     not, or where they have been another `version` since before the call."""
-    weights = choice.weight_versions or []
+    weights = told or []
     runs = [[int(one.version), one.end - one.start] for one in weights if one.version.isdecimal()]
     return runs if len(runs) == len(weights) and runs and runs[-1][0] >= version else []
 

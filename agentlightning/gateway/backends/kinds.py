@@ -32,14 +32,20 @@ def make_backend(
     tokenizer: str | None = None,
     timeout_seconds: float = 600.0,
 ) -> HttpBackend | SglangBackend:
-    """The server at `base_url`; see `HttpBackend`, and for `sglang`, whose chats are rendered here with `tokenizer` (a
-    directory, or a name on Hugging Face), `SglangBackend`. It may read a tokenizer: not for the event loop's thread.
+    """The server at `base_url`; see `HttpBackend`. With a `tokenizer` (a directory, or a name on Hugging Face) chats
+    are rendered here; see `VllmBackend`, and `SglangBackend`, which needs one. Reading it takes time: not for the event
+    loop's thread.
 
     ConfigError for a kind that is not known, and for what a kind needs and has not, or has no use for."""
     if kind != "sglang":
-        if tokenizer is not None:
+        if tokenizer is None:
+            return HttpBackend(base_url, kind=kind, api_key=api_key, model=model, timeout_seconds=timeout_seconds)
+        if kind != "vllm":
             raise ConfigError(f"a server of the kind {kind!r} renders chats itself; leave tokenizer out")
-        return HttpBackend(base_url, kind=kind, api_key=api_key, model=model, timeout_seconds=timeout_seconds)
+        chat = _chat_template(tokenizer)
+        from agentlightning.gateway.backends.vllm import VllmBackend
+
+        return VllmBackend(base_url, chat, api_key=api_key, model=model, timeout_seconds=timeout_seconds)
     if tokenizer is None:
         raise ConfigError(
             "a server of the kind 'sglang' is sent token ids: name the tokenizer of its model (a directory, or a name "

@@ -19,7 +19,7 @@ from agentlightning.gateway.backends.connection import Connection, event_data
 from agentlightning.gateway.backends.wire import Response
 from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.chat.template import ChatTemplate
-from agentlightning.gateway.generation import GenerationRequest, SampledToken
+from agentlightning.gateway.generation import Ending, GenerationRequest, SampledToken
 from agentlightning.gateway.request import NOT_JSON
 
 _log = logging.getLogger(__name__)
@@ -64,10 +64,6 @@ class SglangGenerator:
             tokens = answer.read(await response.read())
         answer.require_end()
         return tokens
-
-    def untrainable(self, request: GenerationRequest) -> str | None:
-        truncated = request.temperature > 0 and (request.top_p < 1 or request.top_k > 0)
-        return TRUNCATED if truncated else None
 
     @asynccontextmanager
     async def _asked(self, answer: _Answer, *, stream: bool) -> AsyncGenerator[Response]:
@@ -144,6 +140,8 @@ class _Answer:
         self.finished = False
         self.aborted = False
         self._request = request
+        truncated = request.temperature > 0 and (request.top_p < 1 or request.top_k > 0)
+        self._ending = Ending(TRUNCATED if truncated else None)
         self._version = version
         self._read = 0
 
@@ -206,6 +204,7 @@ class _Answer:
                 self._version_of(meta, first + position),
                 reason if position == new - 1 else None,
                 tuple((other_id, _number(value)) for value, other_id, _ in top or ()),
+                self._ending,
             )
             for position, ((logprob, token_id, _), top) in enumerate(zip(sampled, tops, strict=True))
         ]

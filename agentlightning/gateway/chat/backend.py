@@ -27,11 +27,12 @@ from agentlightning.gateway.backend import (
     Started,
     unsupported,
 )
+from agentlightning.gateway.chat.reasoning import BEGIN, Reasoning
 from agentlightning.gateway.chat.recorded import EncodedPrompt, RecordedAnswers
 from agentlightning.gateway.chat.stop_strings import StopStrings
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.chat.tool_calls import Part, ToolCall, ToolCallParser
-from agentlightning.gateway.generation import GenerationRequest, SampledToken, TokenGenerator, choice_seed
+from agentlightning.gateway.generation import Ending, GenerationRequest, SampledToken, TokenGenerator, choice_seed
 from agentlightning.types import FinishReason
 
 _LONG: Final = 100_000  # characters, which take a tenth of a second to tokenise: other calls go on meanwhile
@@ -117,13 +118,16 @@ class TokenBackend:
             seed=None if sampling.seed is None else choice_seed(sampling.seed, index),
             stop_token_ids=self._chat.stop_token_ids,
             top_logprobs=call.top_logprobs,
+            model=call.model,
         )
 
     async def _choice(
         self, call: ModelCall, index: int, prompt: EncodedPrompt, *, parse_tools: bool
     ) -> AsyncGenerator[BackendEvent, None]:
         request = self._request(call, index, prompt)
-        writer = _ChoiceWriter(call, index, self._chat, parse_tools=parse_tools)
+        thinks = self._chat.reasons and call.prompt is None
+        reasoning = Reasoning(begun=prompt.text.rstrip().endswith(BEGIN)) if thinks else None
+        writer = _ChoiceWriter(call, index, self._chat, parse_tools=parse_tools, reasoning=reasoning)
         if call.stream or call.sampling.stop:
             async with aclosing(self.generator.generate(request)) as tokens:
                 async for token in tokens:
@@ -136,20 +140,25 @@ class TokenBackend:
                 yield writer.delta(list(run))
         if call.prompt is None:
             self._recorded.record(call.session, prompt, writer.token_ids)
-        yield writer.finished(self.generator.untrainable(request))
+        yield writer.finished()
 
 
 class _ChoiceWriter:
-    """Turns one choice's sampled tokens into deltas: characters whole, stop strings cut, tool calls parsed."""
+    """Turns one choice's sampled tokens into deltas: characters whole, stop strings cut, reasoning told apart, tool
+    calls parsed."""
 
-    def __init__(self, call: ModelCall, index: int, chat: ChatTemplate, *, parse_tools: bool) -> None:
+    def __init__(
+        self, call: ModelCall, index: int, chat: ChatTemplate, *, parse_tools: bool, reasoning: Reasoning | None
+    ) -> None:
         self.token_ids: list[int] = []
         self._finish_reason: FinishReason | None = None
+        self._ending = Ending()
         self._call = call
         self._index = index
         self._token_bytes = chat.token_bytes
         self._detokenizer = chat.detokenizer(keep_markers=parse_tools)
         self._stops = StopStrings(call.sampling.stop)
+        self._reasoning = reasoning
         self._parser = chat.tool_call_parser() if parse_tools else ToolCallParser()
         self._tool_calls = 0
 
@@ -157,7 +166,7 @@ class _ChoiceWriter:
         """What these tokens add, held-back text aside. Tokens are of one version."""
         ids = tuple(token.token_id for token in tokens)
         self.token_ids.extend(ids)
-        reason = tokens[-1].finish_reason
+        reason, self._ending = tokens[-1].finish_reason, tokens[-1].ending
         # The token that ends an answer is not part of its text.
         text = "".join(map(self._detokenizer.add, ids[:-1] if reason == "stop" else ids))
         if reason is not None:
@@ -165,13 +174,16 @@ class _ChoiceWriter:
         certain = self._stops.feed(text)
         if self._stops.matched is None and reason is not None:
             certain += self._stops.finish()
+        ends, thought = self._stops.matched is not None or reason is not None, ""
+        if self._reasoning is not None:
+            thought, certain = self._reasoning.feed(certain, last=ends)
         parts = self._parser.feed(certain)
-        if self._stops.matched is not None or reason is not None:
+        if ends:
             parts += self._parser.finish()
             self._finish_reason = "stop" if self._stops.matched is not None else reason
         return Delta(
             index=self._index,
-            delta=self._openai_delta(parts),
+            delta=self._openai_delta(thought, parts),
             token_ids=ids,
             logprobs=tuple(token.logprob for token in tokens),
             version=tokens[-1].version,
@@ -183,11 +195,13 @@ class _ChoiceWriter:
         """The stop string that was reached."""
         return self._stops.matched
 
-    def finished(self, untrainable: str | None) -> Finished:
+    def finished(self) -> Finished:
         assert self._finish_reason is not None, "a generation ended without saying why"
         reason = "tool_calls" if self._tool_calls and self._finish_reason == "stop" else self._finish_reason
-        stopped = self.stop_string
-        return Finished(self._index, reason, untrainable if stopped is None else STOPPED_BY_STRING, stopped)
+        untrainable, version, versions = self._ending
+        if self.stop_string is not None:
+            untrainable = STOPPED_BY_STRING
+        return Finished(self._index, reason, untrainable, self.stop_string, version, list(versions))
 
     def _entry(self, token: SampledToken) -> dict[str, Any]:
         tops = [self._named(token_id, logprob) for token_id, logprob in token.top_logprobs]
@@ -197,10 +211,11 @@ class _ChoiceWriter:
         written = self._token_bytes[token_id]
         return {"token": written.decode(errors="replace"), "logprob": logprob, "bytes": list(written)}
 
-    def _openai_delta(self, parts: list[Part]) -> dict[str, Any]:
+    def _openai_delta(self, thought: str, parts: list[Part]) -> dict[str, Any]:
         content = "".join(part for part in parts if isinstance(part, str))
         calls = [self._tool_call(part) for part in parts if isinstance(part, ToolCall)]
-        return {name: value for name, value in (("content", content), ("tool_calls", calls)) if value}
+        said = {"reasoning_content": thought, "content": content, "tool_calls": calls}
+        return {name: value for name, value in said.items() if value}
 
     def _tool_call(self, call: ToolCall) -> dict[str, Any]:
         position, self._tool_calls = self._tool_calls, self._tool_calls + 1

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.errors import BackendError, ConfigError
+from agentlightning.gateway.chat import reasoning
 from agentlightning.gateway.chat.detokenizer import Detokenizer
 from agentlightning.gateway.chat.tool_calls import ToolCallParser, detect_tool_format, make_parser
 
@@ -52,6 +53,7 @@ class ChatTemplate:
         self.tool_format = tool_format or detect_tool_format(template)
         if tool_format is not None:
             make_parser(tool_format)  # an unknown name fails here, not at the first call
+        self.reasons = tokenizer.token_to_id(reasoning.END) is not None  # the model was taught to
         self.token_bytes = TokenBytes(tokenizer)
         self._encode_once = lru_cache(maxsize=_REMEMBERED_TEXTS)(self._encode)
         self._special_tokens = dict(special_tokens)

@@ -402,7 +402,7 @@ async def test_a_server_is_registered_with_its_tokenizer(world: Setting, tokeniz
         ({"kind": "sglang"}, "name the tokenizer"),
         ({"kind": "sglang", "tokenizer": "/nowhere/at/all"}, "cannot be read"),
         ({"kind": "sglang", "tokenizer": "/nowhere", "model": "m"}, "leave model out"),
-        ({"kind": "vllm", "tokenizer": "/nowhere"}, "leave tokenizer out"),
+        ({"kind": "azure", "tokenizer": "/nowhere"}, "leave tokenizer out"),
         ({"kind": "ollama"}, "no kind of backend"),
     ],
 )

@@ -1,0 +1,214 @@
+"""vLLM by token ids: a server that answers `/inference/v1/generate` as vLLM 0.32 does, whose tokens are the talker's
+own, beside chat completions. `tests/learner/test_vllm.py` asks the same of the real one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+
+from agentlightning.engine.service import EngineService
+from agentlightning.errors import BackendError, ConfigError
+from agentlightning.gateway.answer import Answer
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.backend import ModelCall, Sampling
+from agentlightning.gateway.backends.kinds import make_backend
+from agentlightning.gateway.backends.vllm import VllmBackend
+from agentlightning.gateway.chat.backend import TokenBackend
+from agentlightning.gateway.generation import GenerationRequest, SampledToken
+from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.server.app import create_app
+from tests.gateway.talker import PLAIN, SEARCH_TOOL, make_talker, user
+from tests.gateway.world import GREEDY, serving, talking
+
+pytestmark = pytest.mark.anyio
+
+
+class Vllm:
+    """`versions` are told of each answer, `changes` made to its choice; `asked` are the requests for token ids."""
+
+    def __init__(self, service: EngineService) -> None:
+        self.service = service
+        self.versions: list[dict[str, Any]] | None = None
+        self.changes: dict[str, Any] = {}
+        self.refusal: Response | None = None
+        self.asked: list[dict[str, Any]] = []
+
+    async def generate(self, request: Request) -> Response:
+        if request.method == "GET":
+            return Response(status_code=405)
+        asked = await request.json()
+        self.asked.append(asked)
+        if self.refusal is not None:
+            return self.refusal
+        if asked["stream"]:
+            return StreamingResponse(self._stream(asked), media_type="text/event-stream")
+        return JSONResponse({"choices": [self._choice(asked, [token async for token in self._sampled(asked)])]})
+
+    async def _stream(self, asked: dict[str, Any]) -> AsyncIterator[str]:
+        async for token in self._sampled(asked):
+            yield f"data: {json.dumps({'choices': [self._choice(asked, [token])]})}\n\n"
+        yield "data: [DONE]\n\n"
+
+    async def _sampled(self, asked: dict[str, Any]) -> AsyncIterator[SampledToken]:
+        sampling = asked["sampling_params"]
+        request = GenerationRequest(
+            asked["token_ids"],
+            max_tokens=sampling.get("max_tokens"),
+            temperature=sampling["temperature"],
+            top_p=sampling["top_p"],
+            top_k=max(0, sampling["top_k"]),
+            seed=sampling.get("seed"),
+            stop_token_ids=frozenset(sampling["stop_token_ids"]),
+        )
+        async with aclosing(self.service.generate(request)) as tokens:
+            async for token in tokens:
+                yield token
+
+    def _choice(self, asked: dict[str, Any], tokens: list[SampledToken]) -> dict[str, Any]:
+        top = asked["sampling_params"]["logprobs"]
+        told = [{"token_id": one.token_id, "logprob": one.logprob, "rank": 1} for one in tokens]
+        reason = tokens[-1].finish_reason
+        return {
+            "index": 0,
+            "finish_reason": reason,
+            "stop_reason": None,
+            "token_ids": [token.token_id for token in tokens],
+            "logprobs": {"content": [one | {"top_logprobs": [one][:top]} for one in told]},
+            "weight_versions": self.versions if reason else None,
+        } | (self.changes if reason else {})
+
+
+Setting = tuple[VllmBackend, Vllm, TokenBackend]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tokenizer")
+    make_talker().tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@asynccontextmanager
+async def connected(tokenizer: str, *, takes_ids: bool) -> AsyncIterator[Setting]:
+    async with talking() as (embedded, service):
+        server, gateway = Vllm(service), Gateway(ModelTable([ModelEntry("m", embedded)]))
+        routes: list[Any] = [Mount("/", create_app(None, gateway=gateway))]
+        if takes_ids:
+            routes.insert(0, Route("/inference/v1/generate", server.generate, methods=["GET", "POST"]))
+        async with serving(Starlette(routes=routes)) as url:
+            backend = make_backend(f"{url}/v1", kind="vllm", tokenizer=tokenizer)
+            assert isinstance(backend, VllmBackend)
+            yield backend, server, embedded
+            await backend.close()
+
+
+@pytest.fixture
+async def world(tokenizer: str) -> AsyncIterator[Setting]:
+    async with connected(tokenizer, takes_ids=True) as setting:
+        yield setting
+
+
+def chat_call(text: str = "hello", **fields: Any) -> ModelCall:
+    return ModelCall(**{"request_id": "r", "model": "m", "messages": user(text), "sampling": GREEDY, **fields})
+
+
+async def answered(backend: Any, call: ModelCall) -> Answer:
+    answer = Answer(call.sampling.n)
+    async for event in backend.answer(call):
+        answer.add(event)
+    return answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", ["signs", "weather", "broken"])
+async def test_answers_are_those_of_the_same_engine_embedded(world: Setting, text: str, stream: bool) -> None:
+    backend, server, embedded = world
+    call = chat_call(text, tools=[] if text in PLAIN else [SEARCH_TOOL], stream=stream)
+    ours, expected = await answered(backend, call), await answered(embedded, call)
+    assert ours.prompt_token_ids == expected.prompt_token_ids
+    mine, theirs = ours.choices[0], expected.choices[0]
+    assert mine.message() == theirs.message()
+    assert (mine.token_ids, mine.finish_reason, mine.untrainable) == (theirs.token_ids, theirs.finish_reason, None)
+    assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+    assert len(server.asked) == 1 and "tools" not in server.asked[0]
+
+
+async def test_the_sampling_is_said_in_full(world: Setting) -> None:
+    backend, server, _ = world
+    await answered(backend, chat_call(sampling=Sampling(temperature=0.5, max_tokens=4, seed=7)))
+    assert server.asked[0]["sampling_params"] == {
+        "temperature": 0.5,
+        "top_p": 1.0,
+        "top_k": -1,
+        "stop_token_ids": [make_talker().tokenizer.eos_token_id],
+        "logprobs": 0,
+        "detokenize": False,
+        "max_tokens": 4,
+        "seed": 7,
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_server_says_which_weights_sampled_each_token(world: Setting, stream: bool) -> None:
+    backend, server, _ = world
+    backend.connection.version = 4
+    call = chat_call(sampling=Sampling(temperature=0.0, max_tokens=4), stream=stream)
+    (plain,) = (await answered(backend, call)).choices
+    assert plain.versions == [[4, len(plain.token_ids)]]
+    server.versions = [
+        {"version": "4", "start": 0, "end": 1},
+        {"version": "5", "start": 1, "end": len(plain.token_ids)},
+    ]
+    (told,) = (await answered(backend, call)).choices
+    assert told.versions == [[4, 1], [5, len(plain.token_ids) - 1]]
+
+
+async def test_what_token_ids_cannot_ask_is_asked_as_a_chat(world: Setting) -> None:
+    backend, server, _ = world
+    forced = chat_call("weather", tools=[SEARCH_TOOL], extra={"response_format": {"type": "json_object"}})
+    with pytest.raises(
+        BackendError, match="response_format"
+    ):  # of the server behind the chat route, which cannot either
+        await answered(backend, forced)
+    assert server.asked == []
+
+
+async def test_a_server_without_the_route_renders_the_chats_itself(tokenizer: str) -> None:
+    async with connected(tokenizer, takes_ids=False) as (backend, server, embedded):
+        ours, expected = await answered(backend, chat_call()), await answered(embedded, chat_call())
+        assert ours.choices[0].token_ids == expected.choices[0].token_ids
+        assert not await backend.takes_ids() and server.asked == []
+
+
+async def test_what_is_no_answer_is_refused(world: Setting) -> None:
+    backend, server, _ = world
+    server.changes = {"finish_reason": "abort"}
+    with pytest.raises(BackendError, match="ended its answer: abort"):
+        await answered(backend, chat_call())
+    server.changes = {"token_ids": [1, 2, 3]}
+    with pytest.raises(BackendError, match="logprobs of other tokens"):
+        await answered(backend, chat_call())
+    server.changes = {"finish_reason": None}
+    with pytest.raises(BackendError, match="before the last token"):
+        await answered(backend, chat_call())
+    server.refusal = Response("[1, 2", 200, media_type="application/json")
+    with pytest.raises(BackendError, match="no answer of /generate"):
+        await answered(backend, chat_call())
+    server.refusal = JSONResponse({"error": {"message": "too long", "code": 400}}, 400)
+    with pytest.raises(BackendError, match="too long") as refused:
+        await answered(backend, chat_call())
+    assert refused.value.status == 400
+
+
+def test_hosted_servers_render_chats_themselves(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="leave tokenizer out"):
+        make_backend("http://127.0.0.1:1/v1", kind="openai", tokenizer=str(tmp_path))
