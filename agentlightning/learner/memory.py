@@ -1,16 +1,17 @@
 """How much memory training a model takes, told before it is loaded.
 
-Knows shapes, types and what an optimiser, an engine and a gradient keep of them. An estimate: kernels, allocators and
-the batches there turn out to be are not known (docs/learner.md says how far off it was where it was measured).
+Knows shapes, types and what an optimiser and an engine keep of them; what a gradient keeps is measured. An estimate:
+allocators and the batches there turn out to be are not known.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -22,6 +23,7 @@ from agentlightning.learner.base import AdamW, Critic, LoRA
 from agentlightning.learner.distributions import LOGITS_AT_ONCE
 
 FLOAT32: Final = 4
+_MEASURED_TOKENS: Final = 64
 LOGITS_HELD: Final = 4  # tensors as large as the logits of a chunk that its gradient needs at once
 GIB: Final = 2**30
 
@@ -76,8 +78,10 @@ def estimate_memory(
     own_weights: bool = False,
     slots: int = 0,
     max_sequence_length: int = 4096,
+    device: torch.device | str = "cpu",
 ) -> MemoryEstimate:
-    """Of training `model`, which may be an `empty_model`, and sampling from it in an engine of so many slots (0: none).
+    """Of training `model`, which may be an `empty_model`, on a device, and sampling from it in an engine of so many
+    slots (0: none).
 
     A micro-batch is taken to be full: `micro_batch_tokens`, or one sequence of the greatest length."""
     weights = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
@@ -99,7 +103,7 @@ def estimate_memory(
     tokens = max(config.micro_batch_tokens, max_sequence_length)
     vocabulary = int(model.config.get_text_config().vocab_size)
     gradients, optimizer = trained * FLOAT32, trained * FLOAT32 * (3 if masters else 2)
-    activations = tokens * _activations_per_token(model, config.gradient_checkpointing)
+    activations = int(tokens * _activations_per_token(model, lora, config.gradient_checkpointing, device))
     own = weights if lora is None else trained * FLOAT32
     separate = critic is not None and critic.trunk == "separate"
     return MemoryEstimate(
@@ -125,15 +129,44 @@ def available_memory(device: torch.device) -> int | None:
     return min((one for one in found if one is not None), default=None)
 
 
-def _activations_per_token(model: PreTrainedModel, checkpointing: bool) -> int:
-    """Bytes that a decoder's layers keep of a token: inputs of norms, projections, attention and the gate."""
-    shape, config = shape_of(model), model.config.get_text_config()
-    intermediate: int = getattr(config, "intermediate_size", None) or 4 * shape.hidden
-    attention = (4 * shape.heads + 5 * shape.kv_heads) * shape.head_dim
-    layer = (7 * shape.hidden + attention + 4 * intermediate) * model.dtype.itemsize
+def _activations_per_token(
+    model: PreTrainedModel, lora: LoRA | None, checkpointing: bool, device: torch.device | str
+) -> float:
+    """Bytes that are kept of a token for the gradient: measured on two layers of the model's shapes and types, by the
+    kernels of the device, with an adapter where one is trained."""
+    layers = shape_of(model).layers
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 2, 8, None
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:2]
+    with torch.device("meta"):
+        small = cast(Any, type(model))._from_config(config, dtype=model.dtype).eval()
+    small.to_empty(device=device)  # what the numbers are does not matter
+    if lora is not None:
+        from agentlightning.learner.lora import Adapter  # peft takes a second to import
+
+        Adapter(small, lora)
+    layer = _kept(small, torch.zeros(1, _MEASURED_TOKENS, dtype=torch.long, device=device)) / _MEASURED_TOKENS / 2
     if checkpointing:
-        return layer + shape.layers * shape.hidden * model.dtype.itemsize
-    return shape.layers * layer
+        return layer + layers * shape_of(model).hidden * model.dtype.itemsize
+    return layers * layer
+
+
+def _kept(model: PreTrainedModel, ids: torch.Tensor) -> int:
+    """Bytes that autograd keeps of a forward pass, the model's own aside."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor  # so that its place is not used again
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        states = cast(Any, model).base_model(input_ids=ids, use_cache=False).last_hidden_state
+    del states
+    return sum(size for place, size in kept.items() if place not in own)
 
 
 def _targets(model: PreTrainedModel, lora: LoRA) -> list[Any]:

@@ -122,6 +122,7 @@ class Opening:
             own_weights=self.own_weights,
             slots=0 if self.sampling else slots,
             max_sequence_length=length,
+            device=device,
         )
         available = available_memory(device)
         if available is None:

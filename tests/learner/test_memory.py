@@ -14,7 +14,7 @@ import torch
 
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import AdamW, Critic, LoRA
-from agentlightning.learner.memory import _left_of_container, available_memory, estimate_memory
+from agentlightning.learner.memory import _kept, _left_of_container, available_memory, estimate_memory
 from agentlightning.learner.opening import Opening
 from agentlightning.learner.policy import Policy, empty_model, open_policy
 from tests.learner.test_torch import tokenizer
@@ -49,6 +49,17 @@ def test_what_is_counted(tokenizer: Any) -> None:
     assert (rounded.weights, rounded.optimizer) == (2 * parameters, 12 * parameters)
     again = AdamW(micro_batch_tokens=512, gradient_checkpointing=True)
     assert estimate_memory(model, again, max_sequence_length=64).activations < full.activations
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lora", [None, LoRA(rank=8)])
+def test_what_a_micro_batch_keeps_is_never_more_than_estimated(tokenizer: Any, dtype: Any, lora: LoRA | None) -> None:
+    model = tiny_model(vocab_size=256, hidden_size=96, intermediate_size=256, num_hidden_layers=6)
+    rounded = open_policy(Policy(model, tokenizer), seed=0, dtype=dtype).model
+    estimate = estimate_memory(rounded, AdamW(micro_batch_tokens=512), lora=lora, max_sequence_length=64)
+    trained = open_policy(Policy(rounded, tokenizer), seed=0, lora=lora).model
+    kept = _kept(trained, torch.zeros(4, 128, dtype=torch.long))
+    assert 1 <= estimate.activations / kept < 1.1
 
 
 def test_what_does_not_fit_is_refused_before_it_is_loaded(tokenizer: Any, tmp_path: Path) -> None:

@@ -22,8 +22,7 @@ import torch
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.backend import ModelCall, Sampling
-from agentlightning.gateway.backends.http import HttpBackend
+from agentlightning.gateway.backend import Delta, ModelCall, Sampling
 from agentlightning.gateway.backends.kinds import make_backend
 from agentlightning.gateway.backends.vllm import VllmBackend
 from agentlightning.gateway.updates import WeightUpdate, load_weights
@@ -154,9 +153,9 @@ def test_a_model_with_tied_embeddings_is_found_out(tmp_path: Path) -> None:
 @pytest.mark.anyio
 @pytest.mark.timeout(900)
 async def test_each_token_is_of_the_weights_that_its_version_names(tmp_path: Path) -> None:
-    """New weights are loaded in the middle of an answer, by token ids and by chat completions, streamed and whole."""
-    model, other = tmp_path / "model", tmp_path / "other"
-    for directory in (model, other):
+    """New weights are loaded in the middle of two answers, of which one is streamed."""
+    weights = {1: tmp_path / "model", 2: tmp_path / "other"}
+    for directory in weights.values():
         made = policy()
         unending = cast(Any, made.model)
         unending.config.tie_word_embeddings = False
@@ -164,42 +163,36 @@ async def test_each_token_is_of_the_weights_that_its_version_names(tmp_path: Pat
         unending.config.eos_token_id = unending.generation_config.eos_token_id = made.tokenizer.eos_token = None
         directory.mkdir()
         made.save(directory)
-    weights = {1: model, 2: other, 3: model, 4: other}
-    with vllm(model) as (url, _):
-        by_ids = make_backend(f"{url}/v1", tokenizer=str(model), model=str(model))
-        by_chat = make_backend(f"{url}/v1", model=str(model))
-        assert isinstance(by_ids, VllmBackend) and await by_ids.takes_ids()
-        await load_weights("m", [by_ids], WeightUpdate(policy_version=1, path=str(model)))
-        version = 1
-        for backend, stream in ((by_ids, True), (by_ids, False), (by_chat, True)):
-            backend.connection.version = version
-            answering = asyncio.create_task(answered(backend, stream=stream))
-            await asyncio.sleep(0.7)
-            assert not answering.done()
-            update = WeightUpdate(policy_version=version + 1, path=str(weights[version + 1]), in_flight="pause")
-            await load_weights("m", [backend], update)
-            answer, version = await answering, version + 1
+    with vllm(weights[1]) as (url, _):
+        backend = make_backend(f"{url}/v1", tokenizer=str(weights[1]), model=str(weights[1]))
+        assert isinstance(backend, VllmBackend) and await backend.takes_ids()
+        await load_weights("m", [backend], WeightUpdate(policy_version=1, path=str(weights[1])))
+        begun = asyncio.Event()
+        answering = [asyncio.create_task(answered(backend, begun, stream=stream)) for stream in (False, True)]
+        await begun.wait()
+        await load_weights("m", [backend], WeightUpdate(policy_version=2, path=str(weights[2]), in_flight="pause"))
+        for answer in await asyncio.gather(*answering):
             (choice,) = answer.choices
-            assert [one for one, _ in choice.versions] == [version - 1, version], choice.versions
+            print(f"versions {choice.versions}")
+            assert [version for version, _ in choice.versions] == [1, 2]
             ids = torch.tensor([[*answer.prompt_token_ids, *choice.token_ids]])
-            start = len(answer.prompt_token_ids) - 1
-            first = 0
-            for label, count in choice.versions:
+            start, first = len(answer.prompt_token_ids) - 1, 0
+            for version, count in choice.versions:
                 with torch.no_grad():
-                    told = cast(Any, load_policy(weights[label]).model)(ids).logits[0].log_softmax(-1)
+                    told = cast(Any, load_policy(weights[version]).model)(ids).logits[0].log_softmax(-1)
                 sampled = told[start:-1].gather(-1, ids[0, start + 1 :, None])[:, 0]
                 part = slice(first, first + count)
                 assert torch.allclose(sampled[part], torch.tensor(choice.logprobs)[part], atol=1e-4)
                 first += count
-            print(f"by {type(backend).__name__}, stream={stream}: versions {choice.versions}")
-        await by_ids.close()
-        await by_chat.close()
+        await backend.close()
 
 
-async def answered(backend: HttpBackend, *, stream: bool) -> Answer:
-    messages = [{"role": "user", "content": "one two"}]
-    answer = Answer(1)
+async def answered(backend: VllmBackend, begun: asyncio.Event, *, stream: bool) -> Answer:
+    """The answer to a chat; `begun` is set once something of it is there."""
+    messages, answer = [{"role": "user", "content": "one two"}], Answer(1)
     call = ModelCall(model="m", messages=messages, sampling=Sampling(max_tokens=480, seed=1), stream=stream)
     async for event in backend.answer(call):
         answer.add(event)
+        if isinstance(event, Delta):
+            begun.set()
     return answer
