@@ -182,7 +182,7 @@ async def test_each_token_is_of_the_weights_that_its_version_names(tmp_path: Pat
                     told = cast(Any, load_policy(weights[version]).model)(ids).logits[0].log_softmax(-1)
                 sampled = told[start:-1].gather(-1, ids[0, start + 1 :, None])[:, 0]
                 part = slice(first, first + count)
-                assert torch.allclose(sampled[part], torch.tensor(choice.logprobs)[part], atol=1e-4)
+                assert torch.allclose(sampled[part], torch.tensor(choice.logprobs)[part], atol=1e-3)
                 first += count
         await backend.close()
 
