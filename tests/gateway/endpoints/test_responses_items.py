@@ -101,10 +101,10 @@ def test_items_are_read_as_messages(given: Any, messages: list[dict[str, Any]]) 
 
 @pytest.mark.parametrize("item", [said("x" * 1000), thought("x" * 1000)])
 def test_a_turn_of_many_items_takes_time_in_proportion(item: Any) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     (message,) = messages_read([*[item] * 40_000, A] if item["type"] == "reasoning" else [A, *[item] * 40_000])
     assert len(message["content"] or message["reasoning_content"]) == 40_000_000
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_instructions_come_first() -> None:
