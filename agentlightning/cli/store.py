@@ -300,7 +300,7 @@ def export(
     force: bool,
     as_json: bool,
 ) -> int:
-    """Write rollouts with their attempts and spans to DEST: .jsonl, .jsonl.gz or .parquet."""
+    """Write rollouts with their attempts and spans to DEST: .jsonl or .jsonl.gz."""
     from agentlightning.display import counting
     from agentlightning.store.transfer import export_rollouts
 

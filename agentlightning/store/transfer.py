@@ -1,8 +1,6 @@
 """Rollouts in files: written from any store and read into any other, a few at a time, without a change to one of them.
 
-A record is a rollout with its attempts and spans. In JSONL it is a line of JSON; in Parquet a row, with the rollout's
-fields as columns to be queried and its attempts and spans as msgpack. This module does not know SQL or HTTP; pyarrow is
-imported only for Parquet.
+A record is a rollout with its attempts and spans, a line of JSON. This module does not know SQL or HTTP.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import os
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Protocol, cast
+from typing import BinaryIO, Final, cast
 
 import msgspec
 
@@ -25,7 +23,7 @@ from agentlightning.store.base import LightningStore
 from agentlightning.types import Attempt, Filter, Noun, Rollout, Span
 
 _AT_ONCE: Final = 16  # records held in memory
-_SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".parquet")
+_SUFFIXES: Final = (".jsonl", ".jsonl.gz")
 
 
 class Record(Noun, frozen=True, kw_only=True):
@@ -70,8 +68,8 @@ async def export_rollouts(
     """Write the rollouts that match into a file, as they were enqueued. The file appears once it is complete. `advance`
     is told now and then how many are written.
 
-    ConfigError if it exists and is not to be overwritten, cannot be written, or ends in none of .jsonl, .jsonl.gz and
-    .parquet."""
+    ConfigError if it exists and is not to be overwritten, cannot be written, or ends in neither .jsonl nor
+    .jsonl.gz."""
     records = attempts = spans = unfinished = 0
     with _writing(path, overwrite) as writer:
         cursor = None
@@ -106,7 +104,7 @@ async def import_rollouts(
     """Store the rollouts of a file, each as a whole. Those stored already are left as they are, so that an import that
     was interrupted can be repeated. `advance` is told now and then how many were read.
 
-    InvalidError or ConflictError names the line (of Parquet, the row) that cannot be stored; ConfigError says why the
+    InvalidError or ConflictError names the line that cannot be stored; ConfigError says why the
     file cannot be read."""
     new = unfinished = stored_already = 0
     with _reading(path) as records:
@@ -133,11 +131,6 @@ async def _import(store: LightningStore, place: str, record: Record) -> bool:
 # --- files -------------------------------------------------------------------------------------------------------
 
 
-class _Writer(Protocol):
-    def write(self, records: Sequence[Record]) -> None: ...
-    def close(self) -> None: ...
-
-
 def _suffix(path: Path) -> str:
     for suffix in _SUFFIXES:
         if path.name.lower().endswith(suffix):
@@ -146,7 +139,7 @@ def _suffix(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _writing(path: Path, overwrite: bool) -> Generator[_Writer]:
+def _writing(path: Path, overwrite: bool) -> Generator[_JsonWriter]:
     """A writer to a file that takes its name when all is written."""
     suffix = _suffix(path)
     if path.exists() and not overwrite:
@@ -155,8 +148,7 @@ def _writing(path: Path, overwrite: bool) -> Generator[_Writer]:
     try:
         try:
             with draft.open("wb") as file:
-                writer = _ParquetWriter(file) if suffix == ".parquet" else _JsonWriter(file, suffix == ".jsonl.gz")
-                with contextlib.closing(writer):
+                with contextlib.closing(_JsonWriter(file, suffix == ".jsonl.gz")) as writer:
                     yield writer
                 file.flush()
                 os.fsync(file.fileno())
@@ -173,11 +165,8 @@ def _reading(path: Path) -> Generator[Iterator[tuple[str, Record]]]:
     suffix = _suffix(path)
     try:
         with path.open("rb") as file:
-            if suffix == ".parquet":
-                yield _rows(path, file)
-            else:
-                lines = gzip.GzipFile(fileobj=file) if suffix == ".jsonl.gz" else file
-                yield _lines(path, cast(BinaryIO, lines))
+            lines = gzip.GzipFile(fileobj=file) if suffix == ".jsonl.gz" else file
+            yield _lines(path, cast(BinaryIO, lines))
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
@@ -206,75 +195,3 @@ def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, Record]]:
                 yield place, decoder.decode(line)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise InvalidError(f"{place} is not a rollout with its attempts and spans: {error}") from None
-
-
-# --- Parquet -----------------------------------------------------------------------------------------------------
-
-_AS_JSON: Final = ("input", "config", "metadata")
-
-
-def _pyarrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise ConfigError("Parquet files need pyarrow: pip install 'agent-lightning-next[datasets]'") from None
-    return pyarrow, parquet
-
-
-def _schema(arrow: Any) -> Any:
-    kinds = {
-        "start_time": arrow.float64(),
-        "end_time": arrow.float64(),
-        "priority": arrow.int64(),
-        "group_index": arrow.int64(),
-    }
-    columns = [(name, kinds.get(name, arrow.string())) for name in Rollout.__struct_fields__]
-    return arrow.schema([*columns, ("attempts", arrow.binary()), ("spans", arrow.binary())])
-
-
-class _ParquetWriter:
-    def __init__(self, file: BinaryIO) -> None:
-        self._arrow, parquet = _pyarrow()
-        self._schema = _schema(self._arrow)
-        self._writer = parquet.ParquetWriter(file, self._schema, compression="zstd")
-
-    def write(self, records: Sequence[Record]) -> None:
-        if records:
-            table = self._arrow.Table.from_pylist([_row(record) for record in records], schema=self._schema)
-            self._writer.write_table(table)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def _row(record: Record) -> dict[str, Any]:
-    row = msgspec.structs.asdict(record.rollout)
-    for name in _AS_JSON:
-        row[name] = msgspec.json.encode(row[name]).decode()
-    return {
-        **row,
-        "attempts": msgspec.msgpack.encode(record.attempts),
-        "spans": msgspec.msgpack.encode(record.spans, enc_hook=codec.plain),
-    }
-
-
-def _rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Record]]:
-    arrow, parquet = _pyarrow()
-    number = 0
-    try:
-        for batch in parquet.ParquetFile(file).iter_batches(_AT_ONCE):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path}, row {number}", _record_of_row(row)
-    except (arrow.ArrowException, msgspec.MsgspecError, KeyError, TypeError) as error:
-        place = f"{path}, row {number}" if number else str(path)
-        raise InvalidError(f"{place} is not a rollout with its attempts and spans: {error}") from None
-
-
-def _record_of_row(row: dict[str, Any]) -> Record:
-    attempts = msgspec.msgpack.decode(row.pop("attempts"), type=list[Attempt])
-    spans = msgspec.msgpack.decode(row.pop("spans"), type=list[Span])
-    for name in _AS_JSON:
-        row[name] = msgspec.json.decode(row[name])
-    return Record(rollout=msgspec.convert(row, Rollout), attempts=attempts, spans=spans)

@@ -270,7 +270,7 @@ def test_an_export_takes_a_filter(agl, path: Path) -> None:
 def test_a_store_in_postgres_is_kept_alike(agl, tmp_path: Path, postgres_database: str) -> None:
     fill(postgres_database, "old ZEBRA", ago=31 * DAY)
     fill(postgres_database, "young ZEBRA", "horse")
-    moved = tmp_path / "rollouts.parquet"
+    moved = tmp_path / "rollouts.jsonl.gz"
     assert agl("store", "export", moved, "--store", postgres_database)[0] == 0
     assert agl("store", "gc", "--store", postgres_database, "--older-than", "30d")[1].startswith("removed 1 ")
     assert agl("store", "erase", "--store", postgres_database, "--task", "ZEBRA", "--yes")[1].startswith("removed 1 ")

@@ -28,7 +28,7 @@ from agentlightning.types import (
 
 pytestmark = pytest.mark.anyio
 
-SUFFIXES = ["jsonl", "jsonl.gz", "parquet"]
+SUFFIXES = ["jsonl", "jsonl.gz"]
 LOGPROB = -0.10000000149011612  # a float32
 
 TOKENS = TokenCapture(
@@ -115,7 +115,7 @@ async def test_rollouts_come_back_as_they_were(store, tmp_path, suffix):
 
 
 async def test_rollouts_move_from_sqlite_to_postgres(tmp_path, postgres_database):
-    path = tmp_path / "rollouts.parquet"
+    path = tmp_path / "rollouts.jsonl"
     async with other_store(tmp_path / "store.db") as one, other_store(postgres_database) as other:
         await live(one, 1)
         await export_rollouts(one, path)
@@ -229,31 +229,8 @@ async def test_a_damaged_file_is_refused(tmp_path):
             damaged.write_bytes(data)
             with pytest.raises((ConfigError, InvalidError), match=r"damaged\.jsonl\.gz"):
                 await import_rollouts(store, damaged)
-        other = tmp_path / "damaged.parquet"
-        other.write_bytes(b"no Parquet, but long enough to have a footer")
-        with pytest.raises((ConfigError, InvalidError), match=r"damaged\.parquet"):
-            await import_rollouts(store, other)
         with pytest.raises(ConfigError, match="No such file"):
             await import_rollouts(store, tmp_path / "none.jsonl")
-
-
-async def test_a_parquet_file_of_something_else_is_refused(tmp_path):
-    pandas = pytest.importorskip("pandas")
-    path = tmp_path / "tasks.parquet"
-    pandas.DataFrame([{"question": "2+2"}]).to_parquet(path)
-    async with other_store() as store:
-        with pytest.raises(InvalidError, match=r"tasks\.parquet, row 1 is not a rollout"):
-            await import_rollouts(store, path)
-
-
-async def test_a_parquet_file_can_be_queried_like_any_table(tmp_path):
-    pandas = pytest.importorskip("pandas")
-    path = tmp_path / "rollouts.parquet"
-    async with other_store() as store:
-        rollout_id = await live(store, 1, project="mine")
-        await export_rollouts(store, path)
-    (row,) = pandas.read_parquet(path).to_dict("records")
-    assert (row["rollout_id"], row["status"], row["project"]) == (rollout_id, "succeeded", "mine")
 
 
 async def test_a_file_appears_once_it_is_complete_and_is_not_overwritten_unasked(tmp_path):
@@ -271,10 +248,3 @@ async def test_a_file_appears_once_it_is_complete_and_is_not_overwritten_unasked
             await export_rollouts(store, tmp_path / "rollouts.csv")
         with pytest.raises(ConfigError, match="cannot be written"):
             await export_rollouts(store, tmp_path / "nowhere" / "rollouts.jsonl")
-
-
-async def test_a_parquet_export_that_fails_leaves_nothing_behind(tmp_path):
-    async with other_store() as store:
-        with pytest.raises(InvalidError):
-            await export_rollouts(store, tmp_path / "x.parquet", where=Condition("nonsense", "eq", 1))
-    assert list(tmp_path.iterdir()) == []
