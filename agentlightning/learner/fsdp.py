@@ -27,7 +27,7 @@ from torch import Tensor
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
-from agentlightning.errors import TrainingError
+from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner.base import Loss, WeightsForm
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.sharded import Settings
@@ -66,6 +66,7 @@ class FsdpLearner:
                     stderr=output,
                     start_new_session=True,  # Ctrl-C is for the trainer, which ends them once it has saved
                 )
+                self.launcher = self._torchrun.pid
                 self._connect(listener, processes)
             self._send(settings)
             self._answer()
@@ -79,7 +80,7 @@ class FsdpLearner:
             one.close()  # which they take as a sign to end
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._torchrun.wait(_END_SECONDS)
-        for process in (self._torchrun.pid, *self.processes) if self._torchrun.poll() is None else ():
+        for process in (self.launcher, *self.processes) if self._torchrun.poll() is None else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         self._torchrun.wait()
@@ -151,9 +152,20 @@ class FsdpLearner:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._torchrun.wait(_END_SECONDS)  # it says which of them was first
             raise TrainingError(
-                "a process of the FSDP learner has ended, and the others with it: `--resume` (resume=True) goes on from "
-                f"the latest checkpoint{end_of(self._log)}"
+                "a process of the FSDP learner has ended, and the others with it. `--resume` (resume=True) goes on "
+                f"from the latest checkpoint{end_of(self._log)}"
             ) from None
+
+
+def check_devices(device: str, processes: int) -> None:
+    """ConfigError unless so many processes can train on such a device: on a GPU each, or all on the CPU."""
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"learner: fsdp runs on cuda, a GPU for each process, or on cpu; device is {device!r}")
+    if device == "cuda" and processes > torch.cuda.device_count():
+        raise ConfigError(
+            f"learner: fsdp: {processes} needs as many GPUs, and {torch.cuda.device_count()} are visible here "
+            "(CUDA_VISIBLE_DEVICES)"
+        )
 
 
 def _environment(processes: int) -> dict[str, str]:

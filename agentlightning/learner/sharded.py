@@ -12,12 +12,12 @@ import pickle
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from types import MethodType
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
@@ -37,7 +37,7 @@ from agentlightning.errors import AgentLightningError
 from agentlightning.learner.base import AdamW, WeightsForm
 from agentlightning.learner.policy import load_policy
 from agentlightning.learner.serving import choose_threads
-from agentlightning.learner.torch import MISMATCH_TOLERANCE, TorchLearner
+from agentlightning.learner.torch import TorchLearner
 from agentlightning.learner.totals import Totals
 
 T = TypeVar("T")
@@ -78,8 +78,8 @@ class ShardedLearner(TorchLearner):
         super().__init__(policy, settings.optimizer, reference=reference)
 
     @property
-    def mismatch_tolerance(self) -> float:
-        return MISMATCH_TOLERANCE[self._dtype]
+    def dtype(self) -> torch.dtype:
+        return self._dtype
 
     def _run(self, model: PreTrainedModel, work: Callable[[], T]) -> T:
         return cast(Any, model).run(work)
@@ -99,8 +99,8 @@ class ShardedLearner(TorchLearner):
         return Totals.of_all(parts)
 
     def _clipped(self, trained: Sequence[Tensor]) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm)
-        return float(cast(DTensor, norm).full_tensor())
+        norm: Any = torch.nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm)
+        return float(norm.full_tensor())
 
     def _joined(self, parts: Tensor) -> Tensor:
         dist.all_reduce(parts)
@@ -135,7 +135,7 @@ class ShardedLearner(TorchLearner):
             if not isinstance(one, DTensor):
                 return one
             if id(one) not in found:
-                tensor = one.detach().full_tensor()
+                tensor: Tensor = cast(Any, one.detach()).full_tensor()
                 found[id(one)] = tensor.cpu() if dist.get_rank() == 0 else None
             return found[id(one)]
 
@@ -145,7 +145,7 @@ class ShardedLearner(TorchLearner):
         own = self.model.state_dict()
         return {name: _like(one, own[name]) if name in own else one for name, one in weights.items()}
 
-    def _load_state(self, state: dict[str, Any]) -> None:
+    def _load_state(self, state: Mapping[str, Any]) -> None:
         trained = self._masters.trained
         moments = {
             number: {key: _like(one, trained[number]) if one.dim() else one for key, one in of_one.items()}
@@ -178,11 +178,15 @@ def _spread(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> Non
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in (*layers, model):
-        part = cast(FSDPModule, fully_shard(module, mesh=mesh, mp_policy=precision))
+        part = fully_shard(module, mesh=mesh, mp_policy=precision)
         part.set_gradient_divide_factor(1.0)  # weights of tokens are of the whole batch: their gradients are summed
         part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
-    cast(Any, model).run = MethodType(lambda _, work: work(), model)
+    cast(Any, model).run = _run
     register_fsdp_forward_method(model, "run")
+
+
+def _run(work: Callable[[], T]) -> T:
+    return work()
 
 
 def _like(whole: Tensor, own: Tensor) -> Tensor:
@@ -228,8 +232,8 @@ def _read(trainer: Connection, calls: SimpleQueue[tuple[str, Any]]) -> None:
             calls.put(pickle.loads(trainer.recv_bytes()))
     except (OSError, EOFError):  # the trainer has ended
         os._exit(0)
-    except BaseException:  # a loss function of the user's that cannot be imported here
-        sys.excepthook(*sys.exc_info())
+    except Exception:  # noqa: BLE001 - importing a loss function of the user's may raise anything
+        traceback.print_exc()
         os._exit(1)
 
 

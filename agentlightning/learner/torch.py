@@ -76,7 +76,7 @@ class TorchLearner:
         self.reference = reference if isinstance(reference, PreTrainedModel) else None
         if reference is True and policy.adapter is None:
             self.reference = copy.deepcopy(self.model).requires_grad_(False)
-        self._started_from = None if self.reference is None else _fingerprint(self.reference)
+        self._started_from = None if self.reference is None else _fingerprint(self.reference, self.dtype)
         self.critic = None if critic is None else ValueModel(self.model, critic)
         self._masters, self._trained = _trained(self.model, self.critic)
         own_rate = critic.learning_rate if critic else None
@@ -97,8 +97,13 @@ class TorchLearner:
         self._masters.close()
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return self.model.dtype
+
+    @property
     def mismatch_tolerance(self) -> float:
-        return MISMATCH_TOLERANCE.get(self.model.dtype, MISMATCH_TOLERANCE[torch.float32])
+        return MISMATCH_TOLERANCE.get(self.dtype, MISMATCH_TOLERANCE[torch.float32])
 
     @property
     def token_bytes(self) -> TokenBytes | None:
@@ -391,12 +396,12 @@ class TorchLearner:
         return weights
 
 
-def _fingerprint(model: PreTrainedModel) -> str:
+def _fingerprint(model: PreTrainedModel, dtype: torch.dtype) -> str:
     """Tells the weights of a model from what they become when they are trained, by a few of each tensor."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         whole: Tensor = getattr(parameter, "full_tensor", parameter.detach)().detach()
-        digest.update(whole.flatten()[:_FINGERPRINTED].cpu().view(torch.uint8).numpy().tobytes())
+        digest.update(whole.flatten()[:_FINGERPRINTED].cpu().to(dtype).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
