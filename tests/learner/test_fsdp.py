@@ -184,7 +184,7 @@ def test_a_run_whose_process_is_killed_ends_with_its_log_and_goes_on_later(
 
     monkeypatch.setattr(FsdpLearner, "step", step_once)
     given: dict[str, Any] = {"learner": {"fsdp": 2}, "device": "cpu"}
-    saving = algorithm(steps=3, checkpoint_every=1, temperature=1.0)
+    saving = algorithm(steps=3, checkpoint_every=1)
     with pytest.raises(TrainingError, match=r"has ended.*--resume(.|\n)*fsdp\.log(.|\n)*SIGKILL"):
         trainer(tmp_path, algorithm=saving, **given).fit(agents.vowels, TASKS)
     wait_until_gone([*learners[0].processes, learners[0].launcher])
@@ -193,9 +193,8 @@ def test_a_run_whose_process_is_killed_ends_with_its_log_and_goes_on_later(
     assert [measured.step for measured in result.metrics] == [1, 2, 3]
     assert all(measured.values["inference_mismatch"] < 1e-4 for measured in result.metrics)
     assert result.checkpoint is not None
-    trained, published = (
-        saved_weights(place) for place in (result.checkpoint, tmp_path / "run/published/policy/version-000003")
-    )
+    published = saved_weights(tmp_path / "run" / "published" / "policy" / "version-000003")
+    trained = saved_weights(result.checkpoint)
     assert all(torch.equal(trained[name], published[name]) for name in trained)
     wait_until_gone(learners[-1].processes)
 
@@ -226,5 +225,5 @@ def test_what_does_not_go_together_is_refused(given: Any, others: dict[str, Any]
 def test_it_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="lora needs the learner torch"):
         trainer(tmp_path, model=tmp_path / "nowhere", lora=LoRA(), learner={"fsdp": 2}).fit(agents.vowels, TASKS)
-    with pytest.raises(ConfigError, match="needs the learner torch|GPUs|mps"):
+    with pytest.raises(ConfigError, match=r"device 'mps'|device is 'mps'"):
         trainer(tmp_path, device="mps", learner={"fsdp": 2}).fit(agents.vowels, TASKS)
