@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -28,14 +29,26 @@ from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, TrainingError
-from agentlightning.learner.base import Loss, WeightsForm
+from agentlightning.learner.base import AdamW, Loss, WeightsForm
 from agentlightning.learner.policy import Policy
-from agentlightning.learner.sharded import Settings
 from agentlightning.learner.started import end_of
 from agentlightning.learner.torch import MISMATCH_TOLERANCE
 
 _READY_SECONDS: Final = 900.0
 _END_SECONDS: Final = 10.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What each process is told first: the model's directory, or its id, and how to train it. `dtype` is what its
+    layers compute in."""
+
+    model: str
+    optimizer: AdamW
+    reference: bool
+    device: str
+    dtype: str
+    threads: int | None
 
 
 class FsdpLearner:

@@ -14,7 +14,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -34,26 +33,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from agentlightning.data.sequences import MicroBatch, TrainingSequence
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import AgentLightningError
-from agentlightning.learner.base import AdamW, WeightsForm
+from agentlightning.learner.base import WeightsForm
+from agentlightning.learner.fsdp import Settings
 from agentlightning.learner.policy import load_policy
 from agentlightning.learner.serving import choose_threads
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.learner.totals import Totals
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What each process is told first: where the model is, and the fields of `FsdpLearner`. `dtype` is what layers
-    compute in."""
-
-    place: str
-    optimizer: AdamW
-    reference: bool
-    device: str
-    dtype: str
-    threads: int | None
 
 
 class ShardedLearner(TorchLearner):
@@ -67,10 +54,10 @@ class ShardedLearner(TorchLearner):
         policy, reference = None, False
         for turn in range(dist.get_world_size()):  # else the memory would hold the whole model once for each of them
             if turn == dist.get_rank():
-                policy = load_policy(settings.place, device="cpu")
+                policy = load_policy(settings.model, device="cpu")
                 _spread(policy.model, mesh, self._dtype)
                 if settings.reference:
-                    reference = load_policy(settings.place, device="cpu").model.eval().requires_grad_(False)
+                    reference = load_policy(settings.model, device="cpu").model.eval().requires_grad_(False)
                     _spread(reference, mesh, self._dtype)
             dist.barrier()
         assert policy is not None
