@@ -59,33 +59,30 @@ class FsdpLearner:
         self.token_bytes: TokenBytes | None = policy.token_bytes
         self.mismatch_tolerance: float = MISMATCH_TOLERANCE[getattr(torch, settings.dtype)]
         self._log = log
-        self._place = Path(tempfile.mkdtemp(prefix="agl-"))  # only this user's; paths of sockets must be short
+        self._place = Path(tempfile.mkdtemp(prefix="agl-", dir="/tmp"))  # this user's; paths of sockets must be short
         self._ranks: list[Connection] = []
-        self.processes: list[int] = []  # their ids
         log.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with socket.socket(socket.AF_UNIX) as listener, log.open("ab") as output:
-                listener.bind(str(self._place / "trainer"))
-                listener.listen(processes)
-                self._torchrun = subprocess.Popen(
-                    [
-                        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
-                        *("--nproc-per-node", str(processes), "-m", "agentlightning.learner.sharded"),
-                        str(self._place / "trainer"),
-                    ],
-                    env=_environment(processes),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,  # Ctrl-C is for the trainer, which ends them once it has saved
-                )
-                self.launcher = self._torchrun.pid
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
+        rank = ("-m", "agentlightning.learner.sharded", str(self._place / "trainer"))
+        with socket.socket(socket.AF_UNIX) as listener, log.open("ab") as output:
+            listener.bind(rank[-1])
+            listener.listen(processes)
+            self._torchrun = subprocess.Popen(
+                [*torchrun, "--nproc-per-node", str(processes), *rank],
+                env=_environment(processes),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C is for the trainer, which ends them once it has saved
+            )
+            self.processes = [self._torchrun.pid]  # and theirs
+            try:
                 self._connect(listener, processes)
-            self._send(settings)
-            self._answer()
-        except BaseException:
-            self.close()
-            raise
+                self._send(settings)
+                self._answer()
+            except BaseException:
+                self.close()
+                raise
 
     def close(self) -> None:
         """End the processes."""
@@ -93,7 +90,7 @@ class FsdpLearner:
             one.close()  # which they take as a sign to end
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._torchrun.wait(_END_SECONDS)
-        for process in (self.launcher, *self.processes) if self._torchrun.poll() is None else ():
+        for process in self.processes if self._torchrun.poll() is None else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         self._torchrun.wait()
@@ -143,19 +140,18 @@ class FsdpLearner:
     def _connect(self, listener: socket.socket, processes: int) -> None:
         """Wait for all of them. TrainingError where they end before."""
         given_up = time.monotonic() + _READY_SECONDS
-        found: list[tuple[int, int, Connection]] = []
+        rank_of: dict[Connection, int] = {}
         listener.settimeout(0.2)
         with self._explained():
-            while len(found) < processes:
+            while len(self._ranks) < processes:
                 if self._torchrun.poll() is not None or time.monotonic() > given_up:
                     raise EOFError
                 with contextlib.suppress(TimeoutError):
                     accepted, _ = listener.accept()
-                    accepted.setblocking(True)
-                    one = Connection(accepted.detach())
-                    found.append((*pickle.loads(one.recv_bytes()), one))
-        self._ranks = [one for _, _, one in sorted(found, key=lambda rank: rank[0])]
-        self.processes = [process for _, process, _ in found]
+                    self._ranks.append(one := Connection(accepted.detach()))
+                    rank_of[one], process = pickle.loads(one.recv_bytes())
+                    self.processes.append(process)
+        self._ranks.sort(key=rank_of.__getitem__)
 
     @contextlib.contextmanager
     def _explained(self) -> Generator[None]:

@@ -14,12 +14,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -72,13 +72,13 @@ class ShardedLearner(TorchLearner):
         return cast(Any, model).run(work)
 
     def _micro_batches(self, batch: Sequence[TrainingSequence], weights: Sequence[FloatArray]) -> Iterator[MicroBatch]:
-        """Every so manieth of all; where others have one more, one of nothing: all of them gather layers together."""
-        last = -1
-        for last, micro in enumerate(super()._micro_batches(batch, weights)):
-            if last % dist.get_world_size() == dist.get_rank():
-                yield micro
-        if dist.get_rank() > last % dist.get_world_size():
-            yield _NOTHING
+        """Its share of all. Where others have one more, one of nothing: layers are gathered by all of them together."""
+        share = list(super()._micro_batches(batch, weights))
+        yield from share[dist.get_rank() :: dist.get_world_size()]
+        if dist.get_rank() >= len(share) % dist.get_world_size() > 0:
+            told = ("rows", "positions", "logprobs", "advantages", "weights", "transitions", "versions")
+            nothing: dict[str, Any] = {name: getattr(share[0], name)[:0] for name in told}
+            yield replace(share[0], token_ids=share[0].token_ids[:1, :2], tokens=0, forest=None, **nothing)
 
     def _over_all(self, totals: Totals) -> Totals:
         parts: list[Any] = [None] * dist.get_world_size()
@@ -143,21 +143,6 @@ class ShardedLearner(TorchLearner):
             if masters := state.get("masters"):
                 for one, saved in zip(trained, masters, strict=True):
                     one.copy_(_like(saved, one))
-
-
-_EMPTY = np.zeros(0, np.int64)
-_NO_NUMBERS = np.zeros(0, np.float32)
-_NOTHING = MicroBatch(
-    token_ids=np.zeros((1, 2), np.int32),
-    rows=_EMPTY,
-    positions=_EMPTY,
-    logprobs=_NO_NUMBERS,
-    advantages=_NO_NUMBERS,
-    weights=_NO_NUMBERS,
-    transitions=_EMPTY,
-    versions=np.zeros(0, np.int32),
-    tokens=0,
-)
 
 
 def _spread(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:

@@ -159,7 +159,7 @@ def test_nothing_of_it_is_left_when_the_trainer_is_killed(model: Path, tmp_path:
         "from tests.learner.test_fsdp import FsdpLearner, empty_policy, settings\n"
         f"model = Path({str(model)!r})\n"
         f"learner = FsdpLearner(empty_policy(model), settings(model), 2, Path({str(tmp_path / 'log')!r}))\n"
-        "print(learner.launcher, *learner.processes, flush=True); time.sleep(600)"
+        "print(*learner.processes, flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
@@ -179,7 +179,7 @@ def test_a_run_whose_process_is_killed_ends_with_its_log_and_goes_on_later(
     def step_once(self: FsdpLearner, *arguments: Any) -> dict[str, float]:
         learners.append(self)
         if len(learners) == 2:
-            os.kill(self.processes[1], signal.SIGKILL)
+            os.kill(self.processes[-1], signal.SIGKILL)
         return step(self, *arguments)
 
     monkeypatch.setattr(FsdpLearner, "step", step_once)
@@ -187,7 +187,7 @@ def test_a_run_whose_process_is_killed_ends_with_its_log_and_goes_on_later(
     saving = algorithm(steps=3, checkpoint_every=1)
     with pytest.raises(TrainingError, match=r"has ended.*--resume(.|\n)*fsdp\.log(.|\n)*SIGKILL"):
         trainer(tmp_path, algorithm=saving, **given).fit(agents.vowels, TASKS)
-    wait_until_gone([*learners[0].processes, learners[0].launcher])
+    wait_until_gone(learners[0].processes)
     result = trainer(tmp_path, algorithm=saving, **given).fit(agents.vowels, TASKS, resume=True)
     assert result.stopped_because == "all steps done"
     assert [measured.step for measured in result.metrics] == [1, 2, 3]
