@@ -26,8 +26,9 @@ from agentlightning.learner.torch import TorchLearner
 from tests import agents
 from tests.learner.test_started import wait_until_gone
 from tests.learner.test_torch import batch
+from tests.learner.vllm_standin import standin
 from tests.models import tiny_model
-from tests.test_trainer import TASKS, algorithm, trainer
+from tests.test_trainer import TASKS, algorithm, policy, trainer
 
 LOSS = Loss(clip_high=0.28, aggregation="rollout-mean", entropy_coefficient=0.01, temperature=0.8, kl_coefficient=0.04)
 OPTIMIZER = AdamW(learning_rate=1e-3, micro_batch_tokens=64)
@@ -197,6 +198,23 @@ def test_a_run_whose_process_is_killed_ends_with_its_log_and_goes_on_later(
     published, trained = saved_weights(latest), saved_weights(result.checkpoint)
     assert all(torch.equal(trained[name], published[name]) for name in trained)
     wait_until_gone(learners[-1].processes)
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_rollouts_go_on_while_weights_are_exported_to_a_server(tmp_path: Path) -> None:
+    place = tmp_path / "model"
+    policy().save(place)
+    async with standin(place) as (url, server):
+        given: dict[str, Any] = {"learner": {"fsdp": 2}, "sampler": {"vllm": url}, "device": "cpu"}
+        overlapping = algorithm(steps=3, max_staleness=2, temperature=1.0)
+        run = trainer(tmp_path, model=place, algorithm=overlapping, dtype="float32", **given)
+        result = await run.fit_async(agents.vowels, TASKS)
+        assert result.stopped_because == "all steps done"
+        assert result.checkpoint is not None
+        trained = load_policy(result.checkpoint, device="cpu").model.state_dict()
+        for name, tensor in server.sampler.model.state_dict().items():
+            assert torch.equal(tensor, trained[name]), name
 
 
 @pytest.mark.parametrize(
