@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -180,7 +181,8 @@ def main(path: str) -> None:
     on_gpu = torch.device(settings.device).type == "cuda"
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    # Who loads a model lets the others wait; a process that ends is noticed at once by torchrun.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(hours=1))
     learner = ShardedLearner(settings)
     trainer.send_bytes(pickle.dumps((None, None)))
     while True:
