@@ -171,7 +171,7 @@ def test_nothing_of_it_is_left_when_the_trainer_is_killed(model: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_run_whose_process_is_killed_ends_with_its_log_and_goes_on_later(
+def test_a_run_whose_process_is_killed_ends_with_its_log_and_goes_on_in_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learners: list[FsdpLearner] = []
@@ -179,25 +179,20 @@ def test_a_run_whose_process_is_killed_ends_with_its_log_and_goes_on_later(
 
     def step_once(self: FsdpLearner, *arguments: Any) -> dict[str, float]:
         learners.append(self)
-        if len(learners) == 2:
+        if len(learners) == 3:
             os.kill(self.processes[-1], signal.SIGKILL)
         return step(self, *arguments)
 
     monkeypatch.setattr(FsdpLearner, "step", step_once)
-    given: dict[str, Any] = {"learner": {"fsdp": 2}, "device": "cpu"}
-    saving = algorithm(steps=3, checkpoint_every=1)
+    saving = algorithm(steps=6, checkpoint_every=1)
     with pytest.raises(TrainingError, match=r"has ended.*--resume(.|\n)*fsdp\.log(.|\n)*SIGKILL"):
-        trainer(tmp_path, algorithm=saving, **given).fit(agents.vowels, TASKS)
+        trainer(tmp_path, algorithm=saving, learner={"fsdp": 2}, device="cpu").fit(agents.vowels, TASKS)
     wait_until_gone(learners[0].processes)
-    result = trainer(tmp_path, algorithm=saving, **given).fit(agents.vowels, TASKS, resume=True)
+    result = trainer(tmp_path, algorithm=saving, device="cpu").fit(agents.vowels, TASKS, resume=True)
     assert result.stopped_because == "all steps done"
-    assert [measured.step for measured in result.metrics] == [1, 2, 3]
-    assert all(measured.values["inference_mismatch"] < 1e-4 for measured in result.metrics)
-    assert result.checkpoint is not None
-    latest = sorted((tmp_path / "run" / "published" / "policy").iterdir())[-1]
-    published, trained = saved_weights(latest), saved_weights(result.checkpoint)
-    assert all(torch.equal(trained[name], published[name]) for name in trained)
-    wait_until_gone(learners[-1].processes)
+    assert [measured.step for measured in result.metrics] == [1, 2, 3, 4, 5, 6]
+    mismatches = [measured.values.get("inference_mismatch") for measured in result.metrics]
+    assert any(mismatches[:-4]) and max(one or 0.0 for one in mismatches) < 1e-4
 
 
 @pytest.mark.slow
