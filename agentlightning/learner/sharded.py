@@ -189,7 +189,8 @@ def main(path: str) -> None:
         method, arguments = calls.get()
         try:
             answer, error = getattr(learner, method)(*arguments), None
-        except AgentLightningError as raised:  # by all of them alike; whatever else is raised ends all of them
+        # Raised by all of them alike, or by the one that writes files. Whatever else is raised ends all of them.
+        except (AgentLightningError, OSError) as raised:
             answer, error = None, raised
         trainer.send_bytes(pickle.dumps((answer, error) if dist.get_rank() == 0 else (None, None)))
 
