@@ -37,7 +37,7 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
 from agentlightning.gateway.frozen import frozen_entry, read_frozen
 from agentlightning.gateway.models import ModelEntry, ModelTable
-from agentlightning.learner.base import AdamW, DType, LoRA
+from agentlightning.learner.base import AdamW, DType, LoRA, read_learner
 from agentlightning.runner.agent import LitAgent, as_agent
 from agentlightning.runner.ending import stopping_at_interrupt
 from agentlightning.runner.hooks import Hook
@@ -85,6 +85,7 @@ class Trainer:
         algorithm: `GRPO(…)` by default; `Baseline()` only evaluates.
         sampler: what samples from the model: `embedded`, the engine in this process, or servers that load its weights,
             `{"vllm": "http://host:8000/v1"}` or `{"sglang": "http://host:30000/v1"}` (see `RemoteSampling`).
+        learner: what trains it: `torch`, in this process, or `{"fsdp": N}`, in N processes of this machine.
         optimizer: learning rate, schedule, micro-batches and the like.
         lora: train an adapter of this size instead of the weights.
         dtype: of the weights: float32, or bfloat16, of which the optimiser keeps float32 copies.
@@ -120,6 +121,7 @@ class Trainer:
         model_name: str = "policy",
         algorithm: Algorithm | None = None,
         sampler: str | Mapping[str, Any] | None = None,
+        learner: str | Mapping[str, Any] | None = None,
         optimizer: AdamW | None = None,
         lora: LoRA | None = None,
         dtype: DType | None = None,
@@ -147,7 +149,8 @@ class Trainer:
         self.models = dict(model) if isinstance(model, Mapping) else {} if model is None else {model_name: model}
         self.frozen = read_frozen(models or {}, self.models)
         self.algorithm = algorithm if adapter is None else with_adapter(algorithm, adapter)
-        self.sampler = sampler
+        self.sampler, self.learner = sampler, learner
+        read_learner(learner)
         self.optimizer = optimizer or AdamW()
         self.lora = lora
         self.dtype: DType | None = dtype
@@ -396,11 +399,13 @@ class Trainer:
         from agentlightning.learner.opening import Opening
         from agentlightning.learner.remote import read_sampler
 
+        critic, loss = (getattr(algorithm, name, None) for name in ("trained_critic", "loss_function"))
+        given: dict[str, Any] = {"models": len(self.models), "deterministic": self.deterministic}
         return Opening(
             optimizer=self._optimizer(algorithm),
             trained=isinstance(algorithm, Reinforcement),
             reference=getattr(algorithm, "reference", False),
-            critic=getattr(algorithm, "trained_critic", None),
+            critic=critic,
             concurrency=max(1, self._concurrency or 64),
             seed=self.seed,
             own_weights=_overlaps(algorithm),
@@ -411,9 +416,8 @@ class Trainer:
             device=self.device,
             threads=self.threads,
             directory=directory,
-            sampling=read_sampler(
-                self.sampler, models=len(self.models), deterministic=self.deterministic, overlaps=_overlaps(algorithm)
-            ),
+            processes=read_learner(self.learner, **given, lora=self.lora, critic=critic, loss=loss),
+            sampling=read_sampler(self.sampler, **given, overlaps=_overlaps(algorithm)),
         )
 
     def _optimizer(self, algorithm: Algorithm) -> AdamW:
@@ -474,6 +478,7 @@ class Trainer:
             "credit_by_settings": getattr(algorithm, "credit_by_settings", False),
             "optimizer": dataclasses.asdict(self._optimizer(algorithm)),
             "lora": None if self.lora is None else dataclasses.asdict(self.lora),
+            "learner": self.learner or "torch",
             "dtype": self.dtype,
             "n_runners": self._concurrency,
             "max_sequence_length": self.max_sequence_length,

@@ -186,7 +186,7 @@ class EngineService:
                 self._owner = None
                 self._set_hold(None)
 
-    async def update_weights(self, version: int) -> None:
+    async def update_weights(self, version: int, write: Callable[[], object] | None = None) -> None:
         """Sample with the model's present weights, those that `write` leaves, and call them `version`; inside or
         outside of `exclusive`. Calls that are being answered go on with them."""
         inside = self._owner is not None and self._owner is asyncio.current_task()
@@ -194,10 +194,10 @@ class EngineService:
             # In a thread of its own, since agents may hold all of the loop's; where this task is cancelled, the end of
             # the block waits for it.
             with ThreadPoolExecutor(1) as thread:
-                await asyncio.get_running_loop().run_in_executor(thread, self._bring_up_to_date, version)
+                await asyncio.get_running_loop().run_in_executor(thread, self._bring_up_to_date, version, write)
 
-    def _bring_up_to_date(self, version: int) -> None:
-        self._write()
+    def _bring_up_to_date(self, version: int, write: Callable[[], object] | None) -> None:
+        (write or self._write)()
         self._engine.update_weights(version)
 
     # --- on the loop ---

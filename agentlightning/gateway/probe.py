@@ -13,7 +13,7 @@ import msgspec
 
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.backend import ModelCall, Sampling
+from agentlightning.gateway.backend import Backend, ModelCall, Sampling
 from agentlightning.gateway.capture import untrainable_reason
 from agentlightning.gateway.replicas import RemoteBackend
 
@@ -66,7 +66,7 @@ async def _check_processed(backend: RemoteBackend, model: str) -> None:
         )
 
 
-async def one_answer(backend: RemoteBackend, model: str, sampling: Sampling, top_logprobs: int = 0) -> Answer:
+async def one_answer(backend: Backend, model: str, sampling: Sampling, top_logprobs: int = 0) -> Answer:
     """What it answers to "Hi". BackendError where it does not."""
     call = ModelCall(
         request_id="probe",

@@ -6,7 +6,8 @@ A learner knows weights, optimiser and loss. It does not know groups, rewards, r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -200,6 +201,45 @@ class Critic:
 
     def __post_init__(self) -> None:
         check_settings(self, above={"learning_rate": 0}, choices={"trunk": get_args(CriticTrunk)})
+
+
+def read_learner(
+    given: str | Mapping[str, Any] | None,
+    *,
+    models: int = 1,
+    deterministic: bool = False,
+    lora: LoRA | None = None,
+    critic: Critic | None = None,
+    loss: object = None,
+) -> int | None:
+    """In how many processes a run of so many models has its learner; None for the one in the trainer's process.
+    ConfigError for what is neither, and for what does not go with several."""
+    if given in (None, "torch"):
+        return None
+    forms = "write torch, or {fsdp: 2} for a learner in two processes"
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"learner is {given!r}; {forms}")
+    for key in given:
+        if key != "fsdp":
+            raise ConfigError(f"learner: unknown key {key!r}; {nearest(str(key), ('fsdp',))}")
+    processes: Any = given.get("fsdp")
+    if type(processes) is not int or processes < 1:
+        raise ConfigError(f"learner is {dict(given)!r}; {forms}")
+    refused = {"several models": models > 1, "deterministic": deterministic, "lora": lora, "a critic": critic}
+    for name, there in refused.items():
+        if there:
+            raise ConfigError(f"{name} needs the learner torch: fsdp trains all weights of one model, with any sampler")
+    try:
+        pickle.dumps(loss)
+        at_home = getattr(loss, "__module__", None) == "__main__"
+    except (pickle.PicklingError, AttributeError, TypeError):
+        at_home = True
+    if at_home:
+        raise ConfigError(
+            f"the loss {loss!r} cannot be imported by the processes of the learner: define it at the top level of a "
+            "module, or name it: 'file.py:function'"
+        )
+    return processes
 
 
 @dataclass(frozen=True)

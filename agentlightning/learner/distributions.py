@@ -9,8 +9,7 @@ rows, padding and forests are run; nothing of losses or what the model is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +22,7 @@ from agentlightning.learner.forest import forest_hidden
 from agentlightning.learner.losses import entropy
 
 
-@dataclass(frozen=True)
-class States:
+class States(NamedTuple):
     """The U places that predict N sampled tokens: token n is predicted at `of`[n], int64[N]. `hidden` float[U, H] are
     the last hidden states there, and `logits` float[U, V]; None where not asked for."""
 
@@ -55,8 +53,7 @@ def predicting_states(
 LOGITS_AT_ONCE: Final = 2**26  # numbers of one [tokens, vocabulary] tensor, 256 MiB in float32; about four are held
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """Of each sampled token, float32[N]: its log-probability, and the entropy of what it was drawn from, in nats."""
 
     logprobs: Tensor

@@ -51,6 +51,12 @@ class MemoryEstimate:
         parts = [f"{name} {size / GIB:.2f}" for name, size in dataclasses.asdict(self).items() if size]
         return f"{self.total / GIB:.2f} GiB ({', '.join(parts)})"
 
+    def over(self, processes: int, *, one_memory: bool) -> MemoryEstimate:
+        """Of so many processes with a part of each weight: all in one memory, or one that has its own."""
+        parts = ("activations", "logits") if one_memory else ("weights", "gradients", "optimizer", "reference")
+        factor = processes if one_memory else 1 / processes
+        return dataclasses.replace(self, **{name: int(getattr(self, name) * factor) for name in parts})
+
     def check(self, available: int, *, loaded: bool = False) -> None:
         """ConfigError with what to change where more is needed than is available; the weights may be there already."""
         if self.total - (self.weights if loaded else 0) <= available:

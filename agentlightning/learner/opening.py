@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from agentlightning.data.references import is_reference
 from agentlightning.learner.base import AdamW, Critic, DType, LoRA
+from agentlightning.learner.fsdp import FsdpLearner, Settings, check_devices
 from agentlightning.learner.memory import GIB, available_memory, estimate_memory
-from agentlightning.learner.policy import Policy, choose_device, empty_model, open_policy
+from agentlightning.learner.policy import Policy, choose_device, empty_model, empty_policy, load_policy, open_policy
 from agentlightning.learner.remote import RemoteSampler, RemoteSampling
 from agentlightning.learner.serving import EmbeddedSampler, choose_threads, engine_size, serve_policy
 from agentlightning.learner.started import StartedServer
@@ -42,22 +43,33 @@ class Opening:
     device: str | None = None
     threads: int | None = None
     sampling: RemoteSampling | None = None
+    processes: int | None = None
     directory: Path = Path()
 
     @contextmanager
     def open(
         self, source: str | Path | Policy, phase: Callable[[str], None]
-    ) -> Generator[tuple[EmbeddedSampler | RemoteSampler, TorchLearner]]:
+    ) -> Generator[tuple[EmbeddedSampler | RemoteSampler, TorchLearner | FsdpLearner]]:
         """Inside, the model is served and ready to be trained; `phase` is told what is going on. A given `Policy` may
-        be opened again afterwards: it has the weights it was trained to, but no adapter that it did not come with.
+        be opened again afterwards: it has the weights it was trained to, but no adapter that it did not come with; with
+        a learner in `processes` of its own it is what it was.
 
         ConfigError where it cannot be had, or would not fit into the memory there is."""
         made = isinstance(source, Policy) or is_reference(str(source))
+        spread = self.processes is not None and self.trained
+        if spread:
+            check_devices(choose_device(self.device), self.processes or 1)
         if made:
             phase("make the model")
-            source = open_policy(source, seed=self.seed, device=self.device, dtype=self.dtype)
+            device = self.device if not spread else None if isinstance(source, Policy) else "cpu"
+            source = open_policy(source, seed=self.seed, device=device, dtype=self.dtype)
         told = self._check_memory(source) if self.trained else ""
         phase(f"{'serve' if made else 'load'} the model{told}")
+        if spread:
+            source = self._written(source, "model") if isinstance(source, Policy) else str(source)
+            with self._spread(source) as opened:
+                yield opened
+            return
         policy = open_policy(source, seed=self.seed, device=self.device, dtype=self.dtype, lora=self.lora)
         with ExitStack() as stack:
             if policy.adapter is not None and policy is not source:
@@ -66,6 +78,21 @@ class Opening:
             learner = TorchLearner(policy, self.optimizer, reference=self.reference, critic=self.critic)
             stack.callback(learner.close)
             yield sampler, learner
+
+    @contextmanager
+    def _spread(self, source: str) -> Generator[tuple[EmbeddedSampler | RemoteSampler, FsdpLearner]]:
+        """With a learner in processes of its own; this one has the weights of an embedded sampler at most."""
+        device, dtype = choose_device(self.device), self.dtype or "float32"
+        if self.sampling is None:
+            policy = load_policy(source, device=device, dtype=dtype)
+        else:
+            policy = empty_policy(source, dtype=dtype)
+        settings = Settings(source, self.optimizer, self.reference, device, dtype, self.threads)
+        with ExitStack() as stack:
+            learner = FsdpLearner(policy, settings, self.processes or 1, self.directory / "fsdp.log")
+            stack.callback(learner.close)
+            sampler = self._sampler(stack, policy, source)
+            yield replace(sampler, takes="whole") if isinstance(sampler, EmbeddedSampler) else sampler, learner
 
     def _sampler(self, stack: ExitStack, policy: Policy, place: str | None) -> EmbeddedSampler | RemoteSampler:
         if self.sampling is not None:
@@ -78,7 +105,7 @@ class Opening:
             max_sequence_length=self.max_sequence_length,
             threads=self.threads,
             seed=self.seed,
-            own_weights=self.own_weights,
+            own_weights=self.own_weights and not self.processes,
             deterministic=self.deterministic,
         )
         stack.callback(sampler.service.close)
@@ -88,11 +115,7 @@ class Opening:
         """vLLM for the policy, which was loaded from `place`, or is saved for it."""
         assert self.sampling is not None
         if place is None:
-            model = policy.model if policy.adapter is None else policy.adapter.publish()
-            base = self.directory / "vllm-model"
-            base.mkdir(parents=True, exist_ok=True)
-            replace(policy, model=model, adapter=None).save(base)
-            place = str(base)
+            place = self._written(policy, "vllm-model")
         _, length = engine_size(policy.model, 1, self.max_sequence_length)
         dtype = str(policy.model.dtype).removeprefix("torch.")
         flags = ["--served-model-name", "policy", "--dtype", dtype, "--max-model-len", str(length)]
@@ -110,6 +133,14 @@ class Opening:
         stack.callback(server.stop)
         return server
 
+    def _written(self, policy: Policy, name: str) -> str:
+        """A directory that holds the model, an adapter merged into it."""
+        model = policy.model if policy.adapter is None else policy.adapter.publish()
+        place = self.directory / name
+        place.mkdir(parents=True, exist_ok=True)
+        replace(policy, model=model, adapter=None).save(place)
+        return str(place)
+
     def _check_memory(self, source: str | Path | Policy) -> str:
         model, device = self._shapes(source)
         slots, length = engine_size(model, self.concurrency, self.max_sequence_length)
@@ -119,15 +150,17 @@ class Opening:
             lora=self.lora,
             reference=self.reference,
             critic=self.critic,
-            own_weights=self.own_weights,
+            own_weights=self.own_weights or self.processes is not None,
             slots=0 if self.sampling else slots,
             max_sequence_length=length,
             device=device,
         )
         available = available_memory(device)
+        if self.processes is not None:
+            estimate = estimate.over(self.processes, one_memory=device.type == "cpu")
         if available is None:
             return f" (training takes up to {estimate.total / GIB:.1f} GiB)"
-        estimate.check(available, loaded=isinstance(source, Policy))
+        estimate.check(available, loaded=isinstance(source, Policy) and self.processes is None)
         return f" (training takes up to {estimate.total / GIB:.1f} GiB, {available / GIB:.1f} are there)"
 
     def _shapes(self, source: str | Path | Policy) -> tuple[PreTrainedModel, torch.device]:

@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 from warnings import catch_warnings, simplefilter
 
 import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from agentlightning.data.references import is_reference, load_reference
+from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import DType, LoRA
 
@@ -33,14 +37,20 @@ class Policy:
     name: str = "policy"
     adapter: Adapter | None = None
 
-    def save(self, directory: Path) -> None:
+    @property
+    def token_bytes(self) -> TokenBytes | None:
+        """What its tokens spell; None where the tokenizer does not tell."""
+        tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
+        return TokenBytes(tokenizer) if isinstance(tokenizer, Tokenizer) else None
+
+    def save(self, directory: Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write a directory that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load; with
-        an adapter, only what `peft` needs besides the model."""
+        an adapter, only what `peft` needs besides the model. `weights` are by name, default the model's own."""
         disable_progress_bar()  # of transformers: a bar per checkpoint would tear the display of the job
         if self.adapter is not None:
             self.adapter.save(directory)
         else:
-            self.model.save_pretrained(directory)
+            self.model.save_pretrained(directory, state_dict=weights)
         self.tokenizer.save_pretrained(directory)
 
 
@@ -103,16 +113,33 @@ def load_policy(source: str | Path, *, device: str | None = None, dtype: str = "
     the model or the device."""
     path = Path(source)
     device = choose_device(device)
+    tokenizer = _load_tokenizer(source)
+    with _explained(source):
+        model = _load_model(path if path.exists() else str(source), getattr(torch, dtype))
+    return Policy(cast(Any, model).to(device), tokenizer, name=path.name if path.exists() else str(source))
+
+
+def empty_policy(source: str | Path, *, dtype: str = "float32") -> Policy:
+    """The policy that `load_policy` would load, its model as of `empty_model`. ConfigError as of `load_policy`."""
+    return Policy(empty_model(source, dtype=dtype), _load_tokenizer(source))
+
+
+def saved_weights(directory: Path) -> dict[str, Tensor]:
+    """The weights that `Policy.save` wrote for a model without an adapter, by name. OSError or SafetensorError."""
+    files = sorted(directory.glob("model*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def _load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     _check_source(source)
     with _explained(source):
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = _load_model(path if path.exists() else str(source), getattr(torch, dtype))
     if not tokenizer.chat_template:
         raise ConfigError(
             f"the tokenizer of {str(source)!r} has no chat template; choose an instruction-tuned model, or "
             "set one with tokenizer.chat_template = … and save_pretrained"
         )
-    return Policy(cast(Any, model).to(device), tokenizer, name=path.name if path.exists() else str(source))
+    return tokenizer
 
 
 def empty_model(source: str | Path, *, dtype: str = "float32") -> PreTrainedModel:

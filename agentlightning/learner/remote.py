@@ -17,7 +17,7 @@ import numpy as np
 
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.errors import BackendError, ConfigError, UnavailableError
-from agentlightning.gateway.backend import BackendEvent, Delta, ModelCall, RelayedAnswer, RelayedCall, Sampling
+from agentlightning.gateway.backend import Backend, BackendEvent, Delta, ModelCall, RelayedAnswer, RelayedCall, Sampling
 from agentlightning.gateway.backends.connection import Connection
 from agentlightning.gateway.backends.sglang import SglangBackend
 from agentlightning.gateway.backends.vllm import VllmBackend
@@ -151,8 +151,7 @@ class RemoteSampler:
             self._usable.set()
 
     async def sample(self) -> list[TrainingSequence]:
-        sampling = Sampling(max_tokens=_PROBED_TOKENS, seed=0)
-        return [_sequence(await one_answer(server, "policy", sampling)) for server in self._servers]
+        return [await short_answer(server) for server in self._servers]
 
     async def _publish_adapter(self, weights: Weights) -> None:
         """Calls go on with the adapter that they began with."""
@@ -248,7 +247,9 @@ async def _served_model(server: VllmBackend) -> str:
     return names[0]
 
 
-def _sequence(answer: Any) -> TrainingSequence:
+async def short_answer(backend: Backend) -> TrainingSequence:
+    """What it answers to "Hi", to be compared with a learner."""
+    answer: Any = await one_answer(backend, "policy", Sampling(max_tokens=_PROBED_TOKENS, seed=0))
     choice = answer.choices[0]
     prompt, count = len(answer.prompt_token_ids), len(choice.token_ids)
     return TrainingSequence(

@@ -8,6 +8,7 @@ import sys
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.learner.base import Weights, WeightsForm
-from agentlightning.learner.policy import Policy
+from agentlightning.learner.policy import Policy, saved_weights
+from agentlightning.learner.remote import short_answer
 
 CACHE_LIMIT_BYTES = 8 * 1024**3
 SMALL_MODEL = 10_000_000  # parameters; below, one torch thread is faster than several
@@ -33,7 +35,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class EmbeddedSampler:
     """A running engine over a policy's `model`: its own, whose weights are read in place, a copy, or the one that an
-    adapter is merged into. Whoever made it calls `service.close()`. A `Sampler`."""
+    adapter is merged into; where it `takes` whole models, a learner elsewhere writes them. Whoever made it calls
+    `service.close()`. A `Sampler`."""
 
     service: EngineService
     backend: TokenBackend
@@ -55,10 +58,11 @@ class EmbeddedSampler:
         return self.service.exclusive()
 
     async def publish(self, weights: Weights) -> None:
-        await self.service.update_weights(weights.version)
+        written = None if weights.place is None else partial(_load, self.model, weights.place)
+        await self.service.update_weights(weights.version, written)
 
     async def sample(self) -> list[TrainingSequence]:
-        return []
+        return [] if self.takes == "live" else [await short_answer(self.backend)]
 
 
 def serve_policy(
@@ -99,6 +103,10 @@ def serve_policy(
     service.start()
     chat = ChatTemplate.from_pretrained(policy.tokenizer)
     return EmbeddedSampler(service, TokenBackend(chat, service, name="embedded"), model)
+
+
+def _load(model: PreTrainedModel, directory: Path) -> None:
+    model.load_state_dict(saved_weights(directory), strict=False)  # what is tied is there once
 
 
 def _bring_up_to_date(model: PreTrainedModel, policy: Policy) -> None:

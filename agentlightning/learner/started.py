@@ -67,10 +67,10 @@ class StartedServer:
             async with asyncio.timeout(_READY_SECONDS):
                 while not await connection.healthy(2.0):
                     if self._process.poll() is not None:
-                        raise ConfigError(f"vLLM has ended with exit code {self._process.returncode}{self._said()}")
+                        raise ConfigError(f"vLLM has ended with exit code {self._process.returncode}{end_of(self.log)}")
                     await asyncio.sleep(0.5)
         except TimeoutError:
-            raise ConfigError(f"vLLM does not answer after {_READY_SECONDS:g} seconds{self._said()}") from None
+            raise ConfigError(f"vLLM does not answer after {_READY_SECONDS:g} seconds{end_of(self.log)}") from None
 
     def stop(self) -> None:
         """End it, with all processes that it has started."""
@@ -82,5 +82,7 @@ class StartedServer:
         self._watcher.kill()
         self._watcher.communicate()
 
-    def _said(self) -> str:
-        return f". The end of {self.log}:\n{self.log.read_text(errors='replace')[-_SHOWN:]}"
+
+def end_of(log: Path) -> str:
+    """What a message about a process ends with: the last that it said."""
+    return f". The end of {log}:\n{log.read_text(errors='replace')[-_SHOWN:]}"

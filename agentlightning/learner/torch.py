@@ -9,19 +9,15 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-import math
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -31,7 +27,7 @@ from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner import losses
 from agentlightning.learner.base import CRITIC_RATE, TRUNCATION, AdamW, Critic, Loss, WeightsForm
-from agentlightning.learner.critic import CRITIC_FILE, ValueModel
+from agentlightning.learner.critic import ValueModel
 from agentlightning.learner.distributions import (
     LOGITS_AT_ONCE,
     Sampled,
@@ -42,9 +38,12 @@ from agentlightning.learner.distributions import (
 )
 from agentlightning.learner.forest import branching_pair, unsupported
 from agentlightning.learner.optimizer import MasterWeights, recomputed
-from agentlightning.learner.policy import Policy
+from agentlightning.learner.policy import Policy, saved_weights
+from agentlightning.learner.totals import Mismatch, Totals
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 OPTIMIZER_FILE = "optimizer.pt"
 _FINGERPRINTED: Final = 256  # numbers of a tensor
@@ -56,14 +55,16 @@ MISMATCH_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0
 class TorchLearner:
     """Trains `policy.model` in place, or its adapter where it has one. With `reference=True` the starting weights are
     kept for KL: as a frozen copy, or, with an adapter, as the model without it. With `critic` one is trained beside it:
-    its gradient is clipped by itself."""
+    its gradient is clipped by itself.
+
+    A subclass may have its weights spread over processes that make the same calls at the same time."""
 
     def __init__(
         self,
         policy: Policy,
         config: AdamW | None = None,
         *,
-        reference: bool = False,
+        reference: bool | PreTrainedModel = False,
         critic: Critic | None = None,
     ) -> None:
         self.policy = policy
@@ -71,11 +72,11 @@ class TorchLearner:
         self.config.rate(1)  # a schedule without an end is refused now
         self.model = policy.model
         self.model.eval()  # no dropout: what is trained is the distribution that was sampled
-        self.keeps_reference = reference
-        self.reference = (
-            copy.deepcopy(self.model).requires_grad_(False) if reference and policy.adapter is None else None
-        )
-        self._started_from = None if self.reference is None else _fingerprint(self.reference)
+        self.keeps_reference = bool(reference)
+        self.reference = reference if isinstance(reference, PreTrainedModel) else None
+        if reference is True and policy.adapter is None:
+            self.reference = copy.deepcopy(self.model).requires_grad_(False)
+        self._started_from = None if self.reference is None else _fingerprint(self.reference, self.dtype)
         self.critic = None if critic is None else ValueModel(self.model, critic)
         self._masters, self._trained = _trained(self.model, self.critic)
         own_rate = critic.learning_rate if critic else None
@@ -88,7 +89,7 @@ class TorchLearner:
         )
         self.steps = 0
         self._logits_at_once = max(1, LOGITS_AT_ONCE // int(self.model.config.get_text_config().vocab_size))
-        self._head_is_plain = has_plain_head(self.model)
+        self._head_is_plain = self._run(self.model, lambda: has_plain_head(self.model))
         self._forests_are_exact: bool | None = None  # not known before the first batch that asks for them
 
     def close(self) -> None:
@@ -96,13 +97,17 @@ class TorchLearner:
         self._masters.close()
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return self.model.dtype
+
+    @property
     def mismatch_tolerance(self) -> float:
-        return MISMATCH_TOLERANCE.get(self.model.dtype, MISMATCH_TOLERANCE[torch.float32])
+        return MISMATCH_TOLERANCE.get(self.dtype, MISMATCH_TOLERANCE[torch.float32])
 
     @property
     def token_bytes(self) -> TokenBytes | None:
-        tokenizer = getattr(self.policy.tokenizer, "backend_tokenizer", None)
-        return TokenBytes(tokenizer) if isinstance(tokenizer, Tokenizer) else None
+        return self.policy.token_bytes
 
     def prepare(
         self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
@@ -130,14 +135,10 @@ class TorchLearner:
         weights = aggregation_weights(batch, loss.aggregation, loss.constant_length or 0)
         self._forget_gradient()
         totals = Totals(Mismatch(version if loss.old == "behaviour" else None))
-        computed = 0
         for micro in self._micro_batches(batch, weights):
             self._backward(micro, loss, totals)
-            computed += micro.tokens
-        norms = {
-            name: float(torch.nn.utils.clip_grad_norm_(tensors, self.config.max_grad_norm))
-            for name, tensors in self._trained.items()
-        }
+        totals = self._over_all(totals)
+        norms = {name: self._clipped(tensors) for name, tensors in self._trained.items()}
         if not np.isfinite([*norms.values(), totals.sums["loss"]]).all():
             self._forget_gradient()
             loss_was, told = totals.sums["loss"], " and ".join(f"{norm}" for norm in norms.values())
@@ -156,10 +157,20 @@ class TorchLearner:
             | norms
             | {
                 "learning_rate": rate,
-                "tokens_computed": float(computed),
-                "tokens_saved": float(sum(sequence.tokens_alone for sequence in batch) - computed),
+                "tokens_saved": sum(sequence.tokens_alone for sequence in batch) - totals.sums["tokens_computed"],
             }
         )
+
+    def _run(self, model: PreTrainedModel, work: Callable[[], T]) -> T:
+        """What `work` gives, which uses the model's weights; of tensors in tuples gradients flow back."""
+        return work()
+
+    def _over_all(self, totals: Totals) -> Totals:
+        return totals
+
+    def _clipped(self, trained: Sequence[Tensor]) -> float:
+        """Clip the gradient; the norm that it had."""
+        return float(torch.nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm))
 
     def _forget_gradient(self) -> None:
         for tensor in self._masters.trained:
@@ -205,11 +216,13 @@ class TorchLearner:
         reference = None
         if loss.kl_coefficient:
             with torch.no_grad(), self._as_reference() as model:
-                reference = self._sampled(model, micro, self._states(model, micro), loss.temperature).logprobs
+                reference = self._forward(model, micro, loss.temperature)[1].logprobs
         with torch.set_grad_enabled(not loss.critic_alone), self._recomputed(self.model):
-            states = self._states(self.model, micro)
-            of_policy = self._sampled(self.model, micro, states, loss.temperature, loss.entropy_coefficient != 0)
-        logprobs, entropy = of_policy.logprobs, of_policy.entropy
+            states, of_policy = self._forward(self.model, micro, loss.temperature, loss.entropy_coefficient != 0)
+        logprobs, entropy = of_policy
+        if not len(logprobs):  # others have tokens, and their sums wait for this one's
+            torch.autograd.backward(logprobs.sum())
+            return
         per_token, clipped = losses.policy_loss(logprobs, old, advantages, transitions, loss)
         if reference is not None:
             divergence = losses.kl(logprobs, reference, loss.kl_estimator)
@@ -222,6 +235,7 @@ class TorchLearner:
             total = total + loss.value_coefficient * self._value_loss(self.critic, micro, states, loss, totals)
         torch.autograd.backward(total)
         log_ratio = logprobs.detach() - old
+        totals.sums["tokens_computed"] += micro.tokens
         totals.add(float(total.detach()), log_ratio, clip_fraction=clipped, entropy=entropy.detach())
         totals.mismatch.add(log_ratio, torch.from_numpy(micro.versions).to(device))
 
@@ -247,6 +261,15 @@ class TorchLearner:
         """The model that training started from."""
         with self.policy.adapter.off() if self.policy.adapter is not None else nullcontext():
             yield self.reference or self.model
+
+    def _forward(
+        self, model: PreTrainedModel, micro: MicroBatch, temperature: float, entropy_gradient: bool = False
+    ) -> tuple[States, Sampled]:
+        def work() -> tuple[States, Sampled]:
+            states = self._states(model, micro)
+            return states, self._sampled(model, micro, states, temperature, entropy_gradient)
+
+        return self._run(model, work)
 
     def _states(self, model: PreTrainedModel, micro: MicroBatch) -> States:
         return predicting_states(model, micro, hidden=self.critic is not None, logits=not self._head_is_plain)
@@ -280,7 +303,7 @@ class TorchLearner:
 
     def _logprobs(self, batch: Sequence[TrainingSequence], temperature: float) -> list[Tensor]:
         def of_policy(micro: MicroBatch) -> Tensor:
-            return self._sampled(self.model, micro, self._states(self.model, micro), temperature).logprobs
+            return self._forward(self.model, micro, temperature)[1].logprobs
 
         return self._per_token(batch, of_policy)
 
@@ -298,13 +321,17 @@ class TorchLearner:
     def _per_token(self, batch: Sequence[TrainingSequence], told: Callable[[MicroBatch], Tensor]) -> list[Tensor]:
         """What is told of each sampled token, one float32[N] per sequence, on the CPU."""
         lengths = [len(sequence.positions) for sequence in batch]
-        out = torch.empty(sum(lengths))
+        out = torch.zeros(sum(lengths))
         # Weights are carried along with their tokens: here they tell which token of the batch is which.
         numbers = np.split(np.arange(len(out), dtype=np.float64), np.cumsum(lengths)[:-1])
         with torch.no_grad():
             for micro in self._micro_batches(batch, cast(list[FloatArray], numbers)):
                 out[torch.from_numpy(micro.weights.astype(np.int64))] = told(micro).float().cpu()
-        return list(out.split(lengths))
+        return list(self._joined(out).split(lengths))
+
+    def _joined(self, parts: Tensor) -> Tensor:
+        """Numbers that are 0 where another process has them."""
+        return parts
 
     def export(self, directory: Path, form: WeightsForm) -> None:
         """See `Learner.export`."""
@@ -322,12 +349,10 @@ class TorchLearner:
         self.policy.save(directory)
         if self.critic is not None:
             self.critic.save(directory)
-        state = {
-            "optimizer": self.optimizer.state_dict(),
-            "steps": self.steps,
-            "masters": self._masters.state(),
-            "reference": self._started_from,
-        }
+        self._save_state(directory, self.optimizer.state_dict(), self._masters.state())
+
+    def _save_state(self, directory: Path, optimizer: Any, masters: Sequence[Tensor]) -> None:
+        state = {"optimizer": optimizer, "steps": self.steps, "masters": masters, "reference": self._started_from}
         torch.save(state, directory / OPTIMIZER_FILE)
 
     def load(self, directory: Path) -> None:
@@ -336,11 +361,11 @@ class TorchLearner:
             strangers = self._load_weights(directory)
             if self.critic is not None:
                 self.critic.load(directory)
-            state = torch.load(directory / OPTIMIZER_FILE, weights_only=True, map_location=self.model.device)
-            self.optimizer.load_state_dict(state["optimizer"])
+            copied = self.model.device.type != "cpu"  # to where the weights are, so that the file may go
+            state = torch.load(directory / OPTIMIZER_FILE, weights_only=True, map_location="cpu", mmap=copied)
+            self._load_state(state)
             for group in self.optimizer.param_groups:  # it has the settings of the run before
                 group |= {"betas": self.config.betas, "weight_decay": self.config.weight_decay}
-            self._masters.load(state.get("masters", ()))
         except (OSError, RuntimeError, SafetensorError, ValueError, KeyError) as error:
             raise ConfigError(f"checkpoint {directory} cannot be resumed from: {error}") from None
         if strangers:
@@ -352,24 +377,31 @@ class TorchLearner:
             )
         self.steps = int(state["steps"])
 
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._masters.load(state.get("masters", ()))
+
     def _load_weights(self, directory: Path) -> list[str]:
         """Names of weights that are in the checkpoint or in the model and not in both."""
         if self.policy.adapter is not None:
             self.policy.adapter.load(directory)
             return []
-        files = [file for file in sorted(directory.glob("*.safetensors")) if file.name != CRITIC_FILE]
-        weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        missing, unexpected = self.model.load_state_dict(weights, strict=False)
+        missing, unexpected = self.model.load_state_dict(self._placed(saved_weights(directory)), strict=False)
         self.model.tie_weights()
         tied = set(getattr(self.model, "_tied_weights_keys", None) or ())
         return [*sorted(set(missing) - tied), *unexpected]
 
+    def _placed(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Weights of the model by name, as its state takes them."""
+        return weights
 
-def _fingerprint(model: PreTrainedModel) -> str:
+
+def _fingerprint(model: PreTrainedModel, dtype: torch.dtype) -> str:
     """Tells the weights of a model from what they become when they are trained, by a few of each tensor."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().flatten()[:_FINGERPRINTED].cpu().view(torch.uint8).numpy().tobytes())
+        whole: Tensor = getattr(parameter, "full_tensor", parameter.detach)().detach()
+        digest.update(whole.flatten()[:_FINGERPRINTED].cpu().to(dtype).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -380,62 +412,3 @@ def _trained(model: PreTrainedModel, critic: ValueModel | None) -> tuple[MasterW
     masters = MasterWeights([*own, *of_critic])
     parts = {"grad_norm": masters.trained[: len(own)], "critic_grad_norm": masters.trained[len(own) :]}
     return masters, {name: tensors for name, tensors in parts.items() if tensors}
-
-
-class Mismatch:
-    """How far the learner's log-probabilities are from the engine's where both hold the same weights: of the tokens
-    that `version` sampled, none where it is None."""
-
-    def __init__(self, version: int | None) -> None:
-        self.version = version
-        self.tokens = 0
-        self.k3 = 0.0
-        self.worst = 0.0
-
-    def add(self, difference: Tensor, versions: Tensor) -> None:
-        """`difference` float[N] is learner − engine, `versions` int[N] who sampled the tokens."""
-        if self.version is None:
-            return
-        own = difference[versions == self.version]
-        if len(own):
-            self.tokens += len(own)
-            self.k3 += float((own.expm1() - own).sum())
-            self.worst = max(self.worst, float(own.expm1().abs().max()))
-
-    def metrics(self) -> dict[str, float]:
-        if not self.tokens:
-            return {}
-        return {"inference_kl": self.k3 / self.tokens, "inference_mismatch": self.worst}
-
-
-class Totals:
-    """`sums` are over the batch, `per_token` too, of what is told as a mean."""
-
-    def __init__(self, mismatch: Mismatch) -> None:
-        self.mismatch = mismatch
-        self.sums: defaultdict[str, float] = defaultdict(float, loss=0.0, tokens=0.0, reference_kl=0.0)
-        self.per_token: defaultdict[str, float] = defaultdict(float)
-        self.ratio_min = math.inf
-        self.ratio_max = 0.0
-
-    def add(self, loss: float, log_ratio: Tensor, **per_token: Tensor) -> None:
-        ratio = log_ratio.exp()
-        self.sums["loss"] += loss
-        self.sums["tokens"] += log_ratio.numel()
-        self.add_means(behaviour_kl=ratio - 1 - log_ratio, ratio_mean=ratio, **per_token)
-        low, high = ratio.aminmax()
-        self.ratio_min, self.ratio_max = min(self.ratio_min, float(low)), max(self.ratio_max, float(high))
-
-    def add_means(self, **per_token: Tensor) -> None:
-        for name, values in per_token.items():
-            self.per_token[name] += float(values.sum())
-
-    def metrics(self) -> dict[str, float]:
-        return {
-            **self.sums,
-            **{name: total / self.sums["tokens"] for name, total in self.per_token.items()},
-            "ratio_min": self.ratio_min,
-            "ratio_max": self.ratio_max,
-            "max_ratio_error": max(self.ratio_max - 1, 1 - self.ratio_min),
-            **self.mismatch.metrics(),
-        }

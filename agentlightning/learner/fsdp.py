@@ -1,0 +1,184 @@
+"""A learner on several GPUs, or groups of cores, of one machine: its weights are spread over processes (FSDP2).
+
+Starts them by torchrun, hands each the whole batch, and ends with them. What they do is in `learner/sharded.py`. The
+trainer's process holds no weights for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from agentlightning.data.sequences import TrainingSequence
+from agentlightning.data.token_bytes import TokenBytes
+from agentlightning.data.transitions import FloatArray
+from agentlightning.errors import ConfigError, TrainingError
+from agentlightning.learner.base import AdamW, Loss, WeightsForm
+from agentlightning.learner.policy import Policy
+from agentlightning.learner.started import end_of
+from agentlightning.learner.torch import MISMATCH_TOLERANCE
+
+_READY_SECONDS: Final = 900.0
+_END_SECONDS: Final = 10.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What each process is told first: the model's directory, or its id, and how to train it. `dtype` is what its
+    layers compute in."""
+
+    model: str
+    optimizer: AdamW
+    reference: bool
+    device: str
+    dtype: str
+    threads: int | None
+
+
+class FsdpLearner:
+    """A `Learner` of the model that `settings` name, in so many processes, whose output is in the file `log`. `policy`
+    has its tokenizer. TrainingError, with the end of the log, where one of them ends."""
+
+    def __init__(self, policy: Policy, settings: Settings, processes: int, log: Path) -> None:
+        self.token_bytes: TokenBytes | None = policy.token_bytes
+        self.mismatch_tolerance: float = MISMATCH_TOLERANCE[getattr(torch, settings.dtype)]
+        self._log = log
+        self._place = Path(tempfile.mkdtemp(prefix="agl-", dir="/tmp"))  # this user's; paths of sockets must be short
+        self._ranks: list[Connection] = []
+        log.parent.mkdir(parents=True, exist_ok=True)
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
+        rank = ("-m", "agentlightning.learner.sharded", str(self._place / "trainer"))
+        with socket.socket(socket.AF_UNIX) as listener, log.open("ab") as output:
+            listener.bind(rank[-1])
+            listener.listen(processes)
+            self._torchrun = subprocess.Popen(
+                [*torchrun, "--nproc-per-node", str(processes), *rank],
+                env=_environment(processes),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C is for the trainer, which ends them once it has saved
+            )
+            self.processes = [self._torchrun.pid]  # and theirs
+            try:
+                self._connect(listener, processes)
+                self._send(settings)
+                self._answer()
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """End the processes."""
+        for one in self._ranks:
+            one.close()  # which they take as a sign to end
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._torchrun.wait(_END_SECONDS)
+        for process in self.processes if self._torchrun.poll() is None else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self._torchrun.wait()
+        shutil.rmtree(self._place, ignore_errors=True)
+
+    def prepare(
+        self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
+    ) -> tuple[list[TrainingSequence], dict[str, float]]:
+        return self._call("prepare", batch, loss, version)
+
+    def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
+        return self._call("values", batch)
+
+    def step(self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
+        return self._call("step", batch, loss, version)
+
+    def logprobs(self, batch: Sequence[TrainingSequence], temperature: float = 1.0) -> list[Tensor]:
+        return [torch.from_numpy(one) for one in self._call("logprobs_as_arrays", batch, temperature)]
+
+    def export(self, directory: Path, form: WeightsForm) -> None:
+        self._call("export", directory.absolute(), form)
+
+    def save(self, directory: Path) -> None:
+        self._call("save", directory.absolute())
+
+    def load(self, directory: Path) -> None:
+        self._call("load", directory.absolute())
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        self._send((method, arguments))
+        return self._answer()
+
+    def _send(self, message: Any) -> None:
+        packed = pickle.dumps(message)
+        with self._explained():
+            for one in self._ranks:
+                one.send_bytes(packed)
+
+    def _answer(self) -> Any:
+        """What the first process answers, when all have."""
+        with self._explained():
+            (answer, error), *_ = [pickle.loads(one.recv_bytes()) for one in self._ranks]
+        if error is not None:
+            raise error
+        return answer
+
+    def _connect(self, listener: socket.socket, processes: int) -> None:
+        """Wait for all of them. TrainingError where they end before."""
+        given_up = time.monotonic() + _READY_SECONDS
+        rank_of: dict[Connection, int] = {}
+        listener.settimeout(0.2)
+        with self._explained():
+            while len(self._ranks) < processes:
+                if self._torchrun.poll() is not None or time.monotonic() > given_up:
+                    raise EOFError
+                with contextlib.suppress(TimeoutError):
+                    accepted, _ = listener.accept()
+                    self._ranks.append(one := Connection(accepted.detach()))
+                    rank_of[one], process = pickle.loads(one.recv_bytes())
+                    self.processes.append(process)
+        self._ranks.sort(key=rank_of.__getitem__)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Generator[None]:
+        try:
+            yield
+        except (OSError, EOFError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._torchrun.wait(_END_SECONDS)  # it says which of them was first
+            raise TrainingError(
+                "a process of the FSDP learner has ended, and the others with it. `--resume` (resume=True) goes on "
+                f"from the latest checkpoint{end_of(self._log)}"
+            ) from None
+
+
+def check_devices(device: str, processes: int) -> None:
+    """ConfigError unless so many processes can train on such a device: on a GPU each, or all on the CPU."""
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"learner: fsdp runs on cuda, a GPU for each process, or on cpu; device is {device!r}")
+    if device == "cuda" and processes > torch.cuda.device_count():
+        raise ConfigError(
+            f"learner: fsdp: {processes} needs as many GPUs, and {torch.cuda.device_count()} are visible here "
+            "(CUDA_VISIBLE_DEVICES)"
+        )
+
+
+def _environment(processes: int) -> dict[str, str]:
+    """This process's, with the places where it finds modules: a loss function of the user's is imported again."""
+    threads = str(max(1, (os.cpu_count() or 1) // processes))
+    places = os.pathsep.join(place or os.getcwd() for place in sys.path)
+    return {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": places}

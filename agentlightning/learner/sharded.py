@@ -1,0 +1,216 @@
+"""One process of a learner whose weights are spread over several (FSDP2), and what it does for the trainer's process.
+
+Each holds a part of every weight, gradient and moment, and computes some micro-batches of a batch that all of them get
+whole. Started by torchrun; ends when the trainer's end of its socket closes, whatever it is doing. Knows nothing of
+algorithms and samplers.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from agentlightning.data.sequences import MicroBatch, TrainingSequence
+from agentlightning.data.transitions import FloatArray
+from agentlightning.errors import AgentLightningError
+from agentlightning.learner.base import WeightsForm
+from agentlightning.learner.fsdp import Settings
+from agentlightning.learner.policy import load_policy
+from agentlightning.learner.serving import choose_threads
+from agentlightning.learner.torch import TorchLearner
+from agentlightning.learner.totals import Totals
+
+T = TypeVar("T")
+
+
+class ShardedLearner(TorchLearner):
+    """A `TorchLearner` whose weights are spread over the processes of a mesh. Weights and moments are float32, and a
+    layer's are gathered in `dtype` while it computes. Its checkpoints are those of a `TorchLearner` of that `dtype`."""
+
+    def __init__(self, settings: Settings) -> None:
+        device = torch.device(settings.device)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        self._dtype: torch.dtype = getattr(torch, settings.dtype)
+        policy, reference = None, False
+        for turn in range(dist.get_world_size()):  # else the memory would hold the whole model once for each of them
+            if turn == dist.get_rank():
+                policy = load_policy(settings.model, device="cpu")
+                _spread(policy.model, mesh, self._dtype)
+                if settings.reference:
+                    reference = load_policy(settings.model, device="cpu").model.eval().requires_grad_(False)
+                    _spread(reference, mesh, self._dtype)
+            dist.barrier()
+        assert policy is not None
+        choose_threads(policy.model, settings.threads)
+        super().__init__(policy, settings.optimizer, reference=reference)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def _run(self, model: PreTrainedModel, work: Callable[[], T]) -> T:
+        return cast(Any, model).run(work)
+
+    def _micro_batches(self, batch: Sequence[TrainingSequence], weights: Sequence[FloatArray]) -> Iterator[MicroBatch]:
+        """Its share of all. Where others have one more, one of nothing: layers are gathered by all of them together."""
+        share = list(super()._micro_batches(batch, weights))
+        yield from share[dist.get_rank() :: dist.get_world_size()]
+        if dist.get_rank() >= len(share) % dist.get_world_size() > 0:
+            told = ("rows", "positions", "logprobs", "advantages", "weights", "transitions", "versions")
+            nothing: dict[str, Any] = {name: getattr(share[0], name)[:0] for name in told}
+            yield replace(share[0], token_ids=share[0].token_ids[:1, :2], tokens=0, forest=None, **nothing)
+
+    def _over_all(self, totals: Totals) -> Totals:
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, totals)
+        return Totals.of_all(parts)
+
+    def _clipped(self, trained: Sequence[Tensor]) -> float:
+        norm: Any = torch.nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm)
+        return float(norm.full_tensor())
+
+    def _joined(self, parts: Tensor) -> Tensor:
+        dist.all_reduce(parts)
+        return parts
+
+    def logprobs_as_arrays(self, batch: Sequence[TrainingSequence], temperature: float) -> list[FloatArray]:
+        """Pickled, an array is its own numbers alone; a tensor those of all that it is a part of."""
+        return [one.numpy() for one in self.logprobs(batch, temperature)]
+
+    def export(self, directory: Path, form: WeightsForm) -> None:
+        self._write(directory, self._gathered(self.model.state_dict(keep_vars=True)))
+
+    def save(self, directory: Path) -> None:
+        weights = self._gathered(self.model.state_dict(keep_vars=True))
+        optimizer = self._gathered(self.optimizer.state_dict())
+        if dist.get_rank() == 0:
+            self._write(directory, weights)
+            names = [] if self._dtype == torch.float32 else [name for name, _ in self.model.named_parameters()]
+            self._save_state(directory, optimizer, [weights[name] for name in names])
+
+    def _write(self, directory: Path, weights: dict[str, Tensor]) -> None:
+        if dist.get_rank() == 0:
+            kinds = {id(one): one.to(self._dtype) for one in weights.values()}  # tied ones stay one
+            self.policy.save(directory, {name: kinds[id(one)] for name, one in weights.items()})
+
+    def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state with whole tensors, on the CPU of the first process; nothing in the others. What two names share is
+        gathered once."""
+        found: dict[int, Tensor | None] = {}
+
+        def whole(one: Any) -> Any:
+            if not isinstance(one, DTensor):
+                return one
+            if id(one) not in found:
+                tensor: Tensor = cast(Any, one.detach()).full_tensor()
+                found[id(one)] = tensor.cpu() if dist.get_rank() == 0 else None
+            return found[id(one)]
+
+        return tree_map(whole, state)
+
+    def _placed(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        own = self.model.state_dict()
+        return {name: _like(one, own[name]) if name in own else one for name, one in weights.items()}
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        trained = self._masters.trained
+        moments = {
+            number: {key: _like(one, trained[number]) if one.dim() else one for key, one in of_one.items()}
+            for number, of_one in state["optimizer"]["state"].items()
+        }
+        self.optimizer.load_state_dict({**state["optimizer"], "state": moments})
+        with torch.no_grad():
+            if masters := state.get("masters"):
+                for one, saved in zip(trained, masters, strict=True):
+                    one.copy_(_like(saved, one))
+
+
+def _spread(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Leave this process its part of the weights; `model.run(work)` is `work()` with all that is outside of layers."""
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for module in (*layers, model):
+        part = fully_shard(module, mesh=mesh, mp_policy=precision)
+        part.set_gradient_divide_factor(1.0)  # weights of tokens are of the whole batch: their gradients are summed
+        part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+    cast(Any, model).run = _run
+    register_fsdp_forward_method(model, "run")
+
+
+def _run(work: Callable[[], T]) -> T:
+    return work()
+
+
+def _like(whole: Tensor, own: Tensor) -> Tensor:
+    """This process's part of a tensor that all of them have read."""
+    if not isinstance(own, DTensor):
+        return whole
+    if whole.shape != own.shape:
+        raise ValueError(f"a tensor has the shape {tuple(whole.shape)} instead of {tuple(own.shape)}")
+    return distribute_tensor(whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+
+
+def main(path: str) -> None:
+    """Serve the trainer that listens at the Unix socket `path`."""
+    trainer = _connected(path)
+    trainer.send_bytes(pickle.dumps((int(os.environ["RANK"]), os.getpid())))
+    settings: Settings = pickle.loads(trainer.recv_bytes())
+    calls: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+    threading.Thread(target=_read, args=(trainer, calls), daemon=True).start()
+    on_gpu = torch.device(settings.device).type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # Who loads a model lets the others wait; a process that ends is noticed at once by torchrun.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(hours=1))
+    learner = ShardedLearner(settings)
+    trainer.send_bytes(pickle.dumps((None, None)))
+    while True:
+        method, arguments = calls.get()
+        try:
+            answer, error = getattr(learner, method)(*arguments), None
+        # Raised by all of them alike, or by the one that writes files. Whatever else is raised ends all of them.
+        except (AgentLightningError, OSError) as raised:
+            answer, error = None, raised
+        trainer.send_bytes(pickle.dumps((answer, error) if dist.get_rank() == 0 else (None, None)))
+
+
+def _connected(path: str) -> Connection:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.connect(path)
+        return Connection(one.detach())
+
+
+def _read(trainer: Connection, calls: SimpleQueue[tuple[str, Any]]) -> None:
+    try:
+        while True:
+            calls.put(pickle.loads(trainer.recv_bytes()))
+    except (OSError, EOFError):  # the trainer has ended
+        os._exit(0)
+    except Exception:  # noqa: BLE001 - importing a loss function of the user's may raise anything
+        traceback.print_exc()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

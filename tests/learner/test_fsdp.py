@@ -1,0 +1,242 @@
+"""A learner in several processes: what it computes is what one computes, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import agentlightning as agl
+from agentlightning.errors import ConfigError, TrainingError
+from agentlightning.learner.base import AdamW, Critic, DType, LoRA, Loss, read_learner
+from agentlightning.learner.fsdp import FsdpLearner, Settings
+from agentlightning.learner.policy import Policy, empty_policy, load_policy, open_policy, saved_weights
+from agentlightning.learner.tiny import make_tokenizer
+from agentlightning.learner.torch import TorchLearner
+from tests import agents
+from tests.learner.test_started import wait_until_gone
+from tests.learner.test_torch import batch
+from tests.learner.vllm_standin import standin
+from tests.models import tiny_model
+from tests.test_trainer import TASKS, algorithm, policy, trainer
+
+LOSS = Loss(clip_high=0.28, aggregation="rollout-mean", entropy_coefficient=0.01, temperature=0.8, kl_coefficient=0.04)
+OPTIMIZER = AdamW(learning_rate=1e-3, micro_batch_tokens=64)
+
+
+def own_loss(logprobs: Tensor, old: Tensor, advantages: Tensor, transitions: Tensor) -> Tensor:
+    return -advantages * (logprobs - old)
+
+
+def settings(model: Path, dtype: DType = "float32") -> Settings:
+    return Settings(str(model), OPTIMIZER, True, "cpu", dtype, 1)
+
+
+def one_process(model: Path, dtype: DType = "float32") -> TorchLearner:
+    return TorchLearner(open_policy(model, seed=0, device="cpu", dtype=dtype), OPTIMIZER, reference=True)
+
+
+def same(ours: Mapping[str, float], theirs: Mapping[str, float]) -> None:
+    assert dict(ours) == pytest.approx(dict(theirs), rel=1e-5, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("model")
+    Policy(tiny_model(), make_tokenizer(["a plain corpus of a few words"], 300)).save(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def started(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FsdpLearner]:
+    learner = FsdpLearner(empty_policy(model), settings(model), 2, tmp_path_factory.mktemp("two") / "fsdp.log")
+    yield learner
+    learner.close()
+    wait_until_gone(learner.processes)
+
+
+@pytest.fixture
+def two(started: FsdpLearner, model: Path, tmp_path: Path) -> FsdpLearner:
+    """As at the start."""
+    (tmp_path / "start").mkdir()
+    one_process(model).save(tmp_path / "start")
+    started.load(tmp_path / "start")
+    return started
+
+
+@pytest.mark.slow
+def test_two_processes_compute_what_one_does(two: FsdpLearner, model: Path, tmp_path: Path) -> None:
+    one = one_process(model)
+    for number, level in enumerate(("transition", "trajectory", "tree")):  # also an odd number of micro-batches
+        sequences = batch(level, 3 + number)
+        same(two.step(sequences, LOSS, 0), one.step(sequences, LOSS, 0))
+    two.export(tmp_path / "whole", "whole")
+    weights = saved_weights(tmp_path / "whole")
+    for name, tensor in load_policy(tmp_path / "whole", device="cpu").model.state_dict().items():
+        torch.testing.assert_close(tensor, one.model.state_dict()[name], atol=1e-5, rtol=0)
+    assert "lm_head.weight" not in weights  # it is tied
+    for ours, theirs in zip(two.logprobs(batch()), one.logprobs(batch()), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_old_log_probabilities_and_losses_of_ones_own_are_those_of_one(two: FsdpLearner, model: Path) -> None:
+    one, loss = one_process(model), replace(LOSS, kind=own_loss, clip_high=None, old="proximal")
+    (ours, told), (theirs, expected) = (learner.prepare(batch(), loss, 0) for learner in (two, one))
+    same(told, expected)
+    np.testing.assert_allclose(ours[0].advantages, theirs[0].advantages, atol=1e-5)
+    same(two.step(ours, loss), one.step(theirs, loss))
+    assert two.token_bytes is not None and two.mismatch_tolerance == one.mismatch_tolerance
+
+
+@pytest.mark.slow
+def test_a_batch_that_cannot_be_trained_is_refused_and_the_next_is_not(two: FsdpLearner, model: Path) -> None:
+    poisoned = batch()
+    poisoned[0].advantages[0] = np.nan
+    with pytest.raises(TrainingError, match="weights are unchanged"):
+        two.step(poisoned, LOSS)
+    with pytest.raises(ConfigError, match="no critic"):
+        two.values(batch())
+    same(two.step(batch(), LOSS), one_process(model).step(batch(), LOSS))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_is_resumed_by_one(two: FsdpLearner, model: Path, tmp_path: Path) -> None:
+    two.step(batch(), LOSS)
+    (tmp_path / "saved").mkdir()
+    two.save(tmp_path / "saved")
+    expected = two.step(batch(), LOSS)
+    one = one_process(model)
+    one.load(tmp_path / "saved")
+    same(one.step(batch(), LOSS), expected)
+    alone = FsdpLearner(empty_policy(model), settings(model), 1, tmp_path / "fsdp.log")
+    try:
+        alone.load(tmp_path / "saved")
+        same(alone.step(batch(), LOSS), expected)
+        (tmp_path / "saved" / "optimizer.pt").unlink()
+        with pytest.raises(ConfigError, match="cannot be resumed from"):
+            alone.load(tmp_path / "saved")
+    finally:
+        alone.close()
+
+
+@pytest.mark.slow
+def test_bfloat16_is_what_layers_compute_in_and_checkpoints_keep_all_bits(model: Path, tmp_path: Path) -> None:
+    one = one_process(model, "bfloat16")
+    one.step(batch(), LOSS)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one.save(tmp_path / "one")
+    two = FsdpLearner(empty_policy(model), settings(model, "bfloat16"), 2, tmp_path / "fsdp.log")
+    try:
+        two.load(tmp_path / "one")
+        two.save(tmp_path / "two")
+        saved, again = (torch.load(tmp_path / name / "optimizer.pt")["masters"] for name in ("one", "two"))
+        assert all(torch.equal(a, b) for a, b in zip(saved, again, strict=True))
+        weights, same_again = (saved_weights(tmp_path / name) for name in ("one", "two"))
+        assert all(torch.equal(weights[name], same_again[name]) for name in weights)
+        ours, theirs = two.step(batch(), LOSS), one.step(batch(), LOSS)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.02)
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-3)
+        one.load(tmp_path / "two")
+    finally:
+        two.close()
+
+
+@pytest.mark.slow
+def test_nothing_of_it_is_left_when_the_trainer_is_killed(model: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from tests.learner.test_fsdp import FsdpLearner, empty_policy, settings\n"
+        f"model = Path({str(model)!r})\n"
+        f"learner = FsdpLearner(empty_policy(model), settings(model), 2, Path({str(tmp_path / 'log')!r}))\n"
+        "print(*learner.processes, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        processes = [int(one) for one in trainer.stdout.readline().split()]
+        trainer.kill()
+    assert len(processes) == 3
+    wait_until_gone(processes)
+
+
+@pytest.mark.slow
+def test_a_run_whose_process_is_killed_ends_with_its_log_and_goes_on_in_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learners: list[FsdpLearner] = []
+    step = FsdpLearner.step
+
+    def step_once(self: FsdpLearner, *arguments: Any) -> dict[str, float]:
+        learners.append(self)
+        if len(learners) == 3:
+            os.kill(self.processes[-1], signal.SIGKILL)
+        return step(self, *arguments)
+
+    monkeypatch.setattr(FsdpLearner, "step", step_once)
+    saving = algorithm(steps=6, checkpoint_every=1)
+    with pytest.raises(TrainingError, match=r"has ended.*--resume(.|\n)*fsdp\.log(.|\n)*SIGKILL"):
+        trainer(tmp_path, algorithm=saving, learner={"fsdp": 2}, device="cpu").fit(agents.vowels, TASKS)
+    wait_until_gone(learners[0].processes)
+    result = trainer(tmp_path, algorithm=saving, device="cpu").fit(agents.vowels, TASKS, resume=True)
+    assert result.stopped_because == "all steps done"
+    assert [measured.step for measured in result.metrics] == [1, 2, 3, 4, 5, 6]
+    mismatches = [measured.values.get("inference_mismatch") for measured in result.metrics]
+    assert any(mismatches[:-4]) and max(one or 0.0 for one in mismatches) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_rollouts_go_on_while_weights_are_exported_to_a_server(tmp_path: Path) -> None:
+    place = tmp_path / "model"
+    policy().save(place)
+    async with standin(place) as (url, server):
+        given: dict[str, Any] = {"learner": {"fsdp": 2}, "sampler": {"vllm": url}, "device": "cpu"}
+        overlapping = algorithm(steps=3, max_staleness=2, temperature=1.0)
+        run = trainer(tmp_path, model=place, algorithm=overlapping, dtype="float32", **given)
+        result = await run.fit_async(agents.vowels, TASKS)
+        assert result.stopped_because == "all steps done"
+        assert result.checkpoint is not None
+        trained = load_policy(result.checkpoint, device="cpu").model.state_dict()
+        for name, tensor in server.sampler.model.state_dict().items():
+            assert torch.equal(tensor, trained[name]), name
+
+
+@pytest.mark.parametrize(
+    ("given", "others", "why"),
+    [
+        ("fsdp", {}, r"write torch, or \{fsdp: 2\}"),
+        ({"fdsp": 2}, {}, "did you mean 'fsdp'"),
+        ({"fsdp": 0}, {}, "write torch"),
+        ({"fsdp": True}, {}, "write torch"),
+        ({"fsdp": 2}, {"models": 2}, "several models needs the learner torch"),
+        ({"fsdp": 2}, {"lora": LoRA()}, "lora needs the learner torch"),
+        ({"fsdp": 2}, {"critic": Critic()}, "a critic needs the learner torch"),
+        ({"fsdp": 2}, {"deterministic": True}, "deterministic needs the learner torch"),
+        ({"fsdp": 2}, {"loss": lambda: None}, "cannot be imported by the processes"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(given: Any, others: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        read_learner(given, **others)
+    with pytest.raises(ConfigError):
+        agl.Trainer(learner="fdsp")
+    assert read_learner({"fsdp": 2}, loss=own_loss) == 2
+    assert read_learner("torch", lora=LoRA()) is None
+
+
+def test_it_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="lora needs the learner torch"):
+        trainer(tmp_path, model=tmp_path / "nowhere", lora=LoRA(), learner={"fsdp": 2}).fit(agents.vowels, TASKS)
+    with pytest.raises(ConfigError, match=r"device 'mps'|device is 'mps'"):
+        trainer(tmp_path, device="mps", learner={"fsdp": 2}).fit(agents.vowels, TASKS)
