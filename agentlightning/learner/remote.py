@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext, suppress
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -39,20 +39,24 @@ class RemoteSampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Where a policy is sampled: the base URL of a `vllm` or of an `sglang` server, or those of several that answer
     alike. `model` is the server's name for it, where it serves several; `api_key` its key.
 
-    With `start` in place of a URL vLLM is started with the run and ended with it: `program` is its command, `flags` and
-    `environment` are added to what it is given."""
+    With `start` in place of a URL the server is started with the run and ended with it: `program` is vLLM's command, or
+    the Python that has SGLang, `flags` and `environment` are added to what it is given."""
 
     vllm: str | list[str] | None = None
     sglang: str | list[str] | None = None
     model: str | None = None
     api_key: str | None = None
-    program: str = "vllm"
+    program: str | None = None
     flags: list[str] = []
     environment: dict[str, str] = {}
 
     @property
+    def kind(self) -> Literal["vllm", "sglang"]:
+        return "vllm" if self.vllm else "sglang"
+
+    @property
     def starts(self) -> bool:
-        return self.vllm == START
+        return START in (self.vllm, self.sglang)
 
     @property
     def urls(self) -> list[str]:
@@ -67,17 +71,19 @@ def read_sampler(
     what is neither, and for what does not go with it: a `deterministic` run, or one that `overlaps` its rollouts."""
     if given in (None, "embedded"):
         return None
-    forms = "write embedded, vllm, {vllm: http://host:8000/v1} or {sglang: http://host:30000/v1}"
+    forms = "write embedded, vllm, sglang, {vllm: http://host:8000/v1} or {sglang: http://host:30000/v1}"
     try:
-        sampling = RemoteSampling(vllm=START) if given == "vllm" else msgspec.convert(given, RemoteSampling)
+        sampling = msgspec.convert({given: START} if given in ("vllm", "sglang") else given, RemoteSampling)
     except msgspec.ValidationError as error:
         raise ConfigError(f"sampler is {given!r} ({error}); {forms}") from None
     if len([kind for kind in (sampling.vllm, sampling.sglang) if kind]) != 1:
         raise ConfigError(f"sampler is {given!r}; {forms}")
     if sampling.sglang and sampling.model:
         raise ConfigError("sampler: an SGLang server has one model; leave `model` out")
-    if (sampling.flags or sampling.environment or sampling.program != "vllm") and not sampling.starts:
-        raise ConfigError("sampler: program, flags and environment are of a server that is started: {vllm: start, …}")
+    if (sampling.flags or sampling.environment or sampling.program) and not sampling.starts:
+        raise ConfigError(
+            f"sampler: program, flags and environment are of a server that is started: {{{sampling.kind}: start, …}}"
+        )
     if models != 1:
         raise ConfigError(f"a sampler by URL serves one model, and {models} are trained: leave `sampler` out")
     if deterministic:

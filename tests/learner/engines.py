@@ -6,7 +6,7 @@ import os
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -23,9 +23,11 @@ ROOT = Path(__file__).parents[2]
 READY_SECONDS = 300
 SGLANG = ROOT / ".venv-sglang" / "bin" / "python"
 SGLANG_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-SGLANG_FLAGS = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-SGLANG_FLAGS += ["--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup"]
-SGLANG_FLAGS += ["--mem-fraction-static", "0.1", "--max-total-tokens", "8192", "--max-running-requests", "32"]
+SGLANG_FLAGS = [
+    *["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"],
+    *["--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup"],
+    *["--mem-fraction-static", "0.1", "--max-total-tokens", "8192", "--max-running-requests", "32"],
+]
 
 
 def save_model(directory: Path, *, tied: bool, seed: int = 0) -> Path:
@@ -42,12 +44,12 @@ def save_model(directory: Path, *, tied: bool, seed: int = 0) -> Path:
 @contextmanager
 def server(
     command: Sequence[Any], port: int, environment: Mapping[str, str], log: Path
-) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+) -> Generator[tuple[str, subprocess.Popen[bytes]]]:
     """Its URL, as soon as it answers, and its process."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env=inherited | environment, stdout=output, stderr=output, start_new_session=True
+            command, env={**inherited, **environment}, stdout=output, stderr=output, start_new_session=True
         )
     url = f"http://127.0.0.1:{port}"
     try:

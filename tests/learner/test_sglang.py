@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backends.kinds import make_backend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.updates import WeightUpdate, update_weights
+from agentlightning.learner.base import LoRA
 from agentlightning.learner.policy import load_policy
 from agentlightning.server.app import create_app
 from agentlightning.store.sql import SqlStore
@@ -54,7 +55,7 @@ def furthest(model: Path, tokens: TokenCapture) -> float:
 
 
 @asynccontextmanager
-async def recording(gateway: Gateway, store: SqlStore) -> AsyncIterator[tuple[AsyncOpenAI, str]]:
+async def recording(gateway: Gateway, store: SqlStore) -> AsyncGenerator[tuple[AsyncOpenAI, str]]:
     """A client of the gateway, whose calls are those of an attempt, and the id of its rollout."""
     await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="task", mode="train")])
     leased = await store.dequeue_rollout()
@@ -98,3 +99,10 @@ async def test_a_chat_is_captured_exactly_before_and_after_updates(tmp_path: Pat
 @pytest.mark.timeout(600)
 def test_all_weights_learn(tmp_path: Path, model: Path, url: str) -> None:
     check(fit(tmp_path, model, {"sglang": url}))
+
+
+@pytest.mark.timeout(600)
+def test_one_that_the_run_starts(tmp_path: Path, model: Path) -> None:
+    """And it takes an adapter, merged into its weights."""
+    sampler = {"sglang": "start", "program": str(SGLANG), "flags": SGLANG_FLAGS, "environment": SGLANG_ENVIRONMENT}
+    check(fit(tmp_path, model, sampler, lora=LoRA(rank=8), steps=8))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif("AGL_ENGINES" not in os.environ, reason="`make e
 
 
 @contextmanager
-def vllm(model: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def vllm(model: Path) -> Generator[tuple[str, subprocess.Popen[bytes]]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     settings = {
