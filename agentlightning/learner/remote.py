@@ -20,6 +20,7 @@ from agentlightning.errors import BackendError, ConfigError, UnavailableError
 from agentlightning.gateway.backend import BackendEvent, Delta, ModelCall, RelayedAnswer, RelayedCall, Sampling
 from agentlightning.gateway.backends.connection import Connection
 from agentlightning.gateway.backends.http import HttpBackend
+from agentlightning.gateway.backends.kinds import with_version
 from agentlightning.gateway.backends.sglang import SglangBackend
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.probe import one_answer, probe
@@ -224,8 +225,7 @@ class RemoteSampler:
 
 
 def _server(sampling: RemoteSampling, url: str, policy: Policy) -> RemoteBackend:
-    url = url.rstrip("/")
-    url = url if url.endswith("/v1") else f"{url}/v1"
+    url = with_version(url, sampling.kind)
     if sampling.vllm:
         return HttpBackend(url, kind="vllm", api_key=sampling.api_key, model=sampling.model)
     return SglangBackend(Connection(url, api_key=sampling.api_key), ChatTemplate.from_pretrained(policy.tokenizer))

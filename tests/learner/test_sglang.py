@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import sqlite3
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 import torch
 from openai import AsyncOpenAI
 
+from agentlightning.errors import BackendError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backends.kinds import make_backend
 from agentlightning.gateway.models import ModelEntry, ModelTable
@@ -23,6 +27,7 @@ from agentlightning.store.sql import SqlStore
 from agentlightning.types import EnqueueRolloutRequest, TokenCapture
 from tests.gateway.world import serving
 from tests.learner.engines import SGLANG, SGLANG_ENVIRONMENT, SGLANG_FLAGS, check, fit, save_model, server
+from tests.models import tiny_model
 
 pytestmark = pytest.mark.skipif("AGL_ENGINES" not in os.environ, reason="`make engines` runs these")
 
@@ -70,6 +75,8 @@ async def recording(gateway: Gateway, store: SqlStore) -> AsyncGenerator[tuple[A
 @pytest.mark.timeout(600)
 async def test_a_chat_is_captured_exactly_before_and_after_updates(tmp_path: Path, model: Path, url: str) -> None:
     other = save_model(tmp_path / "other", tied=False, seed=1)
+    misfit = tmp_path / "misfit"
+    tiny_model().save_pretrained(misfit)
     backend = make_backend(f"{url}/v1", kind="sglang", tokenizer=str(model))
     store = await SqlStore.open(tmp_path / "store.sqlite")
     gateway = Gateway(ModelTable([ModelEntry("policy", backend)]), store)
@@ -90,10 +97,28 @@ async def test_a_chat_is_captured_exactly_before_and_after_updates(tmp_path: Pat
                     apart = furthest(weights, span.tokens)
                     print(f"version {version}: off by {apart:.1g}")
                     assert apart <= 1e-4
+                with pytest.raises(BackendError, match="Failed to update weights|size|shape"):
+                    await update_weights(gateway, "policy", WeightUpdate(policy_version=9, path=str(misfit)))
                 assert furthest(other if weights == model else model, spans[0].tokens or pytest.fail()) > 1e-3
     finally:
         await gateway.close()
         await store.close()
+
+
+@pytest.mark.timeout(300)
+def test_a_program_is_recorded_in_front_of_it(tmp_path: Path, url: str) -> None:
+    """By an address without `/v1`, with the token ids."""
+    code = (
+        "import openai; openai.OpenAI().chat.completions.create(model='m', messages=[dict(role='user', content='a')])"
+    )
+    agl, store = [sys.executable, "-m", "agentlightning.cli.main"], str(tmp_path / "store.sqlite")
+    of_it = ["--backend", url, "--kind", "sglang"]
+    subprocess.run([*agl, "run", *of_it, "--store", store, "--", sys.executable, "-c", code], check=True)
+    with sqlite3.connect(store) as spans:
+        assert any(ids for (ids,) in spans.execute("SELECT tokens FROM spans"))
+    told = subprocess.run([*agl, "doctor", *of_it], check=False, capture_output=True, text=True).stdout
+    print(told)
+    assert "sglang, serves" in told and "they come back, with the log-probabilities" in " ".join(told.split())
 
 
 @pytest.mark.timeout(600)

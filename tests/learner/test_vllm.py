@@ -9,14 +9,19 @@ import os
 import socket
 import subprocess
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 
-from agentlightning.errors import ConfigError, TrainingError
+from agentlightning.errors import BackendError, ConfigError, TrainingError
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.backends.http import HttpBackend
+from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.gateway.updates import WeightUpdate, update_weights
 from agentlightning.learner.base import LoRA
 from tests.learner.engines import ROOT, check, fit, save_model, server
+from tests.models import tiny_model
 
 VLLM = ROOT / ".venv-vllm" / "bin" / "vllm"
 
@@ -78,3 +83,18 @@ def test_a_model_with_tied_embeddings_is_found_out(tmp_path: Path) -> None:
     tied = save_model(tmp_path / "tied", tied=True)
     with vllm(tied) as (url, _), pytest.raises(TrainingError, match=r"sampler and learner|tied embeddings"):
         fit(tmp_path, tied, {"vllm": url})
+
+
+@pytest.mark.anyio
+@pytest.mark.timeout(600)
+async def test_a_checkpoint_of_other_shapes_costs_the_server(tmp_path: Path, model: Path) -> None:
+    """It refuses that one, and then those that fit."""
+    other = tmp_path / "other"
+    tiny_model().save_pretrained(other)
+    with vllm(model) as (url, _):
+        gateway = Gateway(ModelTable([ModelEntry("policy", HttpBackend(f"{url}/v1"))]))
+        for path, why in ((model, None), (other, "restart vLLM"), (model, "answered 5")):
+            update = WeightUpdate(policy_version=1, path=str(path))
+            with pytest.raises(BackendError, match=why) if why else nullcontext():
+                await update_weights(gateway, "policy", update)
+        await gateway.close()
