@@ -77,14 +77,28 @@ class StartedServer:
         self.url = f"http://127.0.0.1:{port}/v1"
         self.log, self._name = log, engine.name
         self.end_seconds = _END_SECONDS
-        command = [found, *engine.before, model, "--host", "127.0.0.1", "--port", str(port), *engine.flags, *flags]
+        self._command = [
+            found,
+            *engine.before,
+            model,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            *engine.flags,
+            *flags,
+        ]
         # This process's packages are not the server's.
         inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        self._environment = {**inherited, **engine.environment, **environment}
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
+        self._start()
+
+    def _start(self) -> None:
+        with self.log.open("ab") as output:
             self._process = subprocess.Popen(
-                command,
-                env={**inherited, **engine.environment, **environment},
+                self._command,
+                env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -98,7 +112,7 @@ class StartedServer:
         """Wait until it answers. ConfigError, with the end of its log, where it ends before, or takes too long."""
         try:
             async with asyncio.timeout(_READY_SECONDS):
-                while not await connection.healthy(2.0):
+                while not await connection.healthy(2.0, control=True):
                     if self._process.poll() is not None:
                         raise ConfigError(
                             f"{self._name} has ended with exit code {self._process.returncode}{self._said()}"
@@ -106,6 +120,18 @@ class StartedServer:
                     await asyncio.sleep(0.5)
         except TimeoutError:
             raise ConfigError(f"{self._name} does not answer after {_READY_SECONDS:g} seconds{self._said()}") from None
+
+    async def ended(self, seconds: float = 0.0) -> bool:
+        """Whether its program has ended, or does within so many seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, seconds)
+        return self._process.poll() is not None
+
+    async def start_again(self, connection: Connection) -> None:
+        """Start it anew, at the same URL, and wait until it answers. ConfigError as in `ready`."""
+        await asyncio.to_thread(self.stop)  # processes that it started may live
+        self._start()
+        await self.ready(connection)
 
     def stop(self) -> None:
         """End it, with all processes that it has started."""
