@@ -15,7 +15,6 @@ import pytest
 import torch
 from openai import AsyncOpenAI
 
-from agentlightning.errors import BackendError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backends.kinds import make_backend
 from agentlightning.gateway.models import ModelEntry, ModelTable
@@ -27,7 +26,6 @@ from agentlightning.store.sql import SqlStore
 from agentlightning.types import EnqueueRolloutRequest, TokenCapture
 from tests.gateway.world import serving
 from tests.learner.engines import SGLANG, SGLANG_ENVIRONMENT, SGLANG_FLAGS, check, fit, save_model, server
-from tests.models import tiny_model
 
 pytestmark = pytest.mark.skipif("AGL_ENGINES" not in os.environ, reason="`make engines` runs these")
 
@@ -75,8 +73,6 @@ async def recording(gateway: Gateway, store: SqlStore) -> AsyncGenerator[tuple[A
 @pytest.mark.timeout(600)
 async def test_a_chat_is_captured_exactly_before_and_after_updates(tmp_path: Path, model: Path, url: str) -> None:
     other = save_model(tmp_path / "other", tied=False, seed=1)
-    misfit = tmp_path / "misfit"
-    tiny_model().save_pretrained(misfit)
     backend = make_backend(f"{url}/v1", kind="sglang", tokenizer=str(model))
     store = await SqlStore.open(tmp_path / "store.sqlite")
     gateway = Gateway(ModelTable([ModelEntry("policy", backend)]), store)
@@ -97,8 +93,6 @@ async def test_a_chat_is_captured_exactly_before_and_after_updates(tmp_path: Pat
                     apart = furthest(weights, span.tokens)
                     print(f"version {version}: off by {apart:.1g}")
                     assert apart <= 1e-4
-                with pytest.raises(BackendError, match="Failed to update weights|size|shape"):
-                    await update_weights(gateway, "policy", WeightUpdate(policy_version=9, path=str(misfit)))
                 assert furthest(other if weights == model else model, spans[0].tokens or pytest.fail()) > 1e-3
     finally:
         await gateway.close()
