@@ -68,6 +68,11 @@ frameworks: .venv-frameworks/.setup .venv-crewai/.setup .venv-tracking/.setup .v
 	scripts/vllm_env.sh $(VENV)
 	@touch $@
 
+# SGLang without its kernels, for tests/learner/test_sglang.py.
+.venv-sglang/.setup: constraints-sglang.txt scripts/sglang_env.sh scripts/sglang_kernels.py | setup
+	scripts/sglang_env.sh $(VENV)
+	@touch $@
+
 # The agents of examples/text_to_sql, multi_hop_rag and math_tools.
 .venv-experiments/.setup: constraints-experiments.txt scripts/experiments_env.sh | setup
 	scripts/experiments_env.sh $(VENV)
@@ -92,8 +97,8 @@ ci: packages setup frameworks lint types contracts docs smoke
 	scripts/check_dashboard.sh $(VENV)
 	AGL_REQUIRE_POSTGRES=1 AGL_REQUIRE_BROWSER=1 AGL_REQUIRE_NODE=1 AGL_REQUIRE_FRAMEWORKS=1 $(BIN)/pytest $(SIDE_BY_SIDE) -m "not soak"
 
-engines: setup .venv-vllm/.setup
-	AGL_ENGINES=1 $(BIN)/pytest -s tests/learner/test_vllm.py
+engines: setup .venv-vllm/.setup .venv-sglang/.setup
+	AGL_ENGINES=1 $(BIN)/pytest -s tests/learner/test_vllm.py tests/learner/test_sglang.py
 
 soak: setup
 	$(BIN)/pytest -m soak --timeout=7200
@@ -114,4 +119,4 @@ benchmarks: setup .venv-trl/.setup .venv-experiments/.setup
 	.venv-experiments/bin/python benchmarks/retrieval.py
 
 clean:
-	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-tracking .venv-trl .venv-experiments .venv-vllm site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-tracking .venv-trl .venv-experiments .venv-vllm .venv-sglang site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

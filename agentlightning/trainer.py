@@ -442,6 +442,8 @@ class Trainer:
         """Run the algorithm with this process's runner beside it; whichever fails first ends both."""
         job = asyncio.ensure_future(algorithm.run(context))
         tasks: set[asyncio.Task[None]] = {job}
+        for policy in context.policies.values():
+            tasks.add(asyncio.ensure_future(policy.sampler.watch(context.calls_held)))
         if self._concurrency:
             runner = Runner(
                 context.store,

@@ -5,18 +5,22 @@ This module knows addresses, kinds of servers and where their keys are. It does 
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import click
+import msgspec
 
 from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentlightning.gateway.backend import Backend
     from agentlightning.gateway.backends.http import HttpBackend, Kind
+    from agentlightning.gateway.backends.kinds import BackendKind
+    from agentlightning.gateway.backends.sglang import SglangBackend
 
 _HOSTS: dict[str, Kind] = {"anthropic.com": "anthropic", "azure.com": "azure", "openai.com": "openai"}
 _KEYS: dict[str, str] = {
@@ -39,7 +43,7 @@ def backend_options(
         for option in (
             click.option("--backend-key", metavar="KEY", envvar="AGL_BACKEND_KEY", show_envvar=True,
                          help="The server's key; else OPENAI_API_KEY, AZURE_OPENAI_API_KEY or ANTHROPIC_API_KEY."),
-            click.option("--kind", type=click.Choice(["vllm", "openai", "azure", "anthropic"]),
+            click.option("--kind", type=click.Choice(["vllm", "sglang", "openai", "azure", "anthropic"]),
                          help="What it is. Left out, it is told by its address, or else asked whether it is vLLM."),
             click.option("--backend", metavar="URL", required=required, help=address),
         ):  # fmt: skip
@@ -49,16 +53,19 @@ def backend_options(
     return add
 
 
-async def open_backend(url: str, kind: Kind | None, key: str | None) -> HttpBackend:
-    """The server at `url`. ConfigError if nobody answers there, or a hosted API would need a key."""
-    from agentlightning.gateway.backends.http import HttpBackend
+async def open_backend(url: str, kind: BackendKind | None, key: str | None) -> HttpBackend | SglangBackend:
+    """The server at `url`, which may lack its `/v1`; SGLang says which tokenizer it has. ConfigError if nobody answers
+    there, or a hosted API would need a key."""
+    from agentlightning.gateway.backends.kinds import make_backend, with_version
 
     hosted = _kind_by_host(url)
     kind = kind or hosted or await _kind_by_asking(url)
     api_key = key or os.environ.get(_KEYS.get(kind, ""))
     if hosted and not api_key:
         raise ConfigError(f"{url} needs a key; set {_KEYS[hosted]}, or give it with --backend-key")
-    return HttpBackend(url, kind=kind, api_key=api_key)
+    url = with_version(url, kind)
+    tokenizer = await _tokenizer(url, api_key) if kind == "sglang" else None
+    return await asyncio.to_thread(make_backend, url, kind=kind, api_key=api_key, tokenizer=tokenizer)
 
 
 async def backend_of_environment(environment: Mapping[str, str]) -> Backend:
@@ -94,6 +101,21 @@ def _kind_by_host(url: str) -> Kind | None:
     if not host:
         raise ConfigError(f"the server is {url!r}; it must be a URL such as http://localhost:8000/v1")
     return next((kind for name, kind in _HOSTS.items() if host == name or host.endswith(f".{name}")), None)
+
+
+async def _tokenizer(url: str, key: str | None) -> str:
+    """That of an SGLang server."""
+    from agentlightning.errors import BackendError
+    from agentlightning.gateway.backends.connection import Connection
+
+    connection = Connection(url, api_key=key)
+    try:
+        async with connection.posted(f"{connection.root}/get_model_info", None, accepted=True, retries=False) as answer:
+            return str(msgspec.json.decode(await answer.read())["tokenizer_path"])
+    except (BackendError, msgspec.DecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"the server at {url} does not say as SGLang does which tokenizer it has: {error}") from None
+    finally:
+        await connection.close()
 
 
 async def _kind_by_asking(url: str) -> Kind:

@@ -32,7 +32,9 @@ from agentlightning.cli.store import run
 from agentlightning.errors import AgentLightningError, ConfigError, ForbiddenError
 
 if TYPE_CHECKING:
-    from agentlightning.gateway.backends.http import HttpBackend, Kind
+    from agentlightning.gateway.backends.http import HttpBackend
+    from agentlightning.gateway.backends.kinds import BackendKind
+    from agentlightning.gateway.backends.sglang import SglangBackend
 
 _DISTRIBUTION: Final = "agent-lightning-next"
 _PORTS: Final = {8123: "agl server", 8000: "agl serve", 8124: "agl proxy"}
@@ -61,7 +63,7 @@ def doctor(
     server: str | None,
     key: str | None,
     backend: str | None,
-    kind: Kind | None,
+    kind: BackendKind | None,
     backend_key: str | None,
     model: str | None,
     as_json: bool,
@@ -292,7 +294,7 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-async def _backend(url: str, kind: Kind | None, key: str | None, model: str | None) -> AsyncGenerator[Check]:
+async def _backend(url: str, kind: BackendKind | None, key: str | None, model: str | None) -> AsyncGenerator[Check]:
     """Whether it is there, what it serves, and whether its answers can be trained on."""
     try:
         opened = await open_backend(url, kind, key)
@@ -305,7 +307,7 @@ async def _backend(url: str, kind: Kind | None, key: str | None, model: str | No
     await opened.close()
 
 
-async def _answers(backend: HttpBackend, model: str | None) -> AsyncGenerator[Check]:
+async def _answers(backend: HttpBackend | SglangBackend, model: str | None) -> AsyncGenerator[Check]:
     from agentlightning.errors import BackendError
     from agentlightning.gateway.backend import Sampling
     from agentlightning.gateway.capture import untrainable_reason

@@ -12,7 +12,7 @@ from agentlightning.cli.backends import backend_options, open_backend
 from agentlightning.cli.serving import KEY_HELP, address_options, forwarding_options, until_stopped
 
 if TYPE_CHECKING:
-    from agentlightning.gateway.backends.http import Kind
+    from agentlightning.gateway.backends.kinds import BackendKind
     from agentlightning.server.service import ServerSettings
 
 
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help=KEY_HELP)
 @forwarding_options
 @json_option
-def proxy(backend: str, kind: Kind | None, backend_key: str | None, address: str, as_json: bool, **others: Any) -> None:
+def proxy(
+    backend: str, kind: BackendKind | None, backend_key: str | None, address: str, as_json: bool, **others: Any
+) -> None:
     """Pass an agent's calls on to a server, and record them.
 
     Nothing is changed on the way, and recording never delays an answer. From vLLM the exact token ids are recorded too.
@@ -38,7 +40,7 @@ def proxy(backend: str, kind: Kind | None, backend_key: str | None, address: str
     run_on_fastest_loop(_proxy(backend, kind, backend_key, settings, as_json))
 
 
-async def _proxy(url: str, kind: Kind | None, key: str | None, settings: ServerSettings, as_json: bool) -> None:
+async def _proxy(url: str, kind: BackendKind | None, key: str | None, settings: ServerSettings, as_json: bool) -> None:
     from agentlightning.gateway.models import ANY, ModelEntry
     from agentlightning.server.service import running_server
     from agentlightning.store.redaction import text_without_secrets

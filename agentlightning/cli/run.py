@@ -33,7 +33,7 @@ from agentlightning.store.redaction import text_without_secrets
 from agentlightning.types import LLM, AttemptedRollout, NamedResources, Rollout, Span
 
 if TYPE_CHECKING:
-    from agentlightning.gateway.backends.http import Kind
+    from agentlightning.gateway.backends.kinds import BackendKind
     from agentlightning.store.base import LightningStore
     from agentlightning.tracing.logs import Excerpt
     from agentlightning.tracing.tree import Prices
@@ -61,7 +61,7 @@ _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "AGL_MODEL")  # the
 def run(
     command: tuple[str, ...],
     backend: str | None,
-    kind: Kind | None,
+    kind: BackendKind | None,
     backend_key: str | None,
     address: str,
     server: str | None,

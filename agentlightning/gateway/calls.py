@@ -25,7 +25,7 @@ from agentlightning.gateway.endpoints.passed_through import HEADERS, read_fields
 from agentlightning.gateway.holding import Holding
 from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
 from agentlightning.gateway.recording import Recorder
-from agentlightning.gateway.request import NOT_JSON, CallRefused, CallRequest
+from agentlightning.gateway.request import NEUTRAL_PENALTIES, NOT_JSON, CallRefused, CallRequest
 from agentlightning.gateway.running import CallStatistics, RunningCall
 from agentlightning.gateway.sampling import effective_sampling, run_sampling
 from agentlightning.semconv import FROZEN_HEADER
@@ -90,7 +90,7 @@ class CallOpener:
             sampling=sampling,
             session=_session(caller, key, headers),
             tools=admitted.tools,
-            extra=admitted.extra if run_sampling(entry, caller) else admitted.extra | request.shaping,
+            extra=_extra(request, admitted, entry, caller),
         )
         record = CallRecord(
             caller=caller,
@@ -174,6 +174,13 @@ def _admitted(request: CallRequest, entry: ModelEntry, caller: Caller) -> Admitt
     if _is_guarded(entry, caller):
         return admit(request, trained=entry.trainable)
     return Admitted(request.extra, request.tools, one_tool_call=False, dropped=[])
+
+
+def _extra(request: CallRequest, admitted: Admitted, entry: ModelEntry, caller: Caller) -> dict[str, Any]:
+    """What is sent beside messages, tools and sampling. What is trained has no penalty that is not recorded: vLLM takes
+    those that are left out from the model's generation config."""
+    neutral = NEUTRAL_PENALTIES if entry.trainable and caller.mode == "train" else {}
+    return {**neutral, **admitted.extra, **({} if run_sampling(entry, caller) else request.shaping)}
 
 
 class _Counted(msgspec.Struct):

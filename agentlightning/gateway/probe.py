@@ -23,6 +23,8 @@ _SECONDS: Final = 60.0  # the first call of a server that has just started may t
 async def probe(backend: RemoteBackend, model: str, train: Sampling | None) -> None:
     """Return if the backend answers with exact ids, and with the logprobs of the distribution that `train` samples
     from. ConfigError says what is wrong and what to do."""
+    if backend.kind == "sglang" and train is not None and (train.top_p not in (None, 1.0) or train.top_k):
+        raise ConfigError("SGLang tells logprobs from before top_p and top_k: leave those of `train` at 1 and 0")
     try:
         async with asyncio.timeout(_SECONDS):
             answer = await one_answer(backend, model, Sampling(max_tokens=1, seed=0))
@@ -34,7 +36,8 @@ async def probe(backend: RemoteBackend, model: str, train: Sampling | None) -> N
     except TimeoutError:
         raise _unfit(backend, f"did not answer within {_SECONDS:g} seconds") from None
     except BackendError as error:
-        raise _unfit(backend, f"failed at it: {error}") from None
+        unknown = ". An adapter that is still to be loaded is registered unseen" if error.status == 404 else ""
+        raise _unfit(backend, f"failed at it: {error}{unknown}") from None
     if reason is not None:
         raise _unfit(
             backend,

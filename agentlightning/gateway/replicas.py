@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from types import TracebackType
 from typing import Final, Protocol, runtime_checkable
@@ -20,6 +20,7 @@ import msgspec
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backend import Backend, BackendEvent, ModelCall, RelayedAnswer, RelayedCall, Started
 from agentlightning.gateway.backends.connection import Connection
+from agentlightning.gateway.backends.wire import BROKE_OFF, UNREACHABLE
 
 _log = logging.getLogger(__name__)
 
@@ -83,9 +84,16 @@ class Replicas:
     A call that fails for a reason of the replica's (it cannot be reached, answers 5xx, breaks off) before anything of
     its answer is out goes to another one. A replica that fails three times in a row, or does not answer when asked for
     its health, is ejected: nothing is sent there until it is healthy, which is asked every `check_seconds`, and of
-    replicas in use every tenth time. If all are ejected the one whose failure is longest ago is tried."""
+    replicas in use every tenth time. If all are ejected the one whose failure is longest ago is tried. `lost` is told
+    of a server that ended a connection or took none: what answers there next may be another process."""
 
-    def __init__(self, replicas: Sequence[Replica], *, check_seconds: float = 3.0) -> None:
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        *,
+        check_seconds: float = 3.0,
+        lost: Callable[[RemoteBackend], None] | None = None,
+    ) -> None:
         if not replicas:
             raise ConfigError("a model needs at least one backend")
         self.replicas = tuple(replicas)
@@ -99,6 +107,7 @@ class Replicas:
         self._sessions: OrderedDict[str, Replica] = OrderedDict()
         self._choices = itertools.count(1)
         self._check_seconds = check_seconds
+        self.lost = lost
         self._checking: asyncio.Task[None] | None = None
 
     async def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
@@ -217,8 +226,11 @@ class _Tries:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        failed = isinstance(error, BackendError) and error.status >= 500
-        if failed:
+        failed = False
+        if isinstance(error, BackendError) and error.status >= 500:
+            failed = True
             self._replica.failed(str(error))
+            if self._replicas.lost is not None and error.code in (UNREACHABLE, BROKE_OFF):
+                self._replicas.lost(self._replica.backend)
         self._replica.running -= 1
         return failed and self.may_go_on

@@ -134,10 +134,12 @@ _Request: TypeAlias = tuple[str, Mapping[str, Any]]  # a POST of a body to a URL
 @dataclass(frozen=True)
 class _Script:
     """Requests in their order: `load` is the one that changes weights, `label` names them where the server has such a
-    route, `end` is made whatever became of the others. `needs` says what the server must be."""
+    route, `end` is made whatever became of the others. `needs` says what the server must be, `refused` what follows
+    where it refuses `load`."""
 
     needs: str
     load: _Request
+    refused: str = ""
     before: tuple[_Request, ...] = ()
     after: tuple[_Request, ...] = ()
     label: _Request | None = None
@@ -151,17 +153,18 @@ def _vllm(connection: Connection, update: WeightUpdate) -> _Script:
         if update.in_flight == "pause":
             raise ConfigError("vLLM goes on with the old adapter in calls that were paused; let them finish")
         adapter = {"lora_name": update.lora_name, "lora_path": _path(update), "load_inplace": True}
-        load = connection.url("load_lora_adapter"), adapter
+        load, refused = (connection.url("load_lora_adapter"), adapter), ""
     else:
         where = {} if update.path is None else {"weights_path": update.path}
         load = f"{connection.root}/collective_rpc", {"method": "reload_weights", "kwargs": where}
+        refused = ". If the checkpoint does not fit the model, restart vLLM: it then refuses those that do as well"
     # Keys and values of the old weights are dropped for those that are paused too: they are computed again.
     caches = f"{connection.root}/reset_prefix_cache?reset_running_requests=true", {}
     label = f"{connection.root}/update_weight_version", {"new_version": str(update.policy_version)}
     if update.in_flight == "finish":
-        return _Script(needs, load, after=(caches,), label=label)
+        return _Script(needs, load, refused, after=(caches,), label=label)
     pause, resume = ((f"{connection.root}/{path}", {}) for path in ("pause?mode=keep", "resume"))
-    return _Script(needs, load, before=(pause,), after=(caches,), label=label, end=resume)
+    return _Script(needs, load, refused, before=(pause,), after=(caches,), label=label, end=resume)
 
 
 def _sglang(connection: Connection, update: WeightUpdate) -> _Script:
@@ -229,7 +232,8 @@ async def _update(connection: Connection, script: _Script, update: WeightUpdate)
                 "again"
             )
         known = None if connection.unusable else connection.version
-        return ServerUpdate(url=url, policy_version=known, error=str(error))
+        restart = script.refused if known is None and not touched and error.status == 502 else ""
+        return ServerUpdate(url=url, policy_version=known, error=f"{error}{restart}")
     return ServerUpdate(url=url, policy_version=update.policy_version)
 
 

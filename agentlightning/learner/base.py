@@ -285,6 +285,11 @@ class Sampler(Protocol):
         """Sample with these weights, under their version. BackendError where they cannot be loaded."""
         ...
 
+    async def watch(self, calls_held: Callable[[], AbstractAsyncContextManager[None]]) -> None:
+        """Runs beside the job, see that its servers go on sampling, and never returns; while none does calls are held.
+        BackendError where none will."""
+        ...
+
     async def sample(self) -> list[TrainingSequence]:
         """A short answer of the present weights by each of its servers, to compare with the learner; none where it
         reads the learner's own."""

@@ -20,7 +20,7 @@ from agentlightning.learner.memory import GIB, available_memory, estimate_memory
 from agentlightning.learner.policy import Policy, choose_device, empty_model, empty_policy, load_policy, open_policy
 from agentlightning.learner.remote import RemoteSampler, RemoteSampling
 from agentlightning.learner.serving import EmbeddedSampler, choose_threads, engine_size, serve_policy
-from agentlightning.learner.started import StartedServer
+from agentlightning.learner.started import ENGINES, StartedServer
 from agentlightning.learner.torch import TorchLearner
 
 
@@ -112,23 +112,24 @@ class Opening:
         return sampler
 
     def _start(self, stack: ExitStack, policy: Policy, place: str | None) -> StartedServer:
-        """vLLM for the policy, which was loaded from `place`, or is saved for it."""
+        """A server for the policy, which was loaded from `place`, or is saved for it."""
         assert self.sampling is not None
+        kind = self.sampling.kind
         if place is None:
-            place = self._written(policy, "vllm-model")
+            place = self._written(policy, f"{kind}-model")
         _, length = engine_size(policy.model, 1, self.max_sequence_length)
         dtype = str(policy.model.dtype).removeprefix("torch.")
-        flags = ["--served-model-name", "policy", "--dtype", dtype, "--max-model-len", str(length)]
-        flags += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
-        if policy.adapter is not None:  # vLLM takes certain ranks, of which these are some
+        flags = ["--dtype", dtype, ENGINES[kind].length, str(length)]
+        if policy.adapter is not None and kind == "vllm":  # which takes certain ranks, of which these are some
             rank = max(8, 1 << (policy.adapter.config.rank - 1).bit_length())
             flags += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(rank)]
         server = StartedServer(
+            kind,
             self.sampling.program,
             place,
             [*flags, *self.sampling.flags],
             environment=self.sampling.environment,
-            log=self.directory / "vllm.log",
+            log=self.directory / f"{kind}.log",
         )
         stack.callback(server.stop)
         return server

@@ -6,11 +6,12 @@ Knows what such a server is told and in which order. Knows no algorithm, no stor
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext, suppress
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -19,19 +20,26 @@ from agentlightning.data.sequences import TrainingSequence
 from agentlightning.errors import BackendError, ConfigError, UnavailableError
 from agentlightning.gateway.backend import Backend, BackendEvent, Delta, ModelCall, RelayedAnswer, RelayedCall, Sampling
 from agentlightning.gateway.backends.connection import Connection
+from agentlightning.gateway.backends.kinds import with_version
 from agentlightning.gateway.backends.sglang import SglangBackend
 from agentlightning.gateway.backends.vllm import VllmBackend
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.probe import one_answer, probe
-from agentlightning.gateway.replicas import Replica, Replicas
+from agentlightning.gateway.replicas import RemoteBackend, Replica, Replicas
 from agentlightning.gateway.updates import WeightUpdate, load_adapter, load_weights, unload_adapter
 from agentlightning.learner.base import Weights, WeightsForm
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.started import StartedServer
 
+_log = logging.getLogger(__name__)
+
 START: Final = "start"
 _PROBED_TOKENS: Final = 16
 _PATIENCE: Final = 300.0  # seconds for calls to finish, where a server cannot pause them
+_LOOK_SECONDS: Final = 1.0  # between looks for servers that are lost
+_HEALTH_SECONDS: Final = 2.0
+_END_SECONDS: Final = 3.0  # a server that dies breaks its connections before its process has ended
+_RESTARTS: Final = 3
 _ADAPTERS_KEPT: Final = 2  # on a server, for calls that began with the one before
 
 
@@ -39,20 +47,24 @@ class RemoteSampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Where a policy is sampled: the base URL of a `vllm` or of an `sglang` server, or those of several that answer
     alike. `model` is the server's name for it, where it serves several; `api_key` its key.
 
-    With `start` in place of a URL vLLM is started with the run and ended with it: `program` is its command, `flags` and
-    `environment` are added to what it is given."""
+    With `start` in place of a URL the server is started with the run and ended with it: `program` is vLLM's command, or
+    the Python that has SGLang, `flags` and `environment` are added to what it is given."""
 
     vllm: str | list[str] | None = None
     sglang: str | list[str] | None = None
     model: str | None = None
     api_key: str | None = None
-    program: str = "vllm"
+    program: str | None = None
     flags: list[str] = []
     environment: dict[str, str] = {}
 
     @property
+    def kind(self) -> Literal["vllm", "sglang"]:
+        return "vllm" if self.vllm else "sglang"
+
+    @property
     def starts(self) -> bool:
-        return self.vllm == START
+        return START in (self.vllm, self.sglang)
 
     @property
     def urls(self) -> list[str]:
@@ -67,17 +79,19 @@ def read_sampler(
     what is neither, and for what does not go with it: a `deterministic` run, or one that `overlaps` its rollouts."""
     if given in (None, "embedded"):
         return None
-    forms = "write embedded, vllm, {vllm: http://host:8000/v1} or {sglang: http://host:30000/v1}"
+    forms = "write embedded, vllm, sglang, {vllm: http://host:8000/v1} or {sglang: http://host:30000/v1}"
     try:
-        sampling = RemoteSampling(vllm=START) if given == "vllm" else msgspec.convert(given, RemoteSampling)
+        sampling = msgspec.convert({given: START} if given in ("vllm", "sglang") else given, RemoteSampling)
     except msgspec.ValidationError as error:
         raise ConfigError(f"sampler is {given!r} ({error}); {forms}") from None
     if len([kind for kind in (sampling.vllm, sampling.sglang) if kind]) != 1:
         raise ConfigError(f"sampler is {given!r}; {forms}")
     if sampling.sglang and sampling.model:
         raise ConfigError("sampler: an SGLang server has one model; leave `model` out")
-    if (sampling.flags or sampling.environment or sampling.program != "vllm") and not sampling.starts:
-        raise ConfigError("sampler: program, flags and environment are of a server that is started: {vllm: start, …}")
+    if (sampling.flags or sampling.environment or sampling.program) and not sampling.starts:
+        raise ConfigError(
+            f"sampler: program, flags and environment are of a server that is started: {{{sampling.kind}: start, …}}"
+        )
     if models != 1:
         raise ConfigError(f"a sampler by URL serves one model, and {models} are trained: leave `sampler` out")
     if deterministic:
@@ -98,7 +112,11 @@ class RemoteSampler:
         chat = ChatTemplate.from_pretrained(policy.tokenizer)
         self._servers = [_server(sampling, url, chat) for url in urls]
         self._started = started
-        self._replicas = Replicas([Replica(server) for server in self._servers])
+        self._replicas = Replicas([Replica(server) for server in self._servers], lost=self._lost)
+        self._weights: Weights | None = None  # the newest
+        self._gone: set[RemoteBackend] = set()
+        self._changing = asyncio.Lock()  # of the weights of any server
+        self._restarts = 0  # since the last publication
         self._run = f"policy-{secrets.token_hex(4)}"  # other runs may use the same server
         self._adapters: list[str] = []
         self._usable = asyncio.Event()  # calls wait for it before they begin
@@ -137,35 +155,124 @@ class RemoteSampler:
         return nullcontext()  # it has weights and cores of its own
 
     async def publish(self, weights: Weights) -> None:
-        if self.takes == "adapter":
-            await self._publish_adapter(weights)
-            return
-        self._usable.clear()
-        try:
-            if not self.pauses:
-                await self._finished()
-            in_flight = "pause" if self.pauses else "finish"
-            update = WeightUpdate(policy_version=weights.version, path=str(weights.place), in_flight=in_flight)
-            await load_weights("policy", self._servers, update)
-        finally:
-            self._usable.set()
+        async with self._changing:
+            self._weights = weights
+            if self.takes == "whole":
+                self._usable.clear()
+            try:
+                if not self.pauses:
+                    await self._finished()
+                await self._load(self._servers, weights)
+            except BackendError as error:
+                if self._started is None or not await self._started.ended(_END_SECONDS):
+                    raise
+                await self._start_again(self._started, str(error))
+            finally:
+                self._settle()
+            self._restarts = 0
 
     async def sample(self) -> list[TrainingSequence]:
         return [await short_answer(server) for server in self._servers]
 
-    async def _publish_adapter(self, weights: Weights) -> None:
-        """Calls go on with the adapter that they began with."""
-        name = f"{self._run}-{weights.version}"
-        for server in self._servers:
-            await load_adapter(server.connection, name, str(weights.place))
-        for server in self._servers:
-            assert isinstance(server, VllmBackend)
-            server.model, server.connection.version, server.keeps_weights = name, weights.version, True
-        await self._unload(self._adapters[:-_ADAPTERS_KEPT])
-        self._adapters = [*self._adapters[-_ADAPTERS_KEPT:], name]
+    async def watch(self, calls_held: Callable[[], AbstractAsyncContextManager[None]]) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            if self._changing.locked():
+                continue
+            if self._started is not None and await self._started.ended():
+                self._lost(self._servers[0])
+            await self._take_up()
+            if not self._usable.is_set():
+                async with calls_held():
+                    await self._until_usable()
 
-    async def _unload(self, names: Sequence[str]) -> None:
-        for server in self._servers:
+    async def _until_usable(self) -> None:
+        """Return when a server samples again; BackendError if that takes too long."""
+        give_up = time.monotonic() + _PATIENCE
+        while not self._usable.is_set():
+            if time.monotonic() > give_up:
+                why = "; ".join(str(server.connection.unusable) for server in self._servers)
+                raise BackendError(f"no sampler for {_PATIENCE:g} seconds; `agl train --resume` goes on: {why}")
+            await self._take_up()
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def _lost(self, server: RemoteBackend) -> None:
+        """Send a server no calls before it has been given the newest weights."""
+        server.connection.unusable = f"the server at {server.name} was lost, and with it the weights that it had"
+        self._gone.add(server)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Calls wait where no server can be used."""
+        if all(server.connection.unusable for server in self._servers):
+            self._usable.clear()
+        else:
+            self._usable.set()
+
+    async def _take_up(self) -> None:
+        """Give servers that were gone and answer again the newest weights; start one's own again if it has ended.
+        BackendError where that one ends again and again. One that is there and refuses weights is left alone."""
+        async with self._changing:
+            for server in self._servers:
+                if not server.connection.unusable or self._weights is None:
+                    continue
+                if self._started is not None and await self._started.ended():
+                    await self._start_again(self._started, server.connection.unusable)
+                elif not await server.connection.healthy(_HEALTH_SECONDS, control=True):
+                    self._gone.add(server)
+                elif server in self._gone:
+                    self._gone.discard(server)
+                    with suppress(BackendError):  # its connection says why
+                        await self._load([server], self._weights)
+            self._settle()
+
+    async def _start_again(self, started: StartedServer, why: str) -> None:
+        server = self._servers[0]
+        while self._weights is not None:
+            self._restarts += 1
+            if self._restarts > _RESTARTS:
+                raise BackendError(
+                    f"the sampler has ended {self._restarts} times since weights were published; see {started.log}, "
+                    f"then go on with `agl train --resume`: {why}"
+                )
+            _log.warning("the sampler has ended and is started again: %s", why)
+            try:
+                await started.start_again(server.connection)
+                await self._load([server], self._weights)
+            except (ConfigError, BackendError) as error:
+                why = str(error)
+            else:
+                return
+
+    async def _load(self, servers: Sequence[RemoteBackend], weights: Weights) -> None:
+        """Give these servers the weights; one that does not take them gets no calls. BackendError where none does."""
+        if self.takes == "whole":
+            in_flight = "pause" if self.pauses else "finish"
+            update = WeightUpdate(policy_version=weights.version, path=str(weights.place), in_flight=in_flight)
+            await load_weights("policy", servers, update)
+            return
+        name = f"{self._run}-{weights.version}"
+        if name in self._adapters:  # a server that was thought lost may have it
+            await self._unload(servers, [name])
+        failures: list[BackendError] = []
+        for server in servers:
+            assert isinstance(server, VllmBackend)
+            try:
+                await load_adapter(server.connection, name, str(weights.place))
+            except BackendError as error:
+                server.connection.unusable = f"{server.name} has not loaded the adapter {name}: {error}"
+                failures.append(error)
+            else:  # calls go on with the adapter that they began with
+                server.model, server.connection.version, server.keeps_weights = name, weights.version, True
+                server.connection.unusable = None
+        if len(failures) == len(servers):
+            raise failures[0]
+        if name not in self._adapters:
+            await self._unload(self._servers, self._adapters[:-_ADAPTERS_KEPT])
+            self._adapters = [*self._adapters[-_ADAPTERS_KEPT:], name]
+
+    async def _unload(self, servers: Sequence[RemoteBackend], names: Sequence[str]) -> None:
+        for server in servers:
             for name in names:
                 with suppress(BackendError):  # a server that is gone has forgotten it
                     await unload_adapter(server.connection, name)
@@ -183,16 +290,23 @@ class RemoteSampler:
     # --- the backend ---
 
     async def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
-        await self._usable.wait()
-        self._enter()
-        try:
-            async with aclosing(self._replicas.answer(call)) as events:
-                async for event in events:
-                    if isinstance(event, Delta):
-                        self.generated_tokens += len(event.token_ids)
-                    yield event
-        finally:
-            self._leave()
+        begun = False
+        while True:
+            await self._usable.wait()
+            self._enter()
+            try:
+                async with aclosing(self._replicas.answer(call)) as events:
+                    async for event in events:
+                        begun = True
+                        if isinstance(event, Delta):
+                            self.generated_tokens += len(event.token_ids)
+                        yield event
+                return
+            except BackendError:
+                if begun or self._usable.is_set():
+                    raise
+            finally:
+                self._leave()
 
     def relay(self, call: RelayedCall) -> AbstractAsyncContextManager[RelayedAnswer]:
         return self._replicas.relay(call)
@@ -201,7 +315,7 @@ class RemoteSampler:
         return await self._replicas.count_tokens(call)
 
     async def close(self) -> None:
-        await self._unload(self._adapters)
+        await self._unload(self._servers, self._adapters)
         await self._replicas.close()
 
     def _enter(self) -> None:
@@ -218,8 +332,7 @@ class RemoteSampler:
 
 
 def _server(sampling: RemoteSampling, url: str, chat: ChatTemplate) -> VllmBackend | SglangBackend:
-    url = url.rstrip("/")
-    url = url if url.endswith("/v1") else f"{url}/v1"
+    url = with_version(url, sampling.kind)
     if sampling.vllm:
         return VllmBackend(url, chat, api_key=sampling.api_key, model=sampling.model)
     return SglangBackend(Connection(url, api_key=sampling.api_key), chat)

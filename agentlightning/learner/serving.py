@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import logging
 import sys
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +62,9 @@ class EmbeddedSampler:
     async def publish(self, weights: Weights) -> None:
         written = None if weights.place is None else partial(_load, self.model, weights.place)
         await self.service.update_weights(weights.version, written)
+
+    async def watch(self, calls_held: Callable[[], AbstractAsyncContextManager[None]]) -> None:
+        await asyncio.Event().wait()
 
     async def sample(self) -> list[TrainingSequence]:
         return [] if self.takes == "live" else [await short_answer(self.backend)]

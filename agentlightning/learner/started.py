@@ -1,4 +1,4 @@
-"""A vLLM server of the run's own: started with it, waited for until it answers, and ended with it.
+"""A server of the run's own, vLLM or SGLang: started with it, waited for until it answers, and ended with it.
 
 Knows a program, its flags and its log. Knows nothing of weights and calls.
 """
@@ -14,7 +14,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.backends.connection import Connection
@@ -23,35 +23,82 @@ _READY_SECONDS: Final = 900.0  # a large model is read, and kernels are compiled
 _END_SECONDS: Final = 10.0
 _SHOWN: Final = 3000  # characters of the log
 _WATCH: Final = 'read -r _; kill -TERM "-$1"; sleep "$2"; kill -KILL "-$1"'
-_NEEDED: Final = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+class Engine(NamedTuple):
+    """How a server of some kind is started: `program`, `before`, the model and `flags`; `length` is the flag for its
+    longest sequence."""
+
+    name: str
+    program: str
+    before: tuple[str, ...]
+    length: str
+    flags: tuple[str, ...] = ()
+    environment: Mapping[str, str] = {}
+
+
+ENGINES: Final = {
+    "vllm": Engine(
+        "vLLM",
+        "vllm",
+        ("serve",),
+        "--max-model-len",
+        ("--served-model-name", "policy", "--logprobs-mode", "processed_logprobs", "--enable-scale-out"),
+        {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"},
+    ),
+    "sglang": Engine("SGLang", "python", ("-m", "sglang.launch_server", "--model-path"), "--context-length"),
+}
 
 
 class StartedServer:
-    """`program serve model flags` on a free port of this machine, with `environment` beside this process's own, and its
-    output in the file `log`. ConfigError where there is no such program."""
+    """A server of the `kind` for `model` on a free port of this machine, with `environment` beside this process's own,
+    and its output in the file `log`. ConfigError where there is no such `program` (by default that of the kind)."""
 
     def __init__(
-        self, program: str, model: str, flags: Sequence[str], *, environment: Mapping[str, str], log: Path
+        self,
+        kind: str,
+        program: str | None,
+        model: str,
+        flags: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
     ) -> None:
+        engine = ENGINES[kind]
+        program = program or engine.program
         found = shutil.which(program)
         if found is None:
             raise ConfigError(
-                f"there is no program {program!r} to start: install vLLM in an environment of its own and name it, as "
-                "in {vllm: start, program: /path/to/bin/vllm}, or give the URL of a server"
+                f"there is no program {program!r} to start: install {engine.name} in an environment of its own and "
+                f"name it, as in {{{kind}: start, program: /path/to/bin/{engine.program}}}, or give the URL of a server"
             )
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}/v1"
-        self.log = log
+        self.log, self._name = log, engine.name
         self.end_seconds = _END_SECONDS
-        command = [found, "serve", model, "--host", "127.0.0.1", "--port", str(port), *flags]
+        self._command = [
+            found,
+            *engine.before,
+            model,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            *engine.flags,
+            *flags,
+        ]
         # This process's packages are not the server's.
         inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        self._environment = {**inherited, **engine.environment, **environment}
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
+        self._start()
+
+    def _start(self) -> None:
+        with self.log.open("ab") as output:
             self._process = subprocess.Popen(
-                command,
-                env=inherited | _NEEDED | dict(environment),
+                self._command,
+                env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -65,12 +112,28 @@ class StartedServer:
         """Wait until it answers. ConfigError, with the end of its log, where it ends before, or takes too long."""
         try:
             async with asyncio.timeout(_READY_SECONDS):
-                while not await connection.healthy(2.0):
+                while not await connection.healthy(2.0, control=True):
                     if self._process.poll() is not None:
-                        raise ConfigError(f"vLLM has ended with exit code {self._process.returncode}{end_of(self.log)}")
+                        raise ConfigError(
+                            f"{self._name} has ended with exit code {self._process.returncode}{end_of(self.log)}"
+                        )
                     await asyncio.sleep(0.5)
         except TimeoutError:
-            raise ConfigError(f"vLLM does not answer after {_READY_SECONDS:g} seconds{end_of(self.log)}") from None
+            raise ConfigError(
+                f"{self._name} does not answer after {_READY_SECONDS:g} seconds{end_of(self.log)}"
+            ) from None
+
+    async def ended(self, seconds: float = 0.0) -> bool:
+        """Whether its program has ended, or does within so many seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, seconds)
+        return self._process.poll() is not None
+
+    async def start_again(self, connection: Connection) -> None:
+        """Start it anew, at the same URL, and wait until it answers. ConfigError as in `ready`."""
+        await asyncio.to_thread(self.stop)  # processes that it started may live
+        self._start()
+        await self.ready(connection)
 
     def stop(self) -> None:
         """End it, with all processes that it has started."""

@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from agentlightning import semconv
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.gateway.request import NEUTRAL_PENALTIES
 from agentlightning.store.calls import IssueKey
 from agentlightning.store.sql import SqlStore
 from tests.gateway.talker import SEARCH_TOOL, user
@@ -131,6 +132,18 @@ async def test_a_penalty_that_the_agent_decides_is_not_trained(tmp_path: Path) -
     async with served(tmp_path, train=None) as (front, _):
         flags = [(await ask(front, min_p=value)).attributes.get(semconv.CALL_FLAG) for value in (0.0, 0.2)]
     assert flags == [None, "constrained by a grammar"]
+
+
+async def test_where_the_agent_decides_no_penalty_of_a_generation_config_is_trained(tmp_path: Path) -> None:
+    async with served(tmp_path, train=None) as (front, upstream):
+        span = await ask(front)
+        assert upstream.asked[0].items() >= NEUTRAL_PENALTIES.items()
+        assert semconv.CALL_FLAG not in span.attributes
+        penalties: dict[str, Any] = dict.fromkeys(NEUTRAL_PENALTIES, 0.5) | {"logit_bias": {"5": 1.0}}
+        for name, value in penalties.items():
+            span = await ask(front, **{name: value})
+            assert upstream.asked[-1][name] == value
+            assert span.attributes[semconv.CALL_FLAG] == "constrained by a grammar", name
 
 
 async def test_a_server_is_sent_seeds_in_deterministic_runs_alone(tmp_path: Path) -> None:

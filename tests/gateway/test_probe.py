@@ -13,6 +13,7 @@ from starlette.routing import Route
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.backends.http import HttpBackend
+from agentlightning.gateway.backends.kinds import with_version
 from agentlightning.gateway.probe import probe
 from tests.gateway.world import serving
 
@@ -63,3 +64,30 @@ async def test_logprobs_must_be_of_what_is_sampled_from(processed: bool, train: 
                     await probe(backend, "m", train)
         finally:
             await backend.close()
+
+
+async def test_an_adapter_that_is_not_loaded_yet_is_told_to_be_registered_unseen() -> None:
+    async def unknown(request: Request) -> JSONResponse:
+        return JSONResponse({"error": {"message": "The model `late` does not exist."}}, 404)
+
+    async with serving(Starlette(routes=[Route("/v1/chat/completions", unknown, methods=["POST"])])) as url:
+        backend = HttpBackend(f"{url}/v1", model="late")
+        with pytest.raises(ConfigError, match=r"`late` does not exist.*adapter.*\"check\": false"):
+            await probe(backend, "m", Sampling())
+        await backend.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "completed"),
+    [
+        ("vllm", "http://h:8000", "http://h:8000/v1"),
+        ("vllm", "http://h:8000/v1/", "http://h:8000/v1/"),
+        ("sglang", "http://h/engine/", "http://h/engine/v1"),
+        ("openai", "http://h:8080/", "http://h:8080/v1"),
+        ("openai", "https://h/v1beta/openai", "https://h/v1beta/openai"),
+        ("anthropic", "https://api.anthropic.com", "https://api.anthropic.com/v1"),
+        ("azure", "https://x.openai.azure.com/openai?api-version=1", "https://x.openai.azure.com/openai?api-version=1"),
+    ],
+)
+def test_an_address_is_completed_where_nothing_says_otherwise(kind: str, given: str, completed: str) -> None:
+    assert with_version(given, kind) == completed

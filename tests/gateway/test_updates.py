@@ -297,6 +297,7 @@ async def test_a_server_whose_weights_nobody_knows_answers_no_calls_until_it_loa
         with pytest.raises(BackendError, match="no server of the model 'policy' has loaded version 7") as failed:
             await update_weights(world.gateway, "policy", SEVEN)
         assert failed.value.status == 502
+        assert ("restart vLLM" in str(failed.value)) == (path == "/collective_rpc")
         with pytest.raises(openai.InternalServerError, match=r"nobody knows the weights .* update them again"):
             await call(world, attempted)
         assert engine.calls == 0

@@ -27,7 +27,7 @@ def program(directory: Path, script: str) -> str:
 
 def start(directory: Path, script: str, *flags: str) -> StartedServer:
     log = directory / "vllm.log"
-    return StartedServer(program(directory, script), "a-model", flags, environment={"SAID": "hello"}, log=log)
+    return StartedServer("vllm", program(directory, script), "a-model", flags, environment={"SAID": "hello"}, log=log)
 
 
 def gone(process: int) -> bool:
@@ -46,7 +46,7 @@ def wait_until_gone(processes: list[int]) -> None:
 
 def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no program 'no-such-vllm'.*or give the URL"):
-        StartedServer("no-such-vllm", "m", [], environment={}, log=tmp_path / "log")
+        StartedServer("vllm", "no-such-vllm", "m", [], environment={}, log=tmp_path / "log")
 
 
 async def test_one_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_nor_when_the_trainer_is_killed(tmp_path: Path) -> None:
     script = program(tmp_path, f"sleep 600 & echo $$ $! > {tmp_path}/ids; wait")
     code = (
         "import time; from pathlib import Path; from agentlightning.learner.started import StartedServer\n"
-        f"StartedServer({script!r}, 'm', [], environment={{}}, log=Path({str(tmp_path / 'log')!r}))\n"
+        f"StartedServer('vllm', {script!r}, 'm', [], environment={{}}, log=Path({str(tmp_path / 'log')!r}))\n"
         "print('started', flush=True); time.sleep(600)"
     )
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)

@@ -9,48 +9,36 @@ import asyncio
 import os
 import socket
 import subprocess
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
-from agentlightning.algorithm.grpo import GRPO
-from agentlightning.errors import ConfigError, TrainingError
+from agentlightning.errors import BackendError, ConfigError, TrainingError
 from agentlightning.gateway.answer import Answer
+from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Delta, ModelCall, Sampling
+from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.backends.kinds import make_backend
 from agentlightning.gateway.backends.vllm import VllmBackend
-from agentlightning.gateway.updates import WeightUpdate, load_weights
-from agentlightning.learner.base import AdamW, LoRA
+from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.gateway.updates import WeightUpdate, load_weights, update_weights
+from agentlightning.learner.base import LoRA
 from agentlightning.learner.policy import load_policy
-from agentlightning.trainer import FitResult
-from tests import agents
-from tests.test_trainer import TASKS, policy, trainer
+from tests.learner.engines import ROOT, check, fit, save_model, server
+from tests.models import tiny_model
+from tests.test_trainer import policy
 
-ROOT = Path(__file__).parents[2]
 VLLM = ROOT / ".venv-vllm" / "bin" / "vllm"
-READY_SECONDS = 300
 
 pytestmark = pytest.mark.skipif("AGL_ENGINES" not in os.environ, reason="`make engines` runs these")
 
 
-def save_model(directory: Path, *, tied: bool) -> Path:
-    made = policy()
-    model = cast(Any, made.model)
-    if not tied:
-        model.config.tie_word_embeddings = False
-        model.lm_head.weight = torch.nn.Parameter(model.get_input_embeddings().weight.detach().clone())
-    made.save(directory)
-    return directory
-
-
 @contextmanager
-def vllm(model: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def vllm(model: Path) -> Generator[tuple[str, subprocess.Popen[bytes]]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     settings = {
@@ -65,89 +53,61 @@ def vllm(model: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     flags = "--dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 64 --logprobs-mode processed_logprobs"
     command = [VLLM, "serve", model, "--port", str(port), *flags.split(), "--enable-lora", "--max-loras", "2"]
     command += ["--enable-scale-out"]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | settings
-    log = model.parent / "vllm.log"
-    with log.open("wb") as output:
-        server = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        give_up = time.monotonic() + READY_SECONDS
-        while not answers(f"{url}/health"):
-            assert server.poll() is None and time.monotonic() < give_up, log.read_text()[-5000:]
-            time.sleep(1)
-        yield url, server
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, 9)
-        server.wait()
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
-
-
-def fit(directory: Path, model: Path, url: str, *, resume: bool = False, **changes: Any) -> FitResult:
-    lora, steps = changes.pop("lora", None), changes.pop("steps", 6)
-    six = GRPO(steps=steps, tasks_per_step=6, group_size=8, max_tokens=6, checkpoint_every=1, **changes)
-    settings: dict[str, Any] = {"algorithm": six, "lora": lora, "n_runners": 32, "optimizer": AdamW(learning_rate=3e-3)}
-    return trainer(directory, model=model, sampler={"vllm": url}, **settings).fit(
-        agents.vowels, TASKS, TASKS, resume=resume
-    )
-
-
-def check(result: FitResult) -> None:
-    """It learned, from what it sampled."""
-    mismatch = [one.values["inference_mismatch"] for one in result.metrics if "inference_mismatch" in one.values]
-    before, after = result.evaluations[0].reward, result.evaluations[-1].reward
-    print(f"held-out {before:.3f} → {after:.3f}, largest mismatch {max(mismatch):.1g}")
-    assert mismatch and max(mismatch) < 1e-4
-    assert after > before + 0.1
+    with server(command, port, settings, model.parent / "vllm.log") as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("vllm") / "model"
-    directory.mkdir()
-    return save_model(directory, tied=False)
+    return save_model(tmp_path_factory.mktemp("vllm") / "model", tied=False)
 
 
 @pytest.mark.timeout(900)
 def test_an_adapter_and_all_weights_learn(tmp_path: Path, model: Path) -> None:
     """On one server: first what leaves its base as it is."""
     with vllm(model) as (url, _):
-        check(fit(tmp_path / "adapter", model, url, lora=LoRA(rank=8), steps=8))
-        check(fit(tmp_path / "whole", model, url))
-        check(fit(tmp_path / "asynchronous", model, url, max_staleness=2))
+        check(fit(tmp_path / "adapter", model, {"vllm": url}, lora=LoRA(rank=8), steps=8))
+        check(fit(tmp_path / "whole", model, {"vllm": url}))
+        check(fit(tmp_path / "asynchronous", model, {"vllm": url}, max_staleness=2))
         with pytest.raises(TrainingError, match=r"another run has given others"):  # the base is not the learner's now
-            fit(tmp_path / "late", model, url, lora=LoRA(rank=8))
+            fit(tmp_path / "late", model, {"vllm": url}, lora=LoRA(rank=8))
 
 
 @pytest.mark.timeout(900)
 def test_a_run_goes_on_with_another_server(tmp_path: Path, model: Path) -> None:
-    with vllm(model) as (url, server):
-        os.killpg(server.pid, 9)
-        server.wait()
+    with vllm(model) as (url, process):
+        os.killpg(process.pid, 9)
+        process.wait()
         with pytest.raises(ConfigError, match="cannot be asked for its models"):
-            fit(tmp_path, model, url)
+            fit(tmp_path, model, {"vllm": url})
     with vllm(model) as (url, _):
-        first = fit(tmp_path, model, url, steps=2)
+        first = fit(tmp_path, model, {"vllm": url}, steps=2)
     with vllm(model) as (url, _):
-        resumed = fit(tmp_path, model, url, steps=4, resume=True)
+        resumed = fit(tmp_path, model, {"vllm": url}, steps=4, resume=True)
     assert first.stopped_because == resumed.stopped_because == "all steps done"
     assert [one.step for one in resumed.metrics][-1] == 4
 
 
 @pytest.mark.timeout(900)
 def test_a_model_with_tied_embeddings_is_found_out(tmp_path: Path) -> None:
-    directory = tmp_path / "tied"
-    directory.mkdir()
-    tied = save_model(directory, tied=True)
+    tied = save_model(tmp_path / "tied", tied=True)
     with vllm(tied) as (url, _), pytest.raises(TrainingError, match=r"sampler and learner|tied embeddings"):
-        fit(tmp_path, tied, url)
+        fit(tmp_path, tied, {"vllm": url})
+
+
+@pytest.mark.anyio
+@pytest.mark.timeout(600)
+async def test_a_checkpoint_of_other_shapes_costs_the_server(tmp_path: Path, model: Path) -> None:
+    """It refuses that one, and then those that fit."""
+    other = tmp_path / "other"
+    tiny_model().save_pretrained(other)
+    with vllm(model) as (url, _):
+        gateway = Gateway(ModelTable([ModelEntry("policy", HttpBackend(f"{url}/v1"))]))
+        for path, why in ((model, None), (other, "restart vLLM"), (model, "answered 5")):
+            update = WeightUpdate(policy_version=1, path=str(path))
+            with pytest.raises(BackendError, match=why) if why else nullcontext():
+                await update_weights(gateway, "policy", update)
+        await gateway.close()
 
 
 @pytest.mark.anyio

@@ -1,22 +1,28 @@
 """A server that loads weights as vLLM does in development mode, over this project's own engine.
 
 It stands in for vLLM where that is not installed: what its answers and its control routes look like was compared with
-vLLM 0.32 by `test_vllm.py`, which asks the same of the real one.
+vLLM 0.32 by `test_vllm.py`, which asks the same of the real one. As a program it takes the arguments of `vllm`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import torch
+import uvicorn
 from safetensors.torch import load_file
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
@@ -37,6 +43,7 @@ class Standin:
 
     async def _control(self, request: Request) -> Response:
         self.told.append(request.url.path)
+        print(request.url.path, flush=True)
         body = json.loads(await request.body() or b"{}")
         match request.url.path:
             case "/collective_rpc" if self.loads:
@@ -65,3 +72,38 @@ async def standin(model: Path) -> AsyncIterator[tuple[str, Standin]]:
         gateway = Gateway(ModelTable([ModelEntry("theirs", server.sampler.backend)]))
         stack.push_async_callback(gateway.close)
         yield await stack.enter_async_context(serving(server.app(gateway))), server
+
+
+class Mortal:
+    """`app` in a process that ends itself, as `kill -9` does, at the request number `count` for `path`; with a file
+    `once` only where that is not there yet."""
+
+    def __init__(self, app: ASGIApp, path: str, count: int, once: str | None) -> None:
+        self._app, self._path, self._left = app, path, count
+        self._once = None if once is None else Path(once)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("path") == self._path:
+            self._left -= 1
+            if self._left == 0:
+                self._die()
+        await self._app(scope, receive, send)
+
+    def _die(self) -> None:
+        if self._once is None or not self._once.exists():
+            if self._once is not None:
+                self._once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def main(model: str, port: int) -> None:
+    """Serve until killed. The variable STANDIN_DIES is a path and a number, and a file where it is to happen once."""
+    server = Standin(Path(model))
+    app: ASGIApp = server.app(Gateway(ModelTable([ModelEntry("theirs", server.sampler.backend)])))
+    if dies := os.environ.get("STANDIN_DIES", "").split():
+        app = Mortal(app, dies[0], int(dies[1]), dies[2] if len(dies) > 2 else None)
+    await uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="off")).serve()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[2], int(sys.argv[sys.argv.index("--port") + 1])))

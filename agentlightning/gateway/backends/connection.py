@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.gateway.backends.wire import Response, UnreachableError, Wire
+from agentlightning.gateway.backends.wire import UNREACHABLE, Response, UnreachableError, Wire
 from agentlightning.gateway.request import CallRefused
 
 _log = logging.getLogger(__name__)
@@ -101,10 +101,12 @@ class Connection:
         silent, 502 where it breaks off; its own status and message where it refuses what was to be accepted."""
         return _Exchange(self, url, body, headers, accepted, control, retries and self.retries)
 
-    async def healthy(self, timeout_seconds: float) -> bool:
-        """Whether the server is usable and answers at `health_url` in time, without an error of its own."""
+    async def healthy(self, timeout_seconds: float, *, control: bool = False) -> bool:
+        """Whether the server is usable (unless asked under `control`) and answers at `health_url` in time, without an
+        error of its own."""
+        asked = self.posted(self.health_url, None, retries=False, control=control)
         try:
-            async with asyncio.timeout(timeout_seconds), self.posted(self.health_url, None, retries=False) as response:
+            async with asyncio.timeout(timeout_seconds), asked as response:
                 await response.read()
                 return response.status < 500
         except (BackendError, TimeoutError):
@@ -135,7 +137,7 @@ class Connection:
                     raise BackendError(
                         f"the backend at {self.base_url} cannot be reached: {error}; is it running?",
                         status=503,
-                        code="backend_unreachable",
+                        code=UNREACHABLE,
                     ) from None
                 _log.warning("the backend at %s cannot be reached, trying again: %s", self.base_url, error)
                 await asyncio.sleep(delay)

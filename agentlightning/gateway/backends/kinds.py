@@ -10,9 +10,10 @@ from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, TypeAlias
+from urllib.parse import urlsplit
 
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.backend import BackendEvent, ModelCall, RelayedAnswer, RelayedCall
+from agentlightning.gateway.backend import Backend, BackendEvent, ModelCall, RelayedAnswer, RelayedCall
 from agentlightning.gateway.backends.connection import Connection
 from agentlightning.gateway.backends.http import HttpBackend, Kind
 
@@ -59,10 +60,19 @@ def make_backend(
     return SglangBackend(Connection(base_url, api_key=api_key, timeout_seconds=timeout_seconds), chat)
 
 
+def with_version(url: str, kind: str) -> str:
+    """`url` with the `/v1` at its end that a server of this kind has, where nothing says otherwise."""
+    parts = urlsplit(url)
+    path = parts.path.rstrip("/")
+    if path.endswith("/v1") or kind == "azure" or (path and kind not in ("vllm", "sglang")):
+        return url
+    return parts._replace(path=f"{path}/v1").geturl()
+
+
 class ByProtocol:
     """Two hosted APIs as one backend: calls of Anthropic's protocol go to `anthropic`, all others to `openai`."""
 
-    def __init__(self, openai: HttpBackend, anthropic: HttpBackend) -> None:
+    def __init__(self, openai: Backend, anthropic: Backend) -> None:
         self._openai = openai
         self._anthropic = anthropic
         self.name = f"{openai.name}, {anthropic.name}"

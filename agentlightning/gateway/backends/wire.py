@@ -17,6 +17,9 @@ import httptools
 
 from agentlightning.errors import BackendError
 
+UNREACHABLE: Final = "backend_unreachable"
+BROKE_OFF: Final = "backend_broke_off"
+
 _CONNECT_SECONDS: Final = 10.0
 _UNREAD: Final = 1 << 20  # bytes; a server that sends more than is read has to wait
 _LONGEST_HEAD: Final = 1 << 19  # bytes; as much is read at once, body and all
@@ -218,7 +221,8 @@ class Response(asyncio.Protocol):
         elif not self.status:
             self._fail(UnreachableError(f"it closed the connection{_because(exc)}", status=503))
         else:
-            self._fail(BackendError(f"the backend at {self._wire.origin} broke off its answer{_because(exc)}"))
+            said = f"the backend at {self._wire.origin} broke off its answer{_because(exc)}"
+            self._fail(BackendError(said, code=BROKE_OFF))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         key, text = name.decode("latin-1").lower(), value.decode("latin-1")

@@ -1,0 +1,105 @@
+"""Servers that die while they sample for a run: `kill -9` in an update and between."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.errors import BackendError
+from agentlightning.trainer import FitResult
+from tests import agents
+from tests.learner.engines import ROOT, save_model, server
+from tests.test_trainer import TASKS, algorithm, trainer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+CALL, UPDATE = "/v1/chat/completions", "/collective_rpc"
+ALONE = 60  # rollouts before the others wait for a server to be there again
+revived, begun = threading.Event(), itertools.count()
+
+
+@agl.rollout
+async def patient(task: dict, llm: agl.LLM) -> float:
+    if next(begun) > ALONE:
+        await asyncio.to_thread(revived.wait)
+    return await agents.vowels(task, llm)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "model", tied=True)
+
+
+def started(directory: Path, dies: str) -> dict[str, Any]:
+    """A sampler that the run starts, which dies as is said."""
+    program = directory / "vllm"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.learner.vllm_standin "$@"\n')
+    program.chmod(0o755)
+    environment = {"PYTHONPATH": str(ROOT), "STANDIN_DIES": dies, "OMP_NUM_THREADS": "1"}
+    return {"vllm": "start", "program": str(program), "environment": environment}
+
+
+def fit(directory: Path, model: Path, sampler: Any, **changes: Any) -> FitResult:
+    resume, agent = changes.pop("resume", False), changes.pop("agent", agents.slow_vowels)
+    settings: dict[str, Any] = {"steps": 4, "temperature": 1.0, "checkpoint_every": 1} | changes
+    return trainer(directory, model=model, sampler=sampler, algorithm=algorithm(**settings)).fit(
+        agent, TASKS, resume=resume
+    )
+
+
+def check(result: FitResult) -> None:
+    assert result.stopped_because == "all steps done"
+    mismatch = [one.values["inference_mismatch"] for one in result.metrics if "inference_mismatch" in one.values]
+    assert all(one < 1e-3 for one in mismatch)
+
+
+@pytest.mark.parametrize("dies", [f"{CALL} 30", f"{UPDATE} 2"])
+def test_one_that_the_run_started_is_started_again(tmp_path: Path, model: Path, dies: str) -> None:
+    """And given the newest weights; calls wait for it, also those that it had begun."""
+    once = tmp_path / "died"
+    check(fit(tmp_path, model, started(tmp_path, f"{dies} {once}")))
+    assert once.exists()
+
+
+def test_one_that_dies_again_and_again_ends_the_run_which_resumes(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(BackendError, match=r"has ended 4 times since weights were published.*agl train --resume"):
+        fit(tmp_path, model, started(tmp_path, f"{UPDATE} 1"))
+    check(fit(tmp_path, model, started(tmp_path, ""), resume=True))
+
+
+@pytest.mark.parametrize("dies", [f"{CALL} 20", f"{UPDATE} 2"])
+def test_of_two_the_other_goes_on_and_the_dead_one_is_taken_up_again(tmp_path: Path, model: Path, dies: str) -> None:
+    global begun
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+        ports = [one.getsockname()[1], two.getsockname()[1]]
+    with ExitStack() as stack:
+
+        def serve(port: int, name: str, dies: str = "") -> tuple[str, subprocess.Popen[bytes]]:
+            command = [sys.executable, "-m", "tests.learner.vllm_standin", "serve", model, "--port", str(port)]
+            environment = {"PYTHONPATH": str(ROOT), "STANDIN_DIES": dies, "OMP_NUM_THREADS": "1"}
+            return stack.enter_context(server(command, port, environment, tmp_path / name))
+
+        revived.clear()
+        begun = itertools.count()
+        (first, dying), (second, _) = serve(ports[0], "first", dies), serve(ports[1], "second")
+
+        def revive() -> None:
+            dying.wait()
+            serve(ports[0], "revived")
+            revived.set()
+
+        reviving = threading.Thread(target=revive)
+        reviving.start()
+        check(fit(tmp_path, model, {"vllm": [first, second]}, agent=patient, steps=12))
+        reviving.join(1)
+        assert "/update_weight_version" in (tmp_path / "revived").read_text()
