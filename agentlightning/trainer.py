@@ -83,6 +83,8 @@ class Trainer:
             through the gateway, are recorded and sampled as the agent asks (see `FrozenModel`).
         model_name: what agents call a single one by; trainers that share a server each need one of their own.
         algorithm: `GRPO(…)` by default; `Baseline()` only evaluates.
+        learner: what trains: `torch`, in this process, or a server that samples too, `{"tinker": "http://host:8000"}`
+            or `tinker` for the hosted service (see `TinkerLearning`).
         sampler: what samples from the model: `embedded`, the engine in this process, or servers that load its weights,
             `{"vllm": "http://host:8000/v1"}` or `{"sglang": "http://host:30000/v1"}` (see `RemoteSampling`).
         optimizer: learning rate, schedule, micro-batches and the like.
@@ -119,6 +121,7 @@ class Trainer:
         models: Mapping[str, FrozenModel | Mapping[str, Any]] | None = None,
         model_name: str = "policy",
         algorithm: Algorithm | None = None,
+        learner: str | Mapping[str, Any] | None = None,
         sampler: str | Mapping[str, Any] | None = None,
         optimizer: AdamW | None = None,
         lora: LoRA | None = None,
@@ -147,7 +150,7 @@ class Trainer:
         self.models = dict(model) if isinstance(model, Mapping) else {} if model is None else {model_name: model}
         self.frozen = read_frozen(models or {}, self.models)
         self.algorithm = algorithm if adapter is None else with_adapter(algorithm, adapter)
-        self.sampler = sampler
+        self.learner, self.sampler = learner, sampler
         self.optimizer = optimizer or AdamW()
         self.lora = lora
         self.dtype: DType | None = dtype
@@ -395,12 +398,27 @@ class Trainer:
     def _opening(self, algorithm: Algorithm, directory: Path) -> Opening:
         from agentlightning.learner.opening import Opening
         from agentlightning.learner.remote import read_sampler
+        from agentlightning.learner.tinker import read_learner
 
+        reference, critic = getattr(algorithm, "reference", False), getattr(algorithm, "trained_critic", None)
+        loss = algorithm.make_loss() if isinstance(algorithm, Reinforcement) else None
+        beside = {
+            "sampler": self.sampler,
+            "critic": critic,
+            "reference": reference,
+            "deterministic": self.deterministic,
+            "max_staleness": _overlaps(algorithm),
+            "dtype": self.dtype,
+            "device": self.device,
+            "threads": self.threads,
+            "gradient_checkpointing": self.optimizer.gradient_checkpointing,
+        }
         return Opening(
             optimizer=self._optimizer(algorithm),
-            trained=isinstance(algorithm, Reinforcement),
-            reference=getattr(algorithm, "reference", False),
-            critic=getattr(algorithm, "trained_critic", None),
+            trained=loss is not None,
+            reference=reference,
+            critic=critic,
+            learning=read_learner(self.learner, loss=loss, lora=self.lora, beside=beside),
             concurrency=max(1, self._concurrency or 64),
             seed=self.seed,
             own_weights=_overlaps(algorithm),
@@ -474,6 +492,7 @@ class Trainer:
             "credit_by_settings": getattr(algorithm, "credit_by_settings", False),
             "optimizer": dataclasses.asdict(self._optimizer(algorithm)),
             "lora": None if self.lora is None else dataclasses.asdict(self.lora),
+            "learner": self.learner,
             "dtype": self.dtype,
             "n_runners": self._concurrency,
             "max_sequence_length": self.max_sequence_length,

@@ -56,6 +56,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     val_dataset: Any = None
     initial_resources: dict[str, LLM | PromptTemplate] = msgspec.field(default_factory=dict[str, LLM | PromptTemplate])
     algorithm: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "grpo"})
+    learner: str | dict[str, Any] | None = None
     sampler: str | dict[str, Any] | None = None
     optimizer: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     lora: dict[str, Any] | None = None

@@ -29,7 +29,7 @@ Old: TypeAlias = Literal["behaviour", "proximal"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 DType: TypeAlias = Literal["float32", "bfloat16"]
 CriticTrunk: TypeAlias = Literal["shared", "separate"]
-WeightsForm: TypeAlias = Literal["live", "whole", "adapter"]
+WeightsForm: TypeAlias = Literal["live", "whole", "adapter", "handle"]
 
 TRUNCATION: Final = 2.0  # of `Loss.truncation`, unless given; that of "truncated importance sampling"
 
@@ -213,7 +213,8 @@ class Weights:
 
 class Sampler(Protocol):
     """What samples from a policy. `takes` says in which form it is given weights: it reads the learner's `live` model,
-    or loads a directory with the `whole` model, or with an `adapter` as `peft` writes it."""
+    or loads a directory with the `whole` model, with an `adapter` as `peft` writes it, or with a `handle` of weights
+    that are elsewhere."""
 
     @property
     def takes(self) -> WeightsForm: ...
@@ -298,7 +299,7 @@ class Learner(Protocol):
 
     def export(self, directory: Path, form: WeightsForm) -> None:
         """Write what a sampler loads, and nothing else, into the new `directory`: the `whole` model, an adapter merged
-        into it, or the `adapter` alone. ConfigError for an adapter that there is not."""
+        into it, the `adapter` alone, or a `handle`. ConfigError for a form that there is not."""
         ...
 
     def save(self, directory: Path) -> None:

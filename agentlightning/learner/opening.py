@@ -14,12 +14,14 @@ import torch
 from transformers import PreTrainedModel
 
 from agentlightning.data.references import is_reference
+from agentlightning.errors import ConfigError
 from agentlightning.learner.base import AdamW, Critic, DType, LoRA
 from agentlightning.learner.memory import GIB, available_memory, estimate_memory
 from agentlightning.learner.policy import Policy, choose_device, empty_model, open_policy
 from agentlightning.learner.remote import RemoteSampler, RemoteSampling
 from agentlightning.learner.serving import EmbeddedSampler, choose_threads, engine_size, serve_policy
 from agentlightning.learner.started import StartedServer
+from agentlightning.learner.tinker import TinkerLearner, TinkerLearning, TinkerSampler, open_tinker
 from agentlightning.learner.torch import TorchLearner
 
 
@@ -42,17 +44,32 @@ class Opening:
     device: str | None = None
     threads: int | None = None
     sampling: RemoteSampling | None = None
+    learning: TinkerLearning | None = None
     directory: Path = Path()
 
     @contextmanager
     def open(
         self, source: str | Path | Policy, phase: Callable[[str], None]
-    ) -> Generator[tuple[EmbeddedSampler | RemoteSampler, TorchLearner]]:
+    ) -> Generator[tuple[EmbeddedSampler | RemoteSampler | TinkerSampler, TorchLearner | TinkerLearner]]:
         """Inside, the model is served and ready to be trained; `phase` is told what is going on. A given `Policy` may
         be opened again afterwards: it has the weights it was trained to, but no adapter that it did not come with.
 
         ConfigError where it cannot be had, or would not fit into the memory there is."""
         made = isinstance(source, Policy) or is_reference(str(source))
+        if self.learning is not None:
+            if made:
+                raise ConfigError("learner: a Tinker server trains a model of its own: give its name for it as `model`")
+            phase("reach the Tinker server")
+            with open_tinker(
+                self.learning,
+                str(source),
+                lora=self.lora or LoRA(),
+                optimizer=self.optimizer,
+                seed=self.seed,
+                length=self.max_sequence_length,
+            ) as opened:
+                yield opened
+            return
         if made:
             phase("make the model")
             source = open_policy(source, seed=self.seed, device=self.device, dtype=self.dtype)

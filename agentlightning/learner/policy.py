@@ -105,14 +105,20 @@ def load_policy(source: str | Path, *, device: str | None = None, dtype: str = "
     device = choose_device(device)
     _check_source(source)
     with _explained(source):
-        tokenizer = AutoTokenizer.from_pretrained(source)
         model = _load_model(path if path.exists() else str(source), getattr(torch, dtype))
+    return Policy(cast(Any, model).to(device), load_tokenizer(source), name=path.name if path.exists() else str(source))
+
+
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory or a Hugging Face id. ConfigError where it cannot be had or renders no chats."""
+    with _explained(source):
+        tokenizer = AutoTokenizer.from_pretrained(source)
     if not tokenizer.chat_template:
         raise ConfigError(
             f"the tokenizer of {str(source)!r} has no chat template; choose an instruction-tuned model, or "
             "set one with tokenizer.chat_template = … and save_pretrained"
         )
-    return Policy(cast(Any, model).to(device), tokenizer, name=path.name if path.exists() else str(source))
+    return tokenizer
 
 
 def empty_model(source: str | Path, *, dtype: str = "float32") -> PreTrainedModel:

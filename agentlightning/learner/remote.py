@@ -151,7 +151,11 @@ class RemoteSampler:
 
     async def sample(self) -> list[TrainingSequence]:
         sampling = Sampling(max_tokens=_PROBED_TOKENS, seed=0)
-        return [_sequence(await one_answer(server, "policy", sampling)) for server in self._servers]
+        answers = [await one_answer(server, "policy", sampling) for server in self._servers]
+        return [
+            sampled_sequence(answer.prompt_token_ids, answer.choices[0].token_ids, answer.choices[0].logprobs)
+            for answer in answers
+        ]
 
     async def _publish_adapter(self, weights: Weights) -> None:
         """Calls go on with the adapter that they began with."""
@@ -247,15 +251,17 @@ async def _served_model(server: HttpBackend) -> str:
     return names[0]
 
 
-def _sequence(answer: Any) -> TrainingSequence:
-    choice = answer.choices[0]
-    prompt, count = len(answer.prompt_token_ids), len(choice.token_ids)
+def sampled_sequence(
+    prompt_ids: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float]
+) -> TrainingSequence:
+    """A prompt and what was sampled after it, to compare with the learner."""
+    prompt, count = len(prompt_ids), len(token_ids)
     return TrainingSequence(
         rollout_id="parity",
-        token_ids=np.array([*answer.prompt_token_ids, *choice.token_ids], np.int32),
+        token_ids=np.array([*prompt_ids, *token_ids], np.int32),
         positions=np.arange(prompt, prompt + count, dtype=np.int32),
         transitions=np.zeros(count, np.int32),
-        logprobs=np.array(choice.logprobs, np.float32),
+        logprobs=np.array(logprobs, np.float32),
         advantages=np.zeros(count, np.float32),
         versions=np.full(count, -1, np.int32),
     )

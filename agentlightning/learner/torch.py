@@ -110,15 +110,7 @@ class TorchLearner:
         """See `Learner.prepare`."""
         if loss.old == "behaviour":
             return list(batch), {}
-        mismatch = Mismatch(version)
-        prepared: list[TrainingSequence] = []
-        for sequence, logprobs in zip(batch, self.logprobs(batch, loss.temperature), strict=True):
-            difference = logprobs - torch.from_numpy(sequence.logprobs)
-            mismatch.add(difference, torch.from_numpy(sequence.versions))
-            weights = difference.exp().clamp(max=loss.truncation or TRUNCATION).numpy()
-            advantages = (sequence.advantages * weights).astype(np.float32)
-            prepared.append(replace(sequence, logprobs=logprobs.numpy(), advantages=advantages))
-        return prepared, mismatch.metrics()
+        return corrected(batch, self.logprobs(batch, loss.temperature), loss, version)
 
     def step(self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
         """See `Learner.step`. The gradient is that of Σ weights · loss over the whole batch."""
@@ -380,6 +372,21 @@ def _trained(model: PreTrainedModel, critic: ValueModel | None) -> tuple[MasterW
     masters = MasterWeights([*own, *of_critic])
     parts = {"grad_norm": masters.trained[: len(own)], "critic_grad_norm": masters.trained[len(own) :]}
     return masters, {name: tensors for name, tensors in parts.items() if tensors}
+
+
+def corrected(
+    batch: Sequence[TrainingSequence], logprobs: Sequence[Tensor], loss: Loss, version: int | None
+) -> tuple[list[TrainingSequence], dict[str, float]]:
+    """What `Learner.prepare` answers with `loss.old` proximal, where these are the present `logprobs`."""
+    mismatch = Mismatch(version)
+    prepared: list[TrainingSequence] = []
+    for sequence, present in zip(batch, logprobs, strict=True):
+        difference = present - torch.from_numpy(sequence.logprobs)
+        mismatch.add(difference, torch.from_numpy(sequence.versions))
+        weights = difference.exp().clamp(max=loss.truncation or TRUNCATION).numpy()
+        advantages = (sequence.advantages * weights).astype(np.float32)
+        prepared.append(replace(sequence, logprobs=present.numpy(), advantages=advantages))
+    return prepared, mismatch.metrics()
 
 
 class Mismatch:
