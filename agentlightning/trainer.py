@@ -398,27 +398,15 @@ class Trainer:
     def _opening(self, algorithm: Algorithm, directory: Path) -> Opening:
         from agentlightning.learner.opening import Opening
         from agentlightning.learner.remote import read_sampler
-        from agentlightning.learner.tinker import read_learner
 
-        reference, critic = getattr(algorithm, "reference", False), getattr(algorithm, "trained_critic", None)
         loss = algorithm.make_loss() if isinstance(algorithm, Reinforcement) else None
-        beside = {
-            "sampler": self.sampler,
-            "critic": critic,
-            "reference": reference,
-            "deterministic": self.deterministic,
-            "max_staleness": _overlaps(algorithm),
-            "dtype": self.dtype,
-            "device": self.device,
-            "threads": self.threads,
-            "gradient_checkpointing": self.optimizer.gradient_checkpointing,
-        }
         return Opening(
             optimizer=self._optimizer(algorithm),
             trained=loss is not None,
-            reference=reference,
-            critic=critic,
-            learning=read_learner(self.learner, loss=loss, lora=self.lora, beside=beside),
+            reference=getattr(algorithm, "reference", False),
+            critic=getattr(algorithm, "trained_critic", None),
+            learner=self.learner,
+            loss=loss,
             concurrency=max(1, self._concurrency or 64),
             seed=self.seed,
             own_weights=_overlaps(algorithm),

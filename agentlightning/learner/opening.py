@@ -5,23 +5,24 @@ Knows policies, engine and learner. It does not know algorithms, stores or gatew
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from agentlightning.data.references import is_reference
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import AdamW, Critic, DType, LoRA
+from agentlightning.learner.base import AdamW, Critic, DType, LoRA, Loss
 from agentlightning.learner.memory import GIB, available_memory, estimate_memory
 from agentlightning.learner.policy import Policy, choose_device, empty_model, open_policy
 from agentlightning.learner.remote import RemoteSampler, RemoteSampling
 from agentlightning.learner.serving import EmbeddedSampler, choose_threads, engine_size, serve_policy
 from agentlightning.learner.started import StartedServer
-from agentlightning.learner.tinker import TinkerLearner, TinkerLearning, TinkerSampler, open_tinker
+from agentlightning.learner.tinker import TinkerLearner, TinkerSampler, open_tinker, read_learner
 from agentlightning.learner.torch import TorchLearner
 
 
@@ -44,7 +45,8 @@ class Opening:
     device: str | None = None
     threads: int | None = None
     sampling: RemoteSampling | None = None
-    learning: TinkerLearning | None = None
+    learner: str | Mapping[str, Any] | None = None
+    loss: Loss | None = None
     directory: Path = Path()
 
     @contextmanager
@@ -56,18 +58,12 @@ class Opening:
 
         ConfigError where it cannot be had, or would not fit into the memory there is."""
         made = isinstance(source, Policy) or is_reference(str(source))
-        if self.learning is not None:
+        if self.learner not in (None, "torch"):
+            learning = read_learner(self.learner, self)
             if made:
                 raise ConfigError("learner: a Tinker server trains a model of its own: give its name for it as `model`")
             phase("reach the Tinker server")
-            with open_tinker(
-                self.learning,
-                str(source),
-                lora=self.lora or LoRA(),
-                optimizer=self.optimizer,
-                seed=self.seed,
-                length=self.max_sequence_length,
-            ) as opened:
+            with open_tinker(learning, str(source), self) as opened:
                 yield opened
             return
         if made:

@@ -19,15 +19,16 @@ import time
 import urllib.request
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from agentlightning.data.sequences import TrainingSequence, aggregation_weights
+from agentlightning.data.sequences import TrainingSequence, aggregation_weights, pad
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import BackendError, ConfigError, TrainingError, UnavailableError
@@ -39,28 +40,29 @@ from agentlightning.learner import losses
 from agentlightning.learner.base import AdamW, LoRA, Loss, Weights, WeightsForm
 from agentlightning.learner.policy import load_tokenizer
 from agentlightning.learner.remote import sampled_sequence
-from agentlightning.learner.torch import MISMATCH_TOLERANCE, Mismatch, Totals, corrected
+from agentlightning.learner.torch import MISMATCH_TOLERANCE, Mismatch, Totals, prepared
+
+if TYPE_CHECKING:
+    from agentlightning.learner.opening import Opening
 
 _log = logging.getLogger(__name__)
 
 HOSTED: Final = "hosted"
 HANDLE_FILE: Final = "tinker.json"
-_ALPHA: Final = 32.0  # of every adapter of these servers
 _LENGTH: Final = 4096  # of prompt and answer, unless it is given
 _FEWEST: Final = 16  # sequences that an averaging server is sent: it compiles for each number of them
 _PROBED_TOKENS: Final = 16
 _KEPT: Final = 2  # publications on the server
 _SECONDS: Final = 10.0  # for a server to say that it is there, and to take leave of it
-_REFUSED: Final = {
-    "sampler": "the server that learns samples too",
-    "critic": "it trains no values; take an algorithm without a critic",
-    "reference": "it keeps no reference policy; set kl_coefficient to 0",
-    "deterministic": "it puts calls into batches as they come",
-    "max_staleness": "some servers sample with the very weights that they train; set it to 0",
-    "dtype": "the server chooses it",
-    "device": "the server chooses it",
-    "threads": "nothing is computed here",
-    "gradient_checkpointing": "the server chooses it",
+_REFUSED: Final = {  # fields of `Opening`: what a user calls them, and why not
+    "sampling": ("sampler", "the server that learns samples too"),
+    "critic": ("a critic", "it trains no values"),
+    "reference": ("reference", "it tells log-probabilities of the adapter that is trained"),
+    "deterministic": ("deterministic", "it puts calls into batches as they come"),
+    "own_weights": ("max_staleness", "some servers sample with the very weights that they train"),
+    "dtype": ("dtype", "the server chooses it"),
+    "device": ("device", "the server chooses it"),
+    "threads": ("threads", "next to nothing is computed here"),
 }
 
 
@@ -81,29 +83,26 @@ class Handle(msgspec.Struct, frozen=True):
     steps: int = 0
 
 
-def read_learner(
-    given: str | Mapping[str, Any] | None, *, loss: Loss | None, lora: LoRA | None, beside: Mapping[str, Any]
-) -> TinkerLearning | None:
-    """What a run says of its learner; None for the one in this process. ConfigError for what is neither, and for what
-    does not go with a Tinker server: its `loss`, None where nothing is trained, its `lora`, or a setting in `beside`
-    that is not off."""
-    if given in (None, "torch"):
-        return None
+def read_learner(given: str | Mapping[str, Any], opening: Opening) -> TinkerLearning:
+    """What a run says of a learner that is not in this process. ConfigError for what is none, and for what does not go
+    with a Tinker server."""
     try:
         learning = TinkerLearning() if given == "tinker" else msgspec.convert(given, TinkerLearning)
     except msgspec.ValidationError as error:
         raise ConfigError(f"learner is {given!r} ({error}); write torch, tinker or {{tinker: URL}}") from None
-    for name, reason in _REFUSED.items():
-        if beside.get(name) not in (None, False, 0, "embedded"):
+    for field, (name, reason) in _REFUSED.items():
+        if getattr(opening, field):
             raise ConfigError(f"learner: a Tinker server goes without {name}: {reason}")
+    if opening.optimizer.gradient_checkpointing:
+        raise ConfigError("learner: a Tinker server goes without gradient_checkpointing: it chooses that itself")
     if learning.tinker == HOSTED and not os.environ.get("TINKER_API_KEY"):
         raise ConfigError("learner: the hosted Tinker service needs a key in the variable TINKER_API_KEY")
-    if loss is not None:
-        check_loss(loss)
-        if lora is None or lora.alpha != _ALPHA or lora.targets != "all-linear":
+    if opening.loss is not None:
+        check_loss(opening.loss)
+        if opening.lora is None or opening.lora != LoRA(opening.lora.rank):
             raise ConfigError(
-                f"learner: a Tinker server trains an adapter of all layers with alpha {_ALPHA:g}, and says so of a "
-                "run: give lora: {rank: 16}, without other keys"
+                f"learner: a Tinker server trains an adapter of all layers with alpha {LoRA.alpha:g}: give lora: "
+                "{rank: 16}, without other keys"
             )
     return learning
 
@@ -122,29 +121,31 @@ def check_loss(loss: Loss) -> None:
 
 @contextmanager
 def open_tinker(
-    learning: TinkerLearning, model: str, *, lora: LoRA, optimizer: AdamW, seed: int, length: int | None
+    learning: TinkerLearning, model: str, opening: Opening
 ) -> Generator[tuple[TinkerSampler, TinkerLearner]]:
     """Inside, the server is ready to sample from `model`, its name for it, and to train an adapter on it. ConfigError
     where it cannot be reached, or has no such model."""
-    tokenizer = load_tokenizer(learning.tokenizer or model)
-    tinker = _sdk()
-    url, key = None, os.environ.get("TINKER_API_KEY", "tml-none")
-    if learning.tinker != HOSTED:
-        url = learning.tinker.rstrip("/")
+    tokenizer, tinker = load_tokenizer(learning.tokenizer or model), _sdk()
+    url = None if learning.tinker == HOSTED else learning.tinker.rstrip("/")
+    if url is not None:
         try:  # the SDK would try for minutes
             urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=_SECONDS).close()
         except (OSError, ValueError) as error:
             raise ConfigError(f"learner: no Tinker server answers at {learning.tinker}: {error}") from None
-    with ExitStack() as stack, _explained(tinker):
-        service = tinker.ServiceClient(base_url=url, api_key=key)
-        names = [one.model_name for one in service.get_server_capabilities().supported_models]
-        if model not in names:
+    with ExitStack() as stack:
+        with _explained(tinker):
+            service = tinker.ServiceClient(base_url=url, api_key=os.environ.get("TINKER_API_KEY", "tml-none"))
+            names = [one.model_name for one in service.get_server_capabilities().supported_models]
+        served = {os.path.abspath(name): name for name in names}.get(os.path.abspath(model))  # some are directories
+        if served is None:
             raise ConfigError(f"learner: {learning.tinker} serves {', '.join(names)}, and not the model {model!r}")
         stack.callback(lambda: service.holder.close())
-        learner = TinkerLearner(tinker, service, learning, model, tokenizer, lora, optimizer, seed)
+        rank = (opening.lora or LoRA()).rank
+        create = partial(service.create_lora_training_client, served, rank=rank, seed=opening.seed)
+        learner = TinkerLearner(tinker, service, create, tokenizer, opening.optimizer, learning.reduction)
         stack.callback(learner.close)
-        chat = ChatTemplate.from_pretrained(tokenizer)
-        yield TinkerSampler(tinker, service, model, chat, learning.tinker, length or _LENGTH), learner
+        chat, length = ChatTemplate.from_pretrained(tokenizer), opening.max_sequence_length or _LENGTH
+        yield TinkerSampler(tinker, service, served, chat, learning.tinker, length), learner
 
 
 class TinkerLearner:
@@ -154,24 +155,15 @@ class TinkerLearner:
     mismatch_tolerance = MISMATCH_TOLERANCE[torch.bfloat16]  # what the server computes in is not known
 
     def __init__(
-        self,
-        sdk: Any,
-        service: Any,
-        learning: TinkerLearning,
-        model: str,
-        tokenizer: Any,
-        lora: LoRA,
-        config: AdamW,
-        seed: int,
+        self, sdk: Any, service: Any, create: Callable[[], Any], tokenizer: Any, config: AdamW, reduction: str | None
     ) -> None:
         config.rate(1)  # a schedule without an end is refused now
         self.config = config
         self.steps = 0
         self.token_bytes: TokenBytes | None = TokenBytes(tokenizer.backend_tokenizer)
-        self._sdk, self._service, self._learning = sdk, service, learning
-        self._create: Callable[[], Any] = lambda: service.create_lora_training_client(model, rank=lora.rank, seed=seed)
+        self._sdk, self._service, self._create = sdk, service, create
         self._client: Any = None  # made when it is first needed: a state can only be loaded into a new one
-        self._sums = learning.reduction is not None
+        self._averages, self._sums = reduction == "mean", reduction is not None
 
     def close(self) -> None:
         """Free the adapter's place on the server, as far as it lets one."""
@@ -186,19 +178,14 @@ class TinkerLearner:
 
         try:
             client.holder.run_coroutine_threadsafe(unload()).result(_SECONDS)
-        except (
-            self._sdk.TinkerError,
-            TimeoutError,
-        ) as error:  # the run is over, and the server frees it later by itself
+        except (self._sdk.TinkerError, TimeoutError) as error:  # the server frees it later by itself
             _log.warning("the Tinker server was not told that %s is done: %r", client.model_id, error)
 
     def prepare(
         self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
     ) -> tuple[list[TrainingSequence], dict[str, float]]:
         """See `Learner.prepare`."""
-        if loss.old == "behaviour":
-            return list(batch), {}
-        return corrected(batch, self.logprobs(batch, loss.temperature), loss, version)
+        return prepared(self, batch, loss, version)
 
     def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
         raise ConfigError("learner: a Tinker server trains no critic")
@@ -219,12 +206,9 @@ class TinkerLearner:
         rate = self.config.rate(self.steps + 1)
         settings = {"learning_rate": rate, "beta1": self.config.betas[0], "beta2": self.config.betas[1], "eps": 1e-8}
         settings |= {"weight_decay": self.config.weight_decay, "grad_clip_norm": self.config.max_grad_norm}
-        with _explained(self._sdk):
-            data = self._data(batch, logprobs, advantages)
-            self._trained.forward_backward(data, "importance_sampling").result()
-            told: dict[str, float] = (
-                self._trained.optim_step(self._sdk.types.AdamParams(**settings)).result().metrics or {}
-            )
+        data, adam = self._data(batch, logprobs, advantages), self._sdk.types.AdamParams(**settings)
+        self._ask("forward_backward", data, "importance_sampling")
+        told: dict[str, float] = self._ask("optim_step", adam).metrics or {}
         self.steps += 1
         norms = [value for name, value in told.items() if name.endswith("grad_norm")]
         computed = sum(map(len, batch))
@@ -236,8 +220,7 @@ class TinkerLearner:
         """See `Learner.logprobs`; at temperature 1 alone."""
         check_loss(Loss(temperature=temperature))
         nothing = [torch.zeros(len(sequence.positions)) for sequence in batch]
-        with _explained(self._sdk):
-            told = self._trained.forward(self._data(batch, nothing, nothing), "importance_sampling").result()
+        told = self._ask("forward", self._data(batch, nothing, nothing), "importance_sampling")
         found = [np.asarray(one["logprobs"].data, np.float32) for one in told.loss_fn_outputs[: len(batch)]]
         return [torch.from_numpy(one[s.positions - 1]) for one, s in zip(found, batch, strict=True)]
 
@@ -248,14 +231,12 @@ class TinkerLearner:
             raise ConfigError(f"a Tinker server gives handles of its weights, not the {form} weights")
         self._check_sums()
         directory.mkdir(parents=True)
-        with _explained(self._sdk):
-            saved = self._trained.save_weights_for_sampler(_new_name()).result()
+        saved = self._ask("save_weights_for_sampler", _new_name())
         (directory / HANDLE_FILE).write_bytes(msgspec.json.encode(Handle(saved.path)))
 
     def save(self, directory: Path) -> None:
         """Write the handle of weights and optimiser, which stay on the server until they are deleted there."""
-        with _explained(self._sdk):
-            saved = self._trained.save_state(_new_name()).result()
+        saved = self._ask("save_state", _new_name())
         (directory / HANDLE_FILE).write_bytes(msgspec.json.encode(Handle(saved.path, self.steps)))
 
     def load(self, directory: Path) -> None:
@@ -268,11 +249,12 @@ class TinkerLearner:
         self.close()
         self._client, self.steps = restored, handle.steps
 
-    @property
-    def _trained(self) -> Any:
-        if self._client is None:
-            self._client = self._create()
-        return self._client
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """What the server answers in the end to a call of its training client."""
+        with _explained(self._sdk):
+            if self._client is None:
+                self._client = self._create()
+            return getattr(self._client, method)(*arguments).result()
 
     def _check_sums(self) -> None:
         """ConfigError unless the server is known to sum, or tells a sum of losses, of which an averaging one has none.
@@ -280,9 +262,7 @@ class TinkerLearner:
         if self._sums:
             return
         nothing = self._datum(np.zeros(2, np.int64), np.zeros(1, np.float32), np.zeros(1, np.float32))
-        with _explained(self._sdk):
-            told = self._trained.forward_backward([nothing], "importance_sampling").result().metrics
-        if not any("loss" in name for name in told):
+        if not any("loss" in name for name in self._ask("forward_backward", [nothing], "importance_sampling").metrics):
             raise ConfigError(
                 "learner: this server does not tell the sum of its losses: it may average them, as SkyRL's JAX backend "
                 "does. Say which: reduction: mean, or reduction: sum"
@@ -292,13 +272,12 @@ class TinkerLearner:
     def _data(self, batch: Sequence[TrainingSequence], logprobs: Sequence[Tensor], advantages: Sequence[Tensor]) -> Any:
         """What the server is sent. One that averages gets advantages that undo it, and a number of sequences that is a
         power of two: it compiles anew for each."""
-        averages = self._learning.reduction == "mean"
-        count = max(_FEWEST, 1 << (len(batch) - 1).bit_length()) if averages else len(batch)
+        count = max(_FEWEST, 1 << (len(batch) - 1).bit_length()) if self._averages else len(batch)
         data: list[Any] = []
         for sequence, old, own in zip(batch, logprobs, advantages, strict=True):
-            length = len(sequence) - 1
-            rows = np.zeros((2, length), np.float32)
-            rows[:, sequence.positions - 1] = torch.stack([old, own * (length * count if averages else 1)]).numpy()
+            rows = np.zeros((2, len(sequence) - 1), np.float32)
+            undone = rows.shape[1] * count if self._averages else 1
+            rows[:, sequence.positions - 1] = torch.stack([old, own * undone]).numpy()
             data.append(self._datum(sequence.token_ids, *rows))
         if count > len(batch):
             short = min(batch, key=len)
@@ -321,19 +300,20 @@ def _gradient(
     batch: Sequence[TrainingSequence], logprobs: Sequence[Tensor], loss: Loss, version: int | None
 ) -> tuple[Tensor, Totals]:
     """dL/dlogprob of every sampled token of the batch, float32[N], where these are its `logprobs`; and the metrics."""
-    counts = np.cumsum([0, *(int(sequence.transitions.max(initial=-1)) + 1 for sequence in batch)])
-    transitions = np.concatenate([s.transitions + first for s, first in zip(batch, counts, strict=False)])
-    old = torch.from_numpy(np.concatenate([sequence.logprobs for sequence in batch]))
-    advantages = torch.from_numpy(np.concatenate([sequence.advantages for sequence in batch]))
-    weights = torch.from_numpy(np.concatenate(aggregation_weights(batch, loss.aggregation, loss.constant_length or 0)))
+    micro = pad(
+        list(batch), aggregation_weights(batch, loss.aggregation, loss.constant_length or 0), max(map(len, batch))
+    )
+    old, advantages, transitions, weights, versions = map(
+        torch.from_numpy, (micro.logprobs, micro.advantages, micro.transitions, micro.weights, micro.versions)
+    )
     now = torch.cat(list(logprobs)).requires_grad_()
-    per_token, clipped = losses.policy_loss(now, old, advantages, torch.from_numpy(transitions).long(), loss)
+    per_token, clipped = losses.policy_loss(now, old, advantages, transitions, loss)
     total = (per_token * weights).sum()
     torch.autograd.backward(total)
     assert now.grad is not None
-    totals = Totals(Mismatch(version if loss.old == "behaviour" else None))
-    totals.add(float(total.detach()), now.detach() - old, clip_fraction=clipped)
-    totals.mismatch.add(now.detach() - old, torch.from_numpy(np.concatenate([sequence.versions for sequence in batch])))
+    totals, log_ratio = Totals(Mismatch(version if loss.old == "behaviour" else None)), now.detach() - old
+    totals.add(float(total.detach()), log_ratio, clip_fraction=clipped)
+    totals.mismatch.add(log_ratio, versions)
     return now.grad, totals
 
 

@@ -24,8 +24,9 @@ import agentlightning as agl
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import AdamW, LoRA, Loss
+from agentlightning.learner.opening import Opening
 from agentlightning.learner.policy import open_policy
-from agentlightning.learner.tinker import TinkerLearner, TinkerLearning, open_tinker, read_handle
+from agentlightning.learner.tinker import TinkerLearner, read_handle
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.trainer import FitResult
 from tests import agents
@@ -60,7 +61,7 @@ def settings(**changes: Any) -> dict[str, Any]:
         ({"deterministic": True}, "goes without deterministic"),
         ({"dtype": "bfloat16"}, "goes without dtype"),
         ({"optimizer": AdamW(gradient_checkpointing=True)}, "goes without gradient_checkpointing"),
-        ({"algorithm": agl.PPO(steps=1)}, "goes without critic"),
+        ({"algorithm": agl.PPO(steps=1)}, "goes without a critic"),
         ({"algorithm": GRPO(steps=1, reference=True)}, "goes without reference"),
         ({"algorithm": GRPO(steps=1, max_staleness=2)}, "goes without max_staleness"),
         ({"algorithm": GRPO(steps=1, temperature=0.7)}, "log-probabilities of temperature 1, not 0.7"),
@@ -152,9 +153,11 @@ def url(home: Path, model: Path) -> Iterator[str]:
 
 
 def opened(stack: ExitStack, url: str, model: Path, rate: float = 1e-3, reduction: Any = "mean") -> TinkerLearner:
-    learning, optimizer = TinkerLearning(tinker=url, reduction=reduction), AdamW(rate, max_grad_norm=1e9)
-    pair = open_tinker(learning, str(model), lora=LoRA(RANK), optimizer=optimizer, seed=0, length=128)
-    return stack.enter_context(pair)[1]
+    learner, optimizer = {"tinker": url, "reduction": reduction}, AdamW(rate, max_grad_norm=1e9)
+    opening = Opening(optimizer, True, False, concurrency=1, seed=0, lora=LoRA(RANK), learner=learner, loss=Loss())
+    _, made = stack.enter_context(opening.open(model, print))
+    assert isinstance(made, TinkerLearner)
+    return made
 
 
 def ours(home: Path, model: Path, theirs: TinkerLearner, directory: Path, rate: float) -> TorchLearner:
