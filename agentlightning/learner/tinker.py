@@ -135,7 +135,7 @@ def open_tinker(
     with ExitStack() as stack:
         with _explained(tinker):
             service = tinker.ServiceClient(base_url=url, api_key=os.environ.get("TINKER_API_KEY", "tml-none"))
-            names = [one.model_name for one in service.get_server_capabilities().supported_models]
+            names = [one.model_name for one in service.get_server_capabilities().supported_models if one.model_name]
         served = {os.path.abspath(name): name for name in names}.get(os.path.abspath(model))  # some are directories
         if served is None:
             raise ConfigError(f"learner: {learning.tinker} serves {', '.join(names)}, and not the model {model!r}")
@@ -343,7 +343,8 @@ class TinkerSampler:
 
     async def check(self, train: Sampling) -> None:
         """What it answers is checked when the first weights are published."""
-        self._client = await self._service.create_sampling_client_async(base_model=self._model)
+        with _explained(self._sdk):
+            self._client = await self._service.create_sampling_client_async(base_model=self._model)
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncGenerator[None]:
@@ -357,10 +358,8 @@ class TinkerSampler:
     async def publish(self, weights: Weights) -> None:
         assert weights.place is not None
         path = read_handle(weights.place).path
-        try:
+        with _explained(self._sdk):
             self._client = await self._service.create_sampling_client_async(model_path=path)
-        except self._sdk.TinkerError as error:
-            raise BackendError(f"the Tinker server cannot sample with {path}: {error}") from None
         self._version = weights.version
         self._published.append(path)
         for old in self._published[:-_KEPT]:
