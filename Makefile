@@ -2,7 +2,7 @@
 # Chromium.
 #   make quickstart    train a small tool-using agent, start to end, in minutes
 #   make test          what must pass before a commit
-#   make engines       train with real engines as samplers, in environments of their own
+#   make engines       train with real engines, in environments of their own
 #   make frameworks    environments in which the agents of examples/frameworks, and trackers, are tested
 #   make dashboard     build the dashboard's page from its source; needs Node 20 or newer
 #   make ci            what must pass before a merge
@@ -73,6 +73,11 @@ frameworks: .venv-frameworks/.setup .venv-crewai/.setup .venv-tracking/.setup .v
 	scripts/sglang_env.sh $(VENV)
 	@touch $@
 
+# SkyRL's Tinker server on CPUs and the SDK, learner and sampler of tests/learner/test_tinker.py.
+.venv-tinker/.setup: constraints-tinker.txt scripts/tinker_env.sh | setup
+	scripts/tinker_env.sh $(VENV)
+	@touch $@
+
 # The agents of examples/text_to_sql, multi_hop_rag and math_tools.
 .venv-experiments/.setup: constraints-experiments.txt scripts/experiments_env.sh | setup
 	scripts/experiments_env.sh $(VENV)
@@ -97,8 +102,9 @@ ci: packages setup frameworks lint types contracts docs smoke
 	scripts/check_dashboard.sh $(VENV)
 	AGL_REQUIRE_POSTGRES=1 AGL_REQUIRE_BROWSER=1 AGL_REQUIRE_NODE=1 AGL_REQUIRE_FRAMEWORKS=1 $(BIN)/pytest $(SIDE_BY_SIDE) -m "not soak"
 
-engines: setup .venv-vllm/.setup .venv-sglang/.setup
+engines: setup .venv-vllm/.setup .venv-sglang/.setup .venv-tinker/.setup
 	AGL_ENGINES=1 $(BIN)/pytest -s tests/learner/test_vllm.py tests/learner/test_sglang.py
+	AGL_ENGINES=1 .venv-tinker/bin/python -m pytest -s tests/learner/test_tinker.py
 
 soak: setup
 	$(BIN)/pytest -m soak --timeout=7200
@@ -119,4 +125,4 @@ benchmarks: setup .venv-trl/.setup .venv-experiments/.setup
 	.venv-experiments/bin/python benchmarks/retrieval.py
 
 clean:
-	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-tracking .venv-trl .venv-experiments .venv-vllm .venv-sglang site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-tracking .venv-trl .venv-experiments .venv-vllm .venv-sglang .venv-tinker site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

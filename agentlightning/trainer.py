@@ -85,7 +85,8 @@ class Trainer:
         algorithm: `GRPO(…)` by default; `Baseline()` only evaluates.
         sampler: what samples from the model: `embedded`, the engine in this process, or servers that load its weights,
             `{"vllm": "http://host:8000/v1"}` or `{"sglang": "http://host:30000/v1"}` (see `RemoteSampling`).
-        learner: what trains it: `torch`, in this process, or `{"fsdp": N}`, in N processes of this machine.
+        learner: what trains it: `torch`, in this process; `{"fsdp": N}`, in N processes of this machine; or a server
+            that samples too, `tinker`, the hosted service, or `{"tinker": "http://host:8000"}` (see `TinkerLearning`).
         optimizer: learning rate, schedule, micro-batches and the like.
         lora: train an adapter of this size instead of the weights.
         dtype: of the weights: float32, or bfloat16, of which the optimiser keeps float32 copies.
@@ -399,13 +400,16 @@ class Trainer:
         from agentlightning.learner.opening import Opening
         from agentlightning.learner.remote import read_sampler
 
-        critic, loss = (getattr(algorithm, name, None) for name in ("trained_critic", "loss_function"))
+        critic = getattr(algorithm, "trained_critic", None)
+        loss = algorithm.make_loss() if isinstance(algorithm, Reinforcement) else None
         given: dict[str, Any] = {"models": len(self.models), "deterministic": self.deterministic}
         return Opening(
             optimizer=self._optimizer(algorithm),
-            trained=isinstance(algorithm, Reinforcement),
+            trained=loss is not None,
             reference=getattr(algorithm, "reference", False),
             critic=critic,
+            learner=self.learner,
+            loss=loss,
             concurrency=max(1, self._concurrency or 64),
             seed=self.seed,
             own_weights=_overlaps(algorithm),
@@ -416,7 +420,7 @@ class Trainer:
             device=self.device,
             threads=self.threads,
             directory=directory,
-            processes=read_learner(self.learner, **given, lora=self.lora, critic=critic, loss=loss),
+            processes=read_learner(self.learner, **given, lora=self.lora, critic=critic, loss=loss and loss.kind),
             sampling=read_sampler(self.sampler, **given, overlaps=_overlaps(algorithm)),
         )
 
@@ -441,9 +445,8 @@ class Trainer:
     async def _run_beside_runner(self, agent: LitAgent[Any], algorithm: Algorithm, context: RunContext) -> None:
         """Run the algorithm with this process's runner beside it; whichever fails first ends both."""
         job = asyncio.ensure_future(algorithm.run(context))
-        tasks: set[asyncio.Task[None]] = {job}
-        for policy in context.policies.values():
-            tasks.add(asyncio.ensure_future(policy.sampler.watch(context.calls_held)))
+        samplers = [policy.sampler for policy in context.policies.values()]
+        tasks = {job, *(asyncio.ensure_future(one.watch(context.calls_held)) for one in samplers)}
         if self._concurrency:
             runner = Runner(
                 context.store,

@@ -56,8 +56,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     val_dataset: Any = None
     initial_resources: dict[str, LLM | PromptTemplate] = msgspec.field(default_factory=dict[str, LLM | PromptTemplate])
     algorithm: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "grpo"})
-    sampler: str | dict[str, Any] | None = None
     learner: str | dict[str, Any] | None = None
+    sampler: str | dict[str, Any] | None = None
     optimizer: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     lora: dict[str, Any] | None = None
     dtype: Literal["float32", "bfloat16"] | None = None

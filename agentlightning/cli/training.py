@@ -251,7 +251,9 @@ def show_fit(console: Console, result: FitResult) -> None:
         lines.append(f"Held-out reward: {rewards[0]}.")
     lines.append(f"Run:        {result.directory}")
     if result.checkpoint is not None:
-        lines += [f"Checkpoint: {result.checkpoint}", f"Serve it:   agl serve {result.checkpoint}"]
+        lines.append(f"Checkpoint: {result.checkpoint}")
+        if not (result.checkpoint / "tinker.json").exists():  # its weights are on the server
+            lines.append(f"Serve it:   agl serve {result.checkpoint}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 

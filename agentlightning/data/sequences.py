@@ -234,7 +234,7 @@ def micro_batches(
         stop = min(int(np.searchsorted(lengths, -width / 2, side="right")), start + max_tokens // width)
         sampled = np.cumsum([len(sequences[i].positions) for i in order[start:stop]])
         rows = order[start : start + max(1, int(np.searchsorted(sampled, max_sampled, side="right")))]
-        yield _pad([sequences[i] for i in rows], [weights[i] for i in rows], width)
+        yield pad([sequences[i] for i in rows], [weights[i] for i in rows], width)
         start += len(rows)
 
 
@@ -254,7 +254,8 @@ def _forests(
         )
 
 
-def _pad(sequences: list[TrainingSequence], weights: Iterable[FloatArray], width: int) -> MicroBatch:
+def pad(sequences: list[TrainingSequence], weights: Iterable[FloatArray], width: int) -> MicroBatch:
+    """The sequences, none longer than `width`, as one micro-batch."""
     token_ids = np.zeros((len(sequences), width), np.int32)
     for row, sequence in enumerate(sequences):
         token_ids[row, : len(sequence)] = sequence.token_ids

@@ -30,7 +30,7 @@ Old: TypeAlias = Literal["behaviour", "proximal"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 DType: TypeAlias = Literal["float32", "bfloat16"]
 CriticTrunk: TypeAlias = Literal["shared", "separate"]
-WeightsForm: TypeAlias = Literal["live", "whole", "adapter"]
+WeightsForm: TypeAlias = Literal["live", "whole", "adapter", "handle"]
 
 TRUNCATION: Final = 2.0  # of `Loss.truncation`, unless given; that of "truncated importance sampling"
 
@@ -203,6 +203,11 @@ class Critic:
         check_settings(self, above={"learning_rate": 0}, choices={"trunk": get_args(CriticTrunk)})
 
 
+def is_tinker(given: str | Mapping[str, Any] | None) -> bool:
+    """Whether a run's learner is a Tinker server."""
+    return given == "tinker" or (isinstance(given, Mapping) and "tinker" in given)
+
+
 def read_learner(
     given: str | Mapping[str, Any] | None,
     *,
@@ -212,16 +217,16 @@ def read_learner(
     critic: Critic | None = None,
     loss: object = None,
 ) -> int | None:
-    """In how many processes a run of so many models has its learner; None for the one in the trainer's process.
-    ConfigError for what is neither, and for what does not go with several."""
-    if given in (None, "torch"):
+    """In how many processes a run of so many models has its learner; None for one in the trainer's process, or on a
+    Tinker server. ConfigError for what is none of these, and for what does not go with several."""
+    if given in (None, "torch") or is_tinker(given):
         return None
-    forms = "write torch, or {fsdp: 2} for a learner in two processes"
+    forms = "write torch, {fsdp: 2} for a learner in two processes, tinker or {tinker: URL}"
     if not isinstance(given, Mapping):
         raise ConfigError(f"learner is {given!r}; {forms}")
     for key in given:
         if key != "fsdp":
-            raise ConfigError(f"learner: unknown key {key!r}; {nearest(str(key), ('fsdp',))}")
+            raise ConfigError(f"learner: unknown key {key!r}; {nearest(str(key), ('fsdp', 'tinker'))}")
     processes: Any = given.get("fsdp")
     if type(processes) is not int or processes < 1:
         raise ConfigError(f"learner is {dict(given)!r}; {forms}")
@@ -253,7 +258,8 @@ class Weights:
 
 class Sampler(Protocol):
     """What samples from a policy. `takes` says in which form it is given weights: it reads the learner's `live` model,
-    or loads a directory with the `whole` model, or with an `adapter` as `peft` writes it."""
+    or loads a directory with the `whole` model, with an `adapter` as `peft` writes it, or with a `handle` of weights
+    that are elsewhere."""
 
     @property
     def takes(self) -> WeightsForm: ...
@@ -343,7 +349,7 @@ class Learner(Protocol):
 
     def export(self, directory: Path, form: WeightsForm) -> None:
         """Write what a sampler loads, and nothing else, into the new `directory`: the `whole` model, an adapter merged
-        into it, or the `adapter` alone. ConfigError for an adapter that there is not."""
+        into it, the `adapter` alone, or a `handle`. ConfigError for a form that there is not."""
         ...
 
     def save(self, directory: Path) -> None:

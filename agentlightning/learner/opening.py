@@ -5,22 +5,25 @@ Knows policies, engine and learner. It does not know algorithms, stores or gatew
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from agentlightning.data.references import is_reference
-from agentlightning.learner.base import AdamW, Critic, DType, LoRA
+from agentlightning.errors import ConfigError
+from agentlightning.learner.base import AdamW, Critic, DType, LoRA, Loss, is_tinker
 from agentlightning.learner.fsdp import FsdpLearner, Settings, check_devices
 from agentlightning.learner.memory import GIB, available_memory, estimate_memory
 from agentlightning.learner.policy import Policy, choose_device, empty_model, empty_policy, load_policy, open_policy
 from agentlightning.learner.remote import RemoteSampler, RemoteSampling
 from agentlightning.learner.serving import EmbeddedSampler, choose_threads, engine_size, serve_policy
 from agentlightning.learner.started import ENGINES, StartedServer
+from agentlightning.learner.tinker import TinkerLearner, TinkerSampler, open_tinker, read_tinker
 from agentlightning.learner.torch import TorchLearner
 
 
@@ -44,18 +47,28 @@ class Opening:
     threads: int | None = None
     sampling: RemoteSampling | None = None
     processes: int | None = None
+    learner: str | Mapping[str, Any] | None = None
+    loss: Loss | None = None
     directory: Path = Path()
 
     @contextmanager
     def open(
         self, source: str | Path | Policy, phase: Callable[[str], None]
-    ) -> Generator[tuple[EmbeddedSampler | RemoteSampler, TorchLearner | FsdpLearner]]:
+    ) -> Generator[tuple[EmbeddedSampler | RemoteSampler | TinkerSampler, TorchLearner | FsdpLearner | TinkerLearner]]:
         """Inside, the model is served and ready to be trained; `phase` is told what is going on. A given `Policy` may
         be opened again afterwards: it has the weights it was trained to, but no adapter that it did not come with; with
         a learner in `processes` of its own it is what it was.
 
         ConfigError where it cannot be had, or would not fit into the memory there is."""
         made = isinstance(source, Policy) or is_reference(str(source))
+        if is_tinker(self.learner):
+            learning = read_tinker(self.learner, self)
+            if made:
+                raise ConfigError("learner: a Tinker server trains a model of its own: give its name for it as `model`")
+            phase("reach the Tinker server")
+            with open_tinker(learning, str(source), self) as opened:
+                yield opened
+            return
         spread = self.processes is not None and self.trained
         if spread:
             check_devices(choose_device(self.device), self.processes or 1)

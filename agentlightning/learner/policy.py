@@ -113,7 +113,7 @@ def load_policy(source: str | Path, *, device: str | None = None, dtype: str = "
     the model or the device."""
     path = Path(source)
     device = choose_device(device)
-    tokenizer = _load_tokenizer(source)
+    tokenizer = load_tokenizer(source)
     with _explained(source):
         model = _load_model(path if path.exists() else str(source), getattr(torch, dtype))
     return Policy(cast(Any, model).to(device), tokenizer, name=path.name if path.exists() else str(source))
@@ -121,7 +121,7 @@ def load_policy(source: str | Path, *, device: str | None = None, dtype: str = "
 
 def empty_policy(source: str | Path, *, dtype: str = "float32") -> Policy:
     """The policy that `load_policy` would load, its model as of `empty_model`. ConfigError as of `load_policy`."""
-    return Policy(empty_model(source, dtype=dtype), _load_tokenizer(source))
+    return Policy(empty_model(source, dtype=dtype), load_tokenizer(source))
 
 
 def saved_weights(directory: Path) -> dict[str, Tensor]:
@@ -130,7 +130,8 @@ def saved_weights(directory: Path) -> dict[str, Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def _load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory or a Hugging Face id. ConfigError where it cannot be had or renders no chats."""
     _check_source(source)
     with _explained(source):
         tokenizer = AutoTokenizer.from_pretrained(source)

@@ -362,15 +362,21 @@ async def _served_model(server: VllmBackend) -> str:
 
 async def short_answer(backend: Backend) -> TrainingSequence:
     """What it answers to "Hi", to be compared with a learner."""
-    answer: Any = await one_answer(backend, "policy", Sampling(max_tokens=_PROBED_TOKENS, seed=0))
-    choice = answer.choices[0]
-    prompt, count = len(answer.prompt_token_ids), len(choice.token_ids)
+    answer = await one_answer(backend, "policy", Sampling(max_tokens=_PROBED_TOKENS, seed=0))
+    return sampled_sequence(answer.prompt_token_ids, answer.choices[0].token_ids, answer.choices[0].logprobs)
+
+
+def sampled_sequence(
+    prompt_ids: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float]
+) -> TrainingSequence:
+    """A prompt and what was sampled after it, to compare with the learner."""
+    prompt, count = len(prompt_ids), len(token_ids)
     return TrainingSequence(
         rollout_id="parity",
-        token_ids=np.array([*answer.prompt_token_ids, *choice.token_ids], np.int32),
+        token_ids=np.array([*prompt_ids, *token_ids], np.int32),
         positions=np.arange(prompt, prompt + count, dtype=np.int32),
         transitions=np.zeros(count, np.int32),
-        logprobs=np.array(choice.logprobs, np.float32),
+        logprobs=np.array(logprobs, np.float32),
         advantages=np.zeros(count, np.float32),
         versions=np.full(count, -1, np.int32),
     )

@@ -26,7 +26,7 @@ from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner import losses
-from agentlightning.learner.base import CRITIC_RATE, TRUNCATION, AdamW, Critic, Loss, WeightsForm
+from agentlightning.learner.base import CRITIC_RATE, TRUNCATION, AdamW, Critic, Learner, Loss, WeightsForm
 from agentlightning.learner.critic import ValueModel
 from agentlightning.learner.distributions import (
     LOGITS_AT_ONCE,
@@ -113,17 +113,7 @@ class TorchLearner:
         self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
     ) -> tuple[list[TrainingSequence], dict[str, float]]:
         """See `Learner.prepare`."""
-        if loss.old == "behaviour":
-            return list(batch), {}
-        mismatch = Mismatch(version)
-        prepared: list[TrainingSequence] = []
-        for sequence, logprobs in zip(batch, self.logprobs(batch, loss.temperature), strict=True):
-            difference = logprobs - torch.from_numpy(sequence.logprobs)
-            mismatch.add(difference, torch.from_numpy(sequence.versions))
-            weights = difference.exp().clamp(max=loss.truncation or TRUNCATION).numpy()
-            advantages = (sequence.advantages * weights).astype(np.float32)
-            prepared.append(replace(sequence, logprobs=logprobs.numpy(), advantages=advantages))
-        return prepared, mismatch.metrics()
+        return prepared(self, batch, loss, version)
 
     def step(self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
         """See `Learner.step`. The gradient is that of Σ weights · loss over the whole batch."""
@@ -412,3 +402,20 @@ def _trained(model: PreTrainedModel, critic: ValueModel | None) -> tuple[MasterW
     masters = MasterWeights([*own, *of_critic])
     parts = {"grad_norm": masters.trained[: len(own)], "critic_grad_norm": masters.trained[len(own) :]}
     return masters, {name: tensors for name, tensors in parts.items() if tensors}
+
+
+def prepared(
+    learner: Learner, batch: Sequence[TrainingSequence], loss: Loss, version: int | None
+) -> tuple[list[TrainingSequence], dict[str, float]]:
+    """What the learner's `prepare` answers."""
+    if loss.old == "behaviour":
+        return list(batch), {}
+    mismatch = Mismatch(version)
+    made: list[TrainingSequence] = []
+    for sequence, logprobs in zip(batch, learner.logprobs(batch, loss.temperature), strict=True):
+        difference = logprobs - torch.from_numpy(sequence.logprobs)
+        mismatch.add(difference, torch.from_numpy(sequence.versions))
+        weights = difference.exp().clamp(max=loss.truncation or TRUNCATION).numpy()
+        advantages = (sequence.advantages * weights).astype(np.float32)
+        made.append(replace(sequence, logprobs=logprobs.numpy(), advantages=advantages))
+    return made, mismatch.metrics()

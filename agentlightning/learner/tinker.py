@@ -1,0 +1,471 @@
+"""A Tinker server as learner and sampler in one: the hosted service, or a server of one's own that speaks its protocol.
+
+Knows the `tinker` SDK, and what such a server is sent in which order. Knows no algorithm and no store. Weights stay on
+the server, and what is published and saved here are their handles.
+
+Every loss is computed here: the server tells log-probabilities, and −dL/dlogprob goes back as the advantages of its
+`importance_sampling` at ratio 1, whose gradient is that of L.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import secrets
+import time
+import urllib.request
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentlightning.data.sequences import TrainingSequence, aggregation_weights, pad
+from agentlightning.data.token_bytes import TokenBytes
+from agentlightning.data.transitions import FloatArray
+from agentlightning.errors import BackendError, ConfigError, TrainingError, UnavailableError
+from agentlightning.gateway.backend import Sampling
+from agentlightning.gateway.chat.backend import TokenBackend
+from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.gateway.generation import GenerationRequest, SampledToken
+from agentlightning.learner import losses
+from agentlightning.learner.base import AdamW, LoRA, Loss, Weights, WeightsForm
+from agentlightning.learner.policy import load_tokenizer
+from agentlightning.learner.remote import sampled_sequence
+from agentlightning.learner.torch import MISMATCH_TOLERANCE, prepared
+from agentlightning.learner.totals import Mismatch, Totals
+
+if TYPE_CHECKING:
+    from agentlightning.learner.opening import Opening
+
+_log = logging.getLogger(__name__)
+
+HOSTED: Final = "hosted"
+HANDLE_FILE: Final = "tinker.json"
+_LENGTH: Final = 4096  # of prompt and answer, unless it is given
+_FEWEST: Final = 16  # sequences that an averaging server is sent: it compiles for each number of them
+_PROBED_TOKENS: Final = 16
+_KEPT: Final = 2  # publications on the server
+_SECONDS: Final = 10.0  # for a server to say that it is there, and to take leave of it
+_REFUSED: Final = {  # fields of `Opening`: what a user calls them, and why not
+    "sampling": ("sampler", "the server that learns samples too"),
+    "critic": ("a critic", "it trains no values"),
+    "reference": ("reference", "it tells log-probabilities of the adapter that is trained"),
+    "deterministic": ("deterministic", "it puts calls into batches as they come"),
+    "own_weights": ("max_staleness", "some servers sample with the very weights that they train"),
+    "dtype": ("dtype", "the server chooses it"),
+    "device": ("device", "the server chooses it"),
+    "threads": ("threads", "next to nothing is computed here"),
+}
+
+
+class TinkerLearning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The base URL of a `tinker` server, or `hosted`; and the `tokenizer`'s name or directory, where it is not the
+    model's. `reduction` says what the server's losses are divided by: nothing (`sum`), or, as SkyRL's JAX backend does,
+    a sequence's length and the number of sequences (`mean`)."""
+
+    tinker: str = HOSTED
+    tokenizer: str | None = None
+    reduction: Literal["sum", "mean"] | None = None
+
+
+class Handle(msgspec.Struct, frozen=True):
+    """Weights on the server: its `path` for them. `steps` have been made with the optimiser saved beside them."""
+
+    path: str
+    steps: int = 0
+
+
+def read_tinker(given: str | Mapping[str, Any] | None, opening: Opening) -> TinkerLearning:
+    """What a run says of a learner that is not in this process. ConfigError for what is none, and for what does not go
+    with a Tinker server."""
+    try:
+        learning = TinkerLearning() if given == "tinker" else msgspec.convert(given, TinkerLearning)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"learner is {given!r} ({error}); write torch, tinker or {{tinker: URL}}") from None
+    for field, (name, reason) in _REFUSED.items():
+        if getattr(opening, field):
+            raise ConfigError(f"learner: a Tinker server goes without {name}: {reason}")
+    if opening.optimizer.gradient_checkpointing:
+        raise ConfigError("learner: a Tinker server goes without gradient_checkpointing: it chooses that itself")
+    if learning.tinker == HOSTED and not os.environ.get("TINKER_API_KEY"):
+        raise ConfigError("learner: the hosted Tinker service needs a key in the variable TINKER_API_KEY")
+    if opening.loss is not None:
+        check_loss(opening.loss)
+        if opening.lora is None or opening.lora != LoRA(opening.lora.rank):
+            raise ConfigError(
+                f"learner: a Tinker server trains an adapter of all layers with alpha {LoRA.alpha:g}: give lora: "
+                "{rank: 16}, without other keys"
+            )
+    return learning
+
+
+def check_loss(loss: Loss) -> None:
+    """ConfigError for a loss that a Tinker server has no gradient of."""
+    if loss.temperature != 1:
+        raise ConfigError(
+            f"learner: a Tinker server tells log-probabilities of temperature 1, not {loss.temperature:g}: set the "
+            "algorithm's temperature to 1"
+        )
+    for name in ("entropy_coefficient", "kl_coefficient"):
+        if getattr(loss, name):
+            raise ConfigError(f"learner: a Tinker server tells log-probabilities of sampled tokens alone: {name} is 0")
+
+
+@contextmanager
+def open_tinker(
+    learning: TinkerLearning, model: str, opening: Opening
+) -> Generator[tuple[TinkerSampler, TinkerLearner]]:
+    """Inside, the server is ready to sample from `model`, its name for it, and to train an adapter on it. ConfigError
+    where it cannot be reached, or has no such model."""
+    tokenizer, tinker = load_tokenizer(learning.tokenizer or model), _sdk()
+    url = None if learning.tinker == HOSTED else learning.tinker.rstrip("/")
+    if url is not None:
+        try:  # the SDK would try for minutes
+            urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=_SECONDS).close()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"learner: no Tinker server answers at {learning.tinker}: {error}") from None
+    with ExitStack() as stack:
+        with _explained(tinker):
+            service = tinker.ServiceClient(base_url=url, api_key=os.environ.get("TINKER_API_KEY", "tml-none"))
+            names = [one.model_name for one in service.get_server_capabilities().supported_models if one.model_name]
+        served = {os.path.abspath(name): name for name in names}.get(os.path.abspath(model))  # some are directories
+        if served is None:
+            raise ConfigError(f"learner: {learning.tinker} serves {', '.join(names)}, and not the model {model!r}")
+        stack.callback(lambda: service.holder.close())
+        rank = (opening.lora or LoRA()).rank
+        create = partial(service.create_lora_training_client, served, rank=rank, seed=opening.seed)
+        learner = TinkerLearner(tinker, service, create, tokenizer, opening.optimizer, learning.reduction)
+        stack.callback(learner.close)
+        chat, length = ChatTemplate.from_pretrained(tokenizer), opening.max_sequence_length or _LENGTH
+        yield TinkerSampler(tinker, service, served, chat, learning.tinker, length), learner
+
+
+class TinkerLearner:
+    """A `Learner` on the server behind `service`, which holds weights and optimiser. The server clips gradients by
+    `max_grad_norm` where it can. Whoever made it closes it: an adapter takes one of a few places there."""
+
+    mismatch_tolerance = MISMATCH_TOLERANCE[torch.bfloat16]  # what the server computes in is not known
+
+    def __init__(
+        self, sdk: Any, service: Any, create: Callable[[], Any], tokenizer: Any, config: AdamW, reduction: str | None
+    ) -> None:
+        config.rate(1)  # a schedule without an end is refused now
+        self.config = config
+        self.steps = 0
+        self.token_bytes: TokenBytes | None = TokenBytes(tokenizer.backend_tokenizer)
+        self._sdk, self._service, self._create = sdk, service, create
+        self._client: Any = None  # made when it is first needed: a state can only be loaded into a new one
+        self._averages, self._sums = reduction == "mean", reduction is not None
+
+    def close(self) -> None:
+        """Free the adapter's place on the server, as far as it lets one."""
+        client, self._client = self._client, None
+        if client is None:
+            return
+        pool = importlib.import_module("tinker.lib.client_connection_pool_type").ClientConnectionPoolType.TRAIN
+
+        async def unload() -> None:
+            with client.holder.aclient(pool) as connection:
+                await connection.models.unload(request=self._sdk.types.UnloadModelRequest(model_id=client.model_id))
+
+        try:
+            client.holder.run_coroutine_threadsafe(unload()).result(_SECONDS)
+        except (self._sdk.TinkerError, TimeoutError) as error:  # the server frees it later by itself
+            _log.warning("the Tinker server was not told that %s is done: %r", client.model_id, error)
+
+    def prepare(
+        self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
+    ) -> tuple[list[TrainingSequence], dict[str, float]]:
+        """See `Learner.prepare`."""
+        return prepared(self, batch, loss, version)
+
+    def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
+        raise ConfigError("learner: a Tinker server trains no critic")
+
+    def step(self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
+        """See `Learner.step`; no entropy is told. The gradient norm is the server's, where it tells one."""
+        if not batch:
+            raise TrainingError("an empty batch cannot be trained; the loop must skip the step")
+        check_loss(loss)
+        logprobs = self.logprobs(batch)
+        gradient, totals = _gradient(batch, logprobs, loss, version)
+        if not np.isfinite([totals.sums["loss"], float(gradient.abs().sum())]).all():
+            raise TrainingError(
+                f"the step was not taken: loss {totals.sums['loss']}. The weights are unchanged; lower the learning "
+                "rate, or look for extreme rewards in the run's metrics"
+            )
+        advantages = (-gradient).split([len(one) for one in logprobs])
+        rate = self.config.rate(self.steps + 1)
+        settings = {"learning_rate": rate, "beta1": self.config.betas[0], "beta2": self.config.betas[1], "eps": 1e-8}
+        settings |= {"weight_decay": self.config.weight_decay, "grad_clip_norm": self.config.max_grad_norm}
+        data, adam = self._data(batch, logprobs, advantages), self._sdk.types.AdamParams(**settings)
+        self._ask("forward_backward", data, "importance_sampling")
+        told: dict[str, float] = self._ask("optim_step", adam).metrics or {}
+        self.steps += 1
+        norms = [value for name, value in told.items() if name.endswith("grad_norm")]
+        computed = sum(map(len, batch))
+        saved = sum(sequence.tokens_alone for sequence in batch) - computed
+        counts = {"tokens_computed": float(computed), "tokens_saved": float(saved)}
+        return totals.metrics() | ({"grad_norm": norms[0]} if norms else {}) | {"learning_rate": rate} | counts
+
+    def logprobs(self, batch: Sequence[TrainingSequence], temperature: float = 1.0) -> list[Tensor]:
+        """See `Learner.logprobs`; at temperature 1 alone."""
+        check_loss(Loss(temperature=temperature))
+        nothing = [torch.zeros(len(sequence.positions)) for sequence in batch]
+        told = self._ask("forward", self._data(batch, nothing, nothing), "importance_sampling")
+        found = [np.asarray(one["logprobs"].data, np.float32) for one in told.loss_fn_outputs[: len(batch)]]
+        return [torch.from_numpy(one[s.positions - 1]) for one, s in zip(found, batch, strict=True)]
+
+    def export(self, directory: Path, form: WeightsForm) -> None:
+        """See `Learner.export`: the file that a `TinkerSampler` reads. ConfigError for another form than `handle`, and,
+        before the first, where nobody knows whether the server sums its losses."""
+        if form != "handle":
+            raise ConfigError(f"a Tinker server gives handles of its weights, not the {form} weights")
+        self._check_sums()
+        directory.mkdir(parents=True)
+        saved = self._ask("save_weights_for_sampler", _new_name())
+        (directory / HANDLE_FILE).write_bytes(msgspec.json.encode(Handle(saved.path)))
+
+    def save(self, directory: Path) -> None:
+        """Write the handle of weights and optimiser, which stay on the server until they are deleted there."""
+        saved = self._ask("save_state", _new_name())
+        (directory / HANDLE_FILE).write_bytes(msgspec.json.encode(Handle(saved.path, self.steps)))
+
+    def load(self, directory: Path) -> None:
+        """See `Learner.load`: into another adapter on the server, as it asks."""
+        handle = read_handle(directory)
+        try:
+            restored = self._service.create_training_client_from_state_with_optimizer(handle.path)
+        except self._sdk.TinkerError as error:
+            raise ConfigError(f"checkpoint {directory} cannot be resumed from: the server says {error}") from None
+        self.close()
+        self._client, self.steps = restored, handle.steps
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """What the server answers in the end to a call of its training client."""
+        with _explained(self._sdk):
+            if self._client is None:
+                self._client = self._create()
+            return getattr(self._client, method)(*arguments).result()
+
+    def _check_sums(self) -> None:
+        """ConfigError unless the server is known to sum, or tells a sum of losses, of which an averaging one has none.
+        The gradient of what it is asked for is 0."""
+        if self._sums:
+            return
+        nothing = self._datum(np.zeros(2, np.int64), np.zeros(1, np.float32), np.zeros(1, np.float32))
+        if not any("loss" in name for name in self._ask("forward_backward", [nothing], "importance_sampling").metrics):
+            raise ConfigError(
+                "learner: this server does not tell the sum of its losses: it may average them, as SkyRL's JAX backend "
+                "does. Say which: reduction: mean, or reduction: sum"
+            )
+        self._sums = True
+
+    def _data(self, batch: Sequence[TrainingSequence], logprobs: Sequence[Tensor], advantages: Sequence[Tensor]) -> Any:
+        """What the server is sent. One that averages gets advantages that undo it, and a number of sequences that is a
+        power of two: it compiles anew for each."""
+        count = max(_FEWEST, 1 << (len(batch) - 1).bit_length()) if self._averages else len(batch)
+        data: list[Any] = []
+        for sequence, old, own in zip(batch, logprobs, advantages, strict=True):
+            rows = np.zeros((2, len(sequence) - 1), np.float32)
+            undone = rows.shape[1] * count if self._averages else 1
+            rows[:, sequence.positions - 1] = torch.stack([old, own * undone]).numpy()
+            data.append(self._datum(sequence.token_ids, *rows))
+        if count > len(batch):
+            short = min(batch, key=len)
+            nothing = np.zeros(len(short) - 1, np.float32)
+            data += [self._datum(short.token_ids, nothing, nothing)] * (count - len(batch))
+        return data
+
+    def _datum(self, token_ids: Any, logprobs: FloatArray, advantages: FloatArray) -> Any:
+        """Row i is of the token after the i-th, float32[L − 1]."""
+        inputs = {"target_tokens": token_ids[1:].astype(np.int64), "logprobs": logprobs, "advantages": advantages}
+        types = self._sdk.types
+        prompt = types.ModelInput.from_ints(token_ids[:-1].tolist())
+        return types.Datum(
+            model_input=prompt,
+            loss_fn_inputs={name: types.TensorData.from_numpy(array) for name, array in inputs.items()},
+        )
+
+
+def _gradient(
+    batch: Sequence[TrainingSequence], logprobs: Sequence[Tensor], loss: Loss, version: int | None
+) -> tuple[Tensor, Totals]:
+    """dL/dlogprob of every sampled token of the batch, float32[N], where these are its `logprobs`; and the metrics."""
+    micro = pad(
+        list(batch), aggregation_weights(batch, loss.aggregation, loss.constant_length or 0), max(map(len, batch))
+    )
+    old, advantages, transitions, weights, versions = map(
+        torch.from_numpy, (micro.logprobs, micro.advantages, micro.transitions, micro.weights, micro.versions)
+    )
+    now = torch.cat(list(logprobs)).requires_grad_()
+    per_token, clipped = losses.policy_loss(now, old, advantages, transitions, loss)
+    total = (per_token * weights).sum()
+    torch.autograd.backward(total)
+    assert now.grad is not None
+    totals, log_ratio = Totals(Mismatch(version if loss.old == "behaviour" else None)), now.detach() - old
+    totals.add(float(total.detach()), log_ratio, clip_fraction=clipped)
+    totals.mismatch.add(log_ratio, versions)
+    return now.grad, totals
+
+
+class TinkerSampler:
+    """A `Sampler` on the server behind `service`, and the `TokenGenerator` of its backend: chats are rendered here. It
+    samples from `model` until it is given weights. A call whose caller has left is waited for: a server may load the
+    weights that it asks for over those that it trains."""
+
+    takes: WeightsForm = "handle"
+
+    def __init__(self, sdk: Any, service: Any, model: str, chat: ChatTemplate, name: str, length: int) -> None:
+        self.backend = TokenBackend(chat, self, name=name)
+        self._chat = chat
+        self.generated_tokens = 0
+        self._sdk, self._service, self._model, self._length = sdk, service, model, length
+        self._client: Any = None
+        self._version = 0
+        self._published: list[str] = []
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._usable = asyncio.Event()
+        self._usable.set()
+        self._idle, self._idle_since = 0.0, time.monotonic()
+
+    @property
+    def idle_seconds(self) -> float:
+        return self._idle + (0.0 if self._calls else time.monotonic() - self._idle_since)
+
+    async def check(self, train: Sampling) -> None:
+        """What it answers is checked when the first weights are published."""
+        with _explained(self._sdk):
+            self._client = await self._service.create_sampling_client_async(base_model=self._model)
+
+    @asynccontextmanager
+    async def exclusive(self) -> AsyncGenerator[None]:
+        self._usable.clear()
+        try:
+            await asyncio.gather(*self._calls, return_exceptions=True)
+            yield
+        finally:
+            self._usable.set()
+
+    async def watch(self, calls_held: Callable[[], AbstractAsyncContextManager[None]]) -> None:
+        await asyncio.Event().wait()  # the SDK asks again by itself
+
+    async def publish(self, weights: Weights) -> None:
+        assert weights.place is not None
+        path = read_handle(weights.place).path
+        with _explained(self._sdk):
+            self._client = await self._service.create_sampling_client_async(model_path=path)
+        self._version = weights.version
+        self._published.append(path)
+        for old in self._published[:-_KEPT]:
+            with contextlib.suppress(self._sdk.TinkerError):  # it costs the server's disk alone
+                _, _, run, *_, name = old.split("/")  # tinker://run/name, or tinker://run/sampler_weights/name
+                await self._service.create_rest_client().delete_checkpoint_async(run, f"sampler_weights/{name}")
+        del self._published[:-_KEPT]
+
+    async def sample(self) -> list[TrainingSequence]:
+        prompt = self._chat.tokenizer.encode("Hi").ids
+        tokens = await self.complete(GenerationRequest(prompt, max_tokens=_PROBED_TOKENS, seed=0))
+        return [sampled_sequence(prompt, [one.token_id for one in tokens], [one.logprob for one in tokens])]
+
+    # --- the generator ---
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[SampledToken]:
+        for token in await self.complete(request):
+            yield token
+
+    async def complete(self, request: GenerationRequest) -> list[SampledToken]:
+        """See `TokenGenerator`: all tokens come together."""
+        room = self._length - len(request.prompt_token_ids)
+        if room < 1:
+            raise BackendError(
+                f"the prompt has {len(request.prompt_token_ids)} tokens, and max_sequence_length is {self._length}",
+                status=400,
+                code="context_length_exceeded",
+            )
+        if request.top_logprobs:
+            raise BackendError("a Tinker server tells no top_logprobs; leave them out", status=400)
+        await self._usable.wait()
+        call, version = asyncio.ensure_future(self._sampled(self._client, request, room)), self._version
+        if not self._calls:
+            self._idle += time.monotonic() - self._idle_since
+        self._calls.add(call)
+        call.add_done_callback(self._ended)
+        try:
+            told = await asyncio.shield(call)
+        except self._sdk.TinkerError as error:
+            raise BackendError(f"the Tinker server did not answer: {error}") from None
+        if told.logprobs is None or len(told.logprobs) != len(told.tokens) or not told.tokens:
+            raise BackendError(f"the Tinker server gave {len(told.tokens)} tokens without a logprob of each")
+        self.generated_tokens += len(told.tokens)
+        last = len(told.tokens) - 1
+        reason = "stop" if told.stop_reason == "stop" else "length"
+        return [
+            SampledToken(token_id, logprob, version, reason if position == last else None)
+            for position, (token_id, logprob) in enumerate(zip(told.tokens, told.logprobs, strict=True))
+        ]
+
+    def untrainable(self, request: GenerationRequest) -> str | None:
+        plain = (request.temperature, request.top_p, request.top_k) == (1.0, 1.0, 0)
+        return None if plain else "a Tinker server's logprobs are those of temperature 1, before top_p and top_k"
+
+    async def _sampled(self, client: Any, request: GenerationRequest, room: int) -> Any:
+        types = self._sdk.types
+        settings = types.SamplingParams(
+            max_tokens=min(room, request.max_tokens or room),
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k or -1,
+            seed=None if request.seed is None else request.seed % (1 << 31),
+            stop=sorted(request.stop_token_ids),
+        )
+        prompt = types.ModelInput.from_ints(list(request.prompt_token_ids))
+        return (await client.sample_async(prompt, num_samples=1, sampling_params=settings)).sequences[0]
+
+    def _ended(self, call: asyncio.Future[Any]) -> None:
+        self._calls.discard(call)
+        if not call.cancelled():
+            call.exception()  # seen: its caller may have left
+        if not self._calls:
+            self._idle_since = time.monotonic()
+
+
+def read_handle(directory: Path) -> Handle:
+    """What `TinkerLearner` wrote there. ConfigError where it is not there."""
+    try:
+        return msgspec.json.decode((directory / HANDLE_FILE).read_bytes(), type=Handle)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{directory} is not of a run with learner: tinker: {error}") from None
+
+
+def _new_name() -> str:
+    """One that is not taken: the SDK would ask for one that is again and again."""
+    return f"agl-{secrets.token_hex(8)}"
+
+
+def _sdk() -> Any:
+    try:
+        return importlib.import_module("tinker")
+    except ImportError as error:
+        raise ConfigError(
+            f"learner: tinker needs its SDK ({error}): pip install 'agent-lightning-next[tinker]', in the version that "
+            "the server takes (docs/tinker.md)"
+        ) from None
+
+
+@contextmanager
+def _explained(sdk: Any) -> Generator[None]:
+    """What the SDK raises becomes an UnavailableError."""
+    try:
+        yield
+    except sdk.TinkerError as error:
+        raise UnavailableError(f"the Tinker server did not do what it was asked: {error}") from None

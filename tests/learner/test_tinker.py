@@ -1,0 +1,299 @@
+"""A Tinker server learns and samples. Its refusals need no server; the rest is SkyRL's in `.venv-tinker`, whose Python
+runs these tests: `make engines`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import subprocess
+import tarfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import agentlightning as agl
+from agentlightning.algorithm.grpo import GRPO
+from agentlightning.errors import ConfigError
+from agentlightning.learner.base import AdamW, LoRA, Loss
+from agentlightning.learner.opening import Opening
+from agentlightning.learner.policy import open_policy
+from agentlightning.learner.tinker import TinkerLearner, read_handle
+from agentlightning.learner.torch import TorchLearner
+from agentlightning.trainer import FitResult
+from tests import agents
+from tests.learner.test_torch import batch
+from tests.test_trainer import TASKS, policy, trainer
+
+ENVIRONMENT = Path(__file__).parents[2] / ".venv-tinker"
+READY_SECONDS = 300
+NOWHERE = "http://127.0.0.1:9"
+RANK = 8
+
+on_a_server = pytest.mark.skipif(
+    "AGL_ENGINES" not in os.environ or importlib.util.find_spec("skyrl") is None, reason="`make engines` runs these"
+)
+
+
+# --- refusals ---
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    """Of a run that would go as far as looking for its server."""
+    return {"learner": {"tinker": NOWHERE}, "lora": LoRA(RANK), "algorithm": GRPO(steps=1)} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"learner": "tinkr"}, r"write torch, tinker or \{tinker: URL\}"),
+        ({"learner": {"tinker": NOWHERE, "reduction": "max"}}, "reduction"),
+        ({"learner": "tinker"}, "TINKER_API_KEY"),
+        ({"sampler": {"vllm": NOWHERE}}, "goes without sampler: the server that learns samples too"),
+        ({"deterministic": True}, "goes without deterministic"),
+        ({"dtype": "bfloat16"}, "goes without dtype"),
+        ({"optimizer": AdamW(gradient_checkpointing=True)}, "goes without gradient_checkpointing"),
+        ({"algorithm": agl.PPO(steps=1)}, "goes without a critic"),
+        ({"algorithm": GRPO(steps=1, reference=True)}, "goes without reference"),
+        ({"algorithm": GRPO(steps=1, max_staleness=2)}, "goes without max_staleness"),
+        ({"algorithm": GRPO(steps=1, temperature=0.7)}, "log-probabilities of temperature 1, not 0.7"),
+        ({"algorithm": GRPO(steps=1, entropy_coefficient=0.01)}, "entropy_coefficient is 0"),
+        ({"lora": None}, r"give lora: \{rank: 16\}"),
+        ({"lora": LoRA(alpha=16)}, "alpha 32"),
+        ({"lora": LoRA(targets=("q_proj",))}, "all layers"),
+        ({}, "trains a model of its own"),  # the model is one that was made here
+    ],
+)
+def test_what_does_not_go_with_a_tinker_server_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: str
+) -> None:
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match=said):
+        trainer(tmp_path, **settings(**changes)).fit(agents.vowels, TASKS)
+
+
+def test_a_server_that_is_not_there_is_said(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    policy().save(model)
+    said = "needs its SDK" if importlib.util.find_spec("tinker") is None else "no Tinker server answers at"
+    with pytest.raises(ConfigError, match=said):
+        trainer(tmp_path, **settings(model=model)).fit(agents.vowels, TASKS)
+
+
+def test_a_checkpoint_of_another_learner_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not of a run with learner: tinker"):
+        read_handle(tmp_path)
+
+
+# --- on SkyRL's server ---
+
+
+@contextmanager
+def skyrl(directory: Path, model: Path) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    batches = (
+        '{"max_lora_adapters": 3, "max_lora_rank": 8, "sample_max_num_sequences": 64, "train_micro_batch_size": 16}'
+    )
+    flags = f"--host 127.0.0.1 --port {port} --backend jax --checkpoints-base {directory / 'checkpoints'}"
+    flags += f" --database-url sqlite:///{directory / 'skyrl.sqlite'} --base-model {model}"
+    command = ["uv", "run", "--no-project", "-m", "skyrl.tinker.api", *flags.split(), "--backend-config", batches]
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    path = f"{ENVIRONMENT / 'bin'}:{os.environ['PATH']}"
+    own = {"VIRTUAL_ENV": str(ENVIRONMENT), "PATH": path, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    log = directory / "skyrl.log"
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            command, env=inherited | own, stdout=output, stderr=output, start_new_session=True, cwd=directory
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        give_up = time.monotonic() + READY_SECONDS
+        while not answers(f"{url}/api/v1/healthz"):
+            assert server.poll() is None and time.monotonic() < give_up, log.read_text()[-5000:]
+            time.sleep(1)
+        yield url
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, 9)
+        server.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tinker")
+
+
+@pytest.fixture(scope="module")
+def model(home: Path) -> Path:
+    policy().save(home / "model")
+    return home / "model"
+
+
+@pytest.fixture(scope="module")
+def url(home: Path, model: Path) -> Iterator[str]:
+    with skyrl(home, model) as url:
+        yield url
+
+
+def opened(stack: ExitStack, url: str, model: Path, rate: float = 1e-3, reduction: Any = "mean") -> TinkerLearner:
+    learner, optimizer = {"tinker": url, "reduction": reduction}, AdamW(rate, max_grad_norm=1e9)
+    opening = Opening(optimizer, True, False, concurrency=1, seed=0, lora=LoRA(RANK), learner=learner, loss=Loss())
+    _, made = stack.enter_context(opening.open(model, print))
+    assert isinstance(made, TinkerLearner)
+    return made
+
+
+def ours(home: Path, model: Path, theirs: TinkerLearner, directory: Path, rate: float) -> TorchLearner:
+    """A learner of ours with the adapter that the server drew."""
+    theirs.export(directory, "handle")
+    _, _, run, name = read_handle(directory).path.split("/")
+    with tarfile.open(home / "checkpoints" / run / "sampler_weights" / f"{name}.tar.gz") as archive:
+        archive.extractall(directory / "adapter", filter="data")
+    own = open_policy(model, seed=0, lora=LoRA(RANK))
+    assert own.adapter is not None
+    own.adapter.load(directory / "adapter")
+    return TorchLearner(own, AdamW(rate, max_grad_norm=1e9))
+
+
+def apart(one: Any, other: Any) -> float:
+    pairs = zip(one.logprobs(batch()), other.logprobs(batch()), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def squared(logprobs: Any, old: Any, advantages: Any, transitions: Any) -> Any:
+    return advantages * (logprobs - old).square()
+
+
+LOSSES = [
+    Loss(),
+    Loss(kind="importance_sampling", aggregation="sequence-mean"),
+    Loss(kind="gspo", clip_low=0.9, clip_high=9, aggregation="rollout-mean"),
+    Loss(kind="cispo", aggregation="constant", constant_length=4),
+    Loss(kind=squared),
+]
+
+
+@on_a_server
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
+def test_the_first_step_is_ours(tmp_path: Path, home: Path, model: Path, url: str, loss: Loss) -> None:
+    with ExitStack() as stack:
+        theirs = opened(stack, url, model)
+        own = ours(home, model, theirs, tmp_path / "first", 1e-3)
+        assert apart(theirs, own) < 1e-4
+        told, expected = theirs.step(batch(), loss), own.step(batch(), loss)
+        print(f"{loss.name}: gradient norm {told['grad_norm']:.6f}, ours {expected['grad_norm']:.6f}")
+        for name in ("grad_norm", "loss", "clip_fraction", "ratio_max", "behaviour_kl", "learning_rate", "tokens"):
+            assert told[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+        print(f"{loss.name}: log-probabilities after it are at most {apart(theirs, own):.1g} apart")
+        assert apart(theirs, own) < 1e-2
+
+
+@on_a_server
+@pytest.mark.timeout(900)
+def test_a_restored_learner_goes_on_as_the_one_that_was_saved(tmp_path: Path, model: Path, url: str) -> None:
+    """With the optimiser: a step without its moments would be another."""
+
+    def after() -> np.ndarray:
+        one.step(batch(), Loss())
+        return torch.cat(one.logprobs(batch())).numpy()
+
+    with ExitStack() as stack:
+        one = opened(stack, url, model, rate=1e-2)
+        for _ in range(2):
+            one.step(batch(), Loss())
+        (tmp_path / "saved").mkdir()
+        one.save(tmp_path / "saved")
+        expected = after()
+    with ExitStack() as stack:
+        one = opened(stack, url, model, rate=1e-2)
+        one.load(tmp_path / "saved")
+        assert one.steps == 2
+        assert np.abs(after() - expected).max() < 1e-4
+
+
+@on_a_server
+@pytest.mark.timeout(900)
+def test_a_server_that_tells_no_sum_of_losses_is_refused(tmp_path: Path, model: Path, url: str) -> None:
+    with ExitStack() as stack:
+        one = opened(stack, url, model, reduction=None)
+        with pytest.raises(ConfigError, match="reduction: mean"):
+            one.export(tmp_path / "handle", "handle")
+
+
+@on_a_server
+@pytest.mark.timeout(900)
+def test_another_model_than_the_server_has_is_refused(tmp_path: Path, url: str) -> None:
+    other = tmp_path / "other"
+    policy().save(other)
+    with ExitStack() as stack, pytest.raises(ConfigError, match="and not the model"):
+        opened(stack, url, other)
+
+
+def fit(directory: Path, model: Path, url: str, *, steps: int, resume: bool = False) -> FitResult:
+    algorithm = GRPO(steps=steps, tasks_per_step=6, group_size=8, max_tokens=6, checkpoint_every=1)
+    learner = {"tinker": url, "reduction": "mean"}
+    return trainer(
+        directory,
+        model=model,
+        learner=learner,
+        lora=LoRA(RANK),
+        algorithm=algorithm,
+        n_runners=32,
+        optimizer=AdamW(learning_rate=1e-2),
+    ).fit(agents.vowels, TASKS, TASKS, resume=resume)
+
+
+@on_a_server
+@pytest.mark.timeout(900)
+def test_six_steps_learn_and_the_adapter_is_freed(tmp_path: Path, home: Path, model: Path, url: str) -> None:
+    result = fit(tmp_path, model, url, steps=6)
+    mismatch = max(one.values.get("inference_mismatch", 0.0) for one in result.metrics)
+    before, after = result.evaluations[0].reward, result.evaluations[-1].reward
+    print(f"held-out {before:.3f} → {after:.3f} in {result.seconds:.0f} s, largest mismatch {mismatch:.1g}")
+    assert 0 < mismatch < 1e-3
+    assert after > before + 0.1
+    assert result.checkpoint is not None
+    run = read_handle(result.checkpoint).path.split("/")[2]
+    kept = [file.name for file in (home / "checkpoints" / run / "sampler_weights").glob("*.gz")]
+    assert len(kept) == 2  # publications that no call can ask for any more are deleted
+    give_up = time.monotonic() + 20
+    while f"Unloaded model {run}" not in " ".join((home / "skyrl.log").read_text().split()):
+        assert time.monotonic() < give_up
+        time.sleep(0.2)
+
+
+@on_a_server
+@pytest.mark.timeout(900)
+def test_a_run_is_resumed(tmp_path: Path, model: Path, url: str) -> None:
+    first = fit(tmp_path, model, url, steps=2)
+    resumed = fit(tmp_path, model, url, steps=3, resume=True)
+    assert first.checkpoint is not None and resumed.checkpoint is not None
+    assert read_handle(first.checkpoint).steps == 2 and read_handle(resumed.checkpoint).steps == 3
+    assert [one.step for one in resumed.metrics][-1] == 3
+
+
+@on_a_server
+@pytest.mark.timeout(900)
+def test_the_model_is_measured_as_it_is(tmp_path: Path, model: Path, url: str) -> None:
+    baseline = agl.Baseline()
+    learner = {"tinker": url}
+    trainer(tmp_path, model=model, learner=learner, algorithm=baseline).fit(agents.vowels, TASKS, TASKS)
+    assert baseline.evaluations[-1].reward > 0
