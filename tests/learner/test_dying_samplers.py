@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -61,6 +62,8 @@ def check(result: FitResult) -> None:
     assert result.stopped_because == "all steps done"
     mismatch = [one.values["inference_mismatch"] for one in result.metrics if "inference_mismatch" in one.values]
     assert all(one < 1e-3 for one in mismatch)
+    with sqlite3.connect(result.directory / "store.sqlite") as store:
+        assert store.execute("SELECT DISTINCT status FROM rollouts").fetchall() == [("succeeded",)]
 
 
 @pytest.mark.parametrize("dies", [f"{CALL} 30", f"{UPDATE} 2"])

@@ -27,6 +27,7 @@ from agentlightning.gateway.backends.sglang import TRUNCATED, SglangBackend
 from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.generation import GenerationRequest, SampledToken
 from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.gateway.probe import probe
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
@@ -409,3 +410,9 @@ async def test_a_server_is_registered_with_its_tokenizer(world: Setting, tokeniz
 def test_settings_that_do_not_fit_the_kind_are_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make_backend("http://127.0.0.1:9", **settings)
+
+
+async def test_a_truncated_distribution_is_refused_for_training(world: Setting) -> None:
+    with pytest.raises(ConfigError, match="from before top_p and top_k"):
+        await probe(world[0], "policy", Sampling(top_p=0.9))
+    await probe(world[0], "policy", Sampling(temperature=0.7))
