@@ -44,7 +44,6 @@ from agentlightning.types import (
 
 T = TypeVar("T")
 
-_SHRINK_SECONDS: Final = 60.0  # free pages that a file keeps are used by what is written later
 LEASE_SECONDS: Final = 30.0
 READ_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 1.0
@@ -466,7 +465,7 @@ class SqlStore(LightningStore):
             after: int | None = 0
             while after is not None:
                 after = await self._write(lambda tx, table=table, after=after: opened.rewrite(table, after))
-        give_up = time.monotonic() + _SHRINK_SECONDS
+        give_up = _give_up(60.0)  # pages that the file keeps are used by what is written later
         while await self._write(lambda tx: opened.shrink()) and time.monotonic() < give_up:
             pass
         try:

@@ -215,7 +215,7 @@ async def test_rollouts_go_on_while_weights_are_exported_to_a_server(tmp_path: P
 @pytest.mark.parametrize(
     ("given", "others", "why"),
     [
-        ("fsdp", {}, r"write torch, or \{fsdp: 2\}"),
+        ("fsdp", {}, r"write torch, \{fsdp: 2\}"),
         ({"fdsp": 2}, {}, "did you mean 'fsdp'"),
         ({"fsdp": 0}, {}, "write torch"),
         ({"fsdp": True}, {}, "write torch"),

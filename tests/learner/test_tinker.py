@@ -54,7 +54,7 @@ def settings(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"learner": "tinkr"}, r"write torch, tinker or \{tinker: URL\}"),
+        ({"learner": "tinkr"}, r"tinker or \{tinker: URL\}"),
         ({"learner": {"tinker": NOWHERE, "reduction": "max"}}, "reduction"),
         ({"learner": "tinker"}, "TINKER_API_KEY"),
         ({"sampler": {"vllm": NOWHERE}}, "goes without sampler: the server that learns samples too"),
