@@ -65,6 +65,8 @@ class VllmBackend(HttpBackend):
         if self._takes_ids is None:
             async with self.connection.posted(self.ids_url, None) as response:  # a GET of what must be posted
                 await response.read()
+            if response.status >= 500:
+                raise BackendError(f"{self.ids_url} answered {response.status}", status=502)
             self._takes_ids = response.status == 405
             if not self._takes_ids:
                 _log.warning("%s takes no token ids (--enable-scale-out): it renders the chats itself", self.name)

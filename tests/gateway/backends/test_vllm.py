@@ -40,11 +40,12 @@ class Vllm:
         self.versions: list[dict[str, Any]] | None = None
         self.changes: dict[str, Any] = {}
         self.refusal: Response | None = None
+        self.status = 405  # of a GET
         self.asked: list[dict[str, Any]] = []
 
     async def generate(self, request: Request) -> Response:
         if request.method == "GET":
-            return Response(status_code=405)
+            return Response(status_code=self.status)
         asked = await request.json()
         self.asked.append(asked)
         if self.refusal is not None:
@@ -187,6 +188,15 @@ async def test_a_server_without_the_route_renders_the_chats_itself(tokenizer: st
         ours, expected = await answered(backend, chat_call()), await answered(embedded, chat_call())
         assert ours.choices[0].token_ids == expected.choices[0].token_ids
         assert not await backend.takes_ids() and server.asked == []
+
+
+async def test_a_server_that_fails_when_it_is_asked_for_the_route_is_asked_again(world: Setting) -> None:
+    backend, server, _ = world
+    server.status = 503
+    with pytest.raises(BackendError, match="answered 503"):
+        await answered(backend, chat_call())
+    server.status = 405
+    assert (await answered(backend, chat_call())).choices[0].token_ids and await backend.takes_ids()
 
 
 async def test_what_is_no_answer_is_refused(world: Setting) -> None:
