@@ -206,7 +206,7 @@ def _writers(name: str, servers: Sequence[RemoteBackend]) -> list[tuple[Connecti
 
 async def _update(connection: Connection, script: _Script, update: WeightUpdate) -> ServerUpdate:
     url, before, touched = connection.base_url, connection.unusable, False
-    connection.unusable = f"the weights at {url} are being updated; ask again"
+    connection.unusable, connection.lost = f"the weights at {url} are being updated; ask again", False
     try:
         try:
             for request in script.before:

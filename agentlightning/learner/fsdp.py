@@ -1,6 +1,6 @@
 """A learner on several GPUs, or groups of cores, of one machine: its weights are spread over processes (FSDP2).
 
-Starts them by torchrun, hands each the whole batch, and ends with them. What they do is in `learner/sharded.py`. The
+Starts them, hands each the whole batch, and ends with them. What they do is in `learner/sharded.py`. The
 trainer's process holds no weights for it.
 """
 
@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +36,7 @@ from agentlightning.learner.torch import MISMATCH_TOLERANCE
 
 _READY_SECONDS: Final = 900.0
 _END_SECONDS: Final = 10.0
+_LAST_WORDS_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -62,21 +63,22 @@ class FsdpLearner:
         self._place = Path(tempfile.mkdtemp(prefix="agl-", dir="/tmp"))  # this user's; paths of sockets must be short
         self._ranks: list[Connection] = []
         log.parent.mkdir(parents=True, exist_ok=True)
-        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
-        rank = ("-m", "agentlightning.learner.sharded", str(self._place / "trainer"))
+        self.processes: list[subprocess.Popen[bytes]] = []
+        command = (sys.executable, "-m", "agentlightning.learner.sharded", str(self._place / "trainer"))
         with socket.socket(socket.AF_UNIX) as listener, log.open("ab") as output:
-            listener.bind(rank[-1])
+            listener.bind(command[-1])
             listener.listen(processes)
-            self._torchrun = subprocess.Popen(
-                [*torchrun, "--nproc-per-node", str(processes), *rank],
-                env=_environment(processes),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # Ctrl-C is for the trainer, which ends them once it has saved
-            )
-            self.processes = [self._torchrun.pid]  # and theirs
             try:
+                for rank in range(processes):
+                    started = subprocess.Popen(
+                        command,
+                        env=_environment(rank, processes),
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        start_new_session=True,  # Ctrl-C is for the trainer, which ends them once it has saved
+                    )
+                    self.processes.append(started)
                 self._connect(listener, processes)
                 self._send(settings)
                 self._answer()
@@ -88,12 +90,14 @@ class FsdpLearner:
         """End the processes."""
         for one in self._ranks:
             one.close()  # which they take as a sign to end
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._torchrun.wait(_END_SECONDS)
-        for process in self.processes if self._torchrun.poll() is None else ():
+        hear = len(self._ranks) == len(self.processes)  # one that is still starting does not
+        give_up = time.monotonic() + (_END_SECONDS if hear else 0.0)
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, give_up - time.monotonic()))
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        self._torchrun.wait()
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         shutil.rmtree(self._place, ignore_errors=True)
 
     def prepare(
@@ -130,12 +134,17 @@ class FsdpLearner:
                 one.send_bytes(packed)
 
     def _answer(self) -> Any:
-        """What the first process answers, when all have."""
+        """What the first process answers, when all have. The error of any of them is raised."""
+        answers: dict[Connection, tuple[Any, Exception | None]] = {}
         with self._explained():
-            (answer, error), *_ = [pickle.loads(one.recv_bytes()) for one in self._ranks]
-        if error is not None:
-            raise error
-        return answer
+            while len(answers) < len(self._ranks):
+                for one in wait([rank for rank in self._ranks if rank not in answers]):
+                    assert isinstance(one, Connection)
+                    answers[one] = pickle.loads(one.recv_bytes())
+        for _, error in answers.values():
+            if error is not None:
+                raise error
+        return answers[self._ranks[0]][0]
 
     def _connect(self, listener: socket.socket, processes: int) -> None:
         """Wait for all of them. TrainingError where they end before."""
@@ -144,13 +153,12 @@ class FsdpLearner:
         listener.settimeout(0.2)
         with self._explained():
             while len(self._ranks) < processes:
-                if self._torchrun.poll() is not None or time.monotonic() > given_up:
+                if any(one.poll() is not None for one in self.processes) or time.monotonic() > given_up:
                     raise EOFError
                 with contextlib.suppress(TimeoutError):
                     accepted, _ = listener.accept()
                     self._ranks.append(one := Connection(accepted.detach()))
-                    rank_of[one], process = pickle.loads(one.recv_bytes())
-                    self.processes.append(process)
+                    rank_of[one] = pickle.loads(one.recv_bytes())
         self._ranks.sort(key=rank_of.__getitem__)
 
     @contextlib.contextmanager
@@ -158,11 +166,16 @@ class FsdpLearner:
         try:
             yield
         except (OSError, EOFError):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._torchrun.wait(_END_SECONDS)  # it says which of them was first
+            time.sleep(_LAST_WORDS_SECONDS)
+            ends = [
+                f"number {rank} with {signal.Signals(-code).name if code < 0 else code}"
+                for rank, one in enumerate(self.processes)
+                if (code := one.poll()) is not None
+            ]
+            self.close()
             raise TrainingError(
-                "a process of the FSDP learner has ended, and the others with it. `--resume` (resume=True) goes on "
-                f"from the latest checkpoint{end_of(self._log)}"
+                f"a process of the FSDP learner has ended ({', '.join(ends)}), and the others with it. "
+                f"`--resume` (resume=True) goes on from the latest checkpoint{end_of(self._log)}"
             ) from None
 
 
@@ -177,8 +190,12 @@ def check_devices(device: str, processes: int) -> None:
         )
 
 
-def _environment(processes: int) -> dict[str, str]:
-    """This process's, with the places where it finds modules: a loss function of the user's is imported again."""
+def _environment(rank: int, processes: int) -> dict[str, str]:
+    """This process's, with the places where it finds modules: a loss function of the user's is imported again. What the
+    processes tell each other stays on the machine."""
     threads = str(max(1, (os.cpu_count() or 1) // processes))
     places = os.pathsep.join(place or os.getcwd() for place in sys.path)
-    return {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": places}
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "PYTHONPATH": places}
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    own |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    return {"OMP_NUM_THREADS": threads, **os.environ, **own}

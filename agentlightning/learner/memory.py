@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,9 @@ from agentlightning.learner.base import AdamW, Critic, LoRA
 from agentlightning.learner.distributions import LOGITS_AT_ONCE
 
 FLOAT32: Final = 4
-_MEASURED_TOKENS: Final = 64
+_log = logging.getLogger(__name__)
+
+_MEASURED_TOKENS: Final = 256
 LOGITS_HELD: Final = 4  # tensors as large as the logits of a chunk that its gradient needs at once
 GIB: Final = 2**30
 
@@ -109,7 +112,12 @@ def estimate_memory(
     tokens = max(config.micro_batch_tokens, max_sequence_length)
     vocabulary = int(model.config.get_text_config().vocab_size)
     gradients, optimizer = trained * FLOAT32, trained * FLOAT32 * (3 if masters else 2)
-    activations = int(tokens * _activations_per_token(model, lora, config.gradient_checkpointing, device))
+    try:
+        per_token = _activations_per_token(model, lora, config.gradient_checkpointing, device)
+    except (AttributeError, ValueError, TypeError, RuntimeError) as error:  # of shapes that none of ours has
+        _log.warning("the activations of a %s are not in the estimate of memory: %s", type(model).__name__, error)
+        per_token = 0.0
+    activations = int(tokens * per_token)
     own = weights if lora is None else trained * FLOAT32
     separate = critic is not None and critic.trunk == "separate"
     return MemoryEstimate(
@@ -153,7 +161,9 @@ def _activations_per_token(
         from agentlightning.learner.lora import Adapter  # peft takes a second to import
 
         Adapter(small, lora)
-    layer = _kept(small, torch.zeros(1, _MEASURED_TOKENS, dtype=torch.long, device=device)) / _MEASURED_TOKENS / 2
+    ids = torch.zeros(1, 2 * _MEASURED_TOKENS, dtype=torch.long, device=device)
+    more = _kept(small, ids) - _kept(small, ids[:, :_MEASURED_TOKENS])  # not what is padded to a chunk
+    layer = more / _MEASURED_TOKENS / 2
     if checkpointing:
         return layer + layers * shape_of(model).hidden * model.dtype.itemsize
     return layers * layer
@@ -170,7 +180,7 @@ def _kept(model: PreTrainedModel, ids: torch.Tensor) -> int:
         return tensor  # so that its place is not used again
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        states = cast(Any, model).base_model(input_ids=ids, use_cache=False).last_hidden_state
+        states = cast(Any, model).base_model(input_ids=ids, use_cache=False)
     del states
     return sum(size for place, size in kept.items() if place not in own)
 

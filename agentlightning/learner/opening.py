@@ -22,7 +22,7 @@ from agentlightning.learner.memory import GIB, available_memory, estimate_memory
 from agentlightning.learner.policy import Policy, choose_device, empty_model, empty_policy, load_policy, open_policy
 from agentlightning.learner.remote import RemoteSampler, RemoteSampling
 from agentlightning.learner.serving import EmbeddedSampler, choose_threads, engine_size, serve_policy
-from agentlightning.learner.started import ENGINES, StartedServer
+from agentlightning.learner.started import ENGINES, StartedServer, find_program
 from agentlightning.learner.tinker import TinkerLearner, TinkerSampler, open_tinker, read_tinker
 from agentlightning.learner.torch import TorchLearner
 
@@ -60,6 +60,8 @@ class Opening:
         a learner in `processes` of its own it is what it was.
 
         ConfigError where it cannot be had, or would not fit into the memory there is."""
+        if self.sampling is not None and self.sampling.starts:
+            find_program(self.sampling.kind, self.sampling.program)  # before anything that takes time
         made = isinstance(source, Policy) or is_reference(str(source))
         if is_tinker(self.learner):
             learning = read_tinker(self.learner, self)
@@ -157,6 +159,7 @@ class Opening:
 
     def _check_memory(self, source: str | Path | Policy) -> str:
         model, device = self._shapes(source)
+        available = available_memory(device)  # before anything is measured there
         slots, length = engine_size(model, self.concurrency, self.max_sequence_length)
         estimate = estimate_memory(
             model,
@@ -169,7 +172,6 @@ class Opening:
             max_sequence_length=length,
             device=device,
         )
-        available = available_memory(device)
         if self.processes is not None:
             estimate = estimate.over(self.processes, one_memory=device.type == "cpu")
         if available is None:

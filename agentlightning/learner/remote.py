@@ -40,6 +40,7 @@ _LOOK_SECONDS: Final = 1.0  # between looks for servers that are lost
 _HEALTH_SECONDS: Final = 2.0
 _END_SECONDS: Final = 3.0  # a server that dies breaks its connections before its process has ended
 _RESTARTS: Final = 3
+_REPEATED: Final = 1  # how often a call is made again whose server has died
 _ADAPTERS_KEPT: Final = 2  # on a server, for calls that began with the one before
 
 
@@ -83,9 +84,9 @@ def read_sampler(
     try:
         sampling = msgspec.convert({given: START} if given in ("vllm", "sglang") else given, RemoteSampling)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"sampler is {given!r} ({error}); {forms}") from None
+        raise ConfigError(f"sampler: {error}; {forms}") from None  # without the key in it
     if len([kind for kind in (sampling.vllm, sampling.sglang) if kind]) != 1:
-        raise ConfigError(f"sampler is {given!r}; {forms}")
+        raise ConfigError(f"sampler names {', '.join(given) or 'nothing'}; {forms}")
     if sampling.sglang and sampling.model:
         raise ConfigError("sampler: an SGLang server has one model; leave `model` out")
     if (sampling.flags or sampling.environment or sampling.program) and not sampling.starts:
@@ -172,7 +173,7 @@ class RemoteSampler:
             self._restarts = 0
 
     async def sample(self) -> list[TrainingSequence]:
-        return [await short_answer(server) for server in self._servers]
+        return [await short_answer(server) for server in self._servers if not server.connection.unusable]
 
     async def watch(self, calls_held: Callable[[], AbstractAsyncContextManager[None]]) -> None:
         while True:
@@ -181,7 +182,8 @@ class RemoteSampler:
                 continue
             if self._started is not None and await self._started.ended():
                 self._lost(self._servers[0])
-            await self._take_up()
+            if self._usable.is_set():
+                await self._take_up()
             if not self._usable.is_set():
                 async with calls_held():
                     await self._until_usable()
@@ -199,6 +201,7 @@ class RemoteSampler:
     def _lost(self, server: RemoteBackend) -> None:
         """Send a server no calls before it has been given the newest weights."""
         server.connection.unusable = f"the server at {server.name} was lost, and with it the weights that it had"
+        server.connection.lost = True
         self._gone.add(server)
         self._settle()
 
@@ -290,7 +293,7 @@ class RemoteSampler:
     # --- the backend ---
 
     async def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
-        begun = False
+        begun, tried = False, 0
         while True:
             await self._usable.wait()
             self._enter()
@@ -303,7 +306,8 @@ class RemoteSampler:
                         yield event
                 return
             except BackendError:
-                if begun or self._usable.is_set():
+                tried += 1
+                if begun or self._usable.is_set() or tried > _REPEATED:  # it may be this call that ends its servers
                     raise
             finally:
                 self._leave()

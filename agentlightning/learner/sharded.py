@@ -1,7 +1,7 @@
 """One process of a learner whose weights are spread over several (FSDP2), and what it does for the trainer's process.
 
 Each holds a part of every weight, gradient and moment, and computes some micro-batches of a batch that all of them get
-whole. Started by torchrun; ends when the trainer's end of its socket closes, whatever it is doing. Knows nothing of
+whole. Ends when the trainer's end of its socket closes, whatever it is doing. Knows nothing of
 algorithms and samplers.
 """
 
@@ -174,25 +174,33 @@ def _like(whole: Tensor, own: Tensor) -> Tensor:
 def main(path: str) -> None:
     """Serve the trainer that listens at the Unix socket `path`."""
     trainer = _connected(path)
-    trainer.send_bytes(pickle.dumps((int(os.environ["RANK"]), os.getpid())))
+    trainer.send_bytes(pickle.dumps(int(os.environ["RANK"])))
     settings: Settings = pickle.loads(trainer.recv_bytes())
     calls: SimpleQueue[tuple[str, Any]] = SimpleQueue()
     threading.Thread(target=_read, args=(trainer, calls), daemon=True).start()
     on_gpu = torch.device(settings.device).type == "cuda"
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # Who loads a model lets the others wait; a process that ends is noticed at once by torchrun.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(hours=1))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        init_method=f"file://{Path(path).with_name('store')}",  # a store on a port would be open to the network
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(hours=1),  # who loads a model lets the others wait; the trainer notices one that ends
+    )
     learner = ShardedLearner(settings)
     trainer.send_bytes(pickle.dumps((None, None)))
     while True:
         method, arguments = calls.get()
         try:
             answer, error = getattr(learner, method)(*arguments), None
-        # Raised by all of them alike, or by the one that writes files. Whatever else is raised ends all of them.
-        except (AgentLightningError, OSError) as raised:
+        except AgentLightningError as raised:  # by all of them alike
             answer, error = None, raised
-        trainer.send_bytes(pickle.dumps((answer, error) if dist.get_rank() == 0 else (None, None)))
+        except OSError as raised:  # by the one that writes or reads files; in a step the others would wait for ever
+            if method not in ("save", "export", "load"):
+                raise
+            answer, error = None, raised
+        trainer.send_bytes(pickle.dumps((answer if dist.get_rank() == 0 else None, error)))
 
 
 def _connected(path: str) -> Connection:

@@ -50,6 +50,19 @@ ENGINES: Final = {
 }
 
 
+def find_program(kind: str, program: str | None) -> str:
+    """The path of the program that starts a server of the kind. ConfigError where there is none."""
+    engine = ENGINES[kind]
+    program = program or engine.program
+    found = shutil.which(program)
+    if found is None:
+        raise ConfigError(
+            f"there is no program {program!r} to start: install {engine.name} in an environment of its own and "
+            f"name it, as in {{{kind}: start, program: /path/to/bin/{engine.program}}}, or give the URL of a server"
+        )
+    return found
+
+
 class StartedServer:
     """A server of the `kind` for `model` on a free port of this machine, with `environment` beside this process's own,
     and its output in the file `log`. ConfigError where there is no such `program` (by default that of the kind)."""
@@ -64,14 +77,7 @@ class StartedServer:
         environment: Mapping[str, str],
         log: Path,
     ) -> None:
-        engine = ENGINES[kind]
-        program = program or engine.program
-        found = shutil.which(program)
-        if found is None:
-            raise ConfigError(
-                f"there is no program {program!r} to start: install {engine.name} in an environment of its own and "
-                f"name it, as in {{{kind}: start, program: /path/to/bin/{engine.program}}}, or give the URL of a server"
-            )
+        engine, found = ENGINES[kind], find_program(kind, program)
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}/v1"

@@ -35,7 +35,7 @@ from agentlightning.errors import BackendError, ConfigError, TrainingError, Unav
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.chat.template import ChatTemplate
-from agentlightning.gateway.generation import GenerationRequest, SampledToken
+from agentlightning.gateway.generation import Ending, GenerationRequest, SampledToken
 from agentlightning.learner import losses
 from agentlightning.learner.base import AdamW, LoRA, Loss, Weights, WeightsForm
 from agentlightning.learner.policy import load_tokenizer
@@ -410,13 +410,9 @@ class TinkerSampler:
         last = len(told.tokens) - 1
         reason = "stop" if told.stop_reason == "stop" else "length"
         return [
-            SampledToken(token_id, logprob, version, reason if position == last else None)
+            SampledToken(token_id, logprob, version, reason if position == last else None, ending=_ending(request))
             for position, (token_id, logprob) in enumerate(zip(told.tokens, told.logprobs, strict=True))
         ]
-
-    def untrainable(self, request: GenerationRequest) -> str | None:
-        plain = (request.temperature, request.top_p, request.top_k) == (1.0, 1.0, 0)
-        return None if plain else "a Tinker server's logprobs are those of temperature 1, before top_p and top_k"
 
     async def _sampled(self, client: Any, request: GenerationRequest, room: int) -> Any:
         types = self._sdk.types
@@ -469,3 +465,8 @@ def _explained(sdk: Any) -> Generator[None]:
         yield
     except sdk.TinkerError as error:
         raise UnavailableError(f"the Tinker server did not do what it was asked: {error}") from None
+
+
+def _ending(request: GenerationRequest) -> Ending:
+    plain = (request.temperature, request.top_p, request.top_k) == (1.0, 1.0, 0)
+    return Ending(None if plain else "a Tinker server's logprobs are those of temperature 1, before top_p and top_k")

@@ -148,6 +148,7 @@ def prepare_file(path: Path) -> None:
         else:
             with contextlib.closing(_open(str(path))) as connection:
                 _lay_out(connection)
+                connection.execute("PRAGMA journal_mode = WAL")  # which a copy is not
     except OSError as error:
         raise _unusable(path, error) from None
     except sqlite3.DatabaseError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import sqlite3
 import subprocess
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -202,3 +203,12 @@ def _commands(url: str, other: str, copy: Path) -> list[str]:
         for target in (url, other)
     )
     return [dump, load]
+
+
+async def test_a_restored_store_has_its_log_ahead_again(tmp_path):
+    await make(tmp_path / "store.db", 1)
+    back_up(tmp_path / "store.db", tmp_path / "copy.db")
+    restore(tmp_path / "copy.db", tmp_path / "restored.db")
+    await inputs(tmp_path / "restored.db")
+    with contextlib.closing(sqlite3.connect(tmp_path / "restored.db")) as connection:
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)

@@ -56,6 +56,7 @@ class Connection:
         self.version = 0
         self.unusable: str | None = None
         self.paused = False
+        self.lost = False  # unusable for no other reason than that it may be gone: a call that it ends is as it was
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers[key_header] = f"Bearer {api_key}" if key_header == "authorization" else api_key
@@ -73,7 +74,7 @@ class Connection:
     @property
     def changes_weights(self) -> bool:
         """Whether nobody can tell which weights sample now. While answers are paused none is sampled."""
-        return self.unusable is not None and not self.paused
+        return self.unusable is not None and not self.paused and not self.lost
 
     def url(self, path: str) -> str:
         return f"{self.base_url}/{path}{self._query}"
@@ -180,7 +181,7 @@ class _Exchange:
 async def refusal(response: Response, base_url: str) -> BackendError:
     """The server's refusal as this gateway's. A key that the server refuses is not the agent's to mend."""
     text = (await response.read()).decode(errors="replace")
-    message, code, param = text[:500], None, None
+    message, code, param = " ".join(text[:500].split())[:200], None, None  # a page of HTML, perhaps
     try:
         error: Any = msgspec.json.decode(text)
         error = error.get("error", error)

@@ -122,7 +122,7 @@ class HttpBackend:
                 for event in reader.read(await response.read()):
                     yield event
         version = None if self.keeps_weights else self.connection.version
-        for event in reader.end(version, unknown=self.connection.changes_weights):
+        for event in reader.end(version, unknown=self.connection.changes_weights and not self.keeps_weights):
             yield event
 
     async def count_tokens(self, call: ModelCall) -> int:
@@ -378,7 +378,11 @@ def version_runs(told: Sequence[WeightsSpan] | None, version: int) -> list[list[
     """The policy version of each token, run-length, where the server names its weights by them; empty where it does
     not, or where they have been another `version` since before the call."""
     weights = told or []
-    runs = [[int(one.version), one.end - one.start] for one in weights if one.version.isdecimal()]
+    runs = [
+        [int(one.version), one.end - one.start]
+        for one in weights
+        if one.version.isdecimal() and len(one.version) < 10 and one.end > one.start  # which 32 bits hold
+    ]
     return runs if len(runs) == len(weights) and runs and runs[-1][0] >= version else []
 
 

@@ -216,7 +216,7 @@ class _Answer:
     def _version_of(self, meta: _Meta, position: int) -> int:
         weights = [part.version for part in meta.weight_versions if part.start <= position]
         told = weights[-1] if weights else meta.weight_version
-        return int(told) if told is not None and told.isdecimal() else self._version
+        return int(told) if told is not None and told.isdecimal() and len(told) < 10 else self._version
 
 
 def _number(logprob: float | None) -> float:

@@ -196,9 +196,10 @@ class _Answer:
 
     def _ending(self, choice: _Choice) -> Ending:
         connection = self._backend.connection
-        unknown = WEIGHTS_UNKNOWN if connection.changes_weights else None
+        keeps = self._backend.keeps_weights
+        unknown = WEIGHTS_UNKNOWN if connection.changes_weights and not keeps else None
         versions = version_runs(choice.weight_versions, self._version)
-        changed = not versions and not self._backend.keeps_weights and connection.version != self._version
+        changed = not versions and not keeps and connection.version != self._version
         return Ending(unknown, connection.version if changed else None, versions)
 
     def require_end(self) -> None:

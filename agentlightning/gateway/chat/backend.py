@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any, Final
 
 from agentlightning.data.token_bytes import TokenBytes
+from agentlightning.errors import BackendError
 from agentlightning.gateway.admission import asks_for_nothing
 from agentlightning.gateway.backend import (
     STOPPED_BY_STRING,
@@ -92,6 +93,9 @@ class TokenBackend:
     async def _prompt(self, call: ModelCall) -> EncodedPrompt:
         variables = _check(call)
         if isinstance(call.prompt, tuple):
+            known = self._chat.tokenizer.get_vocab_size()
+            if not all(0 <= token_id < known for token_id in call.prompt):  # on some servers it ends all of them
+                raise BackendError(f"the prompt has token ids outside of 0 to {known - 1}", status=400)
             return EncodedPrompt("", call.prompt)
         if call.prompt is None:
             tools = [] if call.tool_choice == "none" else call.tools
@@ -156,7 +160,7 @@ class _ChoiceWriter:
         self._call = call
         self._index = index
         self._token_bytes = chat.token_bytes
-        self._detokenizer = chat.detokenizer(keep_markers=parse_tools)
+        self._detokenizer = chat.detokenizer(keep_markers=parse_tools, keep_reasoning=reasoning is not None)
         self._stops = StopStrings(call.sampling.stop)
         self._reasoning = reasoning
         self._parser = chat.tool_call_parser() if parse_tools else ToolCallParser()

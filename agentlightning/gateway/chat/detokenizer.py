@@ -6,6 +6,7 @@ Knows tokenizers only.
 from __future__ import annotations
 
 import codecs
+from collections.abc import Collection
 
 from agentlightning.data.token_bytes import TokenBytes
 
@@ -15,9 +16,9 @@ class Detokenizer:
 
     A character whose bytes are split over tokens comes with its last byte; bytes that are no UTF-8 become U+FFFD."""
 
-    def __init__(self, token_bytes: TokenBytes, *, keep_markers: bool) -> None:
+    def __init__(self, token_bytes: TokenBytes, *, keep_markers: bool, shown: Collection[int] = ()) -> None:
         self._token_bytes = token_bytes
-        self._hidden = token_bytes.hidden_ids if keep_markers else token_bytes.special_ids
+        self._hidden = (token_bytes.hidden_ids if keep_markers else token_bytes.special_ids).difference(shown)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # Where text depends on context: the last tokens given out, which are enough of it, and those held back.
         self._ids: list[int] = []

@@ -119,9 +119,10 @@ class ChatTemplate:
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def detokenizer(self, *, keep_markers: bool) -> Detokenizer:
+    def detokenizer(self, *, keep_markers: bool, keep_reasoning: bool = False) -> Detokenizer:
         """Text of an answer as it is sampled; `keep_markers` keeps special tokens that mark tool calls."""
-        return Detokenizer(self.token_bytes, keep_markers=keep_markers)
+        marks = map(self.tokenizer.token_to_id, (reasoning.BEGIN, reasoning.END)) if keep_reasoning else ()
+        return Detokenizer(self.token_bytes, keep_markers=keep_markers, shown=[one for one in marks if one is not None])
 
     def tool_call_parser(self) -> ToolCallParser:
         """A parser for one answer. ConfigError if the format of the model's tool calls is not known."""

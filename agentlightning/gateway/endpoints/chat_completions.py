@@ -63,14 +63,14 @@ class _Tool(msgspec.Struct):
     function: _ToolFunction
 
 
-_Limit: TypeAlias = Annotated[int, Meta(ge=1, le=2**31)]
+_Limit: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
 TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
 # What the OpenAI endpoints with a choice of sampling have in common.
 SAMPLING_TYPES: dict[str, Any] = {
     "model": str,
     "temperature": Annotated[float, Meta(ge=0, le=2)],
     "top_p": Annotated[float, Meta(ge=0, le=1)],
-    "top_k": Annotated[int, Meta(ge=-1, le=2**31)],
+    "top_k": Annotated[int, Meta(ge=-1, lt=2**31)],
     "max_tokens": _Limit,
     "stop": str | Annotated[list[str], Meta(max_length=100)],  # each is looked for behind each token
     "seed": Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)],

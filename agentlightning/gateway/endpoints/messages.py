@@ -150,7 +150,7 @@ _FIELDS = Fields(
         "tool_choice": _ToolChoice,
         "temperature": _Share,
         "top_p": _Share,
-        "top_k": Annotated[int, Meta(ge=0, le=2**31)],
+        "top_k": Annotated[int, Meta(ge=0, lt=2**31)],
         "stop_sequences": Annotated[list[str], Meta(max_length=100)],
         "stream": bool,
         "thinking": dict[str, Any],

@@ -173,6 +173,25 @@ async def test_the_server_says_which_weights_sampled_each_token(world: Setting, 
     assert told.versions == [[4, 1], [5, len(plain.token_ids) - 1]]
 
 
+async def test_versions_that_nothing_holds_are_not_believed(world: Setting) -> None:
+    backend, server, _ = world
+    call = chat_call(sampling=Sampling(temperature=0.0, max_tokens=4))
+    for spans in ([("5", 1, 0), ("6", 0, 5)], [("99999999999", 0, 4)]):
+        server.versions = [{"version": name, "start": start, "end": end} for name, start, end in spans]
+        (choice,) = (await answered(backend, call)).choices
+        assert choice.versions == [[0, len(choice.token_ids)]]
+
+
+@pytest.mark.parametrize("ids", [(-1, 2), (2, 10**6)])
+async def test_ids_that_the_model_has_not_are_refused_before_a_server_meets_them(
+    world: Setting, ids: tuple[int, ...]
+) -> None:
+    backend, server, _ = world
+    with pytest.raises(BackendError, match="token ids outside of 0 to") as refused:
+        await answered(backend, chat_call(prompt=ids))
+    assert (refused.value.status, server.asked) == (400, [])
+
+
 async def test_what_token_ids_cannot_ask_is_asked_as_a_chat(world: Setting) -> None:
     backend, server, _ = world
     forced = chat_call("weather", tools=[SEARCH_TOOL], extra={"response_format": {"type": "json_object"}})
