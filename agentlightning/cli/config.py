@@ -184,6 +184,12 @@ def _references_from(path: Path, value: Any) -> Any:
 
 
 def _without_secrets(value: Any) -> Any:
+    if isinstance(value, list):  # of flags, perhaps: what follows one that names a credential is one
+        items = cast("list[Any]", value)
+        flags = [is_credential(one.lstrip("-")) if isinstance(one, str) and one[:2] == "--" else False for one in items]
+        return [_without_secrets(one) for one, flag in zip(items, [False, *flags], strict=False) if not flag]
+    if isinstance(value, str) and value.startswith("--") and is_credential(value.partition("=")[0].lstrip("-")):
+        return value.partition("=")[0]
     if not isinstance(value, dict):
         return value
     named = cast("dict[str, Any]", value)

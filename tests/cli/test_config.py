@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from agentlightning.cli import config
 from agentlightning.cli.config import CommandConfig, build, load_config
 from agentlightning.errors import ConfigError
 from agentlightning.types import LLM, FrozenModel, PromptTemplate
@@ -177,3 +178,9 @@ def test_a_command_is_checked_like_the_rest(run_file: Path, agent: str, message:
     run_file.write_text(COMPLETE.replace("agent.py:flight", agent), encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
         load_config(run_file)
+
+
+def test_a_key_among_flags_is_left_out_of_what_is_kept() -> None:
+    flags = ["--api-key", "first", "--dtype", "bfloat16", "--api-key=second"]
+    kept = config._without_secrets({"sampler": {"sglang": "start", "flags": flags, "api_key": "third"}})
+    assert kept == {"sampler": {"sglang": "start", "flags": ["--api-key", "--dtype", "bfloat16", "--api-key"]}}
