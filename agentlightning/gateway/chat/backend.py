@@ -94,8 +94,9 @@ class TokenBackend:
         variables = _check(call)
         if isinstance(call.prompt, tuple):
             known = self._chat.tokenizer.get_vocab_size()
-            if not all(0 <= token_id < known for token_id in call.prompt):  # on some servers it ends all of them
-                raise BackendError(f"the prompt has token ids outside of 0 to {known - 1}", status=400)
+            for token_id in call.prompt:
+                if not 0 <= token_id < known:  # some servers end of it
+                    raise BackendError(f"prompt holds token id {token_id}; there are 0 to {known - 1}", status=400)
             return EncodedPrompt("", call.prompt)
         if call.prompt is None:
             tools = [] if call.tool_choice == "none" else call.tools

@@ -142,7 +142,7 @@ async def test_choices_stop_strings_and_seeds(gateway_world: World, stream: bool
         ({"prompt": [1, "two"]}, "prompt mixes"),
         ({"prompt": ""}, "prompt is empty"),
         ({"prompt": []}, "prompt is empty"),
-        ({"prompt": [100_000]}, "prompt_token_ids holds 100000"),
+        ({"prompt": [100_000]}, "prompt holds token id 100000"),
         ({"prompt": {"text": "x"}}, "prompt cannot be used"),
         ({"echo": True}, "echo is not supported"),
         ({"best_of": 3}, "best_of is not supported"),
