@@ -64,7 +64,7 @@ async def test_a_server_that_keeps_its_old_weights_is_found_out(tmp_path: Path, 
             )
         settings["optimizer"] = AdamW(learning_rate=0.02)
         with pytest.raises(TrainingError, match=r"sampler and learner differ.*learner's weights"):
-            await trainer(tmp_path, model=model, run_dir=tmp_path / "b", **settings).fit_async(agents.vowels, TASKS)
+            await trainer(tmp_path, model=model, run_dir=tmp_path / "b", **settings).fit_async(varied, TASKS)
 
 
 async def varied(task: Any, llm: agl.LLM, rollout: agl.Rollout) -> float:
