@@ -23,10 +23,11 @@ import torch
 import agentlightning as agl
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.errors import ConfigError
+from agentlightning.gateway.generation import GenerationRequest
 from agentlightning.learner.base import AdamW, LoRA, Loss
 from agentlightning.learner.opening import Opening
 from agentlightning.learner.policy import open_policy
-from agentlightning.learner.tinker import TinkerLearner, read_handle
+from agentlightning.learner.tinker import TinkerLearner, _ending, read_handle
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.trainer import FitResult
 from tests import agents
@@ -78,6 +79,13 @@ def test_what_does_not_go_with_a_tinker_server_is_refused(
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     with pytest.raises(ConfigError, match=said):
         trainer(tmp_path, **settings(**changes)).fit(agents.vowels, TASKS)
+
+
+def test_a_call_that_samples_otherwise_is_not_trained() -> None:
+    """The server tells log-probabilities of temperature 1, before top_p and top_k."""
+    assert _ending(GenerationRequest((1,))).untrainable is None
+    for other in ({"temperature": 0.3}, {"top_p": 0.5}, {"top_k": 3}):
+        assert "temperature 1" in str(_ending(GenerationRequest((1,), **other)).untrainable)
 
 
 def test_a_server_that_is_not_there_is_said(tmp_path: Path) -> None:

@@ -121,7 +121,6 @@ class _Choice(msgspec.Struct):
 
 class _Error(msgspec.Struct):
     message: str = "no message"
-    code: int | str | None = None
 
 
 class _Chunk(msgspec.Struct):

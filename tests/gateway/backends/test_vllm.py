@@ -19,7 +19,7 @@ from agentlightning.engine.service import EngineService
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.backend import ModelCall, Sampling
+from agentlightning.gateway.backend import WEIGHTS_UNKNOWN, ModelCall, Sampling
 from agentlightning.gateway.backends.kinds import make_backend
 from agentlightning.gateway.backends.vllm import VllmBackend
 from agentlightning.gateway.chat.backend import TokenBackend
@@ -171,6 +171,19 @@ async def test_the_server_says_which_weights_sampled_each_token(world: Setting, 
     ]
     (told,) = (await answered(backend, call)).choices
     assert told.versions == [[4, 1], [5, len(plain.token_ids) - 1]]
+
+
+async def test_a_server_that_is_thought_lost_costs_no_call_that_it_ends(world: Setting) -> None:
+    backend, _, _ = world
+    for lost, untrainable in ((True, None), (False, WEIGHTS_UNKNOWN)):
+        events = backend.answer(chat_call(stream=True))
+        answer = Answer(1)
+        answer.add(await anext(events))
+        backend.connection.unusable, backend.connection.lost = "the server was lost", lost
+        async for event in events:
+            answer.add(event)
+        assert answer.choices[0].untrainable == untrainable
+        backend.connection.unusable = None
 
 
 async def test_versions_that_nothing_holds_are_not_believed(world: Setting) -> None:
