@@ -93,6 +93,8 @@ def read_sampler(
         raise ConfigError(
             f"sampler: program, flags and environment are of a server that is started: {{{sampling.kind}: start, …}}"
         )
+    if sampling.api_key and sampling.starts:
+        raise ConfigError("sampler: api_key is that of a server by URL; one that is started is reached by no one else")
     if models != 1:
         raise ConfigError(f"a sampler by URL serves one model, and {models} are trained: leave `sampler` out")
     if deterministic:
@@ -109,9 +111,11 @@ class RemoteSampler:
 
     def __init__(self, sampling: RemoteSampling, policy: Policy, started: StartedServer | None = None) -> None:
         self.takes: WeightsForm = "adapter" if policy.adapter is not None and sampling.vllm else "whole"
-        urls = sampling.urls if started is None else [started.url]
         chat = ChatTemplate.from_pretrained(policy.tokenizer)
-        self._servers = [_server(sampling, url, chat) for url in urls]
+        if started is None:
+            self._servers = [_server(sampling, url, sampling.api_key, chat) for url in sampling.urls]
+        else:
+            self._servers = [_server(sampling, started.url, started.api_key, chat, started.socket)]
         self._started = started
         self._replicas = Replicas([Replica(server) for server in self._servers], lost=self._lost)
         self._weights: Weights | None = None  # the newest
@@ -293,6 +297,12 @@ class RemoteSampler:
     # --- the backend ---
 
     async def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
+        events = self._answered(call)
+        async with aclosing(events if self.pauses else _read_ahead(events)) as events:
+            async for event in events:
+                yield event
+
+    async def _answered(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
         begun, tried = False, 0
         while True:
             await self._usable.wait()
@@ -335,11 +345,35 @@ class RemoteSampler:
             self._idle_since = time.monotonic()
 
 
-def _server(sampling: RemoteSampling, url: str, chat: ChatTemplate) -> VllmBackend | SglangBackend:
+def _server(
+    sampling: RemoteSampling, url: str, api_key: str | None, chat: ChatTemplate, socket: str | None = None
+) -> VllmBackend | SglangBackend:
     url = with_version(url, sampling.kind)
     if sampling.vllm:
-        return VllmBackend(url, chat, api_key=sampling.api_key, model=sampling.model)
-    return SglangBackend(Connection(url, api_key=sampling.api_key), chat)
+        return VllmBackend(url, chat, api_key=api_key, model=sampling.model, socket=socket)
+    return SglangBackend(Connection(url, api_key=api_key), chat)
+
+
+async def _read_ahead(events: AsyncGenerator[BackendEvent, None]) -> AsyncGenerator[BackendEvent, None]:
+    """The events, read as they come: an agent that does not read its answer keeps no server from new weights."""
+    read: asyncio.Queue[BackendEvent | None] = asyncio.Queue()
+
+    async def fill() -> None:
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    read.put_nowait(event)
+        finally:
+            read.put_nowait(None)
+
+    filling = asyncio.create_task(fill())
+    try:
+        while (event := await read.get()) is not None:
+            yield event
+        await filling  # for what it may raise
+    finally:
+        filling.cancel()
+        await asyncio.gather(filling, return_exceptions=True)
 
 
 class _Served(msgspec.Struct):

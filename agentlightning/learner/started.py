@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -22,7 +24,7 @@ from agentlightning.gateway.backends.connection import Connection
 _READY_SECONDS: Final = 900.0  # a large model is read, and kernels are compiled
 _END_SECONDS: Final = 10.0
 _SHOWN: Final = 3000  # characters of the log
-_WATCH: Final = 'read -r _; kill -TERM "-$1"; sleep "$2"; kill -KILL "-$1"'
+_WATCH: Final = 'read -r _; kill -TERM "-$1"; sleep "$2"; kill -KILL "-$1"; rm -rf "$3"'
 
 
 class Engine(NamedTuple):
@@ -64,8 +66,11 @@ def find_program(kind: str, program: str | None) -> str:
 
 
 class StartedServer:
-    """A server of the `kind` for `model` on a free port of this machine, with `environment` beside this process's own,
-    and its output in the file `log`. ConfigError where there is no such `program` (by default that of the kind)."""
+    """A server of the `kind` for `model`, with `environment` beside this process's own, and its output in the file
+    `log`. ConfigError where there is no such `program` (by default that of the kind).
+
+    Nobody else is to load weights there: vLLM listens on a `socket` in a directory that only this user can enter,
+    SGLang, which cannot, on a free port of this machine, and asks for the `api_key`."""
 
     def __init__(
         self,
@@ -78,22 +83,22 @@ class StartedServer:
         log: Path,
     ) -> None:
         engine, found = ENGINES[kind], find_program(kind, program)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}/v1"
+        self._directory = Path(tempfile.mkdtemp(prefix="agl-"))
+        self.socket: str | None = None
+        self.api_key: str | None = None
+        if kind == "vllm":
+            self.url, self.socket = "http://localhost/v1", str(self._directory / "vllm")
+            where = ("--uds", self.socket)
+        else:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            self.url, self.api_key = f"http://127.0.0.1:{port}/v1", secrets.token_urlsafe(32)
+            settings = self._directory / "sglang.yaml"  # a command can be read by every user of the machine
+            settings.write_text(f"api-key: {self.api_key}\nhost: 127.0.0.1\nport: {port}\n")
+            where = ("--config", str(settings))
         self.log, self._name = log, engine.name
         self.end_seconds = _END_SECONDS
-        self._command = [
-            found,
-            *engine.before,
-            model,
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            *engine.flags,
-            *flags,
-        ]
+        self._command = [found, *engine.before, model, *where, *engine.flags, *flags]
         # This process's packages are not the server's.
         inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         self._environment = {**inherited, **engine.environment, **environment}
@@ -101,6 +106,8 @@ class StartedServer:
         self._start()
 
     def _start(self) -> None:
+        if self.socket is not None:
+            Path(self.socket).unlink(missing_ok=True)
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
                 self._command,
@@ -111,7 +118,7 @@ class StartedServer:
                 start_new_session=True,  # Ctrl-C is for the trainer, which stops it in the end
             )
         # Where this process is killed its end of the pipe closes.
-        watch = ("sh", "-c", _WATCH, "sh", str(self._process.pid), f"{self.end_seconds:g}")
+        watch = ("sh", "-c", _WATCH, "sh", str(self._process.pid), f"{self.end_seconds:g}", str(self._directory))
         self._watcher = subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True)
 
     async def ready(self, connection: Connection) -> None:
@@ -136,13 +143,17 @@ class StartedServer:
         return self._process.poll() is not None
 
     async def start_again(self, connection: Connection) -> None:
-        """Start it anew, at the same URL, and wait until it answers. ConfigError as in `ready`."""
-        await asyncio.to_thread(self.stop)  # processes that it started may live
+        """Start it anew, at the same address, and wait until it answers. ConfigError as in `ready`."""
+        await asyncio.to_thread(self._end)  # processes that it started may live
         self._start()
         await self.ready(connection)
 
     def stop(self) -> None:
         """End it, with all processes that it has started."""
+        self._end()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _end(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 import agentlightning as agl
 from agentlightning.errors import BackendError, ConfigError, TrainingError
-from agentlightning.learner.base import AdamW, LoRA
-from agentlightning.learner.policy import load_policy, open_policy
-from agentlightning.learner.remote import read_sampler
+from agentlightning.gateway.backend import ModelCall, Sampling, Started
+from agentlightning.learner.base import AdamW, LoRA, Weights
+from agentlightning.learner.policy import Policy, load_policy, open_policy
+from agentlightning.learner.remote import RemoteSampler, RemoteSampling, read_sampler
 from agentlightning.learner.torch import TorchLearner
 from tests import agents
+from tests.gateway.backends.test_sglang import Sglang
+from tests.gateway.talker import make_talker, user
+from tests.gateway.world import serving, talking
 from tests.learner.vllm_standin import standin
 from tests.test_trainer import TASKS, algorithm, policy, trainer
 
@@ -48,7 +57,7 @@ async def test_rollouts_go_on_beside_the_steps(tmp_path: Path, model: Path) -> N
     async with standin(model) as (url, _):
         overlapping = algorithm(steps=4, max_staleness=2, temperature=1.0)
         settings: dict[str, Any] = {"model": model, "sampler": {"vllm": url}, "algorithm": overlapping}
-        result = await trainer(tmp_path, **settings).fit_async(agents.vowels, TASKS)
+        result = await trainer(tmp_path, **settings).fit_async(varied, TASKS)
         assert result.stopped_because == "all steps done"
         assert result.metrics[-1].values["policy_version"] == 4
 
@@ -125,3 +134,29 @@ def test_what_is_exported_is_what_a_server_loads(tmp_path: Path, model: Path) ->
     assert set(whole) == set(load_policy(model).model.state_dict())
     with pytest.raises(ConfigError, match="no adapter"):
         TorchLearner(open_policy(model, seed=0)).export(tmp_path / "none", "adapter")
+
+
+async def test_an_answer_that_nobody_reads_keeps_no_server_from_new_weights(tmp_path: Path) -> None:
+    loaded: list[str] = []
+
+    async def load(request: Request) -> Response:
+        loaded.append((await request.json())["weight_version"])
+        return JSONResponse({"success": True})
+
+    async with talking() as (_, service):
+        routes = [Route("/generate", Sglang(service).generate, methods=["POST"])]
+        routes.append(Route("/update_weights_from_disk", load, methods=["POST"]))
+        async with serving(Starlette(routes=routes)) as url:
+            talker = make_talker()
+            sampler = RemoteSampler(RemoteSampling(sglang=url), Policy(talker.model, talker.tokenizer))
+            call = ModelCall(
+                request_id="r", model="m", messages=user("hello"), stream=True, sampling=Sampling(max_tokens=40)
+            )
+            events = sampler.answer(call)
+            assert isinstance(await anext(events), Started)
+            async with asyncio.timeout(20):
+                await sampler.publish(Weights(3, tmp_path))
+            assert loaded == ["3"]
+            async for _ in events:  # it is all there
+                pass
+            await sampler.close()

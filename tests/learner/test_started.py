@@ -64,8 +64,12 @@ def test_nothing_of_it_is_left_when_the_run_ends(tmp_path: Path) -> None:
         time.sleep(0.01)
     processes = [int(one) for one in (tmp_path / "ids").read_text().split()]
     server.end_seconds = 0.2
+    assert server.socket is not None
+    directory = Path(server.socket).parent
+    assert directory.stat().st_mode & 0o077 == 0  # nobody else can enter it
     server.stop()
     wait_until_gone(processes)
+    assert not directory.exists()
 
 
 def test_nor_when_the_trainer_is_killed(tmp_path: Path) -> None:

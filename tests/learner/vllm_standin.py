@@ -14,6 +14,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import uvicorn
@@ -96,14 +97,16 @@ class Mortal:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-async def main(model: str, port: int) -> None:
+async def main(model: str, where: dict[str, Any]) -> None:
     """Serve until killed. The variable STANDIN_DIES is a path and a number, and a file where it is to happen once."""
     server = Standin(Path(model))
     app: ASGIApp = server.app(Gateway(ModelTable([ModelEntry("theirs", server.sampler.backend)])))
     if dies := os.environ.get("STANDIN_DIES", "").split():
         app = Mortal(app, dies[0], int(dies[1]), dies[2] if len(dies) > 2 else None)
-    await uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="off")).serve()
+    await uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", **where)).serve()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[2], int(sys.argv[sys.argv.index("--port") + 1])))
+    if "--uds" in sys.argv:
+        asyncio.run(main(sys.argv[2], {"uds": sys.argv[sys.argv.index("--uds") + 1]}))
+    asyncio.run(main(sys.argv[2], {"port": int(sys.argv[sys.argv.index("--port") + 1])}))

@@ -29,6 +29,7 @@ KeyHeader: TypeAlias = Literal["authorization", "api-key", "x-api-key"]
 
 class Connection:
     """Requests to `base_url`, such as `http://host:8000/v1`; a query in it (`?api-version=…`) goes with each of them.
+    With `socket` they go to whoever listens on that Unix socket.
 
     `timeout_seconds` bounds the wait for each further part of an answer. `health_url` is asked for whether the server
     lives. `retries=False` leaves a server that cannot be reached to whoever has another one. `close` ends the
@@ -43,6 +44,7 @@ class Connection:
         api_key: str | None = None,
         key_header: KeyHeader = "authorization",
         timeout_seconds: float = 600.0,
+        socket: str | None = None,
     ) -> None:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -60,7 +62,7 @@ class Connection:
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers[key_header] = f"Bearer {api_key}" if key_header == "authorization" else api_key
-        self.wire = Wire(parts, timeout_seconds)
+        self.wire = Wire(parts, timeout_seconds, socket)
         self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()

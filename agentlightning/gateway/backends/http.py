@@ -86,6 +86,7 @@ class HttpBackend:
         api_key: str | None = None,
         model: str | None = None,
         timeout_seconds: float = 600.0,
+        socket: str | None = None,
     ) -> None:
         if kind not in KINDS:
             raise ConfigError(f"there is no kind of backend {kind!r}; {nearest(kind, KINDS)}")
@@ -96,7 +97,11 @@ class HttpBackend:
         self.relays = KINDS[kind].relays
         self.model = model
         self.connection = Connection(
-            base_url, api_key=api_key, key_header=KINDS[kind].key_header, timeout_seconds=timeout_seconds
+            base_url,
+            api_key=api_key,
+            key_header=KINDS[kind].key_header,
+            timeout_seconds=timeout_seconds,
+            socket=socket,
         )
         self.name = self.connection.base_url
         # Where Anthropic's API imitates OpenAI's, it takes the key as that one does.

@@ -38,8 +38,11 @@ class VllmBackend(HttpBackend):
         api_key: str | None = None,
         model: str | None = None,
         timeout_seconds: float = 600.0,
+        socket: str | None = None,
     ) -> None:
-        super().__init__(base_url, kind="vllm", api_key=api_key, model=model, timeout_seconds=timeout_seconds)
+        super().__init__(
+            base_url, kind="vllm", api_key=api_key, model=model, timeout_seconds=timeout_seconds, socket=socket
+        )
         self._of_ids = TokenBackend(chat, VllmGenerator(self), name=self.name)
         self._takes_ids: bool | None = None
 

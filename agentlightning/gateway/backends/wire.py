@@ -7,6 +7,7 @@ Knows bytes on sockets, and how a server fails; no calls, keys or protocols abov
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import ssl
 from collections.abc import AsyncGenerator, Mapping
@@ -31,12 +32,14 @@ class UnreachableError(BackendError):
 
 
 class Wire:
-    """Connections to the server of a URL. A server that says nothing for `silence_seconds` has fallen silent."""
+    """Connections to the server of a URL, or to the one that listens on the Unix `socket`. A server that says nothing
+    for `silence_seconds` has fallen silent."""
 
-    def __init__(self, parts: SplitResult, silence_seconds: float) -> None:
+    def __init__(self, parts: SplitResult, silence_seconds: float, socket: str | None = None) -> None:
         assert parts.hostname is not None
         self.origin = f"{parts.scheme}://{parts.netloc}"
         self.silence_seconds = silence_seconds
+        self._socket = socket
         self._host = parts.hostname
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
@@ -65,16 +68,22 @@ class Wire:
 
     async def _connect(self) -> Response:
         loop = asyncio.get_running_loop()
+        made = functools.partial(Response, self, loop)
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
-                _, response = await loop.create_connection(
-                    lambda: Response(self, loop), self._host, self._port, ssl=self._tls
-                )
+                if self._socket is not None:
+                    return (await loop.create_unix_connection(made, self._socket))[1]
+                return (await loop.create_connection(made, self._host, self._port, ssl=self._tls))[1]
         except TimeoutError:
             raise UnreachableError(f"no connection within {_CONNECT_SECONDS:g} s", status=503) from None
         except (OSError, ssl.SSLError) as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # which says nothing of the server
+                raise BackendError(
+                    f"too many files are open here for another call: {error}; see `ulimit -n`",
+                    status=503,
+                    code="too_many_open_files",
+                ) from None
             raise UnreachableError(str(error), status=503) from None
-        return response
 
     @property
     def kept(self) -> int:
