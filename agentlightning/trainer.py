@@ -39,7 +39,7 @@ from agentlightning.gateway.frozen import frozen_entry, read_frozen
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.learner.base import AdamW, DType, LoRA, read_learner
 from agentlightning.runner.agent import LitAgent, as_agent
-from agentlightning.runner.ending import stopping_at_interrupt
+from agentlightning.runner.ending import interrupted_at_once, stopping_at_interrupt
 from agentlightning.runner.hooks import Hook
 from agentlightning.runner.processes import Isolation, boot_of, place_of, usual_concurrency
 from agentlightning.runner.runner import Runner
@@ -149,7 +149,8 @@ class Trainer:
     ) -> None:
         self.models = dict(model) if isinstance(model, Mapping) else {} if model is None else {model_name: model}
         self.frozen = read_frozen(models or {}, self.models)
-        self.algorithm = algorithm if adapter is None else with_adapter(algorithm, adapter)
+        algorithm = algorithm if adapter is None else with_adapter(algorithm, adapter)
+        self.algorithm: Algorithm = GRPO() if algorithm is None else algorithm
         self.sampler, self.learner = sampler, learner
         read_learner(learner)
         self.optimizer = optimizer or AdamW()
@@ -196,9 +197,9 @@ class Trainer:
         resume: bool = False,
     ) -> FitResult:
         """`fit` for code that runs in an event loop already."""
-        algorithm = self._default_algorithm()
+        algorithm = self.algorithm
         self._check_trainable(algorithm)
-        if self.deterministic and _overlaps(algorithm):
+        if self.deterministic and getattr(algorithm, "max_staleness", 0):
             raise ConfigError("deterministic=True needs max_staleness=0: else time decides what is trained by what")
         train_tasks, val_tasks = ([] if one is None else load_dataset(one) for one in (train_dataset, val_dataset))
         if isinstance(algorithm, Reinforcement) and algorithm.evaluate_every and not val_tasks:
@@ -230,9 +231,6 @@ class Trainer:
             place_of(agent, self.isolation)
         return agent
 
-    def _default_algorithm(self) -> Algorithm:
-        return self.algorithm if self.algorithm is not None else GRPO()
-
     def _check_settings(self) -> None:
         least = {"n_runners": 0, "port": 0, "threads": 1, "seed": -(2**63)}
         check_settings(self, least=least, above={"time_limit": 0}, choices={"dtype": get_args(DType)})
@@ -251,7 +249,7 @@ class Trainer:
         for name, kind in (("optimizer", AdamW), ("lora", LoRA)):
             if not isinstance(given := getattr(self, name), kind | None):
                 raise ConfigError(f"{name} is {given!r}; give an agl.{kind.__name__}(…)")
-        if isinstance(self.algorithm, type) or not hasattr(self._default_algorithm(), "run"):
+        if isinstance(self.algorithm, type) or not hasattr(self.algorithm, "run"):
             raise ConfigError(f"algorithm is {self.algorithm!r}; give an instance, such as agl.GRPO(steps=100)")
 
     def _check_trainable(self, algorithm: Algorithm) -> None:
@@ -281,6 +279,8 @@ class Trainer:
             self._place: Isolation = place_of(agent, self.isolation, served=served)
             boot_of(agent, self._place, self.tracer, None)  # before anything is made for it
             self._concurrency = self.n_runners or usual_concurrency(self._place)
+        if self.models or self.sampler is not None:
+            self._opening(algorithm, Path()).check()
         directory = RunDirectory(
             self.run_dir or "runs", algorithm.name, named=self.run_dir is not None, resume=resume, seed=self.seed
         )
@@ -320,7 +320,9 @@ class Trainer:
         """Start everything the job needs; `stack` stops it again, last started first."""
         store = await self._open_store(stack, directory.path)
         opening = partial(self._opening, algorithm, directory.path)
-        opened = {name: stack.enter_context(opening().open(one, progress.phase)) for name, one in self.models.items()}
+        with interrupted_at_once():
+            pairs = [stack.enter_context(opening().open(one, progress.phase)) for one in self.models.values()]
+        opened = dict(zip(self.models, pairs, strict=True))
         entries = self._model_entries(algorithm, {name: sampler.backend for name, (sampler, _) in opened.items()})
         for sampler, _ in opened.values():
             await sampler.check(entries[0].train or Sampling())
@@ -402,6 +404,7 @@ class Trainer:
 
         critic = getattr(algorithm, "trained_critic", None)
         loss = algorithm.make_loss() if isinstance(algorithm, Reinforcement) else None
+        overlaps = getattr(algorithm, "max_staleness", 0) > 0  # rollouts go on while the weights change
         given: dict[str, Any] = {"models": len(self.models), "deterministic": self.deterministic}
         return Opening(
             optimizer=self._optimizer(algorithm),
@@ -412,7 +415,7 @@ class Trainer:
             loss=loss,
             concurrency=max(1, self._concurrency or 64),
             seed=self.seed,
-            own_weights=_overlaps(algorithm),
+            own_weights=overlaps,
             deterministic=self.deterministic,
             lora=self.lora,
             dtype=self.dtype,
@@ -421,7 +424,7 @@ class Trainer:
             threads=self.threads,
             directory=directory,
             processes=read_learner(self.learner, **given, lora=self.lora, critic=critic, loss=loss and loss.kind),
-            sampling=read_sampler(self.sampler, **given, overlaps=_overlaps(algorithm)),
+            sampling=read_sampler(self.sampler, **given, overlaps=overlaps),
         )
 
     def _optimizer(self, algorithm: Algorithm) -> AdamW:
@@ -493,8 +496,3 @@ class Trainer:
             "time_limit": self.time_limit,
             "run_file": self.run_file,
         }
-
-
-def _overlaps(algorithm: Algorithm) -> bool:
-    """Whether rollouts go on while the weights change."""
-    return isinstance(algorithm, Reinforcement) and algorithm.max_staleness > 0

@@ -36,8 +36,7 @@ async def probe(backend: RemoteBackend, model: str, train: Sampling | None) -> N
     except TimeoutError:
         raise _unfit(backend, f"did not answer within {_SECONDS:g} seconds") from None
     except BackendError as error:
-        unknown = ". An adapter that is still to be loaded is registered unseen" if error.status == 404 else ""
-        raise _unfit(backend, f"failed at it: {error}{unknown}") from None
+        raise _unfit(backend, f"failed at it: {error}") from None
     if reason is not None:
         raise _unfit(
             backend,
@@ -95,7 +94,4 @@ class _Entry(msgspec.Struct):
 
 
 def _unfit(backend: RemoteBackend, why: str) -> ConfigError:
-    return ConfigError(
-        f"the server at {backend.name} was asked for one token and {why}. Or register the model with "
-        '"trainable": false to only evaluate it, or with "check": false to have it taken unseen'
-    )
+    return ConfigError(f"the server at {backend.name} was asked for one token and {why}")

@@ -51,6 +51,15 @@ class Opening:
     loss: Loss | None = None
     directory: Path = Path()
 
+    def check(self) -> None:
+        """ConfigError where what it needs is not on this machine."""
+        if self.sampling is not None and self.sampling.starts:
+            find_program(self.sampling.kind, self.sampling.program)
+        if is_tinker(self.learner):
+            read_tinker(self.learner, self)
+        if self.processes is not None and self.trained:
+            check_devices(choose_device(self.device), self.processes)
+
     @contextmanager
     def open(
         self, source: str | Path | Policy, phase: Callable[[str], None]
@@ -60,8 +69,6 @@ class Opening:
         a learner in `processes` of its own it is what it was.
 
         ConfigError where it cannot be had, or would not fit into the memory there is."""
-        if self.sampling is not None and self.sampling.starts:
-            find_program(self.sampling.kind, self.sampling.program)  # before anything that takes time
         made = isinstance(source, Policy) or is_reference(str(source))
         if is_tinker(self.learner):
             learning = read_tinker(self.learner, self)
@@ -72,8 +79,6 @@ class Opening:
                 yield opened
             return
         spread = self.processes is not None and self.trained
-        if spread:
-            check_devices(choose_device(self.device), self.processes or 1)
         if made:
             phase("make the model")
             device = self.device if not spread else None if isinstance(source, Policy) else "cpu"

@@ -115,6 +115,19 @@ def watched() -> Generator[Callable[[float], None]]:
 
 
 @contextlib.contextmanager
+def interrupted_at_once() -> Generator[None]:
+    """Ctrl-C is a KeyboardInterrupt, where asyncio would wait until the event loop has its turn again."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
 def stopping_at_interrupt(stop: asyncio.Event) -> Generator[None]:
     """The first Ctrl-C (or SIGTERM) sets `stop`, so that what was learned is saved; the second is a KeyboardInterrupt,
     also in an agent that blocks the event loop."""

@@ -164,8 +164,7 @@ class ModelRoutes:
         entry = await asyncio.to_thread(_entry, _name(request), asked)  # may read a tokenizer
         try:
             if asked.check and asked.trainable:
-                servers = servers_of(entry.backend)
-                await asyncio.gather(*(probe(server, entry.name, entry.train) for server in servers))
+                await _check(entry)
             async with self._changing:
                 await self._require_free(entry, asked)
                 replaced = self._models.put(entry)
@@ -249,6 +248,17 @@ class ModelRoutes:
 
 
 # --- registrations and backends -----------------------------------------------------------------------------------
+
+
+async def _check(entry: ModelEntry) -> None:
+    """ConfigError where its servers' answers cannot be trained."""
+    try:
+        await asyncio.gather(*(probe(server, entry.name, entry.train) for server in servers_of(entry.backend)))
+    except ConfigError as error:
+        raise ConfigError(
+            f'{error}. Or register the model with "trainable": false to only evaluate it, or with "check": false to '
+            "have it taken unseen, as an adapter that is still to be loaded"
+        ) from None
 
 
 def _entry(name: str, asked: ModelRegistration) -> ModelEntry:

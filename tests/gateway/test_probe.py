@@ -66,13 +66,13 @@ async def test_logprobs_must_be_of_what_is_sampled_from(processed: bool, train: 
             await backend.close()
 
 
-async def test_an_adapter_that_is_not_loaded_yet_is_told_to_be_registered_unseen() -> None:
+async def test_a_model_that_is_not_there_is_named() -> None:
     async def unknown(request: Request) -> JSONResponse:
         return JSONResponse({"error": {"message": "The model `late` does not exist."}}, 404)
 
     async with serving(Starlette(routes=[Route("/v1/chat/completions", unknown, methods=["POST"])])) as url:
         backend = HttpBackend(f"{url}/v1", model="late")
-        with pytest.raises(ConfigError, match=r"`late` does not exist.*adapter.*\"check\": false"):
+        with pytest.raises(ConfigError, match=r"asked for one token.*`late` does not exist"):
             await probe(backend, "m", Sampling())
         await backend.close()
 

@@ -33,6 +33,15 @@ from tests.models import tiny_model
 from tests.test_trainer import policy
 
 VLLM = ROOT / ".venv-vllm" / "bin" / "vllm"
+FLAGS = ["--enforce-eager", "--max-num-seqs", "64"]
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 pytestmark = pytest.mark.skipif("AGL_ENGINES" not in os.environ, reason="`make engines` runs these")
 
@@ -41,19 +50,9 @@ pytestmark = pytest.mark.skipif("AGL_ENGINES" not in os.environ, reason="`make e
 def vllm(model: Path) -> Generator[tuple[str, subprocess.Popen[bytes]]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    settings = {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    flags = "--dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 64 --logprobs-mode processed_logprobs"
-    command = [VLLM, "serve", model, "--port", str(port), *flags.split(), "--enable-lora", "--max-loras", "2"]
-    command += ["--enable-scale-out"]
-    with server(command, port, settings, model.parent / "vllm.log") as started:
+    command = [VLLM, "serve", model, "--port", str(port), "--dtype", "float32", "--max-model-len", "512", *FLAGS]
+    command += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--enable-lora", "--max-loras", "2"]
+    with server(command, port, DEVELOPMENT | ENVIRONMENT, model.parent / "vllm.log") as started:
         yield started
 
 
@@ -71,6 +70,11 @@ def test_an_adapter_and_all_weights_learn(tmp_path: Path, model: Path) -> None:
         check(fit(tmp_path / "asynchronous", model, {"vllm": url}, max_staleness=2))
         with pytest.raises(TrainingError, match=r"another run has given others"):  # the base is not the learner's now
             fit(tmp_path / "late", model, {"vllm": url}, lora=LoRA(rank=8))
+
+
+@pytest.mark.timeout(600)
+def test_one_that_the_run_starts(tmp_path: Path, model: Path) -> None:
+    check(fit(tmp_path, model, {"vllm": "start", "program": str(VLLM), "flags": FLAGS, "environment": ENVIRONMENT}))
 
 
 @pytest.mark.timeout(900)
