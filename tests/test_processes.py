@@ -162,6 +162,22 @@ def test_a_second_interrupt_ends_a_run_whose_agent_blocks_the_event_loop(
 
 
 @pytest.mark.slow
+def test_an_interrupt_ends_a_run_that_still_makes_its_model(world: Path, agl: Start, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(f"{BLOCKS}\n\ndef model(seed):\n    open('begun', 'w')\n    time.sleep(600)\n")
+    process = agl(
+        "train", "--agent", "agent.py:agent", "--model", "agent.py:model", "--train-dataset", world / "tasks.jsonl"
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "begun").exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 130, out + err
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
 def test_bad_commands_say_what_is_wrong_without_a_traceback(world: Path, agl: Start, tmp_path: Path) -> None:
     arguments = train_arguments(world, tmp_path / "run", steps=1)
     cases: list[tuple[list[Any], str]] = [

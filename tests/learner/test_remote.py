@@ -160,3 +160,11 @@ async def test_an_answer_that_nobody_reads_keeps_no_server_from_new_weights(tmp_
             async for _ in events:  # it is all there
                 pass
             await sampler.close()
+
+
+def test_what_cannot_be_started_leaves_no_directory(tmp_path: Path, model: Path) -> None:
+    settings: dict[str, Any] = {"model": model, "algorithm": algorithm(temperature=1.0), "run_dir": tmp_path / "run"}
+    for sampler, said in (("vlm", "write embedded, vllm"), ({"vllm": "start", "program": "no-such"}, "no program")):
+        with pytest.raises(ConfigError, match=said):
+            trainer(tmp_path, sampler=sampler, **settings).fit(agents.vowels, TASKS)
+        assert not (tmp_path / "run").exists()
