@@ -69,13 +69,13 @@ class LoopState:
 class Saved(Protocol):
     """What holds weights and optimisers: a learner, or several."""
 
-    def save(self, directory: Path) -> None: ...
+    def save(self, directory: Path, *, resumable: bool = True) -> None: ...
     def load(self, directory: Path) -> None: ...
 
 
 class Checkpoints:
-    """`step-000010/`, `step-000020/` … and `best/` in one directory; the newest `keep` are kept, and the one whose
-    training reward was highest."""
+    """`step-000010/`, `step-000020/` … in one directory; the newest `keep` are kept, and the one whose training reward
+    was highest. `best/` beside them has weights alone."""
 
     def __init__(self, directory: Path, keep: int = 2) -> None:
         self.directory = directory
@@ -94,11 +94,11 @@ class Checkpoints:
         return path
 
     def save_best(self, weights: Saved, state: LoopState) -> Path:
-        return self._write(weights, state, "best")
+        return self._write(weights, state, "best", resumable=False)
 
     def save_candidate(self, weights: Saved, state: LoopState) -> Path:
         """Keep weights that are being evaluated while training goes on."""
-        return self._write(weights, state, "candidate")
+        return self._write(weights, state, "candidate", resumable=False)
 
     def promote_candidate(self, step: int, reward: float) -> bool:
         """The candidate of this step is the best so far. False where it is of another step."""
@@ -145,14 +145,14 @@ class Checkpoints:
     def _steps(self) -> list[Path]:
         return sorted(path for path in self.directory.glob("step-*") if (path / STATE_FILE).is_file())
 
-    def _write(self, weights: Saved, state: LoopState, name: str) -> Path:
+    def _write(self, weights: Saved, state: LoopState, name: str, *, resumable: bool = True) -> Path:
         """Into a hidden directory first, then renamed: what bears a checkpoint's name is complete."""
         target, partial = self.directory / name, self.directory / f".{name}.partial"
         with explained("checkpoint", target):
             shutil.rmtree(partial, ignore_errors=True)
             try:
                 partial.mkdir(parents=True)
-                weights.save(partial)
+                weights.save(partial, resumable=resumable)
                 _write_state(partial, state)
                 self._replace(partial, target)
             finally:  # on a full disk it would keep the space

@@ -352,8 +352,9 @@ class Learner(Protocol):
         into it, the `adapter` alone, or a `handle`. ConfigError for a form that there is not."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Write weights (`transformers` layout, with the tokenizer) and the optimiser's state into `directory`."""
+    def save(self, directory: Path, *, resumable: bool = True) -> None:
+        """Write weights (`transformers` layout, with the tokenizer) into `directory`, and, to go on training from them,
+        the optimiser's state."""
         ...
 
     def load(self, directory: Path) -> None:

@@ -98,10 +98,12 @@ class ShardedLearner(TorchLearner):
         """Pickled, an array is its own numbers alone; a tensor those of all that it is a part of."""
         return [one.numpy() for one in self.logprobs(batch, temperature)]
 
-    def export(self, directory: Path, form: WeightsForm) -> None:
+    def export(self, directory: Path, form: WeightsForm = "whole") -> None:
         self._write(directory, self._gathered(self.model.state_dict(keep_vars=True)))
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, *, resumable: bool = True) -> None:
+        if not resumable:
+            return self.export(directory)
         weights = self._gathered(self.model.state_dict(keep_vars=True))
         optimizer = self._gathered(self.optimizer.state_dict())
         if dist.get_rank() == 0:

@@ -334,9 +334,11 @@ class TorchLearner:
         else:
             replace(self.policy, model=adapter.publish(), adapter=None).save(directory)
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, *, resumable: bool = True) -> None:
         """See `Learner.save`."""
         self.policy.save(directory)
+        if not resumable:
+            return
         if self.critic is not None:
             self.critic.save(directory)
         self._save_state(directory, self.optimizer.state_dict(), self._masters.state())

@@ -18,6 +18,7 @@ import agentlightning as agl
 from agentlightning.algorithm.rl.groups import Groups
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner.base import AdamW
+from agentlightning.learner.policy import load_policy
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.types import AttemptedRollout
 from tests import agents
@@ -190,9 +191,9 @@ def test_the_best_weights_are_not_saved_while_a_step_changes_them(
         stepping.clear()
         return metrics
 
-    def watched_save(self: Any, directory: Path) -> None:
+    def watched_save(self: Any, directory: Path, *, resumable: bool = True) -> None:
         during_a_step.append(stepping.is_set())
-        save(self, directory)
+        save(self, directory, resumable=resumable)
 
     async def best_in_the_middle(task: dict, llm: agl.LLM, rollout: AttemptedRollout) -> float:
         reward = await agents.vowels(task, llm)
@@ -208,7 +209,10 @@ def test_the_best_weights_are_not_saved_while_a_step_changes_them(
     overlapping = algorithm(steps=2, max_staleness=1, evaluate_every=1)
     trainer(tmp_path, algorithm=overlapping).fit(best_in_the_middle, TASKS, TASKS[:2])
     assert during_a_step and not any(during_a_step)
-    assert '"step":1,' in (tmp_path / "run" / "checkpoints" / "best" / "loop.json").read_text()
+    best = tmp_path / "run" / "checkpoints" / "best"
+    assert '"step":1,' in (best / "loop.json").read_text()
+    load_policy(best)
+    assert not (best / "optimizer.pt").exists()  # training goes on from the newest
 
 
 @pytest.mark.slow
