@@ -399,13 +399,15 @@ class Trainer:
         return store
 
     def _opening(self, algorithm: Algorithm, directory: Path) -> Opening:
-        from agentlightning.learner.opening import Opening
-        from agentlightning.learner.remote import read_sampler
+        from agentlightning.learner.opening import Opening, read_engines
 
         critic = getattr(algorithm, "trained_critic", None)
         loss = algorithm.make_loss() if isinstance(algorithm, Reinforcement) else None
         overlaps = getattr(algorithm, "max_staleness", 0) > 0  # rollouts go on while the weights change
-        given: dict[str, Any] = {"models": len(self.models), "deterministic": self.deterministic}
+        engines = (self.learner, self.sampler, self.dtype, self.device)
+        given: dict[str, Any] = {"models": len(self.models), "deterministic": self.deterministic, "overlaps": overlaps}
+        given |= {"lora": self.lora, "critic": critic, "loss": loss and loss.kind}
+        processes, sampling, dtype = read_engines(*engines, **given)
         return Opening(
             optimizer=self._optimizer(algorithm),
             trained=loss is not None,
@@ -418,13 +420,13 @@ class Trainer:
             own_weights=overlaps,
             deterministic=self.deterministic,
             lora=self.lora,
-            dtype=self.dtype,
+            dtype=dtype,
             max_sequence_length=self.max_sequence_length,
             device=self.device,
             threads=self.threads,
             directory=directory,
-            processes=read_learner(self.learner, **given, lora=self.lora, critic=critic, loss=loss and loss.kind),
-            sampling=read_sampler(self.sampler, **given, overlaps=overlaps),
+            processes=processes,
+            sampling=sampling,
         )
 
     def _optimizer(self, algorithm: Algorithm) -> AdamW:

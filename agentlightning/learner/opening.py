@@ -16,15 +16,38 @@ from transformers import PreTrainedModel
 
 from agentlightning.data.references import is_reference
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import AdamW, Critic, DType, LoRA, Loss, is_tinker
+from agentlightning.learner.base import AdamW, Critic, DType, LoRA, Loss, is_tinker, read_learner
 from agentlightning.learner.fsdp import FsdpLearner, Settings, check_devices
-from agentlightning.learner.memory import GIB, available_memory, estimate_memory
+from agentlightning.learner.memory import GIB, MemoryEstimate, available_memory, estimate_memory
 from agentlightning.learner.policy import Policy, choose_device, empty_model, empty_policy, load_policy, open_policy
-from agentlightning.learner.remote import RemoteSampler, RemoteSampling
+from agentlightning.learner.remote import RemoteSampler, RemoteSampling, read_sampler
 from agentlightning.learner.serving import EmbeddedSampler, choose_threads, engine_size, serve_policy
+from agentlightning.learner.sharing import Share, share_gpus, usual_sampler
 from agentlightning.learner.started import ENGINES, StartedServer, find_program
 from agentlightning.learner.tinker import TinkerLearner, TinkerSampler, open_tinker, read_tinker
 from agentlightning.learner.torch import TorchLearner
+
+
+def read_engines(
+    learner: Any,
+    sampler: Any,
+    dtype: DType | None,
+    device: str | None,
+    *,
+    models: int,
+    deterministic: bool,
+    overlaps: bool,
+    **settings: Any,
+) -> tuple[int | None, RemoteSampling | None, DType | None]:
+    """In how many processes the learner is, what samples for it, and the type of its weights, which on a GPU are
+    bfloat16 unless told otherwise. See `read_learner`, `read_sampler` and `usual_sampler`."""
+    processes = read_learner(learner, models=models, deterministic=deterministic, **settings)
+    if choose_device(device) == "cuda" and not is_tinker(learner):
+        devices, dtype = torch.cuda.device_count(), dtype or "bfloat16"
+        if sampler is None:
+            sampler = usual_sampler(deterministic=deterministic, models=models, processes=processes, devices=devices)
+    sampling = read_sampler(sampler, models=models, deterministic=deterministic, overlaps=overlaps)
+    return processes, sampling, dtype
 
 
 @dataclass(frozen=True)
@@ -83,24 +106,28 @@ class Opening:
             phase("make the model")
             device = self.device if not spread else None if isinstance(source, Policy) else "cpu"
             source = open_policy(source, seed=self.seed, device=device, dtype=self.dtype)
-        told = self._check_memory(source) if self.trained else ""
+        estimate, told = self._check_memory(source) if self.trained else (None, "")
+        if self.sampling is None and choose_device(self.device) == "cuda":
+            told += ", sampled by the embedded engine, which is made for laptops: see Samplers in the docs for vLLM"
         phase(f"{'serve' if made else 'load'} the model{told}")
         if spread:
             source = self._written(source, "model") if isinstance(source, Policy) else str(source)
-            with self._spread(source) as opened:
+            with self._spread(source, estimate) as opened:
                 yield opened
             return
         policy = open_policy(source, seed=self.seed, device=self.device, dtype=self.dtype, lora=self.lora)
         with ExitStack() as stack:
             if policy.adapter is not None and policy is not source:
                 stack.callback(policy.adapter.unload)
-            sampler = self._sampler(stack, policy, None if made else str(source))
+            sampler = self._sampler(stack, policy, None if made else str(source), estimate)
             learner = TorchLearner(policy, self.optimizer, reference=self.reference, critic=self.critic)
             stack.callback(learner.close)
             yield sampler, learner
 
     @contextmanager
-    def _spread(self, source: str) -> Generator[tuple[EmbeddedSampler | RemoteSampler, FsdpLearner]]:
+    def _spread(
+        self, source: str, estimate: MemoryEstimate | None
+    ) -> Generator[tuple[EmbeddedSampler | RemoteSampler, FsdpLearner]]:
         """With a learner in processes of its own; this one has the weights of an embedded sampler at most."""
         device, dtype = choose_device(self.device), self.dtype or "float32"
         if self.sampling is None:
@@ -111,14 +138,22 @@ class Opening:
         with ExitStack() as stack:
             learner = FsdpLearner(policy, settings, self.processes or 1, self.directory / "fsdp.log")
             stack.callback(learner.close)
-            sampler = self._sampler(stack, policy, source)
+            sampler = self._sampler(stack, policy, source, estimate)
             yield replace(sampler, takes="whole") if isinstance(sampler, EmbeddedSampler) else sampler, learner
 
-    def _sampler(self, stack: ExitStack, policy: Policy, place: str | None) -> EmbeddedSampler | RemoteSampler:
+    def _sampler(
+        self, stack: ExitStack, policy: Policy, place: str | None, estimate: MemoryEstimate | None
+    ) -> EmbeddedSampler | RemoteSampler:
         if self.sampling is not None:
             choose_threads(policy.model, self.threads)
-            started = self._start(stack, policy, place) if self.sampling.starts else None
-            return RemoteSampler(self.sampling, policy, started)
+            if not self.sampling.starts:
+                return RemoteSampler(self.sampling, policy)
+            share = Share()
+            if self.sampling.kind == "vllm" and choose_device(self.device) == "cuda":
+                free, total = torch.cuda.mem_get_info()
+                devices = torch.cuda.device_count()
+                share = share_gpus(estimate, self.processes, self.own_weights, devices=devices, free=free, total=total)
+            return RemoteSampler(self.sampling, policy, self._start(stack, policy, place, share), sleeps=share.sleeps)
         sampler = serve_policy(
             policy,
             concurrency=self.concurrency,
@@ -131,7 +166,7 @@ class Opening:
         stack.callback(sampler.service.close)
         return sampler
 
-    def _start(self, stack: ExitStack, policy: Policy, place: str | None) -> StartedServer:
+    def _start(self, stack: ExitStack, policy: Policy, place: str | None, share: Share) -> StartedServer:
         """A server for the policy, which was loaded from `place`, or is saved for it."""
         assert self.sampling is not None
         kind = self.sampling.kind
@@ -139,7 +174,7 @@ class Opening:
             place = self._written(policy, f"{kind}-model")
         _, length = engine_size(policy.model, 1, self.max_sequence_length)
         dtype = str(policy.model.dtype).removeprefix("torch.")
-        flags = ["--dtype", dtype, ENGINES[kind].length, str(length)]
+        flags = ["--dtype", dtype, ENGINES[kind].length, str(length), *share.flags]
         if policy.adapter is not None and kind == "vllm":  # which takes certain ranks, of which these are some
             rank = max(8, 1 << (policy.adapter.config.rank - 1).bit_length())
             flags += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(rank)]
@@ -148,7 +183,7 @@ class Opening:
             self.sampling.program,
             place,
             [*flags, *self.sampling.flags],
-            environment=self.sampling.environment,
+            environment={**share.environment, **self.sampling.environment},
             log=self.directory / f"{kind}.log",
         )
         stack.callback(server.stop)
@@ -162,7 +197,7 @@ class Opening:
         replace(policy, model=model, adapter=None).save(place)
         return str(place)
 
-    def _check_memory(self, source: str | Path | Policy) -> str:
+    def _check_memory(self, source: str | Path | Policy) -> tuple[MemoryEstimate, str]:
         model, device = self._shapes(source)
         available = available_memory(device)  # before anything is measured there
         slots, length = engine_size(model, self.concurrency, self.max_sequence_length)
@@ -180,9 +215,9 @@ class Opening:
         if self.processes is not None:
             estimate = estimate.over(self.processes, one_memory=device.type == "cpu")
         if available is None:
-            return f" (training takes up to {estimate.total / GIB:.1f} GiB)"
+            return estimate, f" (training takes up to {estimate.total / GIB:.1f} GiB)"
         estimate.check(available, loaded=isinstance(source, Policy) and self.processes is None)
-        return f" (training takes up to {estimate.total / GIB:.1f} GiB, {available / GIB:.1f} are there)"
+        return estimate, f" (training takes up to {estimate.total / GIB:.1f} GiB, {available / GIB:.1f} are there)"
 
     def _shapes(self, source: str | Path | Policy) -> tuple[PreTrainedModel, torch.device]:
         """The model without an adapter, or one that only has its shapes, and where it will be."""

@@ -10,11 +10,12 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
 from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
+import torch
 
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.errors import BackendError, ConfigError, UnavailableError
@@ -107,16 +108,18 @@ def read_sampler(
 class RemoteSampler:
     """A `Sampler` on the servers that `sampling` names, or on the one that was `started`, for `policy`; and the backend
     of its calls. vLLM takes an adapter beside the model that it was started with, under a name for each version;
-    SGLang gets it merged."""
+    SGLang gets it merged. One that `sleeps` has no memory on its GPU while a step is computed."""
 
-    def __init__(self, sampling: RemoteSampling, policy: Policy, started: StartedServer | None = None) -> None:
+    def __init__(
+        self, sampling: RemoteSampling, policy: Policy, started: StartedServer | None = None, *, sleeps: bool = False
+    ) -> None:
         self.takes: WeightsForm = "adapter" if policy.adapter is not None and sampling.vllm else "whole"
         chat = ChatTemplate.from_pretrained(policy.tokenizer)
         if started is None:
             self._servers = [_server(sampling, url, sampling.api_key, chat) for url in sampling.urls]
         else:
             self._servers = [_server(sampling, started.url, started.api_key, chat, started.socket)]
-        self._started = started
+        self._started, self._sleeps, self._sleeping = started, sleeps, False
         self._replicas = Replicas([Replica(server) for server in self._servers], lost=self._lost)
         self._weights: Weights | None = None  # the newest
         self._gone: set[RemoteBackend] = set()
@@ -157,9 +160,42 @@ class RemoteSampler:
             await probe(server, "policy", train)
 
     def exclusive(self) -> AbstractAsyncContextManager[Any]:
-        return nullcontext()  # it has weights and cores of its own
+        return self._asleep() if self._sleeps else nullcontext()  # else it has memory of its own
+
+    @asynccontextmanager
+    async def _asleep(self) -> AsyncGenerator[None]:
+        """A server that ends at it, or meanwhile, is started again when it is next looked at."""
+        assert self._started is not None
+        try:
+            await self._told("sleep?level=1&mode=keep")  # calls that run go on afterwards
+        except BackendError as error:
+            if not await self._started.ended(_END_SECONDS):
+                raise
+            _log.warning("the sampler does not sleep: %s", error)
+        self._sleeping = True
+        try:
+            yield
+        finally:
+            await self._wake()
+
+    async def _wake(self) -> None:
+        if not self._sleeping:
+            return
+        self._sleeping = False
+        torch.cuda.empty_cache()  # of the learner, which is in this process
+        try:
+            await self._told("wake_up")
+        except BackendError as error:
+            _log.warning("the sampler does not wake up: %s", error)
+            self._lost(self._servers[0])
+
+    async def _told(self, route: str) -> None:
+        connection = self._servers[0].connection
+        async with connection.posted(f"{connection.root}/{route}", b"{}", accepted=True, control=True) as response:
+            await response.read()
 
     async def publish(self, weights: Weights) -> None:
+        await self._wake()
         async with self._changing:
             self._weights = weights
             if self.takes == "whole":

@@ -102,11 +102,11 @@ class ShardedLearner(TorchLearner):
         self._write(directory, self._gathered(self.model.state_dict(keep_vars=True)))
 
     def save(self, directory: Path, *, resumable: bool = True) -> None:
-        if not resumable:
-            return self.export(directory)
         weights = self._gathered(self.model.state_dict(keep_vars=True))
-        optimizer = self._gathered(self.optimizer.state_dict())
-        if dist.get_rank() == 0:
+        optimizer = self._gathered(self.optimizer.state_dict()) if resumable else {}
+        if not resumable:
+            self._write(directory, weights)
+        elif dist.get_rank() == 0:
             self._write(directory, weights)
             names = [] if self._dtype == torch.float32 else [name for name, _ in self.model.named_parameters()]
             self._save_state(directory, optimizer, [weights[name] for name in names])
