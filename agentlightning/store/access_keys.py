@@ -16,7 +16,7 @@ import msgspec
 
 from agentlightning import semconv
 from agentlightning.errors import InvalidError, NotFoundError
-from agentlightning.store import calls, codec, fields, keys
+from agentlightning.store import calls, codec, keys, query
 from agentlightning.store.attempts import load_standing, touch_worker
 from agentlightning.store.calls import AdminCall
 from agentlightning.store.database import Connection
@@ -167,7 +167,8 @@ def _arguments(call: AdminCall[Any]) -> dict[str, Any]:
 
 
 def _without_texts(where: Filter) -> Filter:
-    if isinstance(fields.ROLLOUTS.named.get(str(where.field)), fields.Column):
+    column = query.ROLLOUTS.columns.get(str(where.field))
+    if column is not None and column.kind != "json":
         return where
     value = None if where.value is None else "not recorded"
     return msgspec.structs.replace(where, value=value, of=tuple(map(_without_texts, where.of)))

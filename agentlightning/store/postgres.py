@@ -77,6 +77,7 @@ class PostgresConnection:
         self._writing = writing is not None
         self._owner = owner
         self._seconds = seconds
+        self._give_up = math.inf
         self._options = _PROBES
         if writing is None:
             self._options += " -c default_transaction_read_only=on"
@@ -101,12 +102,16 @@ class PostgresConnection:
     def stream(self, sql: str, parameters: Sequence[Any] = (), /) -> Iterator[Any]:
         with self._raw.cursor(name="page") as cursor:
             cursor.itersize = _FETCHED
-            yield from cursor.execute(_translated(sql), _storable(parameters))  # pyright: ignore[reportArgumentType]
+            for row in cursor.execute(_translated(sql), _storable(parameters)):  # pyright: ignore[reportArgumentType]
+                if time.monotonic() > self._give_up:
+                    raise psycopg.errors.QueryCanceled("looking at all its rows takes too long")
+                yield row
 
     @contextlib.contextmanager
     def limited(self, seconds: float) -> Generator[None]:
         if seconds != self._seconds:
             self._raw.execute(f"SET LOCAL statement_timeout = {_milliseconds(seconds)}".encode())
+        self._give_up = time.monotonic() + seconds  # of all that is fetched for one query
         yield
 
     def settle(self) -> None:

@@ -15,11 +15,11 @@ import msgspec
 
 from agentlightning.errors import ConflictError, InvalidError
 from agentlightning.semconv import CALL_FLAG, REWARD
-from agentlightning.store import calls, codec, fields, filters, lifecycle
+from agentlightning.store import calls, codec, lifecycle, query
 from agentlightning.store.attempts import cancel_rollout, insert_attempt
 from agentlightning.store.database import Connection
 from agentlightning.store.outcomes import note_error
-from agentlightning.store.paging import in_project
+from agentlightning.store.query import FIND, Query, in_project
 from agentlightning.store.rollouts import TERMINAL_STATUSES, find_rollout
 from agentlightning.store.spans import add_spans
 from agentlightning.store.tables import ROLLOUTS
@@ -90,19 +90,14 @@ def _numbers(tx: Transaction, call: calls.DeleteRollouts, where: Filter, conditi
         condition += f" AND rollouts.status IN {TERMINAL_STATUSES}"
     if call.keep_rewards:
         condition += " AND rollouts.trimmed = 0"
-    matching = filters.where(in_project(where, call.project), fields.ROLLOUTS, tx.connection.dialect)
-    rows = tx.connection.execute(
-        f"SELECT rollouts.number FROM rollouts WHERE {matching.text} AND {condition} ORDER BY rollouts.number LIMIT ?",
-        (*matching.parameters, _AT_ONCE),
-    )
-    return [row[0] for row in rows]
+    matching = Query(in_project(where, call.project), query.ROLLOUTS, tx.connection)
+    rest = f" AND {condition} ORDER BY rollouts.number"
+    return [row[0] for row in matching.rows("rollouts.number", rest, most=_AT_ONCE)]
 
 
 def _identified(tx: Transaction, numbers: Sequence[int], columns: str) -> list[Any]:
-    of_these = filters.where(Condition("number", "in", list(numbers)), fields.ROLLOUTS, tx.connection.dialect)
-    return tx.connection.execute(
-        f"SELECT {columns} FROM rollouts WHERE {of_these.text} ORDER BY number", of_these.parameters
-    ).fetchall()
+    of_these = Query(Condition("number", "in", numbers), query.ROLLOUTS, tx.connection)
+    return list(of_these.rows(columns, " ORDER BY number"))
 
 
 def summed(one: Deleted, other: Deleted) -> Deleted:
@@ -131,9 +126,8 @@ def _remove(connection: Connection, rollout_id: str, group_id: str | None) -> De
 
 
 def _trim(connection: Connection, rollout_id: str) -> Deleted:
-    find = fields.FIND[connection.dialect]
     spans = connection.execute(
-        f"DELETE FROM spans WHERE {_SPANS_OF} AND name <> ? AND {find}(attributes, ?) = 0",
+        f"DELETE FROM spans WHERE {_SPANS_OF} AND name <> ? AND {FIND[connection.dialect]}(attributes, ?) = 0",
         (rollout_id, REWARD, f'"{REWARD}.'),
     ).rowcount
     connection.execute("UPDATE rollouts SET input = 'null', trimmed = 1 WHERE rollout_id = ?", (rollout_id,))
