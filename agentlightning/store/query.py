@@ -288,8 +288,10 @@ class Query:
         if op == "exists" or (op == "eq" and value is None):
             return f"({column.sql} IS {'NOT NULL' if op == 'exists' and value is not False else 'NULL'})"
         if op == "contains":
-            self._parameters.append(_in_json(value) if column.kind == "json" else value)
-            made = f"{FIND[self._connection.dialect]}({column.sql}, ?) > 0"
+            spellings = _spellings(value) if column.kind == "json" else [value]
+            self._parameters += spellings
+            found = [f"{FIND[self._connection.dialect]}({column.sql}, ?) > 0"] * len(spellings)
+            made = f"({' OR '.join(found)})"
         elif op == "in":
             made = f"{column.sql} {self._among(value)}" if value else "FALSE"
         else:
@@ -342,7 +344,7 @@ class Query:
             case "ne":
                 return not any(_same(value, wanted) for value in values[name])
             case "contains" if self._of.kind(name) == "json":
-                return _in_json(wanted) in values[name][0]
+                return any(spelling in values[name][0] for spelling in _spellings(wanted))
             case op:
                 return any(_fits(value, op, wanted) for value in values[name])
 
@@ -350,6 +352,11 @@ class Query:
 def _in_json(text: str) -> str:
     """A text as it stands inside a JSON string."""
     return msgspec.json.encode(text)[1:-1].decode()
+
+
+def _spellings(text: str) -> list[str]:
+    """What a text is looked for as in JSON: as it is, and as it is written inside a string."""
+    return list({text, _in_json(text)})
 
 
 def _fits(value: Any, op: str, wanted: Any) -> bool:

@@ -154,7 +154,7 @@ def matches(row: Row, filter: Filter) -> bool:
             return (stored is not None) == (value is not False)
         case "contains":
             if filter.field == "input":
-                return msgspec.json.encode(value)[1:-1].decode() in stored
+                return value in stored or msgspec.json.encode(value)[1:-1].decode() in stored
             if isinstance(stored, list):
                 return any(equal(item, value) for item in stored)
             return isinstance(stored, str) and isinstance(value, str) and value in stored
