@@ -9,12 +9,10 @@ import hashlib
 import json
 import logging
 import secrets
-from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
-from agentlightning import semconv
 from agentlightning.errors import InvalidError, NotFoundError
 from agentlightning.store import calls, codec, keys, query
 from agentlightning.store.attempts import load_standing, touch_worker
@@ -22,7 +20,7 @@ from agentlightning.store.calls import AdminCall
 from agentlightning.store.database import Connection
 from agentlightning.store.tables import KEYS
 from agentlightning.store.transaction import Transaction
-from agentlightning.types import ApiKey, Filter, IssuedKey, Span, SpanStatus
+from agentlightning.types import ApiKey, Filter, IssuedKey
 
 _log: Final = logging.getLogger("agentlightning.audit")
 
@@ -85,27 +83,6 @@ def held_by(connection: Connection, worker_id: str) -> list[tuple[str, str]]:
         ).fetchall()
     )
     return [(rollout_id, attempt_id) for rollout_id, attempt_id in silent]
-
-
-def misuse(worker_id: str, held: Sequence[tuple[str, str]], now: float) -> list[Span]:
-    """A note for each of several attempts that one worker held at once while its key was used. Written again it is the
-    same span."""
-    text = f"worker {worker_id} held {len(held)} attempts at once while its key was used, so that the call was refused"
-    return [
-        Span(
-            rollout_id=rollout_id,
-            attempt_id=attempt_id,
-            sequence_id=0,
-            trace_id=digest(f"{rollout_id}/{attempt_id}")[:32],
-            span_id=digest(f"misuse/{rollout_id}/{attempt_id}")[:16],
-            name=semconv.MESSAGE,
-            start_time=now,
-            end_time=now,
-            status=SpanStatus(status_code="ERROR", description=text),
-            attributes={semconv.MESSAGE_BODY: text},
-        )
-        for rollout_id, attempt_id in held
-    ]
 
 
 def revoke(tx: Transaction, call: calls.RevokeKey) -> ApiKey:
