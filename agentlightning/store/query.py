@@ -21,7 +21,7 @@ import msgspec
 
 from agentlightning.errors import InvalidError, nearest
 from agentlightning.store.database import Connection, Dialect
-from agentlightning.types import And, Condition, Filter
+from agentlightning.types import And, Condition, Filter, Not, Or
 
 Kind: TypeAlias = Literal["text", "number", "boolean", "null"]
 
@@ -217,6 +217,17 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
+def _plainer(asked: Filter, of: Fields) -> Filter:
+    """The same filter without `ne`, and with what a text in JSON is looked for as: as it is, and as strings hold it."""
+    if asked.field is None:
+        return msgspec.structs.replace(asked, of=tuple(_plainer(one, of) for one in asked.of))
+    if asked.op == "ne":
+        return Not(msgspec.structs.replace(asked, op="eq"))
+    if of.kind(asked.field) == "json":
+        return Or([msgspec.structs.replace(asked, value=text) for text in {asked.value, _in_json(asked.value)}])
+    return asked
+
+
 # --- the rows that match -----------------------------------------------------------------------------------------
 
 
@@ -230,10 +241,11 @@ class Query:
     def __init__(self, where: Filter | None, of: Fields, connection: Connection) -> None:
         self._of = of
         self._connection = connection
-        self._where = And([]) if where is None else where
-        conditions = _conditions(self._where)
+        where = And([]) if where is None else where
+        conditions = _conditions(where)
         for one in conditions:
             _check(one, of)
+        self._where = _plainer(where, of)
         self._parameters: list[Any] = []
         self._sql = self._condition(self._where)
         names = dict.fromkeys(str(one.field) for one in conditions)
@@ -283,15 +295,11 @@ class Query:
                 return self._may_hold(asked) if column is None else self._column(op, asked.value, column)
 
     def _column(self, op: str, value: Any, column: Column) -> str:
-        if op == "ne":
-            return f"(NOT {self._column('eq', value, column)})"
         if op == "exists" or (op == "eq" and value is None):
             return f"({column.sql} IS {'NOT NULL' if op == 'exists' and value is not False else 'NULL'})"
         if op == "contains":
-            spellings = _spellings(value) if column.kind == "json" else [value]
-            self._parameters += spellings
-            found = [f"{FIND[self._connection.dialect]}({column.sql}, ?) > 0"] * len(spellings)
-            made = f"({' OR '.join(found)})"
+            self._parameters.append(value)
+            made = f"{FIND[self._connection.dialect]}({column.sql}, ?) > 0"
         elif op == "in":
             made = f"{column.sql} {self._among(value)}" if value else "FALSE"
         else:
@@ -314,7 +322,7 @@ class Query:
     def _may_hold(self, asked: Filter) -> str:
         """What stands in the JSON text of every document that fits: most of the others need not be read."""
         op, value = asked.op, asked.value
-        if op == "ne" or (op == "exists" and value is False) or (op == "eq" and value is None):
+        if (op == "exists" and value is False) or (op == "eq" and value is None):
             return "TRUE"
         if op != "in" and isinstance(value, str) and op not in _COMPARED:
             self._parameters.append(_in_json(value))
@@ -333,7 +341,6 @@ class Query:
         return self._holds(self._where, values)
 
     def _holds(self, asked: Filter, values: Mapping[str, Sequence[Any]]) -> bool:
-        name, wanted = str(asked.field), asked.value
         match asked.op:
             case "and":
                 return all(self._holds(one, values) for one in asked.of)
@@ -341,22 +348,13 @@ class Query:
                 return any(self._holds(one, values) for one in asked.of)
             case "not":
                 return not self._holds(asked.of[0], values)
-            case "ne":
-                return not any(_same(value, wanted) for value in values[name])
-            case "contains" if self._of.kind(name) == "json":
-                return any(spelling in values[name][0] for spelling in _spellings(wanted))
             case op:
-                return any(_fits(value, op, wanted) for value in values[name])
+                return any(_fits(value, op, asked.value) for value in values[str(asked.field)])
 
 
 def _in_json(text: str) -> str:
     """A text as it stands inside a JSON string."""
     return msgspec.json.encode(text)[1:-1].decode()
-
-
-def _spellings(text: str) -> list[str]:
-    """What a text is looked for as in JSON: as it is, and as it is written inside a string."""
-    return list({text, _in_json(text)})
 
 
 def _fits(value: Any, op: str, wanted: Any) -> bool:
