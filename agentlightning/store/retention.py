@@ -5,10 +5,9 @@ This module knows rows; when something is old, and who may remove it, is decided
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -207,58 +206,43 @@ def _check_room(connection: Connection, rollout: Rollout, attempts: Sequence[Att
 # --- what is wrong -----------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rule:
-    """`query` selects the id of everything that breaks the rule."""
-
-    broken: str
-    query: str
-
-
-_RULES: Final[Sequence[_Rule]] = (
-    _Rule(
-        "attempts of a rollout that is not stored",
+_RULES: Final[Mapping[str, str]] = {
+    "attempts of a rollout that is not stored": (
         "SELECT attempt_id FROM attempts a WHERE NOT EXISTS "
-        "(SELECT 1 FROM rollouts r WHERE r.rollout_id = a.rollout_id)",
+        "(SELECT 1 FROM rollouts r WHERE r.rollout_id = a.rollout_id)"
     ),
-    _Rule(
-        "spans of an attempt that is not stored",
-        "SELECT span_id FROM spans s WHERE NOT EXISTS (SELECT 1 FROM attempts a WHERE a.number = s.attempt)",
+    "spans of an attempt that is not stored": (
+        "SELECT span_id FROM spans s WHERE NOT EXISTS (SELECT 1 FROM attempts a WHERE a.number = s.attempt)"
     ),
-    _Rule(
-        "rollouts that do not have as many attempts as they count",
+    "rollouts that do not have as many attempts as they count": (
         "SELECT rollout_id FROM rollouts r WHERE attempts <> "
-        "(SELECT count(*) FROM attempts a WHERE a.rollout_id = r.rollout_id)",
+        "(SELECT count(*) FROM attempts a WHERE a.rollout_id = r.rollout_id)"
     ),
-    _Rule(
-        "finished rollouts without an end time or a number, or others with one",
+    "finished rollouts without an end time or a number, or others with one": (
         f"SELECT rollout_id FROM rollouts WHERE rollout_id <> '{UNATTRIBUTED}' AND "
         f"((status IN {TERMINAL_STATUSES}) <> (end_time IS NOT NULL) OR "
-        f"(status IN {TERMINAL_STATUSES}) <> (finished_index IS NOT NULL))",
+        f"(status IN {TERMINAL_STATUSES}) <> (finished_index IS NOT NULL))"
     ),
-    _Rule(
-        "rollouts at work without an attempt at work",
+    "rollouts at work without an attempt at work": (
         "SELECT rollout_id FROM rollouts r WHERE status IN ('preparing', 'running') AND NOT EXISTS "
         "(SELECT 1 FROM attempts a WHERE a.rollout_id = r.rollout_id AND a.sequence_id = r.attempts "
-        "AND a.status IN ('preparing', 'running'))",
+        "AND a.status IN ('preparing', 'running'))"
     ),
-    _Rule(
-        "finished rollouts with an attempt still at work as their latest",
+    "finished rollouts with an attempt still at work as their latest": (
         f"SELECT r.rollout_id FROM rollouts r JOIN attempts a ON a.rollout_id = r.rollout_id "
         f"AND a.sequence_id = r.attempts WHERE r.status IN {TERMINAL_STATUSES} "
-        "AND a.status IN ('preparing', 'running')",
+        "AND a.status IN ('preparing', 'running')"
     ),
-    _Rule(
-        "complete groups without a number",
+    "complete groups without a number": (
         "SELECT group_id FROM rollout_groups g WHERE finished_index IS NULL AND size = "
-        f"(SELECT count(*) FROM rollouts r WHERE r.group_id = g.group_id AND r.status IN {TERMINAL_STATUSES})",
+        f"(SELECT count(*) FROM rollouts r WHERE r.group_id = g.group_id AND r.status IN {TERMINAL_STATUSES})"
     ),
-    _Rule(
-        "spans that may be trained and whose logprobs are not as long as their token ids",
+    "spans that may be trained and whose logprobs are not as long as their token ids": (
         "SELECT span_id FROM spans WHERE logprobs IS NOT NULL AND length(logprobs) NOT IN (0, length(token_ids)) "
-        f"AND replace(attributes, '\"{CALL_FLAG}\"', '') = attributes",
+        f"AND replace(attributes, '\"{CALL_FLAG}\"', '') = attributes"
     ),
-)
+}
+"""What is wrong, and a query for the id of everything that is."""
 
 
 def check(tx: Transaction, call: calls.CheckStore) -> list[str]:
@@ -267,16 +251,16 @@ def check(tx: Transaction, call: calls.CheckStore) -> list[str]:
     if tx.connection.dialect == "sqlite":
         problems = [row[0] for row in tx.connection.execute("PRAGMA integrity_check(20)")]
         found += [f"the file is damaged: {problem}" for problem in problems if problem != "ok"]
-    for rule in _RULES:
+    for wrong, query_of_it in _RULES.items():
         try:
-            broken: list[Any] = [row[0] for row in tx.connection.execute(f"{rule.query} LIMIT 1000").fetchall()]
+            broken: list[Any] = [row[0] for row in tx.connection.execute(f"{query_of_it} LIMIT 1000").fetchall()]
         except Exception as error:
             if tx.connection.dialect != "sqlite" or tx.connection.trouble(error) is None:
                 raise
-            found.append(f"{rule.broken} cannot be looked for: {error}")
+            found.append(f"{wrong} cannot be looked for: {error}")
             continue
         if broken:
             named = ", ".join(map(str, broken[:5])) + (", …" if len(broken) > 5 else "")
             count = "1000 or more" if len(broken) == 1000 else str(len(broken))
-            found.append(f"{count} {rule.broken}: {named}")
+            found.append(f"{count} {wrong}: {named}")
     return found
