@@ -125,22 +125,15 @@ def digest(api_key: str) -> str:
 
 def log(call: AdminCall[Any]) -> None:
     """A line of who asks for what: without secrets, and without what users wrote, which may be erased to forget it."""
-    action, asked = type(call).__name__, _arguments(call)
+    action, asked = type(call).__name__, msgspec.structs.asdict(call)
+    if isinstance(call, calls.ImportRollout):
+        counts = {"attempts": len(call.attempts), "spans": len(call.spans)}
+        asked = {"rollout_id": call.rollout.rollout_id, **counts}
+    elif isinstance(call, calls.DeleteRollouts):
+        asked["where"] = _without_texts(call.where)
+    asked.pop("actor", None)
     detail = json.dumps(asked, default=msgspec.to_builtins)[:_LONGEST_DETAIL]
     _log.info("%s by %s: %s", action, call.actor, detail, extra={"fields": {"action": action, "actor": call.actor}})
-
-
-def _arguments(call: AdminCall[Any]) -> dict[str, Any]:
-    """What was asked, without what users wrote: the record outlives the rollouts, which may be erased to forget it."""
-    match call:
-        case calls.ImportRollout():
-            counts = {"attempts": len(call.attempts), "spans": len(call.spans)}
-            return {"rollout_id": call.rollout.rollout_id, **counts}
-        case calls.DeleteRollouts():
-            call = msgspec.structs.replace(call, where=_without_texts(call.where))
-        case _:
-            pass
-    return {name: value for name, value in msgspec.structs.asdict(call).items() if name != "actor"}
 
 
 def _without_texts(where: Filter) -> Filter:

@@ -39,16 +39,15 @@ def query_rollouts(tx: Transaction, call: calls.QueryRollouts) -> RolloutPage:
 
 def query_spans(tx: Transaction, call: calls.QuerySpans) -> SpanPage:
     rows, total, next_cursor = page(tx, call, query.SPANS, _SPAN)
-    width = 2 + len(SPAN_COLUMNS.split(", "))
-    items = tuple(codec.span_from_columns(row[0], row[1], row[2:width]) for row in rows)
+    items = tuple(codec.span_from_columns(row[0], row[1], row[2:]) for row in rows)
     return SpanPage(items=items, total=total, next_cursor=next_cursor)
 
 
 def page(
     tx: Transaction, call: calls.PageCall[Any], of: Fields, columns: str
 ) -> tuple[list[Any], int | None, str | None]:
-    """Rows, with their sort keys behind these columns; the count of all that match where it is asked for; the cursor of
-    what comes after them. InvalidError names what cannot be asked or sorted by."""
+    """These columns of the rows of a page, the count of all that match where it is asked for, and the cursor of what
+    comes after them. InvalidError names what cannot be asked or sorted by."""
     check_page(call.limit, call.offset)
     where = query.in_project(call.where, call.project)
     matching = Query(where, of, tx.connection)
@@ -61,11 +60,11 @@ def page(
     selected = ", ".join((columns, *(f"{key.sql} AS {name}" for key, name in zip(keys, names, strict=True))))
     most = None if call.limit is None else call.limit + 1
     found = matching.rows(selected, f"{rest} ORDER BY {by}", parameters, skip=call.offset, most=most)
-    rows, whole = take_rows(found, math.inf if call.most_bytes is None else call.most_bytes)
-    if whole and (call.limit is None or len(rows) <= call.limit):
+    taken, whole = take_rows(found, math.inf if call.most_bytes is None else call.most_bytes)
+    rows = [row[: -len(keys)] for row in taken[: call.limit]]
+    if not rows or (whole and len(taken) == len(rows)):
         return rows, total, None
-    rows = rows[: call.limit]
-    return rows, total, signed.cursor(rows[-1][-len(keys) :]) if rows else None
+    return rows, total, signed.cursor(taken[len(rows) - 1][-len(keys) :])
 
 
 # --- sort orders -------------------------------------------------------------------------------------------------

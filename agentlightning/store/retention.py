@@ -47,17 +47,17 @@ def ended_before(time: float) -> Filter:
 
 def find(tx: Transaction, call: calls.DeleteRollouts, after: int) -> list[int]:
     """The numbers of the first rollouts after a number that are to be removed."""
-    return _numbers(tx, call, call.where, f"rollouts.number > {after}")
+    return [row[0] for row in _matching(tx, call, f"number > {after}")]
 
 
 def cancel_active(tx: Transaction, call: calls.DeleteRollouts, numbers: Sequence[int]) -> list[int]:
     """Cancel those of these rollouts that are at work, in a transaction of their own: whoever works on them or waits
     for them hears of that, and their groups become complete. Returns those that still match."""
-    matching = _numbers(tx, call, And([call.where, Condition("number", "in", list(numbers))]))
-    for rollout_id, status in _identified(tx, matching, "rollout_id, status"):
+    matching = _matching(tx, call, f"number IN ({', '.join(map(str, numbers))})")
+    for _, rollout_id, status, _ in matching:
         if status not in lifecycle.TERMINAL:
             cancel_rollout(tx, calls.CancelRollout(rollout_id=rollout_id))
-    return matching
+    return [row[0] for row in matching]
 
 
 def delete_rollouts(
@@ -65,12 +65,11 @@ def delete_rollouts(
 ) -> tuple[Deleted, Sequence[int]]:
     """Remove those of these rollouts that match and have ended, as many as a moment allows; returns the others. Those
     that were cancelled for it matched before."""
-    of_these = Condition("number", "in", list(numbers))
-    where = of_these if call.unfinished else And([call.where, of_these])
-    matching = _numbers(tx, msgspec.structs.replace(call, unfinished=False), where)
+    ended = msgspec.structs.replace(call, unfinished=False, where=And([]) if call.unfinished else call.where)
+    matching = _matching(tx, ended, f"number IN ({', '.join(map(str, numbers))})")
     give_up = time.monotonic() + _SECONDS_AT_ONCE
     deleted = Deleted()
-    for done, (rollout_id, group_id) in enumerate(_identified(tx, matching, "rollout_id, group_id"), start=1):
+    for done, (_, rollout_id, _, group_id) in enumerate(matching, start=1):
         if call.keep_rewards:
             removed = _trim(tx.connection, rollout_id)
         else:
@@ -79,24 +78,19 @@ def delete_rollouts(
         tx.changes.touched.append(rollout_id)
         deleted = summed(deleted, removed)
         if time.monotonic() > give_up:
-            return deleted, matching[done:]
+            return deleted, [row[0] for row in matching[done:]]
     return deleted, ()
 
 
-def _numbers(tx: Transaction, call: calls.DeleteRollouts, where: Filter, condition: str = "TRUE") -> list[int]:
-    """Of the rollouts that match, those that a call may remove."""
+def _matching(tx: Transaction, call: calls.DeleteRollouts, condition: str) -> list[Any]:
+    """The number, id, status and group of the first rollouts that match and that a call may remove."""
     if not call.unfinished:
-        condition += f" AND rollouts.status IN {TERMINAL_STATUSES}"
+        condition += f" AND status IN {TERMINAL_STATUSES}"
     if call.keep_rewards:
-        condition += " AND rollouts.trimmed = 0"
-    matching = Query(in_project(where, call.project), query.ROLLOUTS, tx.connection)
-    rest = f" AND {condition} ORDER BY rollouts.number"
-    return [row[0] for row in matching.rows("rollouts.number", rest, most=_AT_ONCE)]
-
-
-def _identified(tx: Transaction, numbers: Sequence[int], columns: str) -> list[Any]:
-    of_these = Query(Condition("number", "in", numbers), query.ROLLOUTS, tx.connection)
-    return list(of_these.rows(columns, " ORDER BY number"))
+        condition += " AND trimmed = 0"
+    matching = Query(in_project(call.where, call.project), query.ROLLOUTS, tx.connection)
+    rest = f" AND {condition} ORDER BY number"
+    return list(matching.rows("number, rollout_id, status, group_id", rest, most=_AT_ONCE))
 
 
 def summed(one: Deleted, other: Deleted) -> Deleted:

@@ -74,7 +74,7 @@ class Database:
         call = calls.QueryRollouts(where=filter, order=tuple(orders), limit=limit, cursor=cursor)
         unique = ", ".join(column.sql for column in fields.unique)
         rows, _, more = paging.page(Transaction(self, 0.0, 30.0, b"a secret"), call, fields, unique)
-        return [tuple(row[: len(fields.unique)]) for row in rows], more
+        return [tuple(row) for row in rows], more
 
 
 def fill(database: Database) -> None:
