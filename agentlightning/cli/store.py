@@ -254,10 +254,10 @@ def check(address: str | None, server: str | None, key: str | None, as_json: boo
 @json_option
 def backup(destination: Path, address: str, force: bool, as_json: bool) -> None:
     """Copy a store's SQLite file to DEST, also while a server writes to it."""
-    from agentlightning.store.backup import back_up, postgres_advice
+    from agentlightning.store.backup import POSTGRES_ADVICE, back_up
 
     if address.startswith(_POSTGRES):
-        raise ConfigError(postgres_advice(address, destination))
+        raise ConfigError(POSTGRES_ADVICE)
     back_up(Path(address), destination, overwrite=force)
     size = destination.stat().st_size
     told = {"file": str(destination), "bytes": size}
@@ -274,7 +274,7 @@ def restore(source: Path, destination: str, force: bool, as_json: bool) -> None:
     from agentlightning.store import backup
 
     if destination.startswith(_POSTGRES):
-        raise ConfigError(backup.postgres_advice(destination, source))
+        raise ConfigError(backup.POSTGRES_ADVICE)
     backup.restore(source, Path(destination), overwrite=force)
     tell(as_json, {"file": destination, "source": str(source)}, f"{destination}: restored from {source}")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import parse_qsl
 
@@ -38,28 +37,18 @@ _JSON_HEADERS: Final = ((b"content-type", b"application/json"),)
 _log: Final = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
 class Endpoint:
     """One kind of call: the segments of its path (None where one is a field) and what makes the call of a request."""
 
-    kind: type[Call[Any]]
-    method: str
-    template: str
-    segments: tuple[str | None, ...]
-    fields: tuple[str, ...]
-    decode: Callable[[Mapping[str, Any], bytes, bool], Any]
-    waits: bool
-    none_is_missing: bool
-
-    @classmethod
-    def of(cls, kind: type[Call[Any]]) -> Endpoint:
-        method, _, path = kind.route.partition(" ")
-        segments = tuple(None if part.startswith("{") else part for part in path.split("/")[1:])
-        waits = "timeout" in kind.__struct_fields__
-        missing = method == "GET" and kind.returns() is not None
-        return cls(
-            kind, method, PREFIX + path, segments, tuple(calls.path_fields(path)), _decoder(kind), waits, missing
-        )
+    def __init__(self, kind: type[Call[Any]]) -> None:
+        self.kind = kind
+        self.method, _, path = kind.route.partition(" ")
+        self.template = PREFIX + path
+        self.segments = tuple(None if part.startswith("{") else part for part in path.split("/")[1:])
+        self.fields = tuple(calls.path_fields(path))
+        self.decode = _decoder(kind)
+        self.waits = "timeout" in kind.__struct_fields__
+        self.none_is_missing = self.method == "GET" and kind.returns() is not None
 
     def match(self, segments: list[str]) -> dict[str, Any] | None:
         """The fields that a path of this form gives, or None if it has another."""
@@ -130,7 +119,7 @@ class StoreRest:
         self._body_limit = body_limit
         self._by_length: dict[int, list[Endpoint]] = {}
         for kind in calls.all_calls():
-            endpoint = Endpoint.of(kind)
+            endpoint = Endpoint(kind)
             self._by_length.setdefault(len(endpoint.segments), []).append(endpoint)
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:

@@ -9,20 +9,18 @@ import hashlib
 import json
 import logging
 import secrets
-from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
-from agentlightning import semconv
 from agentlightning.errors import InvalidError, NotFoundError
-from agentlightning.store import calls, codec, fields, keys
+from agentlightning.store import calls, codec, keys, query
 from agentlightning.store.attempts import load_standing, touch_worker
 from agentlightning.store.calls import AdminCall
 from agentlightning.store.database import Connection
 from agentlightning.store.tables import KEYS
 from agentlightning.store.transaction import Transaction
-from agentlightning.types import ApiKey, Filter, IssuedKey, Span, SpanStatus
+from agentlightning.types import ApiKey, Filter, IssuedKey
 
 _log: Final = logging.getLogger("agentlightning.audit")
 
@@ -87,27 +85,6 @@ def held_by(connection: Connection, worker_id: str) -> list[tuple[str, str]]:
     return [(rollout_id, attempt_id) for rollout_id, attempt_id in silent]
 
 
-def misuse(worker_id: str, held: Sequence[tuple[str, str]], now: float) -> list[Span]:
-    """A note for each of several attempts that one worker held at once while its key was used. Written again it is the
-    same span."""
-    text = f"worker {worker_id} held {len(held)} attempts at once while its key was used, so that the call was refused"
-    return [
-        Span(
-            rollout_id=rollout_id,
-            attempt_id=attempt_id,
-            sequence_id=0,
-            trace_id=digest(f"{rollout_id}/{attempt_id}")[:32],
-            span_id=digest(f"misuse/{rollout_id}/{attempt_id}")[:16],
-            name=semconv.MESSAGE,
-            start_time=now,
-            end_time=now,
-            status=SpanStatus(status_code="ERROR", description=text),
-            attributes={semconv.MESSAGE_BODY: text},
-        )
-        for rollout_id, attempt_id in held
-    ]
-
-
 def revoke(tx: Transaction, call: calls.RevokeKey) -> ApiKey:
     """End a key for good, at once or after a while; one that has ended, or ends earlier, stays as it is."""
     if not 0 <= call.after_seconds <= _LONGEST_LIFETIME:
@@ -148,26 +125,20 @@ def digest(api_key: str) -> str:
 
 def log(call: AdminCall[Any]) -> None:
     """A line of who asks for what: without secrets, and without what users wrote, which may be erased to forget it."""
-    action, asked = type(call).__name__, _arguments(call)
+    action, asked = type(call).__name__, msgspec.structs.asdict(call)
+    if isinstance(call, calls.ImportRollout):
+        counts = {"attempts": len(call.attempts), "spans": len(call.spans)}
+        asked = {"rollout_id": call.rollout.rollout_id, **counts}
+    elif isinstance(call, calls.DeleteRollouts):
+        asked["where"] = _without_texts(call.where)
+    asked.pop("actor", None)
     detail = json.dumps(asked, default=msgspec.to_builtins)[:_LONGEST_DETAIL]
     _log.info("%s by %s: %s", action, call.actor, detail, extra={"fields": {"action": action, "actor": call.actor}})
 
 
-def _arguments(call: AdminCall[Any]) -> dict[str, Any]:
-    """What was asked, without what users wrote: the record outlives the rollouts, which may be erased to forget it."""
-    match call:
-        case calls.ImportRollout():
-            counts = {"attempts": len(call.attempts), "spans": len(call.spans)}
-            return {"rollout_id": call.rollout.rollout_id, **counts}
-        case calls.DeleteRollouts():
-            call = msgspec.structs.replace(call, where=_without_texts(call.where))
-        case _:
-            pass
-    return {name: value for name, value in msgspec.structs.asdict(call).items() if name != "actor"}
-
-
 def _without_texts(where: Filter) -> Filter:
-    if isinstance(fields.ROLLOUTS.named.get(str(where.field)), fields.Column):
+    column = query.ROLLOUTS.columns.get(str(where.field))
+    if column is not None and column.kind != "json":
         return where
     value = None if where.value is None else "not recorded"
     return msgspec.structs.replace(where, value=value, of=tuple(map(_without_texts, where.of)))

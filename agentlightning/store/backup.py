@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import sqlite3
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
+from typing import Final
 
 from agentlightning.errors import ConfigError
 from agentlightning.store import sqlite
+
+POSTGRES_ADVICE: Final = """\
+a store in PostgreSQL is backed up by PostgreSQL's own programs, also while it is written (password in PGPASSWORD or
+~/.pgpass):
+  pg_dump --format=custom --no-owner --file=FILE URL
+and restored into an empty database by:
+  pg_restore --no-owner --exit-on-error --dbname=URL FILE"""
 
 
 def back_up(path: Path, destination: Path, *, overwrite: bool = False) -> None:
@@ -34,19 +40,6 @@ def restore(source: Path, destination: Path, *, overwrite: bool = False) -> None
     live = source.with_name(f"{source.name}-wal").exists()
     with contextlib.closing(sqlite.own(destination)):
         _replace(source, "mode=ro" if live else "mode=ro&immutable=1", destination)
-
-
-def postgres_advice(url: str, destination: Path) -> str:
-    """How a store in PostgreSQL is copied and restored, by PostgreSQL's own programs. A password is left out."""
-    parts = urlsplit(url)
-    user, at, host = parts.netloc.rpartition("@")
-    address = shlex.quote(urlunsplit(parts._replace(netloc=user.partition(":")[0] + at + host)))
-    file = shlex.quote(str(destination))
-    return (
-        "a store in PostgreSQL is backed up by PostgreSQL's own programs, also while it is written (password in "
-        f"PGPASSWORD or ~/.pgpass):\n  pg_dump --format=custom --no-owner --file={file} {address}\n"
-        f"and restored into an empty database by:\n  pg_restore --no-owner --exit-on-error --dbname={address} {file}"
-    )
 
 
 def _check_store(path: Path, *, copy: bool = False) -> Path:

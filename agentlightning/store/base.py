@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import msgspec
 
@@ -142,29 +142,11 @@ class LightningStore(abc.ABC):
         return list(page.items)
 
     async def page_rollouts(
-        self,
-        where: Filter | None = None,
-        order: Sequence[Order] = (),
-        *,
-        limit: int = 100,
-        cursor: str | None = None,
-        offset: int = 0,
-        with_total: bool = False,
-        project: str | None = None,
+        self, where: Filter | None = None, order: Sequence[Order] = (), *, limit: int = 100, **page: Unpack[calls.Page]
     ) -> RolloutPage:
         """One page of the rollouts that match `where`, sorted by `order` and then as enqueued; the page's
         `next_cursor` asks for the one after it. Counting the `total` costs a scan of all that match."""
-        return await self.perform(
-            calls.QueryRollouts(
-                where=where,
-                order=tuple(order),
-                limit=limit,
-                cursor=cursor,
-                offset=offset,
-                with_total=with_total,
-                project=project,
-            )
-        )
+        return await self.perform(calls.QueryRollouts(where=where, order=tuple(order), limit=limit, **page))
 
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
         return await self.perform(calls.GetRollout(rollout_id=rollout_id))
@@ -272,28 +254,10 @@ class LightningStore(abc.ABC):
         return await self.perform(calls.GetSpans(rollout_id=rollout_id, attempt_id=attempt_id))
 
     async def page_spans(
-        self,
-        where: Filter | None = None,
-        order: Sequence[Order] = (),
-        *,
-        limit: int = 100,
-        cursor: str | None = None,
-        offset: int = 0,
-        with_total: bool = False,
-        project: str | None = None,
+        self, where: Filter | None = None, order: Sequence[Order] = (), *, limit: int = 100, **page: Unpack[calls.Page]
     ) -> SpanPage:
         """One page of the spans, of whatever rollouts, that match `where`; see `page_rollouts`."""
-        return await self.perform(
-            calls.QuerySpans(
-                where=where,
-                order=tuple(order),
-                limit=limit,
-                cursor=cursor,
-                offset=offset,
-                with_total=with_total,
-                project=project,
-            )
-        )
+        return await self.perform(calls.QuerySpans(where=where, order=tuple(order), limit=limit, **page))
 
     # --- resources ---
 

@@ -8,7 +8,7 @@ body (of a GET: in the query). Bodies are JSON or msgpack.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Generic, TypeVar, get_args
+from typing import Any, ClassVar, Generic, TypedDict, TypeVar, get_args
 
 from agentlightning.types import (
     ApiKey,
@@ -75,6 +75,15 @@ class PageCall(Call[T], frozen=True, kw_only=True):
     cursor: str | None = None
     with_total: bool = False
     project: str | None = None
+
+
+class Page(TypedDict, total=False):
+    """What a method that asks for a page takes besides."""
+
+    cursor: str | None
+    offset: int
+    with_total: bool
+    project: str | None
 
 
 # --- rollouts ----------------------------------------------------------------------------------------------------

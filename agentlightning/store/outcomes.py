@@ -13,7 +13,7 @@ from typing import Any, Final
 from agentlightning.semconv import REWARD_FINAL, REWARD_RETURNED, reward_value
 from agentlightning.store import codec
 from agentlightning.store.database import Connection
-from agentlightning.store.fields import FIND
+from agentlightning.store.query import FIND
 
 _RETURNED: Final = 1e11
 """Seconds by which a reward that was returned comes after every other one, as `tracing.rewards` has it."""

@@ -77,6 +77,7 @@ class PostgresConnection:
         self._writing = writing is not None
         self._owner = owner
         self._seconds = seconds
+        self._give_up = math.inf
         self._options = _PROBES
         if writing is None:
             self._options += " -c default_transaction_read_only=on"
@@ -101,12 +102,16 @@ class PostgresConnection:
     def stream(self, sql: str, parameters: Sequence[Any] = (), /) -> Iterator[Any]:
         with self._raw.cursor(name="page") as cursor:
             cursor.itersize = _FETCHED
-            yield from cursor.execute(_translated(sql), _storable(parameters))  # pyright: ignore[reportArgumentType]
+            for row in cursor.execute(_translated(sql), _storable(parameters)):  # pyright: ignore[reportArgumentType]
+                if time.monotonic() > self._give_up:
+                    raise psycopg.errors.QueryCanceled("looking at all its rows takes too long")
+                yield row
 
     @contextlib.contextmanager
     def limited(self, seconds: float) -> Generator[None]:
         if seconds != self._seconds:
             self._raw.execute(f"SET LOCAL statement_timeout = {_milliseconds(seconds)}".encode())
+        self._give_up = time.monotonic() + seconds  # of all that is fetched for one query
         yield
 
     def settle(self) -> None:
@@ -239,13 +244,14 @@ def _connect(url: str, options: str, name: str) -> psycopg.Connection[tuple[Any,
 
 
 def open_owner(url: str, synchronous: Synchronous) -> PostgresConnection:
-    """The connection that writes a store, which is then this process's; the store is made, or brought to the present
-    layout, if need be. ConfigError if the database holds something else; InUseError if another process owns the store;
-    UnavailableError if PostgreSQL cannot be reached."""
+    """The connection that writes a store, which is then this process's; the store is made if need be. ConfigError if
+    the database holds something else; InUseError if another process owns the store; UnavailableError if PostgreSQL
+    cannot be reached."""
     with _opening(url, writing=synchronous) as connection:
         connection.take(_TAKE_SECONDS)
         connection.execute("BEGIN")
-        _lay_out(connection)
+        if not _is_laid_out(connection):
+            _lay_out(connection)
         connection.execute("SELECT pg_current_xact_id()")  # so that there is a mark in any case
         connection.settle()
     return connection
@@ -254,7 +260,7 @@ def open_owner(url: str, synchronous: Synchronous) -> PostgresConnection:
 def open_reader(url: str) -> PostgresConnection:
     """A connection that reads a store, whoever owns it. ConfigError if there is none, or one of another layout."""
     with _opening(url) as connection:
-        if _layout(connection) != schema.VERSION:
+        if not _is_laid_out(connection):
             raise ConfigError("the database holds no store of this release")
     return connection
 
@@ -280,33 +286,26 @@ def _opening(url: str, writing: Synchronous | None = None) -> Generator[Postgres
         raise
 
 
-def _layout(connection: PostgresConnection) -> int:
-    """The layout of the store in the database, 0 if it is empty; ConfigError if it holds something else."""
+def _is_laid_out(connection: PostgresConnection) -> bool:
+    """Whether there is a store in the database, or nothing; ConfigError if it holds something else."""
     tables = {
         name for (name,) in connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = current_schema()")
     }
-    version = 0
-    if tables:
-        if not {"meta", "rollouts", "spans"} <= tables:
-            raise ConfigError(
-                f"the database holds tables that are not a store's ({', '.join(sorted(tables)[:5])} …); it was left "
-                "as it is. Give the store a database, or a schema (?options=-csearch_path%3Dname), of its own"
-            )
-        row = connection.execute("SELECT value FROM meta WHERE name = 'layout'").fetchone()
-        version = int(bytes(row[0])) if row is not None else -1
-        schema.check_version(version, "the database")
-    return version
+    if not tables:
+        return False
+    if not {"meta", "rollouts", "spans"} <= tables:
+        raise ConfigError(
+            f"the database holds tables that are not a store's ({', '.join(sorted(tables)[:5])} …); it was left "
+            "as it is. Give the store a database, or a schema (?options=-csearch_path%3Dname), of its own"
+        )
+    row = connection.execute("SELECT value FROM meta WHERE name = 'layout'").fetchone()
+    schema.check_version(-1 if row is None else int(bytes(row[0])), "the database")
+    return True
 
 
 def _lay_out(connection: PostgresConnection) -> None:
-    version = _layout(connection)
-    if version == schema.VERSION:
-        return
-    schema.migrate(connection, version)
-    connection.execute(
-        "INSERT INTO meta (name, value) VALUES ('layout', ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
-        (str(schema.VERSION).encode(),),
-    )
+    schema.create(connection)
+    connection.execute("INSERT INTO meta (name, value) VALUES ('layout', ?)", (str(schema.VERSION).encode(),))
 
 
 def read_clock(connection: PostgresConnection) -> float:

@@ -5,21 +5,20 @@ This module knows rows; when something is old, and who may remove it, is decided
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from agentlightning.errors import ConflictError, InvalidError
 from agentlightning.semconv import CALL_FLAG, REWARD
-from agentlightning.store import calls, codec, fields, filters, lifecycle
+from agentlightning.store import calls, codec, lifecycle, query
 from agentlightning.store.attempts import cancel_rollout, insert_attempt
 from agentlightning.store.database import Connection
 from agentlightning.store.outcomes import note_error
-from agentlightning.store.paging import in_project
+from agentlightning.store.query import FIND, Query, in_project
 from agentlightning.store.rollouts import TERMINAL_STATUSES, find_rollout
 from agentlightning.store.spans import add_spans
 from agentlightning.store.tables import ROLLOUTS
@@ -48,17 +47,17 @@ def ended_before(time: float) -> Filter:
 
 def find(tx: Transaction, call: calls.DeleteRollouts, after: int) -> list[int]:
     """The numbers of the first rollouts after a number that are to be removed."""
-    return _numbers(tx, call, call.where, f"rollouts.number > {after}")
+    return [row[0] for row in _matching(tx, call, f"number > {after}")]
 
 
 def cancel_active(tx: Transaction, call: calls.DeleteRollouts, numbers: Sequence[int]) -> list[int]:
     """Cancel those of these rollouts that are at work, in a transaction of their own: whoever works on them or waits
     for them hears of that, and their groups become complete. Returns those that still match."""
-    matching = _numbers(tx, call, And([call.where, Condition("number", "in", list(numbers))]))
-    for rollout_id, status in _identified(tx, matching, "rollout_id, status"):
+    matching = _matching(tx, call, f"number IN ({', '.join(map(str, numbers))})")
+    for _, rollout_id, status, _ in matching:
         if status not in lifecycle.TERMINAL:
             cancel_rollout(tx, calls.CancelRollout(rollout_id=rollout_id))
-    return matching
+    return [row[0] for row in matching]
 
 
 def delete_rollouts(
@@ -66,12 +65,11 @@ def delete_rollouts(
 ) -> tuple[Deleted, Sequence[int]]:
     """Remove those of these rollouts that match and have ended, as many as a moment allows; returns the others. Those
     that were cancelled for it matched before."""
-    of_these = Condition("number", "in", list(numbers))
-    where = of_these if call.unfinished else And([call.where, of_these])
-    matching = _numbers(tx, msgspec.structs.replace(call, unfinished=False), where)
+    ended = msgspec.structs.replace(call, unfinished=False, where=And([]) if call.unfinished else call.where)
+    matching = _matching(tx, ended, f"number IN ({', '.join(map(str, numbers))})")
     give_up = time.monotonic() + _SECONDS_AT_ONCE
     deleted = Deleted()
-    for done, (rollout_id, group_id) in enumerate(_identified(tx, matching, "rollout_id, group_id"), start=1):
+    for done, (_, rollout_id, _, group_id) in enumerate(matching, start=1):
         if call.keep_rewards:
             removed = _trim(tx.connection, rollout_id)
         else:
@@ -80,29 +78,19 @@ def delete_rollouts(
         tx.changes.touched.append(rollout_id)
         deleted = summed(deleted, removed)
         if time.monotonic() > give_up:
-            return deleted, matching[done:]
+            return deleted, [row[0] for row in matching[done:]]
     return deleted, ()
 
 
-def _numbers(tx: Transaction, call: calls.DeleteRollouts, where: Filter, condition: str = "TRUE") -> list[int]:
-    """Of the rollouts that match, those that a call may remove."""
+def _matching(tx: Transaction, call: calls.DeleteRollouts, condition: str) -> list[Any]:
+    """The number, id, status and group of the first rollouts that match and that a call may remove."""
     if not call.unfinished:
-        condition += f" AND rollouts.status IN {TERMINAL_STATUSES}"
+        condition += f" AND status IN {TERMINAL_STATUSES}"
     if call.keep_rewards:
-        condition += " AND rollouts.trimmed = 0"
-    matching = filters.where(in_project(where, call.project), fields.ROLLOUTS, tx.connection.dialect)
-    rows = tx.connection.execute(
-        f"SELECT rollouts.number FROM rollouts WHERE {matching.text} AND {condition} ORDER BY rollouts.number LIMIT ?",
-        (*matching.parameters, _AT_ONCE),
-    )
-    return [row[0] for row in rows]
-
-
-def _identified(tx: Transaction, numbers: Sequence[int], columns: str) -> list[Any]:
-    of_these = filters.where(Condition("number", "in", list(numbers)), fields.ROLLOUTS, tx.connection.dialect)
-    return tx.connection.execute(
-        f"SELECT {columns} FROM rollouts WHERE {of_these.text} ORDER BY number", of_these.parameters
-    ).fetchall()
+        condition += " AND trimmed = 0"
+    matching = Query(in_project(call.where, call.project), query.ROLLOUTS, tx.connection)
+    rest = f" AND {condition} ORDER BY number"
+    return list(matching.rows("number, rollout_id, status, group_id", rest, most=_AT_ONCE))
 
 
 def summed(one: Deleted, other: Deleted) -> Deleted:
@@ -131,9 +119,8 @@ def _remove(connection: Connection, rollout_id: str, group_id: str | None) -> De
 
 
 def _trim(connection: Connection, rollout_id: str) -> Deleted:
-    find = fields.FIND[connection.dialect]
     spans = connection.execute(
-        f"DELETE FROM spans WHERE {_SPANS_OF} AND name <> ? AND {find}(attributes, ?) = 0",
+        f"DELETE FROM spans WHERE {_SPANS_OF} AND name <> ? AND {FIND[connection.dialect]}(attributes, ?) = 0",
         (rollout_id, REWARD, f'"{REWARD}.'),
     ).rowcount
     connection.execute("UPDATE rollouts SET input = 'null', trimmed = 1 WHERE rollout_id = ?", (rollout_id,))
@@ -213,58 +200,43 @@ def _check_room(connection: Connection, rollout: Rollout, attempts: Sequence[Att
 # --- what is wrong -----------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rule:
-    """`query` selects the id of everything that breaks the rule."""
-
-    broken: str
-    query: str
-
-
-_RULES: Final[Sequence[_Rule]] = (
-    _Rule(
-        "attempts of a rollout that is not stored",
+_RULES: Final[Mapping[str, str]] = {
+    "attempts of a rollout that is not stored": (
         "SELECT attempt_id FROM attempts a WHERE NOT EXISTS "
-        "(SELECT 1 FROM rollouts r WHERE r.rollout_id = a.rollout_id)",
+        "(SELECT 1 FROM rollouts r WHERE r.rollout_id = a.rollout_id)"
     ),
-    _Rule(
-        "spans of an attempt that is not stored",
-        "SELECT span_id FROM spans s WHERE NOT EXISTS (SELECT 1 FROM attempts a WHERE a.number = s.attempt)",
+    "spans of an attempt that is not stored": (
+        "SELECT span_id FROM spans s WHERE NOT EXISTS (SELECT 1 FROM attempts a WHERE a.number = s.attempt)"
     ),
-    _Rule(
-        "rollouts that do not have as many attempts as they count",
+    "rollouts that do not have as many attempts as they count": (
         "SELECT rollout_id FROM rollouts r WHERE attempts <> "
-        "(SELECT count(*) FROM attempts a WHERE a.rollout_id = r.rollout_id)",
+        "(SELECT count(*) FROM attempts a WHERE a.rollout_id = r.rollout_id)"
     ),
-    _Rule(
-        "finished rollouts without an end time or a number, or others with one",
+    "finished rollouts without an end time or a number, or others with one": (
         f"SELECT rollout_id FROM rollouts WHERE rollout_id <> '{UNATTRIBUTED}' AND "
         f"((status IN {TERMINAL_STATUSES}) <> (end_time IS NOT NULL) OR "
-        f"(status IN {TERMINAL_STATUSES}) <> (finished_index IS NOT NULL))",
+        f"(status IN {TERMINAL_STATUSES}) <> (finished_index IS NOT NULL))"
     ),
-    _Rule(
-        "rollouts at work without an attempt at work",
+    "rollouts at work without an attempt at work": (
         "SELECT rollout_id FROM rollouts r WHERE status IN ('preparing', 'running') AND NOT EXISTS "
         "(SELECT 1 FROM attempts a WHERE a.rollout_id = r.rollout_id AND a.sequence_id = r.attempts "
-        "AND a.status IN ('preparing', 'running'))",
+        "AND a.status IN ('preparing', 'running'))"
     ),
-    _Rule(
-        "finished rollouts with an attempt still at work as their latest",
+    "finished rollouts with an attempt still at work as their latest": (
         f"SELECT r.rollout_id FROM rollouts r JOIN attempts a ON a.rollout_id = r.rollout_id "
         f"AND a.sequence_id = r.attempts WHERE r.status IN {TERMINAL_STATUSES} "
-        "AND a.status IN ('preparing', 'running')",
+        "AND a.status IN ('preparing', 'running')"
     ),
-    _Rule(
-        "complete groups without a number",
+    "complete groups without a number": (
         "SELECT group_id FROM rollout_groups g WHERE finished_index IS NULL AND size = "
-        f"(SELECT count(*) FROM rollouts r WHERE r.group_id = g.group_id AND r.status IN {TERMINAL_STATUSES})",
+        f"(SELECT count(*) FROM rollouts r WHERE r.group_id = g.group_id AND r.status IN {TERMINAL_STATUSES})"
     ),
-    _Rule(
-        "spans that may be trained and whose logprobs are not as long as their token ids",
+    "spans that may be trained and whose logprobs are not as long as their token ids": (
         "SELECT span_id FROM spans WHERE logprobs IS NOT NULL AND length(logprobs) NOT IN (0, length(token_ids)) "
-        f"AND replace(attributes, '\"{CALL_FLAG}\"', '') = attributes",
+        f"AND replace(attributes, '\"{CALL_FLAG}\"', '') = attributes"
     ),
-)
+}
+"""What is wrong, and a query for the id of everything that is."""
 
 
 def check(tx: Transaction, call: calls.CheckStore) -> list[str]:
@@ -273,16 +245,16 @@ def check(tx: Transaction, call: calls.CheckStore) -> list[str]:
     if tx.connection.dialect == "sqlite":
         problems = [row[0] for row in tx.connection.execute("PRAGMA integrity_check(20)")]
         found += [f"the file is damaged: {problem}" for problem in problems if problem != "ok"]
-    for rule in _RULES:
+    for wrong, query_of_it in _RULES.items():
         try:
-            broken: list[Any] = [row[0] for row in tx.connection.execute(f"{rule.query} LIMIT 1000").fetchall()]
+            broken: list[Any] = [row[0] for row in tx.connection.execute(f"{query_of_it} LIMIT 1000").fetchall()]
         except Exception as error:
             if tx.connection.dialect != "sqlite" or tx.connection.trouble(error) is None:
                 raise
-            found.append(f"{rule.broken} cannot be looked for: {error}")
+            found.append(f"{wrong} cannot be looked for: {error}")
             continue
         if broken:
             named = ", ".join(map(str, broken[:5])) + (", …" if len(broken) > 5 else "")
             count = "1000 or more" if len(broken) == 1000 else str(len(broken))
-            found.append(f"{count} {rule.broken}: {named}")
+            found.append(f"{count} {wrong}: {named}")
     return found

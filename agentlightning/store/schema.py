@@ -1,12 +1,11 @@
-"""The tables, for every database, and the steps from one layout to the next.
+"""The tables, for every database.
 
-A new store runs all steps, an older one those it lacks. This module knows table definitions; it does not know what the
-rows mean, nor how a database is opened.
+This module knows table definitions; it does not know what the rows mean, nor how a database is opened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 from agentlightning.errors import ConfigError
@@ -170,28 +169,22 @@ CREATE TABLE api_keys (
 );
 """
 
-FIRST: Final = 5
-"""The oldest layout that can be read."""
-STEPS: Final[Sequence[str]] = (_TABLES,)
-"""What makes the first layout, and then what makes each of the one before."""
-VERSION: Final = FIRST + len(STEPS) - 1
+VERSION: Final = 5
+"""The layout of these tables."""
 
 
 def check_version(version: int, store: str) -> None:
-    """ConfigError if a store of layout `version` cannot be brought to the present one."""
-    if not FIRST <= version <= VERSION:
-        readable = f"layout {VERSION}" if FIRST == VERSION else f"layouts {FIRST} to {VERSION}"
+    """ConfigError if a store has another layout than these tables."""
+    if version != VERSION:
         raise ConfigError(
-            f"{store} has layout {version} and this release reads {readable}; it was left as it is. Use the release "
-            "that wrote it, or a new store"
+            f"{store} has layout {version} and this release reads layout {VERSION}; it was left as it is. Use the "
+            "release that wrote it, or a new store"
         )
 
 
-def migrate(connection: Connection, version: int) -> None:
-    """Bring a store of layout `version` (0: nothing yet) to the present one, within the caller's transaction."""
-    for step in STEPS[max(0, version - FIRST + 1) :]:
-        for statement in step.format_map(_TYPES[connection.dialect]).split(";"):
-            if statement.strip():
-                connection.execute(statement)
-    if version == 0:
-        connection.execute("INSERT INTO meta (name, value) VALUES ('secret', ?)", (new_secret(),))
+def create(connection: Connection) -> None:
+    """Make the tables of a new store, within the caller's transaction."""
+    for statement in _TABLES.format_map(_TYPES[connection.dialect]).split(";"):
+        if statement.strip():
+            connection.execute(statement)
+    connection.execute("INSERT INTO meta (name, value) VALUES ('secret', ?)", (new_secret(),))

@@ -132,7 +132,7 @@ def own(path: Path) -> sqlite3.Connection:
 
 
 def prepare_file(path: Path) -> None:
-    """Make a new store at `path` if there is nothing yet; bring an older one to the present layout."""
+    """Make a new store at `path` if there is nothing yet."""
     try:
         if not path.exists() or path.stat().st_size == 0:
             # Laid out under another name and then moved, so that a crash never leaves half a store behind.
@@ -147,7 +147,6 @@ def prepare_file(path: Path) -> None:
             draft.replace(path)
         else:
             with contextlib.closing(_open(str(path))) as connection:
-                _lay_out(connection)
                 connection.execute("PRAGMA journal_mode = WAL")  # which a copy is not
     except OSError as error:
         raise _unusable(path, error) from None
@@ -158,11 +157,8 @@ def prepare_file(path: Path) -> None:
 
 
 def _lay_out(connection: SqliteConnection) -> None:
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version == schema.VERSION:
-        return
     connection.execute("BEGIN IMMEDIATE")
-    schema.migrate(connection, version)
+    schema.create(connection)
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {schema.VERSION}")
     connection.execute("COMMIT")

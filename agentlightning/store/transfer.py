@@ -23,6 +23,7 @@ from agentlightning.store.base import LightningStore
 from agentlightning.types import Attempt, Filter, Noun, Rollout, Span
 
 _AT_ONCE: Final = 16  # records held in memory
+_encoder: Final = msgspec.json.Encoder(enc_hook=codec.plain)
 _SUFFIXES: Final = (".jsonl", ".jsonl.gz")
 
 
@@ -71,13 +72,13 @@ async def export_rollouts(
     ConfigError if it exists and is not to be overwritten, cannot be written, or ends in neither .jsonl nor
     .jsonl.gz."""
     records = attempts = spans = unfinished = 0
-    with _writing(path, overwrite) as writer:
+    with _writing(path, overwrite) as file:
         cursor = None
         while True:
             page = await store.page_rollouts(where, limit=_AT_ONCE, cursor=cursor, project=project)
             found = await asyncio.gather(*(_record(store, rollout) for rollout in page.items))
             batch = [record for record in found if record is not None]
-            await asyncio.to_thread(writer.write, batch)
+            await asyncio.to_thread(_write, file, batch)
             records += len(batch)
             attempts += sum(len(record.attempts) for record in batch)
             spans += sum(len(record.spans) for record in batch)
@@ -139,8 +140,8 @@ def _suffix(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _writing(path: Path, overwrite: bool) -> Generator[_JsonWriter]:
-    """A writer to a file that takes its name when all is written."""
+def _writing(path: Path, overwrite: bool) -> Generator[BinaryIO]:
+    """A file that takes its name when all is written."""
     suffix = _suffix(path)
     if path.exists() and not overwrite:
         raise ConfigError(f"{path} exists already; choose another name, or overwrite it with --force")
@@ -148,8 +149,11 @@ def _writing(path: Path, overwrite: bool) -> Generator[_JsonWriter]:
     try:
         try:
             with draft.open("wb") as file:
-                with contextlib.closing(_JsonWriter(file, suffix == ".jsonl.gz")) as writer:
-                    yield writer
+                if suffix == ".jsonl.gz":
+                    with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=6) as compressed:
+                        yield cast(BinaryIO, compressed)
+                else:
+                    yield file
                 file.flush()
                 os.fsync(file.fileno())
             draft.replace(path)
@@ -171,19 +175,8 @@ def _reading(path: Path) -> Generator[Iterator[tuple[str, Record]]]:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-class _JsonWriter:
-    def __init__(self, file: BinaryIO, compressed: bool) -> None:
-        self._file = gzip.GzipFile(fileobj=file, mode="wb", compresslevel=6) if compressed else file
-        self._compressed = compressed
-        self._encoder = msgspec.json.Encoder(enc_hook=codec.plain)
-
-    def write(self, records: Sequence[Record]) -> None:
-        for record in records:
-            self._file.write(self._encoder.encode(record) + b"\n")
-
-    def close(self) -> None:
-        if self._compressed:
-            self._file.close()  # its end; the file below stays open
+def _write(file: BinaryIO, records: Sequence[Record]) -> None:
+    file.write(_encoder.encode_lines(records))
 
 
 def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, Record]]:

@@ -1,0 +1,393 @@
+"""What queries may ask of rollouts and spans, and the rows that match.
+
+Conditions on columns are SQL; those on JSON paths are decided in Python, of the rows that the SQL leaves, alike in both
+databases. A condition is true or false, never unknown: `ne` is exactly not `eq`. A field is missing if its column is
+NULL, or if its path leads nowhere or to null; `eq` null asks for that, `exists` for the contrary. Values of different
+types are never equal and not comparable. Text is ordered by code points. Names are looked up here and values only ever
+travel as parameters, so that nothing a caller wrote becomes SQL. This module does not know pages or nouns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import operator
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+
+from agentlightning.errors import InvalidError, nearest
+from agentlightning.store.database import Connection, Dialect
+from agentlightning.types import And, Condition, Filter, Not, Or
+
+Kind: TypeAlias = Literal["text", "number", "boolean", "null"]
+
+FIND: Final[Mapping[Dialect, str]] = {"sqlite": "instr", "postgres": "strpos"}
+
+_COMPARED: Final = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
+_SYMBOLS: Final = {"eq": "=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_TAKES: Final[Mapping[str, Sequence[Kind]]] = {
+    "eq": ("text", "number", "boolean", "null"),
+    "ne": ("text", "number", "boolean", "null"),
+    "in": ("text", "number", "boolean"),
+    "contains": ("text", "number", "boolean"),
+    **dict.fromkeys(_COMPARED, ("text", "number")),
+    "exists": ("boolean", "null"),
+}
+_DEEPEST: Final = 10
+_MOST_CONDITIONS: Final = 200
+_UNLIMITED: Final = 1 << 62  # where a database wants a number
+_TAG: Final = "tag"  # each text in the list `metadata["tags"]`
+
+
+# --- fields ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column, or an expression of columns. A boolean is 1 or 0; `json` is searched as the text it is."""
+
+    sql: str
+    kind: Literal["text", "number", "boolean", "json"] = "text"
+    nullable: bool = False
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What can be asked of the rows of `tables`. `document` is the prefix of names inside the JSON object of a column;
+    `unique` tells any two rows apart and is their natural order."""
+
+    tables: str
+    columns: Mapping[str, Column]
+    document: str
+    document_column: str
+    unique: tuple[Column, ...]
+
+    def kind(self, name: object) -> Literal["text", "number", "boolean", "json", "tag", "path"]:
+        """What a field is. InvalidError, with a hint, if there is none of that name."""
+        text, shown = str(name), str(name)[:100]
+        prefix, _, path = text.partition(".")
+        if text in self.columns:
+            return self.columns[text].kind
+        if text == _TAG and self is ROLLOUTS:
+            return "tag"
+        if prefix == self.document and path:
+            _check_text(path, f"the path {shown}")
+            return "path"
+        raise InvalidError(f"there is no field {shown!r}; {nearest(shown, [*self.columns, f'{self.document}.KEY'])}")
+
+
+_GROUP_END: Final = (  # when the last of the group ended, nothing while one has not
+    "(CASE WHEN rollouts.group_id IS NULL THEN rollouts.end_time ELSE "
+    "(SELECT CASE WHEN count(*) = count(member.end_time) THEN max(member.end_time) END "
+    "FROM rollouts AS member WHERE member.group_id = rollouts.group_id) END)"
+)
+
+ROLLOUTS: Final = Fields(
+    tables="rollouts",
+    columns={
+        "rollout_id": Column("rollouts.rollout_id"),
+        "status": Column("rollouts.status"),
+        "mode": Column("rollouts.mode"),
+        "resources_id": Column("rollouts.resources_id", nullable=True),
+        "run_id": Column("rollouts.run_id", nullable=True),
+        "group_id": Column("rollouts.group_id", nullable=True),
+        "group_index": Column("rollouts.group_index", "number", nullable=True),
+        "project": Column("rollouts.project"),
+        "priority": Column("rollouts.priority", "number"),
+        "number": Column("rollouts.number", "number"),
+        "reward": Column("rollouts.reward", "number", nullable=True),
+        "error": Column("rollouts.error", nullable=True),
+        "start_time": Column("rollouts.start_time", "number"),
+        "end_time": Column("rollouts.end_time", "number", nullable=True),
+        "group_end_time": Column(_GROUP_END, "number", nullable=True),
+        "input": Column("rollouts.input", "json"),
+    },
+    document="metadata",
+    document_column="rollouts.metadata",
+    unique=(Column("rollouts.number", "number"),),
+)
+
+SPANS: Final = Fields(
+    tables=(
+        "spans JOIN attempts ON attempts.number = spans.attempt "
+        "JOIN rollouts ON rollouts.rollout_id = attempts.rollout_id"
+    ),
+    columns={
+        "rollout_id": Column("attempts.rollout_id"),
+        "attempt_id": Column("attempts.attempt_id"),
+        "span_id": Column("spans.span_id"),
+        "trace_id": Column("spans.trace_id"),
+        "parent_id": Column("spans.parent_id", nullable=True),
+        "name": Column("spans.name"),
+        "start_time": Column("spans.start_time", "number"),
+        "end_time": Column("spans.end_time", "number"),
+        "duration": Column("(spans.end_time - spans.start_time)", "number"),
+        "status_code": Column("spans.status_code"),
+        "sequence_id": Column("spans.sequence_id", "number"),
+        "has_tokens": Column("(CASE WHEN spans.prompt_token_ids IS NULL THEN 0 ELSE 1 END)", "boolean"),
+        "project": Column("rollouts.project"),
+        "run_id": Column("rollouts.run_id", nullable=True),
+    },
+    document="attributes",
+    document_column="spans.attributes",
+    unique=(Column("spans.attempt", "number"), Column("spans.sequence_id", "number"), Column("spans.span_id")),
+)
+
+
+def in_project(where: Filter | None, project: str | None) -> Filter | None:
+    """The filter, within one project."""
+    if project is None:
+        return where
+    own = Condition("project", "eq", project)
+    return own if where is None else And([own, where])
+
+
+# --- what may be asked -------------------------------------------------------------------------------------------
+
+
+def _conditions(filter: Filter) -> list[Filter]:
+    """Every condition in a filter."""
+    level, depth, found = [filter], 0, list[Filter]()
+    while level:
+        depth += 1
+        found += level
+        if depth > _DEEPEST or len(found) > _MOST_CONDITIONS:
+            raise InvalidError(
+                f"the filter is too large: at most {_MOST_CONDITIONS} conditions, nested at most {_DEEPEST} deep"
+            )
+        level = [inner for one in level for inner in one.of]
+    return [one for one in found if one.op not in ("and", "or", "not")]
+
+
+def _check(asked: Filter, of: Fields) -> None:
+    """InvalidError unless this can be asked of the field."""
+    op, name, value = asked.op, asked.field, asked.value
+    if op not in _TAKES:
+        raise InvalidError(f"there is no op {_shown(op)}; {nearest(str(op), [*_TAKES, 'and', 'or', 'not'])}")
+    kind = of.kind(name)
+    if op == "in" and not isinstance(value, list | tuple):
+        raise InvalidError(f"`in` on {name} takes a list of values, not {_shown(value)}")
+    takes = _takes(op, kind)
+    for one in value if op == "in" else [value]:
+        if _kind(one, name) not in takes:
+            expected = f"it takes {' or '.join(takes)}" if takes else f"that cannot be asked of a {kind}"
+            raise InvalidError(f"`{op}` on {name} was given {_shown(one)}; {expected}")
+
+
+def _takes(op: str, kind: str) -> Sequence[Kind]:
+    """The kinds of values that an op takes on a field of a kind."""
+    if kind == "path" or (op == "exists" and kind != "json"):
+        return _TAKES[op]
+    if op == "contains":
+        return ["text"] if kind in ("text", "json") else []
+    if kind == "json" or (kind in ("tag", "boolean") and op in _COMPARED):
+        return []
+    return [one for one in _TAKES[op] if one in ("text" if kind == "tag" else kind, "null")]
+
+
+def _kind(value: Any, name: object) -> Kind:
+    """What a value is compared with. InvalidError if nothing can be compared with it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if (isinstance(value, int) and -(2**63) <= value < 2**63) or (isinstance(value, float) and math.isfinite(value)):
+        return "number"
+    if isinstance(value, str):
+        _check_text(value, f"a value for {name}")
+        return "text"
+    raise InvalidError(
+        f"{_shown(value)} cannot be compared with {name}; give text, a finite number of at most 64 bits, a boolean "
+        "or null"
+    )
+
+
+def _check_text(text: str, what: str) -> None:
+    """InvalidError if a database cannot be given the text."""
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        raise InvalidError(f"{what} holds a NUL or half a surrogate pair, which no database can be asked for")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _plainer(asked: Filter, of: Fields) -> Filter:
+    """The same filter without `ne`, and with what a text in JSON is looked for as: as it is, and as strings hold it."""
+    if asked.field is None:
+        return msgspec.structs.replace(asked, of=tuple(_plainer(one, of) for one in asked.of))
+    if asked.op == "ne":
+        return Not(msgspec.structs.replace(asked, op="eq"))
+    if of.kind(asked.field) == "json":
+        return Or([msgspec.structs.replace(asked, value=text) for text in {asked.value, _in_json(asked.value)}])
+    return asked
+
+
+# --- the rows that match -----------------------------------------------------------------------------------------
+
+
+class Query:
+    """The rows `of` some tables that match a filter. Where it names paths, `_sql` may let more through than match, and
+    `_matches` decides by the values of `_read`.
+
+    InvalidError names an unknown field or op, a value that the field or op does not take, or that the filter is deeper
+    than 10 or has more than 200 conditions."""
+
+    def __init__(self, where: Filter | None, of: Fields, connection: Connection) -> None:
+        self._of = of
+        self._connection = connection
+        where = And([]) if where is None else where
+        conditions = _conditions(where)
+        for one in conditions:
+            _check(one, of)
+        self._where = _plainer(where, of)
+        self._parameters: list[Any] = []
+        self._sql = self._condition(self._where)
+        names = dict.fromkeys(str(one.field) for one in conditions)
+        self._paths = [name for name in names if name not in of.columns]
+        self._named = [name for name in names if name in of.columns]
+        self._read = [*(of.columns[name].sql for name in self._named), of.document_column] if self._paths else []
+
+    def count(self) -> int:
+        """How many there are."""
+        if self._paths:
+            return sum(1 for _ in self.rows("1"))
+        sql = f"SELECT count(*) FROM {self._of.tables} WHERE {self._sql}"
+        return self._connection.execute(sql, self._parameters).fetchone()[0]
+
+    def rows(
+        self, columns: str, rest: str = "", parameters: Sequence[Any] = (), *, skip: int = 0, most: int | None = None
+    ) -> Generator[Any]:
+        """These columns of them, at most so many after those that are skipped. `rest` is SQL that comes after the
+        filter: ` AND …`, with its parameters, and ` ORDER BY …`."""
+        selected = ", ".join((columns, *self._read))
+        bounds = (_UNLIMITED if most is None else most, skip) if not self._paths else (_UNLIMITED, 0)
+        found = self._connection.stream(
+            f"SELECT {selected} FROM {self._of.tables} WHERE {self._sql}{rest} LIMIT ? OFFSET ?",
+            (*self._parameters, *parameters, *bounds),
+        )
+        with contextlib.closing(found):  # pyright: ignore[reportArgumentType] - both databases' can be closed
+            if not self._paths:
+                yield from found
+                return
+            width = -len(self._read)
+            matching = (row[:width] for row in found if self._matches(row[width:]))
+            yield from itertools.islice(matching, skip, None if most is None else skip + most)
+
+    # --- in SQL ---
+
+    def _condition(self, asked: Filter) -> str:
+        match asked.op:
+            case "and" | "or":
+                parts = [self._condition(one) for one in asked.of] or ["TRUE" if asked.op == "and" else "FALSE"]
+                return f"({f' {asked.op} '.join(parts)})"
+            case "not":
+                if any(one.field not in self._of.columns for one in _conditions(asked)):
+                    return "TRUE"  # what may match a path may also match its negation
+                return f"(NOT {self._condition(asked.of[0])})"
+            case op:
+                column = self._of.columns.get(str(asked.field))
+                return self._may_hold(asked) if column is None else self._column(op, asked.value, column)
+
+    def _column(self, op: str, value: Any, column: Column) -> str:
+        if op == "exists" or (op == "eq" and value is None):
+            return f"({column.sql} IS {'NOT NULL' if op == 'exists' and value is not False else 'NULL'})"
+        if op == "contains":
+            self._parameters.append(value)
+            made = f"{FIND[self._connection.dialect]}({column.sql}, ?) > 0"
+        elif op == "in":
+            made = f"{column.sql} {self._among(value)}" if value else "FALSE"
+        else:
+            # The order of the database's language would be another on every machine.
+            collation = ' COLLATE "C"' if self._connection.dialect == "postgres" and isinstance(value, str) else ""
+            self._parameters.append(int(value) if isinstance(value, bool) else value)
+            made = f"{column.sql}{collation if op != 'eq' else ''} {_SYMBOLS[op]} ?"
+        # The second half lets an index be used; the first makes the whole false, not unknown.
+        return f"({column.sql} IS NOT NULL AND {made})" if column.nullable else f"({made})"
+
+    def _among(self, values: Sequence[Any]) -> str:
+        plain = [int(value) if isinstance(value, bool) else value for value in values]
+        if self._connection.dialect == "sqlite":
+            self._parameters.append(msgspec.json.encode(plain).decode())
+            return "IN (SELECT value FROM json_each(?))"
+        real = any(isinstance(value, float) for value in plain)
+        self._parameters.append([float(value) for value in plain] if real else plain)
+        return f"= ANY(?::{'float8' if real else 'bigint' if isinstance(plain[0], int) else 'text'}[])"
+
+    def _may_hold(self, asked: Filter) -> str:
+        """What stands in the JSON text of every document that fits: most of the others need not be read."""
+        op, value = asked.op, asked.value
+        if (op == "exists" and value is False) or (op == "eq" and value is None):
+            return "TRUE"
+        if op != "in" and isinstance(value, str) and op not in _COMPARED:
+            self._parameters.append(_in_json(value))
+        else:
+            key = "tags" if asked.field == _TAG else str(asked.field).rpartition(".")[2]
+            self._parameters.append(f'{_in_json(key)}":')
+        return f"({FIND[self._connection.dialect]}({self._of.document_column}, ?) > 0)"
+
+    # --- in Python ---
+
+    def _matches(self, row: Sequence[Any]) -> bool:
+        document = msgspec.json.decode(row[-1])
+        values = {name: _candidates(document, name) for name in self._paths}
+        for name, value in zip(self._named, row[:-1], strict=True):
+            values[name] = [bool(value) if self._of.columns[name].kind == "boolean" else value]
+        return self._holds(self._where, values)
+
+    def _holds(self, asked: Filter, values: Mapping[str, Sequence[Any]]) -> bool:
+        match asked.op:
+            case "and":
+                return all(self._holds(one, values) for one in asked.of)
+            case "or":
+                return any(self._holds(one, values) for one in asked.of)
+            case "not":
+                return not self._holds(asked.of[0], values)
+            case op:
+                return any(_fits(value, op, asked.value) for value in values[str(asked.field)])
+
+
+def _in_json(text: str) -> str:
+    """A text as it stands inside a JSON string."""
+    return msgspec.json.encode(text)[1:-1].decode()
+
+
+def _fits(value: Any, op: str, wanted: Any) -> bool:
+    match op:
+        case "exists":
+            return (value is None) == (wanted is False)
+        case "eq":
+            return _same(value, wanted)
+        case "in":
+            return any(_same(value, one) for one in wanted)
+        case "contains" if isinstance(value, list):
+            return any(_same(one, wanted) for one in value)
+        case "contains":
+            return isinstance(value, str) and isinstance(wanted, str) and wanted in value
+        case _:
+            comparable = isinstance(value, str if isinstance(wanted, str) else int | float)
+            return comparable and not isinstance(value, bool) and _COMPARED[op](value, wanted)
+
+
+def _same(value: Any, wanted: Any) -> bool:
+    return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
+
+
+def _candidates(document: Any, name: str) -> Sequence[Any]:
+    """The value that a path leads to, None for nothing; of tags, each. `metadata.a.b` is what the key `a.b` holds, else
+    what `b` does inside of `a`."""
+    if name == _TAG:
+        tags = document.get("tags")
+        return [tag for tag in tags if isinstance(tag, str)] or [None] if isinstance(tags, list) else [None]
+    path = name.partition(".")[2]
+    while isinstance(document, dict):
+        if path in document:
+            return [document[path]]
+        key, _, path = path.partition(".")
+        document = document.get(key)
+    return [None]
