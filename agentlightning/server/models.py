@@ -10,7 +10,8 @@ load new weights. This module knows the table, who may change it, and who regist
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Final
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any, Final, get_type_hints
 
 import msgspec
 from starlette.requests import Request
@@ -146,22 +147,33 @@ class ModelRoutes:
 
     def routes(self) -> list[BaseRoute]:
         return [
-            Route("/models", self._list, methods=["GET"]),
-            Route("/models/{name:path}", self._put, methods=["PUT"]),
-            Route("/models/{name:path}", self._delete, methods=["DELETE"]),
-            Route("/models/{name:path}/hold", self._hold, methods=["POST"]),
-            Route("/models/{name:path}/release", self._release, methods=["POST"]),
-            Route("/models/{name:path}/weights", self._update, methods=["POST"]),
+            Route(path.replace("{name}", "{name:path}"), self._answering(handler), methods=[method])
+            for method, _, path, handler in ((*route.partition(" "), one) for route, one in MODEL_CALLS.items())
         ]
 
-    async def _list(self, request: Request) -> Response:
-        await self._require_admin(request)
-        return in_json(await asyncio.gather(*map(self._described, self._models)))
+    def _answering(self, handler: Callable[..., Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+        """What a handler `asked` for is read from the body, and what it returns is the answer's."""
+        hints = get_type_hints(handler)
 
-    async def _put(self, request: Request) -> Response:
-        await self._require_admin(request)
-        asked = await asked_of(request, ModelRegistration, self._body_limit)
-        entry = await asyncio.to_thread(_entry, _name(request), asked)  # may read a tokenizer
+        async def answer(request: Request) -> Response:
+            (await caller_of(request, self._access)).require_admin()
+            given: dict[str, Any] = dict(request.path_params)
+            if "asked" in hints:
+                given["asked"] = await asked_of(request, hints["asked"], self._body_limit)
+            if "owner" in hints:
+                given["owner"] = request.query_params.get("owner")
+            answered = await handler(self, **given)
+            return Response(status_code=204) if answered is None else in_json(answered)
+
+        return answer
+
+    async def list_models(self) -> list[ModelDescription]:
+        """Every model of the gateway, and how each of its servers does"""
+        return await asyncio.gather(*map(self._described, self._models))
+
+    async def register_model(self, name: str, asked: ModelRegistration) -> ModelDescription:
+        """Register a model's servers, or replace the model of this name"""
+        entry = await asyncio.to_thread(_entry, name, asked)  # may read a tokenizer
         try:
             if asked.check and asked.trainable:
                 servers = servers_of(entry.backend)
@@ -176,39 +188,28 @@ class ModelRoutes:
             self._retire(entry)
             raise
         self._retire(replaced)
-        return in_json(await self._described(entry))
+        return await self._described(entry)
 
-    async def _delete(self, request: Request) -> Response:
-        """Take a model away; with `?owner=…` only if it is still that owner's."""
-        await self._require_admin(request)
-        name, owner = _name(request), request.query_params.get("owner")
+    async def remove_model(self, name: str, owner: str | None) -> None:
+        """Take a model away; with `owner` only if it is still theirs"""
         async with self._changing:
             if owner is None or owner == self._owners.get(name):
                 self._retire(self._models.remove(name))
                 self._owners.pop(name, None)
-        return Response(status_code=204)
 
-    async def _hold(self, request: Request) -> Response:
-        await self._require_admin(request)
-        asked = await asked_of(request, Hold, self._body_limit)
-        self._gateway.hold(_name(request), seconds=asked.seconds, holder=asked.holder)
-        return Response(status_code=204)
+    async def hold_model(self, name: str, asked: Hold) -> None:
+        """Let a model's calls wait, as while its weights are changed"""
+        self._gateway.hold(name, seconds=asked.seconds, holder=asked.holder)
 
-    async def _release(self, request: Request) -> Response:
-        await self._require_admin(request)
-        asked = await asked_of(request, Release, self._body_limit)
+    async def release_model(self, name: str, asked: Release) -> None:
+        """Let a model's calls through again"""
         if asked.policy_version is not None:
-            declare_version(self._gateway.entry(_name(request)), asked.policy_version)
-        self._gateway.release(_name(request), holder=asked.holder)
-        return Response(status_code=204)
+            declare_version(self._gateway.entry(name), asked.policy_version)
+        self._gateway.release(name, holder=asked.holder)
 
-    async def _update(self, request: Request) -> Response:
-        await self._require_admin(request)
-        asked = await asked_of(request, WeightUpdate, self._body_limit)
-        return in_json(Updated(servers=await update_weights(self._gateway, _name(request), asked)))
-
-    async def _require_admin(self, request: Request) -> None:
-        (await caller_of(request, self._access)).require_admin()
+    async def update_weights(self, name: str, asked: WeightUpdate) -> Updated:
+        """Have a model's servers load weights, its calls held"""
+        return Updated(servers=await update_weights(self._gateway, name, asked))
 
     async def _require_free(self, entry: ModelEntry, asked: ModelRegistration) -> None:
         """ConflictError where the name is another's whose servers live: one that has died does not come back for it,
@@ -246,6 +247,16 @@ class ModelRoutes:
             waiting=gate.waiting,
             policy_version=min((one.connection.version for one in servers_of(entry.backend)), default=own),
         )
+
+
+MODEL_CALLS: Final[Mapping[str, Callable[..., Awaitable[Any]]]] = {
+    "GET /models": ModelRoutes.list_models,
+    "PUT /models/{name}": ModelRoutes.register_model,
+    "DELETE /models/{name}": ModelRoutes.remove_model,
+    "POST /models/{name}/hold": ModelRoutes.hold_model,
+    "POST /models/{name}/release": ModelRoutes.release_model,
+    "POST /models/{name}/weights": ModelRoutes.update_weights,
+}
 
 
 # --- registrations and backends -----------------------------------------------------------------------------------
@@ -314,7 +325,3 @@ async def _replicas(backend: Backend) -> list[ReplicaDescription]:
         )
         for server in servers_of(backend)
     ]
-
-
-def _name(request: Request) -> str:
-    return str(request.path_params["name"])
