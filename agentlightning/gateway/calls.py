@@ -45,7 +45,7 @@ class CallOpener:
         conversations: Conversations,
     ) -> None:
         self.statistics = CallStatistics()
-        self.conversations = conversations
+        self._conversations = conversations
         self._models = models
         self._holding = holding
         self._attributor = attributor
@@ -55,10 +55,6 @@ class CallOpener:
     async def admit(self, headers: Mapping[str, str]) -> None:
         """CallRefused (401, 403) for a caller who would need a key, or to be of this machine."""
         await self._attributor.check_key(headers)
-
-    async def caller(self, headers: Mapping[str, str], path_ids: tuple[str, str] | None) -> Caller:
-        """Who asks. CallRefused as for a call."""
-        return (await self._attributor.attribute(path_ids, headers))[0]
 
     async def open(
         self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None
@@ -110,7 +106,7 @@ class CallOpener:
         caller.lost = []
         recorder = self._recorders[0 if attempt else 1] if self._recorders else None
         running = RunningCall(record, call, gate, recorder, self.statistics)
-        running.remember = partial(self.conversations.remember, caller, endpoint, request, head)
+        running.remember = partial(self._conversations.remember, caller, request, head)
         if fields is not None:
             if _is_guarded(entry, caller):
                 fields, record.dropped = admit_relayed(fields)
@@ -145,7 +141,7 @@ class CallOpener:
             entry = self._resolve(request.model, key, headers)
             if endpoint.path in entry.backend.relays:
                 return request, entry, fields
-        request = await self.conversations.join(caller, endpoint.read(body))
+        request = await self._conversations.join(caller, endpoint.read(body))
         return request, self._resolve(request.model, key, headers), None
 
     def _resolve(self, model: str, key: Credential | None, headers: Mapping[str, str]) -> ModelEntry:

@@ -49,7 +49,6 @@ def gateway_routes(calls: CallOpener, models: ModelTable, *, body_limit: int, at
             routes.append(Route(f"{prefix}/v1/{endpoint.path}", app, methods=["POST"]))
         count = _App(partial(_count, calls, body_limit), _COUNT.error)
         routes += [
-            Route(f"{prefix}/v1/responses/{{response_id}}", _App(partial(_kept, calls)), methods=["GET", "DELETE"]),
             Route(f"{prefix}/v1/{_COUNT.path}", count, methods=["POST"]),
             Route(f"{prefix}/v1/models", shown, methods=["GET"]),
             Route(f"{prefix}/v1/models/{{name:path}}", shown, methods=["GET"]),
@@ -105,7 +104,7 @@ async def _whole(endpoint: Endpoint, call: RunningCall, reply: Reply, watch: Cli
         async for event in events:
             call.answer.add(event)
     body = endpoint.whole(call.request, call.answer, call.head)  # what cannot be written is not committed
-    if await _commit(call, watch, body):
+    if await _commit(call, watch):
         await reply.json(200, body)
 
 
@@ -159,28 +158,13 @@ async def _pass_through(endpoint: Endpoint, call: RunningCall, reply: Reply, wat
         await reply.body(b"".join(parts), more=False)
 
 
-async def _commit(call: RunningCall, watch: ClientWatch, body: bytes | None = None) -> bool:
-    """Store a call that is complete, with its `body` if that is written. False if its client left before
-    the end could be sent."""
+async def _commit(call: RunningCall, watch: ClientWatch) -> bool:
+    """Store a call that is complete. False if its client left before the end could be sent."""
     watch.disarm()
-    await call.commit(body)
+    await call.commit()
     if watch.gone:
         await call.undelivered()
     return not watch.gone
-
-
-async def _kept(calls: CallOpener, scope: Scope, receive: Receive, reply: Reply) -> None:
-    """`GET` and `DELETE /v1/responses/{response_id}`, of recent responses."""
-    caller = await calls.caller(headers_of(scope), path_ids_of(scope))
-    response_id = scope["path_params"]["response_id"]
-    if b"stream=true" in scope["query_string"]:
-        raise CallRefused("a response is not streamed again; leave stream out", param="stream")
-    if scope["method"] == "DELETE":
-        calls.conversations.delete(caller, response_id)
-        body = msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
-    else:
-        body = calls.conversations.body(caller, response_id)
-    await reply.json(200, body)
 
 
 async def _count(calls: CallOpener, body_limit: int, scope: Scope, receive: Receive, reply: Reply) -> None:

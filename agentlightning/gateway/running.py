@@ -54,8 +54,7 @@ class RunningCall:
     """One call under way. Leaving its `async with` block without `commit` records it as failed or aborted.
 
     Without a `recorder` nothing is captured. A `relayed` call is answered in the agent's own protocol, and if it is
-    `refused` in the backend's own words. `remember` is given the answer of a call that was committed, and
-    its body if it has been written."""
+    `refused` in the backend's own words. `remember` is given the answer of a call that was committed."""
 
     def __init__(
         self, record: CallRecord, call: ModelCall, gate: Gate, recorder: Recorder | None, statistics: CallStatistics
@@ -65,7 +64,7 @@ class RunningCall:
         self.answer = Answer(call.sampling.n)
         self.relayed: RelayedCall | None = None
         self.refused: BackendError | None = None
-        self.remember: Callable[[Answer, bytes | None], None] | None = None
+        self.remember: Callable[[Answer], None] | None = None
         self._record = record
         self._call = call
         self._gate = gate
@@ -84,14 +83,14 @@ class RunningCall:
         assert self.relayed is not None
         return self._record.entry.backend.relay(self.relayed)
 
-    async def commit(self, body: bytes | None) -> None:
+    async def commit(self) -> None:
         """Store the finished call. When this returns the call is durable; only then may its end be sent."""
         self._recorded = True
         if self._recorder is not None:
             await self._store(self._recorder, self._span(self.refused))
         self._statistics.calls[self._record.entry.name, "failed" if self.refused else "answered"] += 1
         if self.remember is not None:
-            self.remember(self.answer, body)
+            self.remember(self.answer)
 
     async def undelivered(self) -> None:
         """The client left between the commit and the end of its answer: note that nobody received it."""

@@ -72,8 +72,6 @@ _OF_A_GATEWAY: Final = {
     "POST /v1/messages/count_tokens": "How many tokens the prompt of a message has",
     "GET /v1/models": "The models there are",
     "GET /v1/models/{name}": "One of them",
-    "GET /v1/responses/{response_id}": "A recent response, as it was answered",
-    "DELETE /v1/responses/{response_id}": "Forget a response, so that no call can continue it",
 }
 _WITHOUT_KEY: Final = ("/health", "/ready", REWARD_PATH)
 
