@@ -26,15 +26,14 @@ from agentlightning.gateway.models import ModelTable
 from agentlightning.server.access import Access
 from agentlightning.server.dashboard import DashboardRoutes
 from agentlightning.server.events import EventRoutes
-from agentlightning.server.failures import defect, failure, refusal
-from agentlightning.server.health import HealthRoutes
+from agentlightning.server.health import GatewayMetrics, HealthRoutes, ServerMetrics
 from agentlightning.server.limits import RateLimit, limit_of
 from agentlightning.server.logs import log_request
-from agentlightning.server.metrics import GatewayMetrics, ServerMetrics
 from agentlightning.server.models import ModelRoutes
 from agentlightning.server.observing import Observed, label_routes
 from agentlightning.server.openapi import documentation_routes
 from agentlightning.server.otlp import OtlpRoutes
+from agentlightning.server.requests import defect, failure, refusal
 from agentlightning.server.rest import LONGEST_POLL, PREFIX, LongPolls, StoreRest
 from agentlightning.server.reward_url import reward_route
 from agentlightning.server.shortcut import Shortcut

@@ -36,7 +36,7 @@ BATCH_SPANS: Final = 512
 CLOSE_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 10.0
 _FIRST_PAUSE, _LAST_PAUSE = 0.2, 30.0  # seconds between tries
-_WARN_EVERY: Final = 60.0
+_WARN_EVERY: Final = 60.0  # seconds
 _SPAN_BYTES: Final = 500  # what a span takes besides the text in it, about
 _TRY_AGAIN: Final = (429, 502, 503, 504)  # as OTLP has it; any other refusal is final
 _log: Final = logging.getLogger(__name__)
@@ -56,7 +56,6 @@ class Forwarder(Collector):
         self._waiting: deque[tuple[Span, int]] = deque()
         self._bytes = 0
         self._arrived = asyncio.Event()
-        self._full = asyncio.Event()  # enough for a batch
         self._closing = asyncio.Event()
         self._warned = -_WARN_EVERY
         self._sending: asyncio.Task[None] | None = None
@@ -79,8 +78,6 @@ class Forwarder(Collector):
             self._waiting.append((_without_token_ids(span), size))
             self._bytes += size
         self._arrived.set()
-        if len(self._waiting) >= BATCH_SPANS or self._bytes >= BATCH_BYTES:
-            self._full.set()
 
     async def close(self) -> None:
         """Send what waits, for `CLOSE_SECONDS` at most and without second tries; the rest is dropped."""
@@ -88,13 +85,11 @@ class Forwarder(Collector):
             return
         self._closing.set()
         self._arrived.set()
-        self._full.set()
-        done, _ = await asyncio.wait({self._sending}, timeout=CLOSE_SECONDS)
-        if not done:
-            self._sending.cancel()
-            await asyncio.wait({self._sending})
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._sending, CLOSE_SECONDS)
         if self._waiting:
-            self._drop(len(self._waiting), "the server stops", at_once=True)
+            self._warned = -_WARN_EVERY
+            self._drop(len(self._waiting), "the server stops")
             self._waiting.clear()
 
     def collect(self) -> Iterable[Metric]:
@@ -108,16 +103,18 @@ class Forwarder(Collector):
         async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session:
             while True:
                 await self._arrived.wait()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._linger):
-                        await self._full.wait()
+                await self._pause(self._linger)
+                self._arrived.clear()
                 while self._waiting:
                     if not await self._deliver(session, self._batch()):
                         return
                 if self._closing.is_set():
                     return
-                self._arrived.clear()
-                self._full.clear()
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, but not while the server stops."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
 
     def _batch(self) -> list[Span]:
         """The foremost spans, at least one; they stay in the queue until they are delivered."""
@@ -152,9 +149,7 @@ class Forwarder(Collector):
             self._warn(f"spans wait for the collector at {self._shown}, tried again soon: {why}")
             if self._closing.is_set():
                 return False
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(pause, min(asked, _LAST_PAUSE))):
-                    await self._closing.wait()
+            await self._pause(max(pause, min(asked, _LAST_PAUSE)))
             pause = min(2 * pause, _LAST_PAUSE)
 
     def _settle(self, batch: list[Span], status: int, body: bytes) -> None:
@@ -174,12 +169,12 @@ class Forwarder(Collector):
         for _ in batch:
             self._bytes -= self._waiting.popleft()[1]
 
-    def _drop(self, count: int, why: str, *, at_once: bool = False) -> None:
+    def _drop(self, count: int, why: str) -> None:
         self.dropped += count
-        self._warn(f"{self.dropped} spans did not reach the collector at {self._shown} so far: {why}", at_once=at_once)
+        self._warn(f"{self.dropped} spans did not reach the collector at {self._shown} so far: {why}")
 
-    def _warn(self, message: str, *, at_once: bool = False) -> None:
-        if at_once or time.monotonic() - self._warned >= _WARN_EVERY:
+    def _warn(self, message: str) -> None:
+        if time.monotonic() - self._warned >= _WARN_EVERY:
             self._warned = time.monotonic()
             _log.warning("%s", message)
 

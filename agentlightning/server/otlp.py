@@ -20,8 +20,7 @@ from starlette.routing import BaseRoute, Route
 from agentlightning.errors import AgentLightningError, ForbiddenError, InvalidError, NotFoundError
 from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID
 from agentlightning.server.access import Access, Scope
-from agentlightning.server.failures import TooLargeError, failure_of
-from agentlightning.server.requests import receive_body
+from agentlightning.server.requests import TooLargeError, failure_of, receive_body
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import AddSpans, QueryAttempts
 from agentlightning.tracing.otlp import JSON, PROTOBUF, UnsupportedMediaError, decode_traces, encode_response, resolve

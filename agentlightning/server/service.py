@@ -7,25 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.locality import is_loopback
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.app import BODY_LIMIT, create_app
 from agentlightning.server.forwarding import Forwarder
-from agentlightning.server.retaining import retain
 from agentlightning.server.serve import HttpServer
+from agentlightning.store import calls
+from agentlightning.store.base import LightningStore
 from agentlightning.store.redaction import Capture, redaction
+from agentlightning.store.retention import ended_before
 from agentlightning.store.spans import Redact
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.sqlite import Synchronous
+
+HOURLY: Final = 3600.0
+_log: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,33 @@ def _forwarder(settings: ServerSettings) -> Forwarder | None:
     if same_host and url.port == settings.port:
         raise ConfigError(f"{url} is this server itself; give the address of another collector to forward spans to")
     return forwarder
+
+
+async def retain(
+    store: LightningStore, older_than_seconds: float, *, keep_rewards: bool = False, every_seconds: float = HOURLY
+) -> None:
+    """Remove the rollouts that ended longer ago than that by the store's clock, each when all of its group did, at once
+    and then again and again, until cancelled.
+
+    With `keep_rewards` they stay, without their inputs and with no spans but the rewards. While the store cannot be
+    written nothing is removed, and the next round tries again."""
+    while True:
+        try:
+            where = ended_before(await store.perform(calls.GetTime()) - older_than_seconds)
+            deleted = await store.perform(
+                calls.DeleteRollouts(where=where, keep_rewards=keep_rewards, actor="retention")
+            )
+        except UnavailableError as error:
+            _log.warning("old rollouts could not be removed, trying again in %g s: %s", every_seconds, error)
+        else:
+            if deleted.rollouts or deleted.rollouts_trimmed:
+                _log.info(
+                    "removed %d rollouts and trimmed %d to their rewards, with %d spans in all",
+                    deleted.rollouts,
+                    deleted.rollouts_trimmed,
+                    deleted.spans,
+                )
+        await asyncio.sleep(every_seconds)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:
