@@ -35,7 +35,7 @@ from agentlightning.errors import ConfigError, UnavailableError, check_settings
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
-from agentlightning.gateway.frozen import frozen_entry, read_frozen
+from agentlightning.gateway.backends.kinds import frozen_entry, read_frozen
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.learner.base import AdamW, DType, LoRA, read_learner
 from agentlightning.runner.agent import LitAgent, as_agent

@@ -23,6 +23,7 @@ from agentlightning.dashboard.tokens import SpellsTokens, Tokenizers
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelTable
+from agentlightning.gateway.routes import Shortcut
 from agentlightning.server.access import Access
 from agentlightning.server.dashboard import DashboardRoutes
 from agentlightning.server.events import EventRoutes
@@ -36,7 +37,6 @@ from agentlightning.server.otlp import OtlpRoutes
 from agentlightning.server.requests import defect, failure, refusal
 from agentlightning.server.rest import LONGEST_POLL, PREFIX, LongPolls, StoreRest
 from agentlightning.server.reward_url import reward_route
-from agentlightning.server.shortcut import Shortcut
 from agentlightning.store.base import LightningStore
 from agentlightning.store.sql import SqlStore
 
