@@ -25,9 +25,8 @@ from agentlightning.gateway.endpoints.passed_through import HEADERS, read_fields
 from agentlightning.gateway.generation import call_seed
 from agentlightning.gateway.holding import Holding
 from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
-from agentlightning.gateway.recording import Recorder
 from agentlightning.gateway.request import NEUTRAL_PENALTIES, NOT_JSON, CallRefused, CallRequest
-from agentlightning.gateway.running import CallStatistics, RunningCall
+from agentlightning.gateway.running import CallStatistics, Recorder, RunningCall
 from agentlightning.semconv import FROZEN_HEADER
 from agentlightning.types import Credential
 
