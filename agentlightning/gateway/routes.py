@@ -31,8 +31,7 @@ from agentlightning.gateway.backend import Delta, Finished, RelayedCall, Started
 from agentlightning.gateway.calls import CallOpener
 from agentlightning.gateway.capture import FAILED
 from agentlightning.gateway.endpoints.base import Endpoint, openai_error
-from agentlightning.gateway.endpoints.chat_completions import ChatCompletions
-from agentlightning.gateway.endpoints.completions import Completions
+from agentlightning.gateway.endpoints.completions import ChatCompletions, Completions
 from agentlightning.gateway.endpoints.messages import CountTokens, Messages
 from agentlightning.gateway.endpoints.messages_answer import anthropic_error, model_card, model_list
 from agentlightning.gateway.endpoints.passed_through import HEADERS, AnswerCopy, Embeddings

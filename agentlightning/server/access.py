@@ -27,14 +27,8 @@ from agentlightning.types import DEFAULT_PROJECT, UNATTRIBUTED, Credential, Enqu
 
 C = TypeVar("C", bound=Call[Any])
 
-_OPENS: Final[Mapping[KeyScope, frozenset[KeyScope]]] = {
-    "read": frozenset({"read"}),
-    "grader": frozenset({"read", "grader"}),
-    "worker": frozenset({"read", "grader", "worker"}),
-    "trainer": frozenset({"read", "grader", "worker", "trainer"}),
-    "admin": frozenset({"read", "grader", "worker", "trainer", "admin"}),
-}
-"""What a key of each scope may call. A grader reads, and writes spans with rewards."""
+_SCOPES: Final[tuple[KeyScope, ...]] = ("read", "grader", "worker", "trainer", "admin")
+"""A key of each may call what those before it may. A grader reads, and writes spans with rewards."""
 
 _NAMES: Final = ("rollout_id", "run_id", "group_id", "resources_id", "parent_id")
 _MAKES: Final[Mapping[type[msgspec.Struct], str]] = {
@@ -73,14 +67,14 @@ class Scope:
     """What a caller may touch. `attempt` is (rollout_id, attempt_id) of an attempt's own key."""
 
     name: str = "this machine"
-    opens: frozenset[KeyScope] = _OPENS["admin"]
+    opens: frozenset[KeyScope] = frozenset(_SCOPES)
     project: str | None = None
     attempt: tuple[str, str] | None = None
     rewards: bool = True
 
     @classmethod
     def of(cls, credential: Credential) -> Scope:
-        opens = frozenset[KeyScope]().union(*(_OPENS[scope] for scope in credential.scopes))
+        opens = frozenset(_SCOPES[: 1 + max((_SCOPES.index(scope) for scope in credential.scopes), default=-1)])
         rewards = credential.attempt is None or credential.rewards
         return cls(credential.name, opens, credential.project, credential.attempt, rewards)
 

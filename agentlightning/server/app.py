@@ -29,9 +29,8 @@ from agentlightning.server.dashboard import DashboardRoutes
 from agentlightning.server.events import EventRoutes
 from agentlightning.server.health import GatewayMetrics, HealthRoutes, ServerMetrics
 from agentlightning.server.limits import RateLimit, limit_of
-from agentlightning.server.logs import log_request
+from agentlightning.server.logs import Observed, label_routes, log_request
 from agentlightning.server.models import ModelRoutes
-from agentlightning.server.observing import Observed, label_routes
 from agentlightning.server.openapi import documentation_routes
 from agentlightning.server.otlp import OtlpRoutes
 from agentlightning.server.requests import defect, failure, refusal

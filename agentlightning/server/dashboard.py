@@ -25,7 +25,7 @@ from agentlightning.data.recorded import CreditSettings
 from agentlightning.errors import ForbiddenError, InvalidError, NotFoundError, UnavailableError
 from agentlightning.gateway.models import ModelTable
 from agentlightning.server.access import Access, Scope, UnauthenticatedError
-from agentlightning.server.observing import note_caller
+from agentlightning.server.logs import note_caller
 from agentlightning.server.requests import asked_of, caller_of, in_json
 from agentlightning.server.sessions import require_same_origin
 from agentlightning.store.base import LightningStore

@@ -30,14 +30,13 @@ from agentlightning.semconv import GEN_AI_INPUT_TOKENS, GEN_AI_OUTPUT_TOKENS
 from agentlightning.tracing.otlp import PROTOBUF, encode_traces
 from agentlightning.types import Attributes, Span
 
-QUEUE_BYTES: Final = 64 * 1024 * 1024  # of text in spans that wait
+QUEUE_BYTES: Final = 64 * 1024 * 1024  # of spans that wait
 BATCH_BYTES: Final = 4 * 1024 * 1024  # below what collectors take in one request
 BATCH_SPANS: Final = 512
 CLOSE_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 10.0
 _FIRST_PAUSE, _LAST_PAUSE = 0.2, 30.0  # seconds between tries
 _WARN_EVERY: Final = 60.0  # seconds
-_SPAN_BYTES: Final = 500  # what a span takes besides the text in it, about
 _TRY_AGAIN: Final = (429, 502, 503, 504)  # as OTLP has it; any other refusal is final
 _log: Final = logging.getLogger(__name__)
 
@@ -70,12 +69,12 @@ class Forwarder(Collector):
 
     def take(self, spans: Sequence[Span]) -> None:
         """Forward spans some time later. Returns at once."""
-        for span in spans:
-            size = _size(span)
+        for span in map(_without_token_ids, spans):
+            size = len(msgspec.msgpack.encode(span))
             if self._bytes + size > QUEUE_BYTES:
                 self._drop(1, "the queue is full")
                 continue
-            self._waiting.append((_without_token_ids(span), size))
+            self._waiting.append((span, size))
             self._bytes += size
         self._arrived.set()
 
@@ -204,16 +203,6 @@ def _without_token_ids(span: Span) -> Span:
         GEN_AI_OUTPUT_TOKENS: sum(len(choice.token_ids) for choice in span.tokens.choices),
     }
     return msgspec.structs.replace(span, resource=resource, attributes={**counts, **span.attributes}, tokens=None)
-
-
-def _size(span: Span) -> int:
-    """About how many bytes a span takes."""
-    holders = (span.attributes, span.resource, *(event.attributes for event in span.events))
-    values = (value for attributes in holders for value in attributes.values())
-    return _SPAN_BYTES + sum(
-        len(value) if isinstance(value, str) else sum(len(str(one)) for one in value) if isinstance(value, list) else 8
-        for value in values
-    )
 
 
 def _seconds(retry_after: str | None) -> float:

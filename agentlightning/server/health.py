@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Final, Generic, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -110,8 +110,10 @@ class ServerMetrics:
         self._answered = Counter("agl_requests", "Requests answered.", ["method", "route", "status"], registry=registry)
         meaning = "How long requests took; long polls include the wait."
         self._took = Histogram("agl_request_seconds", meaning, ["method", "route"], buckets=_SECONDS, registry=registry)
-        self._now = _Now(gauges)
-        for collector in (self._now, *collectors):
+        for name, (meaning, read) in gauges.items():
+            Gauge(name, meaning, registry=registry).set_function(read)
+        self._stored = _Stored()
+        for collector in (self._stored, *collectors):
             registry.register(collector)
         ProcessCollector(registry=registry)
 
@@ -127,22 +129,18 @@ class ServerMetrics:
             (await caller_of(request, self._access)).require(Statistics)
         if self._statistics is not None:
             try:
-                self._now.statistics = await self._statistics.get()
+                self._stored.statistics = await self._statistics.get()
             except UnavailableError:
-                self._now.statistics = None  # the rest is worth showing, then more than ever
+                self._stored.statistics = None  # the rest is worth showing, then more than ever
         return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-class _Now(Collector):
-    """What is true at the moment of asking."""
+class _Stored(Collector):
+    """What the store holds, if that is known."""
 
-    def __init__(self, gauges: Mapping[str, tuple[str, Callable[[], int]]]) -> None:
-        self._gauges = gauges
-        self.statistics: Mapping[str, int] | None = None
+    statistics: Mapping[str, int] | None = None
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        for name, (meaning, read) in self._gauges.items():
-            yield GaugeMetricFamily(name, meaning, value=read())
         if self.statistics is None:
             return
         rollouts = GaugeMetricFamily("agl_rollouts", "Rollouts in the store.", labels=["status"])

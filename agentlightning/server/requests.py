@@ -25,7 +25,7 @@ from agentlightning.errors import (
     UnavailableError,
 )
 from agentlightning.server.access import Access, Scope, UnauthenticatedError
-from agentlightning.server.observing import CLIENT_GONE, note_caller
+from agentlightning.server.logs import CLIENT_GONE, note_caller
 from agentlightning.store import codec
 from agentlightning.store.calls import ErrorBody, ErrorReply
 from agentlightning.tracing.otlp import UnsupportedMediaError

@@ -20,7 +20,7 @@ from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.endpoints.base import Endpoint, Head
-from agentlightning.gateway.endpoints.chat_completions import SAMPLING_TYPES
+from agentlightning.gateway.endpoints.completions import SAMPLING_TYPES
 from agentlightning.gateway.endpoints.messages_answer import NO_THREADS, MessageWriter, anthropic_error, whole_message
 from agentlightning.gateway.request import (
     MANY,
