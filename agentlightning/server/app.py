@@ -94,7 +94,7 @@ def create_app(
     app = _Application(
         routes=routes,
         middleware=[*outer, *parts.inner],
-        exception_handlers={AgentLightningError: _typed_error, HTTPException: _http_error, Exception: _defect},
+        exception_handlers=dict.fromkeys((AgentLightningError, HTTPException, Exception), _answer_to),
     )
     app.state.protected = guarded or admin_key is not None
     app.state.stop_waiting = tuple(parts.stops)
@@ -158,18 +158,12 @@ def _tokenizers(store: LightningStore, models: ModelTable) -> Tokenizers:
     return Tokenizers(store.address if isinstance(store, SqlStore) else None, served)
 
 
-def _typed_error(request: Request, error: Exception) -> Response:
-    return failure(error) if isinstance(error, AgentLightningError) else defect()
-
-
-def _http_error(request: Request, error: Exception) -> Response:
+def _answer_to(request: Request, error: Exception) -> Response:
+    if isinstance(error, AgentLightningError):
+        return failure(error)
     if not isinstance(error, HTTPException):
-        raise error
+        return defect()
     message = f"{error.detail}: {request.method} {request.url.path}"
     if error.status_code == 404:
         message += "; /docs lists what there is"
     return refusal(error.status_code, "http", message, error.headers)
-
-
-def _defect(request: Request, error: Exception) -> Response:
-    return defect()

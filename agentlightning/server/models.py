@@ -3,8 +3,7 @@ its calls held while weights are updated.
 
 `PUT /api/v1/models/NAME` registers the servers of a model under a name, `DELETE` takes it away, `GET /api/v1/models`
 lists; `POST /api/v1/models/NAME/hold` lets its calls wait, `/release` lets them through, and `/weights` has its servers
-load new weights. This module knows the table, who may change it, and who registered what; the trainer's side is
-`server.lending`.
+load new weights. This module knows the table, who may change it, who registered what, and how a trainer asks for it.
 """
 
 from __future__ import annotations
@@ -12,13 +11,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, Final, get_type_hints
+from urllib.parse import quote
 
+import aiohttp
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from agentlightning.errors import ConfigError, ConflictError
+from agentlightning.errors import ConfigError, ConflictError, UnavailableError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
 from agentlightning.gateway.backends.kinds import BackendKind, make_backend
@@ -28,6 +29,7 @@ from agentlightning.gateway.replicas import Replica, Replicas, servers_of
 from agentlightning.gateway.updates import ServerUpdate, WeightUpdate, declare_version, keep_versions, update_weights
 from agentlightning.server.access import Access
 from agentlightning.server.requests import asked_of, caller_of, in_json
+from agentlightning.store.wire import Answer, error_of
 
 _HEALTH_SECONDS: Final = 2.0
 _HERE: Final = "the server itself"
@@ -304,24 +306,110 @@ async def _lives(backend: Backend) -> bool:
 async def _replicas(backend: Backend) -> list[ReplicaDescription]:
     """What is known of a backend's servers; one that stands alone is asked for its health now."""
     if isinstance(backend, Replicas):
-        return [
-            ReplicaDescription(
-                base_url=replica.backend.name,
-                kind=replica.backend.kind,
-                healthy=replica.ejected_since is None and not replica.backend.connection.unusable,
-                running=replica.running,
-                ejected_since=replica.ejected_since,
-                why=replica.backend.connection.unusable or replica.why,
-            )
-            for replica in backend.replicas
+        replicas = [(one, one.running, one.ejected_since is None) for one in backend.replicas]
+    else:
+        replicas = [
+            (Replica(one), one.connection.running, await one.connection.healthy(_HEALTH_SECONDS))
+            for one in servers_of(backend)
         ]
     return [
         ReplicaDescription(
-            base_url=server.name,
-            kind=server.kind,
-            running=server.connection.running,
-            healthy=await server.connection.healthy(_HEALTH_SECONDS),
-            why=server.connection.unusable,
+            base_url=one.backend.name,
+            kind=one.backend.kind,
+            healthy=healthy and not one.backend.connection.unusable,
+            running=running,
+            ejected_since=one.ejected_since,
+            why=one.backend.connection.unusable or one.why,
         )
-        for server in servers_of(backend)
+        for one, running, healthy in replicas
     ]
+
+
+# --- a trainer's side -------------------------------------------------------------------------------------------
+
+
+async def register_model(
+    server: str,
+    entry: ModelEntry,
+    *,
+    base_url: str,
+    api_key: str | None,
+    backend_key: str | None = None,
+    owner: str | None = None,
+    check: bool = True,
+) -> None:
+    """Let the gateway of `server`, whose key is `api_key`, route `entry.name` to `base_url` (this process's endpoint,
+    whose key is `backend_key`), in the name of `owner`.
+
+    ConflictError where the name is another owner's, and what else the server refuses as its own error; UnavailableError
+    where it cannot be reached."""
+    asked = ModelRegistration(
+        base_url=base_url,
+        api_key=backend_key,
+        kind="vllm" if entry.trainable else "openai",
+        aliases=entry.aliases,
+        trainable=entry.trainable,
+        train=_registered(entry.train),
+        val=_registered(entry.val),
+        owner=owner,
+        check=check,
+    )
+    await _ask("PUT", server, quote(entry.name), api_key, asked)
+
+
+async def unregister_model(server: str, name: str, *, api_key: str | None, owner: str | None = None) -> None:
+    """Take the model away again; nothing happens if it is gone already, or is another `owner`'s by now."""
+    query = "" if owner is None else f"?owner={quote(owner, safe='')}"
+    await _ask("DELETE", server, quote(name) + query, api_key, None)
+
+
+def _registered(sampling: Sampling | None) -> RunSampling | None:
+    return None if sampling is None else msgspec.convert(sampling, RunSampling, from_attributes=True)
+
+
+async def hold_model(server: str, name: str, *, api_key: str | None, seconds: float = 300.0) -> None:
+    """Let calls of the model wait at the gateway of `server`, for `seconds` unless it is released or held again."""
+    await _ask("POST", server, f"{quote(name)}/hold", api_key, Hold(seconds=seconds), seconds=30.0)
+
+
+async def release_model(server: str, name: str, *, api_key: str | None, policy_version: int | None = None) -> None:
+    """Let them through again; see `Release`."""
+    asked = Release(policy_version=policy_version)
+    await _ask("POST", server, f"{quote(name)}/release", api_key, asked, seconds=30.0)
+
+
+async def update_model(server: str, name: str, update: WeightUpdate, *, api_key: str | None) -> list[ServerUpdate]:
+    """Have the model's servers load weights; see `gateway.updates.update_weights`."""
+    # As long as weights take to load.
+    answer = await _ask("POST", server, f"{quote(name)}/weights", api_key, update, seconds=None)
+    return msgspec.json.decode(answer, type=Updated).servers
+
+
+async def _ask(
+    method: str,
+    server: str,
+    path: str,
+    api_key: str | None,
+    body: msgspec.Struct | None,
+    *,
+    seconds: float | None = 90.0,
+) -> bytes:
+    """What `server` answers to a request about its models within `seconds`: what it refuses as its own error,
+    UnavailableError where it cannot be reached."""
+    url = f"{server.rstrip('/')}/api/v1/models/{path}"
+    data = None if body is None else msgspec.json.encode(body)
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=10.0)  # a check takes as long as a token does
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.request(method, url, data=data, headers=headers) as answer,
+        ):
+            said = await answer.read()
+            if answer.status >= 400:
+                raise error_of(Answer(url=url, status=answer.status, content_type=answer.content_type, body=said))
+            return said
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise UnavailableError(
+            f"the server at {server} cannot be reached ({error}); is `agl server` running?"
+        ) from None
