@@ -71,7 +71,7 @@ class CallOpener:
             request, entry, fields = await self._read(caller, key, endpoint, body, headers)
         admitted = _admitted(request, entry, caller)
         attempt = caller.attempt
-        call_index = caller.take_call_index() if attempt else None
+        call_index = next(caller.call_indices) if attempt else None
         sampling, overridden = LEFT_OPEN, dict[str, Any]()
         if fields is None:  # what is passed on says itself how it is sampled
             sampling, overridden = _effective_sampling(request, entry, caller, call_index)

@@ -92,9 +92,13 @@ class Scope:
         """Of the `limit` on a request's bytes, how much this caller may send: an agent, who is not trusted, less."""
         return limit if self.attempt is None else min(limit, ATTEMPT_BYTES)
 
+    @property
+    def is_admin(self) -> bool:
+        """Whether the caller may touch everything."""
+        return self.attempt is None and self.project is None and "admin" in self.opens
+
     def require_admin(self) -> None:
-        """ForbiddenError unless the caller may touch everything."""
-        if self.attempt is not None or self.project is not None or "admin" not in self.opens:
+        if not self.is_admin:
             raise ForbiddenError(f"this needs an admin key of the whole store; {self.name} is not one")
 
     def refuses(self, span: Span) -> str | None:

@@ -22,7 +22,7 @@ from starlette.routing import BaseRoute, Route
 
 from agentlightning.dashboard import credit, rollouts, runs, tokens
 from agentlightning.data.recorded import CreditSettings
-from agentlightning.errors import ForbiddenError, InvalidError, NotFoundError, UnavailableError
+from agentlightning.errors import InvalidError, NotFoundError, UnavailableError
 from agentlightning.gateway.models import ModelTable
 from agentlightning.server.access import Access, Scope, UnauthenticatedError
 from agentlightning.server.logs import note_caller
@@ -192,7 +192,7 @@ class DashboardRoutes:
         return _json(
             Session(
                 name=scope.name,
-                admin=_is_admin(scope),
+                admin=scope.is_admin,
                 scopes=sorted(scope.opens),
                 project=scope.project,
                 protected=self._protected,
@@ -295,14 +295,6 @@ class DashboardRoutes:
         return StreamingResponse(
             rollouts.export_rollouts(store, selection), media_type="application/octet-stream", headers=_SAFE | about
         )
-
-
-def _is_admin(scope: Scope) -> bool:
-    try:
-        scope.require_admin()
-    except ForbiddenError:
-        return False
-    return True
 
 
 @functools.cache

@@ -142,7 +142,8 @@ class Forwarder(Collector):
                     if answer.status not in _TRY_AGAIN:
                         self._settle(batch, answer.status, await answer.read())
                         return True
-                    why, asked = f"it answered {answer.status}", _seconds(answer.headers.get("retry-after"))
+                    why, after = f"it answered {answer.status}", answer.headers.get("retry-after", "")
+                    asked = float(after) if after.isdecimal() else 0.0  # it may give a date
             except (aiohttp.ClientError, TimeoutError) as error:
                 why, asked = str(error) or f"no answer within {_ANSWER_SECONDS:g} s", 0.0
             self._warn(f"spans wait for the collector at {self._shown}, tried again soon: {why}")
@@ -203,8 +204,3 @@ def _without_token_ids(span: Span) -> Span:
         GEN_AI_OUTPUT_TOKENS: sum(len(choice.token_ids) for choice in span.tokens.choices),
     }
     return msgspec.structs.replace(span, resource=resource, attributes={**counts, **span.attributes}, tokens=None)
-
-
-def _seconds(retry_after: str | None) -> float:
-    """Of the header `Retry-After`; 0 where it gives a date, or nothing."""
-    return float(retry_after) if retry_after is not None and retry_after.isdecimal() else 0.0

@@ -104,7 +104,7 @@ _CHAT_FIELDS = Fields(
 
 
 def sampling_fields(values: dict[str, Any], max_tokens: int | None) -> dict[str, Any]:
-    """The fields of a `CallRequest` that OpenAI's endpoints write alike."""
+    """The fields of a `CallRequest` that the protocols write alike."""
     sampling = Sampling(
         temperature=values.get("temperature"),
         top_p=values.get("top_p"),
