@@ -35,7 +35,7 @@ from agentlightning.errors import ConfigError, UnavailableError, check_settings
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
-from agentlightning.gateway.frozen import frozen_entry, read_frozen
+from agentlightning.gateway.backends.kinds import frozen_entry, read_frozen
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.learner.base import AdamW, DType, LoRA, read_learner
 from agentlightning.runner.agent import LitAgent, as_agent
@@ -44,9 +44,9 @@ from agentlightning.runner.hooks import Hook
 from agentlightning.runner.processes import Isolation, boot_of, place_of, usual_concurrency
 from agentlightning.runner.runner import Runner
 from agentlightning.server.app import create_app
-from agentlightning.server.lending import lent, models_held
 from agentlightning.server.local_keys import local_key, offered_key
 from agentlightning.server.serve import HttpServer, run_blocking
+from agentlightning.server.service import lent, models_held
 from agentlightning.store.base import LightningStore
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore

@@ -19,7 +19,7 @@ from agentlightning.data.continuity import continuity
 from agentlightning.data.explanation import ExplainedBreak, explain_break
 from agentlightning.data.forest import shared_length
 from agentlightning.data.recorded import CreditSettings
-from agentlightning.data.transitions import FloatArray, IntArray, TracedRollout
+from agentlightning.data.transitions import FloatArray, TracedRollout
 from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, UnavailableError
 from agentlightning.gateway.backend import Backend, Sampling
 from agentlightning.types import Span
@@ -154,7 +154,7 @@ def token_view(
     breaks = continuity(traced.transitions, spans, classifier).breaks
     found = next((each for each in breaks if each.call_index == one.call_index), None)
     earlier = [call for call in traced.transitions if call.call_index < one.call_index]
-    shared = [shared_length(_whole(call.prompt_ids, call.response_ids), one.prompt_ids) for call in earlier]
+    shared = [shared_length(np.concatenate([call.prompt_ids, call.response_ids]), one.prompt_ids) for call in earlier]
     prompt, sampled = one.prompt_ids.tolist(), one.response_ids.tolist()
     return TokenView(
         span_id=one.span_id,
@@ -201,10 +201,6 @@ async def with_present(view: TokenView, span: Span, backend: Backend | None) -> 
     except (AgentLightningError, msgspec.DecodeError) as error:
         return msgspec.structs.replace(view, now_problem=str(error))
     return msgspec.structs.replace(view, now=PresentTokens(logprobs=logprobs.tolist(), policy_version=version))
-
-
-def _whole(prompt: IntArray, answer: IntArray) -> IntArray:
-    return np.concatenate([prompt, answer])
 
 
 def _advantages(group: TracedGroup, span_id: str) -> list[float] | None:

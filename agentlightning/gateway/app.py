@@ -14,9 +14,8 @@ from agentlightning.gateway.calls import CallOpener
 from agentlightning.gateway.conversations import Conversations
 from agentlightning.gateway.holding import LONGEST_HOLD, Gate, Holding
 from agentlightning.gateway.models import ModelEntry, ModelTable
-from agentlightning.gateway.recording import Recorder
 from agentlightning.gateway.routes import gateway_routes
-from agentlightning.gateway.running import CallStatistics
+from agentlightning.gateway.running import CallStatistics, Recorder
 from agentlightning.store.base import LightningStore
 
 _HOLD: Final = "hold"  # who holds where nobody else is named

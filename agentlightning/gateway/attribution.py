@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
@@ -46,16 +47,10 @@ class Caller:
     deterministic: bool = False
     running: int = 0
     lost: list[int] = field(default_factory=list[int], repr=False)
-    _next_index: int = field(default=0, repr=False)
+    call_indices: Iterator[int] = field(default_factory=itertools.count, repr=False)  # of the calls to come
 
     def __post_init__(self) -> None:
         self.attempt = None if self.mode is None else (self.rollout_id, self.attempt_id)
-
-    def take_call_index(self) -> int:
-        """0, 1, 2 …, each given once."""
-        index = self._next_index
-        self._next_index += 1
-        return index
 
 
 NOBODY: Final = Caller(UNATTRIBUTED, UNATTRIBUTED, AttemptTracer(UNATTRIBUTED, UNATTRIBUTED).trace_id, None)
@@ -178,7 +173,7 @@ class Attributor:
                 run_seed=seed if isinstance(seed, int) else 0,
                 sample=str(rollout.metadata.get("sample", rollout.rollout_id)),
                 deterministic=rollout.metadata.get("deterministic") is True,
-                _next_index=next_index,
+                call_indices=itertools.count(next_index),
             )
             self._callers[ids] = caller
             if len(self._callers) > self._remembered:

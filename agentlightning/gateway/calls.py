@@ -17,17 +17,16 @@ import msgspec
 from agentlightning.errors import BackendError
 from agentlightning.gateway.admission import Admitted, admit, admit_relayed
 from agentlightning.gateway.attribution import Attributor, Caller, is_worker
-from agentlightning.gateway.backend import LEFT_OPEN, SESSION_HEADER, RelayedAnswer, RelayedCall
+from agentlightning.gateway.backend import LEFT_OPEN, SESSION_HEADER, RelayedAnswer, RelayedCall, Sampling
 from agentlightning.gateway.capture import CallRecord
 from agentlightning.gateway.conversations import Conversations
 from agentlightning.gateway.endpoints.base import Endpoint, Head
 from agentlightning.gateway.endpoints.passed_through import HEADERS, read_fields, read_request
+from agentlightning.gateway.generation import call_seed
 from agentlightning.gateway.holding import Holding
 from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
-from agentlightning.gateway.recording import Recorder
 from agentlightning.gateway.request import NEUTRAL_PENALTIES, NOT_JSON, CallRefused, CallRequest
-from agentlightning.gateway.running import CallStatistics, RunningCall
-from agentlightning.gateway.sampling import effective_sampling, run_sampling
+from agentlightning.gateway.running import CallStatistics, Recorder, RunningCall
 from agentlightning.semconv import FROZEN_HEADER
 from agentlightning.types import Credential
 
@@ -45,7 +44,7 @@ class CallOpener:
         conversations: Conversations,
     ) -> None:
         self.statistics = CallStatistics()
-        self.conversations = conversations
+        self._conversations = conversations
         self._models = models
         self._holding = holding
         self._attributor = attributor
@@ -55,10 +54,6 @@ class CallOpener:
     async def admit(self, headers: Mapping[str, str]) -> None:
         """CallRefused (401, 403) for a caller who would need a key, or to be of this machine."""
         await self._attributor.check_key(headers)
-
-    async def caller(self, headers: Mapping[str, str], path_ids: tuple[str, str] | None) -> Caller:
-        """Who asks. CallRefused as for a call."""
-        return (await self._attributor.attribute(path_ids, headers))[0]
 
     async def open(
         self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None
@@ -76,10 +71,10 @@ class CallOpener:
             request, entry, fields = await self._read(caller, key, endpoint, body, headers)
         admitted = _admitted(request, entry, caller)
         attempt = caller.attempt
-        call_index = caller.take_call_index() if attempt else None
+        call_index = next(caller.call_indices) if attempt else None
         sampling, overridden = LEFT_OPEN, dict[str, Any]()
         if fields is None:  # what is passed on says itself how it is sampled
-            sampling, overridden = effective_sampling(request, entry, caller, call_index)
+            sampling, overridden = _effective_sampling(request, entry, caller, call_index)
         request_id = f"{attempt[1]}-{call_index}" if attempt else secrets.token_hex(12)
         response_id = endpoint.id_prefix + (f"{request_id}-{self._run}" if attempt else request_id)
         head = Head(response_id, _model_of(request, entry), int(time.time()))
@@ -110,7 +105,7 @@ class CallOpener:
         caller.lost = []
         recorder = self._recorders[0 if attempt else 1] if self._recorders else None
         running = RunningCall(record, call, gate, recorder, self.statistics)
-        running.remember = partial(self.conversations.remember, caller, endpoint, request, head)
+        running.remember = partial(self._conversations.remember, caller, request, head)
         if fields is not None:
             if _is_guarded(entry, caller):
                 fields, record.dropped = admit_relayed(fields)
@@ -145,7 +140,7 @@ class CallOpener:
             entry = self._resolve(request.model, key, headers)
             if endpoint.path in entry.backend.relays:
                 return request, entry, fields
-        request = await self.conversations.join(caller, endpoint.read(body))
+        request = await self._conversations.join(caller, endpoint.read(body))
         return request, self._resolve(request.model, key, headers), None
 
     def _resolve(self, model: str, key: Credential | None, headers: Mapping[str, str]) -> ModelEntry:
@@ -180,7 +175,36 @@ def _extra(request: CallRequest, admitted: Admitted, entry: ModelEntry, caller: 
     """What is sent beside messages, tools and sampling. What is trained has no penalty that is not recorded: vLLM takes
     those that are left out from the model's generation config."""
     neutral = NEUTRAL_PENALTIES if entry.trainable and caller.mode == "train" else {}
-    return {**neutral, **admitted.extra, **({} if run_sampling(entry, caller) else request.shaping)}
+    return {**neutral, **admitted.extra, **({} if _run_sampling(entry, caller) else request.shaping)}
+
+
+def _run_sampling(entry: ModelEntry, caller: Caller) -> Sampling | None:
+    """What the run decides about sampling: None in test mode, without an attempt, or where the entry leaves it open."""
+    return {"train": entry.train, "val": entry.val}.get(caller.mode or "test")
+
+
+def _effective_sampling(
+    request: CallRequest, entry: ModelEntry, caller: Caller, call_index: int | None
+) -> tuple[Sampling, dict[str, Any]]:
+    """(the sampling in effect, what the agent asked instead where that differs).
+
+    Where the run decides, its temperature, top_p, top_k and seeds hold, without penalties; elsewhere the agent's do."""
+    asked, decided, overridden = request.sampling, _run_sampling(entry, caller), dict[str, Any]()
+    sampling = asked
+    if decided is not None:
+        limit = decided.max_tokens if asked.max_tokens is None else asked.max_tokens
+        if decided.max_tokens is not None and limit is not None:
+            limit = min(limit, decided.max_tokens)
+        sampling = msgspec.structs.replace(decided, max_tokens=limit, stop=asked.stop, n=asked.n)
+        for name in ("temperature", "top_p", "top_k", "max_tokens", "seed"):
+            value = getattr(asked, name)
+            if value is not None and value != getattr(sampling, name):
+                overridden[name] = value
+        overridden |= request.shaping
+    seeded = entry.backend.seeded or (caller.deterministic and entry.backend.captures_tokens)
+    if sampling.seed is None and call_index is not None and seeded:
+        sampling = msgspec.structs.replace(sampling, seed=call_seed(caller.run_seed, caller.sample, call_index))
+    return sampling, overridden
 
 
 class _Counted(msgspec.Struct):

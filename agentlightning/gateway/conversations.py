@@ -6,7 +6,6 @@ Knows chat messages, and the spans that calls were captured in. Knows no HTTP an
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -14,7 +13,7 @@ import msgspec
 from agentlightning import semconv
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import Caller
-from agentlightning.gateway.endpoints.base import Endpoint, Head
+from agentlightning.gateway.endpoints.base import Head
 from agentlightning.gateway.request import CallRefused, CallRequest
 from agentlightning.store.base import LightningStore
 from agentlightning.types import And, Attributes, Condition, Not
@@ -33,17 +32,6 @@ class _Asked(msgspec.Struct):
 _ASKED: Final = msgspec.json.Decoder(_Asked)
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """The messages up to a response, its own among them, as JSON, and the response as its caller got it."""
-
-    messages: bytes
-    body: bytes
-
-
-_DELETED: Final = _Kept(b"", b"")
-
-
 class Conversations:
     """Remembers `limit_count` responses of `limit_bytes` in all, least recently used out; those of attempts that are
     not remembered are read from the store. An attempt finds its own responses alone, and a call that no attempt made
@@ -55,13 +43,13 @@ class Conversations:
         self._store = store
         self._limit_bytes = limit_bytes
         self._limit_count = limit_count
-        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # messages up to a response and its own, JSON
         self._bytes = 0
 
     async def join(self, caller: Caller, request: CallRequest) -> CallRequest:
         """The request with all that it continues in its messages.
 
-        CallRefused (400) if the caller has no response of that id, or deleted it, or asked that it not be stored."""
+        CallRefused (400) if the caller has no response of that id, or asked that it not be stored."""
         if request.continues is None:
             return request
         history = await self._messages(caller, request.continues)
@@ -71,38 +59,23 @@ class Conversations:
         own = request.instructions
         return msgspec.structs.replace(request, messages=[*request.messages[:own], *history, *request.messages[own:]])
 
-    def remember(
-        self, caller: Caller, endpoint: Endpoint, request: CallRequest, head: Head, answer: Answer, body: bytes | None
-    ) -> None:
-        """Keep a response that was answered, in this `body` if it is written already, for later calls to continue."""
+    def remember(self, caller: Caller, request: CallRequest, head: Head, answer: Answer) -> None:
+        """Keep a response that was answered, for later calls to continue."""
         if not request.continuable or answer.choices[0].finish_reason == "abort":
             return
         said = [*request.messages[request.instructions :], answer.choices[0].message()]
-        kept = _Kept(msgspec.json.encode(said), body or endpoint.whole(request, answer, head))
-        self._put((_scope(caller), head.response_id), kept)
-
-    def body(self, caller: Caller, response_id: str) -> bytes:
-        """The response as it was answered. CallRefused (404) unless it is remembered."""
-        return self._remembered(caller, response_id).body
-
-    def delete(self, caller: Caller, response_id: str) -> None:
-        """From here on the response is not found. CallRefused (404) unless it is remembered."""
-        self._remembered(caller, response_id)
-        self._put((_scope(caller), response_id), _DELETED)
-
-    def _remembered(self, caller: Caller, response_id: str) -> _Kept:
-        kept = self._kept.get((_scope(caller), response_id), _DELETED)
-        if kept is _DELETED:
-            message = f"Response with id '{response_id}' not found: the gateway remembers recent responses only"
-            raise CallRefused(message, status=404, code="response_not_found", param="response_id")
-        return kept
+        key = (_scope(caller), head.response_id)
+        self._kept[key] = msgspec.json.encode(said)
+        self._bytes += len(self._kept[key])
+        while self._bytes > self._limit_bytes or len(self._kept) > self._limit_count:
+            _, oldest = self._kept.popitem(last=False)
+            self._bytes -= len(oldest)
 
     async def _messages(self, caller: Caller, response_id: str) -> list[dict[str, Any]] | None:
         key = (_scope(caller), response_id)
         if key in self._kept:
             self._kept.move_to_end(key)
-            kept = self._kept[key]
-            return None if kept is _DELETED else _MESSAGES.decode(kept.messages)
+            return _MESSAGES.decode(self._kept[key])
         if self._store is None or caller.mode is None:
             return None
         wanted = (
@@ -114,20 +87,9 @@ class Conversations:
         found = await self._store.page_spans(And(wanted), limit=1)
         return _captured(found.items[0].attributes) if found.items else None
 
-    def _put(self, key: tuple[str, str], kept: _Kept) -> None:
-        self._bytes += _size(kept) - _size(self._kept.pop(key, _DELETED))
-        self._kept[key] = kept
-        while self._bytes > self._limit_bytes or len(self._kept) > self._limit_count:
-            _, oldest = self._kept.popitem(last=False)
-            self._bytes -= _size(oldest)
-
 
 def _scope(caller: Caller) -> str:
     return caller.attempt_id if caller.mode else ""
-
-
-def _size(kept: _Kept) -> int:
-    return len(kept.messages) + len(kept.body)
 
 
 def _captured(attributes: Attributes) -> list[dict[str, Any]] | None:

@@ -1,28 +1,37 @@
 """The gateway over HTTP: the protocols' endpoints, and the list of models, at `/v1` and under each attempt's prefix.
 
-Knows nothing of models, stores or tokens beyond what calls and endpoints offer.
+Plain ASGI under Starlette's routing: every call passes here, and a framework's request and response objects would cost
+more than the work itself. Knows nothing of models, stores or tokens beyond what calls and endpoints offer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import aclosing, suppress
 from functools import partial
-from typing import Final, TypeAlias
+from types import TracebackType
+from typing import Any, Final, TypeAlias
 from urllib.parse import quote
 
 import msgspec
 from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agentlightning.errors import BackendError
-from agentlightning.gateway.asgi import ClientWatch, Reply, as_backend_error, headers_of, path_ids_of, read_body
+from agentlightning.errors import (
+    AgentLightningError,
+    BackendError,
+    ConfigError,
+    InvalidError,
+    NotFoundError,
+    UnavailableError,
+)
 from agentlightning.gateway.backend import Delta, Finished, RelayedCall, Started
 from agentlightning.gateway.calls import CallOpener
 from agentlightning.gateway.capture import FAILED
 from agentlightning.gateway.endpoints.base import Endpoint, openai_error
-from agentlightning.gateway.endpoints.chat_completions import ChatCompletions
-from agentlightning.gateway.endpoints.completions import Completions
+from agentlightning.gateway.endpoints.completions import ChatCompletions, Completions
 from agentlightning.gateway.endpoints.messages import CountTokens, Messages
 from agentlightning.gateway.endpoints.messages_answer import anthropic_error, model_card, model_list
 from agentlightning.gateway.endpoints.passed_through import HEADERS, AnswerCopy, Embeddings
@@ -35,8 +44,17 @@ _PREFIX: Final = "/rollout/{rollout_id}/attempt/{attempt_id}"
 _ENDPOINTS: Final = (ChatCompletions(), Completions(), Responses(), Messages(), Embeddings())
 _COUNT: Final = CountTokens()
 _LARGE: Final = 1 << 20  # bytes
+_log = logging.getLogger(__name__)
 
-_Answer: TypeAlias = Callable[[Scope, Receive, Reply], Awaitable[None]]
+_TOLD_AS: Final[Mapping[type[AgentLightningError], tuple[int, str]]] = {
+    ConfigError: (400, "invalid_request"),
+    NotFoundError: (404, "not_found"),
+    InvalidError: (422, "invalid_request"),
+    UnavailableError: (503, "service_unavailable"),
+}
+"""HTTP status and OpenAI error code."""
+
+_Answer: TypeAlias = "Callable[[Scope, Receive, Reply], Awaitable[None]]"
 
 
 def gateway_routes(calls: CallOpener, models: ModelTable, *, body_limit: int, attributed: bool) -> list[BaseRoute]:
@@ -49,12 +67,41 @@ def gateway_routes(calls: CallOpener, models: ModelTable, *, body_limit: int, at
             routes.append(Route(f"{prefix}/v1/{endpoint.path}", app, methods=["POST"]))
         count = _App(partial(_count, calls, body_limit), _COUNT.error)
         routes += [
-            Route(f"{prefix}/v1/responses/{{response_id}}", _App(partial(_kept, calls)), methods=["GET", "DELETE"]),
             Route(f"{prefix}/v1/{_COUNT.path}", count, methods=["POST"]),
             Route(f"{prefix}/v1/models", shown, methods=["GET"]),
             Route(f"{prefix}/v1/models/{{name:path}}", shown, methods=["GET"]),
         ]
     return routes
+
+
+class Shortcut:
+    """LLM calls past the web framework, whose routing and layers around a route cost a tenth of a call.
+
+    ASGI: takes POST requests to those of the gateway's `routes` that are `/v1/…`, or the same under an attempt's
+    prefix, straight to their endpoints; all others go to `app`, which has these routes too."""
+
+    def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
+        self._app = app
+        self._plain: dict[str, Route] = {}
+        self._attributed: dict[str, Route] = {}
+        for route in routes:
+            if isinstance(route, Route) and route.methods == {"POST"}:
+                prefix, _, name = route.path.partition("/v1/")
+                {"": self._plain, _PREFIX: self._attributed}[prefix][name] = route
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            prefix, _, name = scope["path"].partition("/v1/")
+            parts = prefix.split("/")
+            route = self._plain.get(name) if not prefix else None
+            params: dict[str, str] = {}
+            if len(parts) == 5 and (parts[1], parts[3]) == ("rollout", "attempt") and parts[2] and parts[4]:
+                route = self._attributed.get(name)
+                params = {"rollout_id": parts[2], "attempt_id": parts[4]}
+            if route is not None:
+                scope["path_params"] = params
+                return route.app(scope, receive, send)
+        return self._app(scope, receive, send)
 
 
 class _App:
@@ -66,15 +113,13 @@ class _App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(send, self._error)
-        try:
+        with suppress(ClientGone):  # nobody is left to tell; the call is recorded as aborted
             try:
                 await self._answer(scope, receive, reply)
             except ClientGone:
                 raise
             except Exception as error:  # noqa: BLE001 - the boundary: nothing an agent sends may show it a traceback
                 await reply.fail(as_backend_error(error))
-        except ClientGone:
-            pass  # nobody is left to tell; the call is recorded as aborted
 
 
 async def _answer(
@@ -105,7 +150,7 @@ async def _whole(endpoint: Endpoint, call: RunningCall, reply: Reply, watch: Cli
         async for event in events:
             call.answer.add(event)
     body = endpoint.whole(call.request, call.answer, call.head)  # what cannot be written is not committed
-    if await _commit(call, watch, body):
+    if await _commit(call, watch):
         await reply.json(200, body)
 
 
@@ -159,28 +204,13 @@ async def _pass_through(endpoint: Endpoint, call: RunningCall, reply: Reply, wat
         await reply.body(b"".join(parts), more=False)
 
 
-async def _commit(call: RunningCall, watch: ClientWatch, body: bytes | None = None) -> bool:
-    """Store a call that is complete, with its `body` if that is written. False if its client left before
-    the end could be sent."""
+async def _commit(call: RunningCall, watch: ClientWatch) -> bool:
+    """Store a call that is complete. False if its client left before the end could be sent."""
     watch.disarm()
-    await call.commit(body)
+    await call.commit()
     if watch.gone:
         await call.undelivered()
     return not watch.gone
-
-
-async def _kept(calls: CallOpener, scope: Scope, receive: Receive, reply: Reply) -> None:
-    """`GET` and `DELETE /v1/responses/{response_id}`, of recent responses."""
-    caller = await calls.caller(headers_of(scope), path_ids_of(scope))
-    response_id = scope["path_params"]["response_id"]
-    if b"stream=true" in scope["query_string"]:
-        raise CallRefused("a response is not streamed again; leave stream out", param="stream")
-    if scope["method"] == "DELETE":
-        calls.conversations.delete(caller, response_id)
-        body = msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
-    else:
-        body = calls.conversations.body(caller, response_id)
-    await reply.json(200, body)
 
 
 async def _count(calls: CallOpener, body_limit: int, scope: Scope, receive: Receive, reply: Reply) -> None:
@@ -223,3 +253,154 @@ async def _relay_models(entry: ModelEntry, name: str | None, headers: dict[str, 
     async with entry.backend.relay(RelayedCall(path, "", {}, kept)) as answer:
         body = b"".join([part async for part in answer.parts])
         await reply.json(answer.status, body)
+
+
+# --- ASGI -------------------------------------------------------------------------------------------------------
+
+
+class Reply:
+    """What is sent back. `encode` writes an error as the protocol does; `in_stream`, which a stream sets, writes one
+    that comes after its first part."""
+
+    def __init__(self, send: Send, encode: Callable[[BackendError], bytes]) -> None:
+        self.in_stream: Callable[[BackendError], bytes] | None = None
+        self._send = send
+        self.encode = encode
+        self._began = False
+
+    async def json(self, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        await self.start(status, (b"content-type", b"application/json"), length, *headers)
+        await self.body(body, more=False)
+
+    async def part(self, chunk: bytes, *, more: bool = True) -> None:
+        """One part of an event stream."""
+        if not self._began:
+            kind = (b"content-type", b"text/event-stream; charset=utf-8")
+            await self.start(200, kind, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+        await self.body(chunk, more=more)
+
+    async def fail(self, error: BackendError) -> None:
+        if self._began:
+            await self.body(self.in_stream(error) if self.in_stream else b"", more=False)
+            return
+        # SDKs retry some refusals on their own; an attempt that has ended does not come back.
+        headers = [(b"x-should-retry", b"false")] if error.status in (401, 403, 409) else []
+        if error.retry_after is not None:
+            headers.append((b"retry-after", error.retry_after.encode("latin-1", "ignore")))
+        await self.json(error.status, self.encode(error), *headers)
+
+    async def start(self, status: int, *headers: tuple[bytes, bytes]) -> None:
+        self._began = True
+        await self._guarded({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def body(self, body: bytes, *, more: bool) -> None:
+        await self._guarded({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def _guarded(self, message: Message) -> None:
+        try:
+            await self._send(message)
+        except OSError as error:  # how an ASGI server says that the client has gone
+            raise ClientGone from error
+
+
+class ClientWatch:
+    """Cancels the surrounding task when its client disconnects, until disarmed; `gone` tells of it ever after.
+
+    It takes the steps of `receive` itself: a task for them would cost a tenth of a call. Cancellation by others (a
+    server shutting down) passes through."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.gone = False
+        self._receive = receive
+        self._armed = True
+        self._answering: asyncio.Task[Any] | None = None
+        self._listening: Coroutine[Any, Any, Message] | None = None
+
+    def __enter__(self) -> ClientWatch:
+        self._answering = asyncio.current_task()
+        self._listen()
+        return self
+
+    def _listen(self) -> None:
+        """Ask for the next message, which for a request that has been read is its client's disconnect."""
+        self._listening = self._receive()  # pyright: ignore[reportAttributeAccessIssue]  # all servers' are coroutines
+        self._step()
+
+    def _step(self, _: object = None) -> None:
+        """Go on up to where the message has come, or to what it waits for, as a task would."""
+        if self._listening is None:
+            return  # the call is over
+        try:
+            awaited: asyncio.Future[Any] | None = self._listening.send(None)
+        except StopIteration as received:
+            self._heard(received.value)
+            return
+        if awaited is None:
+            asyncio.get_running_loop().call_soon(self._step)
+        else:
+            awaited._asyncio_future_blocking = False  # how a task tells the future that it was seen
+            awaited.add_done_callback(self._step)
+
+    def _heard(self, message: Message) -> None:
+        if message["type"] != "http.disconnect":
+            self._listen()
+            return
+        self.gone, self._listening = True, None
+        if self._armed and self._answering is not None:
+            self._answering.cancel()
+
+    def disarm(self) -> None:
+        """From here on the call is complete and is committed whether or not its client still listens."""
+        self._armed = False
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            listening.close()
+        if self.gone and self._armed and isinstance(error, asyncio.CancelledError):
+            assert self._answering is not None
+            if self._answering.uncancel() == 0:
+                raise ClientGone from None
+
+
+async def read_body(headers: dict[str, str], receive: Receive, limit: int) -> bytes:
+    """The request's whole body. CallRefused (413) above `limit` bytes, ClientGone if it never comes whole."""
+    parts: list[bytes] = []
+    announced, size = int(headers.get("content-length") or 0), 0
+    more = announced <= limit
+    while more and size <= limit:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        more = message.get("more_body", False)
+    if max(announced, size) > limit:
+        message = f"the request body is larger than {limit} bytes; send less"
+        raise CallRefused(message, status=413, code="body_too_large")
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def headers_of(scope: Scope) -> dict[str, str]:
+    """The request's headers, with lower-case names."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def path_ids_of(scope: Scope) -> tuple[str, str] | None:
+    """The rollout and attempt that the path names."""
+    params = scope["path_params"]
+    return (params["rollout_id"], params["attempt_id"]) if "rollout_id" in params else None
+
+
+def as_backend_error(error: Exception) -> BackendError:
+    """What an agent is told. An error that is not one of ours is logged in full and told in one sentence."""
+    if isinstance(error, BackendError):
+        return error
+    for kind, (status, code) in _TOLD_AS.items():
+        if isinstance(error, kind):
+            return BackendError(str(error), status=status, code=code)
+    _log.exception("a call failed unexpectedly", exc_info=error)
+    return BackendError("the gateway failed to answer this call; its log has the details", status=500, code="internal")

@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
@@ -216,8 +215,11 @@ async def _update(connection: Connection, script: _Script, update: WeightUpdate)
                 await _post(connection, request, script.needs)
                 touched = True
             if script.label is not None:
-                with _without_route():
+                try:
                     await _post(connection, script.label, script.needs)
+                except BackendError as error:
+                    if error.code != _NOT_THERE:  # a server that lacks the route goes on without
+                        raise
             # Before any token is sampled by them.
             connection.version, connection.unusable = update.policy_version, None
         finally:
@@ -245,13 +247,3 @@ async def _post(connection: Connection, request: _Request, needs: str) -> None:
             raise BackendError(f"{url} answers {response.status}: {said}; needed is {needs}", code=_NOT_THERE)
         if response.status != 200 or _FAILED.search(said):
             raise BackendError(f"{url} answered {response.status}: {said}")
-
-
-@contextmanager
-def _without_route() -> Generator[None]:
-    """A server that lacks a route goes on without."""
-    try:
-        yield
-    except BackendError as error:
-        if error.code != _NOT_THERE:
-            raise

@@ -27,14 +27,8 @@ from agentlightning.types import DEFAULT_PROJECT, UNATTRIBUTED, Credential, Enqu
 
 C = TypeVar("C", bound=Call[Any])
 
-_OPENS: Final[Mapping[KeyScope, frozenset[KeyScope]]] = {
-    "read": frozenset({"read"}),
-    "grader": frozenset({"read", "grader"}),
-    "worker": frozenset({"read", "grader", "worker"}),
-    "trainer": frozenset({"read", "grader", "worker", "trainer"}),
-    "admin": frozenset({"read", "grader", "worker", "trainer", "admin"}),
-}
-"""What a key of each scope may call. A grader reads, and writes spans with rewards."""
+_SCOPES: Final[tuple[KeyScope, ...]] = ("read", "grader", "worker", "trainer", "admin")
+"""A key of each may call what those before it may. A grader reads, and writes spans with rewards."""
 
 _NAMES: Final = ("rollout_id", "run_id", "group_id", "resources_id", "parent_id")
 _MAKES: Final[Mapping[type[msgspec.Struct], str]] = {
@@ -73,14 +67,14 @@ class Scope:
     """What a caller may touch. `attempt` is (rollout_id, attempt_id) of an attempt's own key."""
 
     name: str = "this machine"
-    opens: frozenset[KeyScope] = _OPENS["admin"]
+    opens: frozenset[KeyScope] = frozenset(_SCOPES)
     project: str | None = None
     attempt: tuple[str, str] | None = None
     rewards: bool = True
 
     @classmethod
     def of(cls, credential: Credential) -> Scope:
-        opens = frozenset[KeyScope]().union(*(_OPENS[scope] for scope in credential.scopes))
+        opens = frozenset(_SCOPES[: 1 + max((_SCOPES.index(scope) for scope in credential.scopes), default=-1)])
         rewards = credential.attempt is None or credential.rewards
         return cls(credential.name, opens, credential.project, credential.attempt, rewards)
 
@@ -98,9 +92,13 @@ class Scope:
         """Of the `limit` on a request's bytes, how much this caller may send: an agent, who is not trusted, less."""
         return limit if self.attempt is None else min(limit, ATTEMPT_BYTES)
 
+    @property
+    def is_admin(self) -> bool:
+        """Whether the caller may touch everything."""
+        return self.attempt is None and self.project is None and "admin" in self.opens
+
     def require_admin(self) -> None:
-        """ForbiddenError unless the caller may touch everything."""
-        if self.attempt is not None or self.project is not None or "admin" not in self.opens:
+        if not self.is_admin:
             raise ForbiddenError(f"this needs an admin key of the whole store; {self.name} is not one")
 
     def refuses(self, span: Span) -> str | None:
@@ -166,18 +164,13 @@ class Access:
 
     async def name_of(self, headers: Mapping[str, str]) -> str | None:
         """Who the caller is, if their key is valid; nobody else's name can be had by inventing keys."""
-        key = api_key_of(headers) or self.sessions.key_of(headers)
-        if not key:
-            return None
-        if self._admin_key is not None and hmac.compare_digest(_digest(key), self._admin_key):
-            return "the admin key"
         try:
-            credential = await self._store.perform(calls.FindKey(api_key=key))
+            scope = await self.scope(headers)
         except ConflictError:  # of a worker that holds no attempt, or several
-            return _digest(key).hex()
-        except UnavailableError:
+            return _digest(api_key_of(headers) or self.sessions.key_of(headers) or "").hex()
+        except (ForbiddenError, UnavailableError):
             return None
-        return None if credential is None else credential.name
+        return None if scope == Scope() else scope.name
 
     async def confine(self, scope: Scope, call: C) -> C:
         """The call as this caller may make it: within its project, and under its name. ForbiddenError if it reaches

@@ -23,21 +23,19 @@ from agentlightning.dashboard.tokens import SpellsTokens, Tokenizers
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelTable
+from agentlightning.gateway.routes import Shortcut
 from agentlightning.server.access import Access
 from agentlightning.server.dashboard import DashboardRoutes
 from agentlightning.server.events import EventRoutes
-from agentlightning.server.failures import defect, failure, refusal
-from agentlightning.server.health import HealthRoutes
+from agentlightning.server.health import GatewayMetrics, HealthRoutes, ServerMetrics
 from agentlightning.server.limits import RateLimit, limit_of
-from agentlightning.server.logs import log_request
-from agentlightning.server.metrics import GatewayMetrics, ServerMetrics
+from agentlightning.server.logs import Observed, label_routes, log_request
 from agentlightning.server.models import ModelRoutes
-from agentlightning.server.observing import Observed, label_routes
 from agentlightning.server.openapi import documentation_routes
 from agentlightning.server.otlp import OtlpRoutes
+from agentlightning.server.requests import defect, failure, refusal
 from agentlightning.server.rest import LONGEST_POLL, PREFIX, LongPolls, StoreRest
 from agentlightning.server.reward_url import reward_route
-from agentlightning.server.shortcut import Shortcut
 from agentlightning.store.base import LightningStore
 from agentlightning.store.sql import SqlStore
 
@@ -96,7 +94,7 @@ def create_app(
     app = _Application(
         routes=routes,
         middleware=[*outer, *parts.inner],
-        exception_handlers={AgentLightningError: _typed_error, HTTPException: _http_error, Exception: _defect},
+        exception_handlers=dict.fromkeys((AgentLightningError, HTTPException, Exception), _answer_to),
     )
     app.state.protected = guarded or admin_key is not None
     app.state.stop_waiting = tuple(parts.stops)
@@ -160,18 +158,12 @@ def _tokenizers(store: LightningStore, models: ModelTable) -> Tokenizers:
     return Tokenizers(store.address if isinstance(store, SqlStore) else None, served)
 
 
-def _typed_error(request: Request, error: Exception) -> Response:
-    return failure(error) if isinstance(error, AgentLightningError) else defect()
-
-
-def _http_error(request: Request, error: Exception) -> Response:
+def _answer_to(request: Request, error: Exception) -> Response:
+    if isinstance(error, AgentLightningError):
+        return failure(error)
     if not isinstance(error, HTTPException):
-        raise error
+        return defect()
     message = f"{error.detail}: {request.method} {request.url.path}"
     if error.status_code == 404:
         message += "; /docs lists what there is"
     return refusal(error.status_code, "http", message, error.headers)
-
-
-def _defect(request: Request, error: Exception) -> Response:
-    return defect()

@@ -7,7 +7,11 @@ not reach here either. This module knows requests and keys; what is shown is mad
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.metadata
+import importlib.resources
+import mimetypes
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -16,12 +20,12 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
-from agentlightning.dashboard import credit, page, rollouts, runs, scores, tokens
+from agentlightning.dashboard import credit, rollouts, runs, tokens
 from agentlightning.data.recorded import CreditSettings
-from agentlightning.errors import ForbiddenError, InvalidError, NotFoundError
+from agentlightning.errors import InvalidError, NotFoundError, UnavailableError
 from agentlightning.gateway.models import ModelTable
 from agentlightning.server.access import Access, Scope, UnauthenticatedError
-from agentlightning.server.observing import note_caller
+from agentlightning.server.logs import note_caller
 from agentlightning.server.requests import asked_of, caller_of, in_json
 from agentlightning.server.sessions import require_same_origin
 from agentlightning.store.base import LightningStore
@@ -43,6 +47,8 @@ _SAFE: Final = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
 }
+_STATIC: Final = importlib.resources.files("agentlightning.dashboard") / "static"  # which `npm run build` writes
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,8 +113,11 @@ class DashboardRoutes:
     def page_routes(self) -> list[BaseRoute]:
         """The page and its files, which hold nothing of the store and need no key; and the way to it with a key, for a
         link to be clicked."""
-        page = [Route("/", _index, methods=["GET"]), Route("/assets/{name}", _asset, methods=["GET"])]
-        return [*page, Route("/open/{key}", self._open, methods=["GET"])]
+        return [
+            Route("/", _index, methods=["GET"]),
+            Route("/assets/{name}", _asset, methods=["GET"]),
+            Route("/open/{key}", self._open, methods=["GET"]),
+        ]
 
     def routes(self) -> list[BaseRoute]:
         """The data, below `/api/v1`."""
@@ -183,7 +192,7 @@ class DashboardRoutes:
         return _json(
             Session(
                 name=scope.name,
-                admin=_is_admin(scope),
+                admin=scope.is_admin,
                 scopes=sorted(scope.opens),
                 project=scope.project,
                 protected=self._protected,
@@ -273,33 +282,48 @@ class DashboardRoutes:
     async def _score(self, store: ConfinedStore, request: Request) -> Any:
         store.scope.require(AddSpans)
         rollout = await credit.require(store, request.path_params["rollout_id"])
-        await scores.give(store, rollout, await asked_of(request, scores.Score, self._body_limit), store.scope.name)
+        await rollouts.give_score(
+            store, rollout, await asked_of(request, rollouts.Score, self._body_limit), store.scope.name
+        )
         return (await rollouts.rows_of(store, [rollout]))[0]
 
     async def _export(self, request: Request) -> Response:
         store = await self._confined(request)
-        selection = await asked_of(request, scores.Selection, self._body_limit)
+        selection = await asked_of(request, rollouts.Selection, self._body_limit)
         await store.page_rollouts(selection.filter, limit=1)  # refuses what is no filter while that can be said
         about = {"content-disposition": f'attachment; filename="{selection.file_name}"'}
         return StreamingResponse(
-            scores.export(store, selection), media_type="application/octet-stream", headers=_SAFE | about
+            rollouts.export_rollouts(store, selection), media_type="application/octet-stream", headers=_SAFE | about
         )
 
 
-def _is_admin(scope: Scope) -> bool:
+@functools.cache
+def page() -> bytes:
+    """The page itself. UnavailableError where this installation lacks it."""
     try:
-        scope.require_admin()
-    except ForbiddenError:
-        return False
-    return True
+        return (_STATIC / "index.html").read_bytes()
+    except FileNotFoundError:
+        raise UnavailableError(
+            "this installation lacks the dashboard's page: build it (`npm ci && npm run build` in dashboard/ of the "
+            "source), or install a released wheel; everything else of this server works without it"
+        ) from None
+
+
+@functools.lru_cache(maxsize=256)
+def page_file(name: str) -> tuple[bytes, str]:
+    """A file that the page refers to, and its media type. NotFoundError where there is none of this name."""
+    file = _STATIC / "assets" / name
+    if not _NAME.fullmatch(name) or not file.is_file():
+        raise NotFoundError(f"the dashboard has no file {name!r}; reload the page")
+    return file.read_bytes(), mimetypes.guess_type(name)[0] or "application/octet-stream"
 
 
 async def _index(request: Request) -> Response:
-    return Response(page.index(), media_type="text/html", headers=_SAFE | {"cache-control": "no-cache"})
+    return Response(page(), media_type="text/html", headers=_SAFE | {"cache-control": "no-cache"})
 
 
 async def _asset(request: Request) -> Response:
-    content, media_type = page.asset(request.path_params["name"])
+    content, media_type = page_file(request.path_params["name"])
     # Names hold a hash of what is in them.
     return Response(
         content, media_type=media_type, headers=_SAFE | {"cache-control": "public, max-age=31536000, immutable"}

@@ -30,14 +30,13 @@ from agentlightning.semconv import GEN_AI_INPUT_TOKENS, GEN_AI_OUTPUT_TOKENS
 from agentlightning.tracing.otlp import PROTOBUF, encode_traces
 from agentlightning.types import Attributes, Span
 
-QUEUE_BYTES: Final = 64 * 1024 * 1024  # of text in spans that wait
+QUEUE_BYTES: Final = 64 * 1024 * 1024  # of spans that wait
 BATCH_BYTES: Final = 4 * 1024 * 1024  # below what collectors take in one request
 BATCH_SPANS: Final = 512
 CLOSE_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 10.0
 _FIRST_PAUSE, _LAST_PAUSE = 0.2, 30.0  # seconds between tries
-_WARN_EVERY: Final = 60.0
-_SPAN_BYTES: Final = 500  # what a span takes besides the text in it, about
+_WARN_EVERY: Final = 60.0  # seconds
 _TRY_AGAIN: Final = (429, 502, 503, 504)  # as OTLP has it; any other refusal is final
 _log: Final = logging.getLogger(__name__)
 
@@ -56,7 +55,6 @@ class Forwarder(Collector):
         self._waiting: deque[tuple[Span, int]] = deque()
         self._bytes = 0
         self._arrived = asyncio.Event()
-        self._full = asyncio.Event()  # enough for a batch
         self._closing = asyncio.Event()
         self._warned = -_WARN_EVERY
         self._sending: asyncio.Task[None] | None = None
@@ -71,16 +69,14 @@ class Forwarder(Collector):
 
     def take(self, spans: Sequence[Span]) -> None:
         """Forward spans some time later. Returns at once."""
-        for span in spans:
-            size = _size(span)
+        for span in map(_without_token_ids, spans):
+            size = len(msgspec.msgpack.encode(span))
             if self._bytes + size > QUEUE_BYTES:
                 self._drop(1, "the queue is full")
                 continue
-            self._waiting.append((_without_token_ids(span), size))
+            self._waiting.append((span, size))
             self._bytes += size
         self._arrived.set()
-        if len(self._waiting) >= BATCH_SPANS or self._bytes >= BATCH_BYTES:
-            self._full.set()
 
     async def close(self) -> None:
         """Send what waits, for `CLOSE_SECONDS` at most and without second tries; the rest is dropped."""
@@ -88,13 +84,11 @@ class Forwarder(Collector):
             return
         self._closing.set()
         self._arrived.set()
-        self._full.set()
-        done, _ = await asyncio.wait({self._sending}, timeout=CLOSE_SECONDS)
-        if not done:
-            self._sending.cancel()
-            await asyncio.wait({self._sending})
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._sending, CLOSE_SECONDS)
         if self._waiting:
-            self._drop(len(self._waiting), "the server stops", at_once=True)
+            self._warned = -_WARN_EVERY
+            self._drop(len(self._waiting), "the server stops")
             self._waiting.clear()
 
     def collect(self) -> Iterable[Metric]:
@@ -108,16 +102,18 @@ class Forwarder(Collector):
         async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session:
             while True:
                 await self._arrived.wait()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._linger):
-                        await self._full.wait()
+                await self._pause(self._linger)
+                self._arrived.clear()
                 while self._waiting:
                     if not await self._deliver(session, self._batch()):
                         return
                 if self._closing.is_set():
                     return
-                self._arrived.clear()
-                self._full.clear()
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, but not while the server stops."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
 
     def _batch(self) -> list[Span]:
         """The foremost spans, at least one; they stay in the queue until they are delivered."""
@@ -146,15 +142,14 @@ class Forwarder(Collector):
                     if answer.status not in _TRY_AGAIN:
                         self._settle(batch, answer.status, await answer.read())
                         return True
-                    why, asked = f"it answered {answer.status}", _seconds(answer.headers.get("retry-after"))
+                    why, after = f"it answered {answer.status}", answer.headers.get("retry-after", "")
+                    asked = float(after) if after.isdecimal() else 0.0  # it may give a date
             except (aiohttp.ClientError, TimeoutError) as error:
                 why, asked = str(error) or f"no answer within {_ANSWER_SECONDS:g} s", 0.0
             self._warn(f"spans wait for the collector at {self._shown}, tried again soon: {why}")
             if self._closing.is_set():
                 return False
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(pause, min(asked, _LAST_PAUSE))):
-                    await self._closing.wait()
+            await self._pause(max(pause, min(asked, _LAST_PAUSE)))
             pause = min(2 * pause, _LAST_PAUSE)
 
     def _settle(self, batch: list[Span], status: int, body: bytes) -> None:
@@ -174,12 +169,12 @@ class Forwarder(Collector):
         for _ in batch:
             self._bytes -= self._waiting.popleft()[1]
 
-    def _drop(self, count: int, why: str, *, at_once: bool = False) -> None:
+    def _drop(self, count: int, why: str) -> None:
         self.dropped += count
-        self._warn(f"{self.dropped} spans did not reach the collector at {self._shown} so far: {why}", at_once=at_once)
+        self._warn(f"{self.dropped} spans did not reach the collector at {self._shown} so far: {why}")
 
-    def _warn(self, message: str, *, at_once: bool = False) -> None:
-        if at_once or time.monotonic() - self._warned >= _WARN_EVERY:
+    def _warn(self, message: str) -> None:
+        if time.monotonic() - self._warned >= _WARN_EVERY:
             self._warned = time.monotonic()
             _log.warning("%s", message)
 
@@ -209,18 +204,3 @@ def _without_token_ids(span: Span) -> Span:
         GEN_AI_OUTPUT_TOKENS: sum(len(choice.token_ids) for choice in span.tokens.choices),
     }
     return msgspec.structs.replace(span, resource=resource, attributes={**counts, **span.attributes}, tokens=None)
-
-
-def _size(span: Span) -> int:
-    """About how many bytes a span takes."""
-    holders = (span.attributes, span.resource, *(event.attributes for event in span.events))
-    values = (value for attributes in holders for value in attributes.values())
-    return _SPAN_BYTES + sum(
-        len(value) if isinstance(value, str) else sum(len(str(one)) for one in value) if isinstance(value, list) else 8
-        for value in values
-    )
-
-
-def _seconds(retry_after: str | None) -> float:
-    """Of the header `Retry-After`; 0 where it gives a date, or nothing."""
-    return float(retry_after) if retry_after is not None and retry_after.isdecimal() else 0.0

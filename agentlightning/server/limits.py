@@ -12,7 +12,6 @@ import secrets
 import time
 from typing import Any, Final
 
-import msgspec
 from limits import RateLimitItemPerSecond
 from limits.aio.storage import MemoryStorage
 from limits.aio.strategies import SlidingWindowCounterRateLimiter
@@ -21,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.errors import ConfigError
 from agentlightning.server.access import Access
-from agentlightning.store.calls import ErrorBody, ErrorReply
+from agentlightning.server.requests import refusal
 
 _WINDOW: Final = 2  # seconds, at least: so much may come at once
 _SLOTS: Final = 256  # that addresses share, so that inventing them takes no memory
@@ -57,7 +56,9 @@ class RateLimit:
             await self._app(scope, receive, send)
             return
         stats = await self._limiter.get_window_stats(self._limit, caller)
-        await _refuse(send, min(max(1, math.ceil(stats.reset_time - time.time())), self._limit.get_expiry()))
+        seconds = min(max(1, math.ceil(stats.reset_time - time.time())), self._limit.get_expiry())
+        message = f"this caller asks more often than the server allows; ask again in {seconds} s"
+        await refusal(429, "rate_limited", message, {"retry-after": str(seconds)})(scope, receive, send)
 
     def _slot(self, address: str) -> str:
         digest = hashlib.blake2b(address.encode(), key=self._salt, digest_size=8).digest()
@@ -73,15 +74,3 @@ def _address(scope: Scope) -> str:
     except ValueError:
         return text
     return text if address.version == 4 else str(ipaddress.ip_network((int(address), 64), strict=False))
-
-
-async def _refuse(send: Send, seconds: int) -> None:
-    message = f"this caller asks more often than the server allows; ask again in {seconds} s"
-    body = msgspec.json.encode(ErrorReply(error=ErrorBody(message=message, type="rate_limited")))
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"retry-after", str(seconds).encode()),
-    ]
-    await send({"type": "http.response.start", "status": 429, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

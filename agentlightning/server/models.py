@@ -3,21 +3,23 @@ its calls held while weights are updated.
 
 `PUT /api/v1/models/NAME` registers the servers of a model under a name, `DELETE` takes it away, `GET /api/v1/models`
 lists; `POST /api/v1/models/NAME/hold` lets its calls wait, `/release` lets them through, and `/weights` has its servers
-load new weights. This module knows the table, who may change it, and who registered what; the trainer's side is
-`server.lending`.
+load new weights. This module knows the table, who may change it, who registered what, and how a trainer asks for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Final
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any, Final, get_type_hints
+from urllib.parse import quote
 
+import aiohttp
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from agentlightning.errors import ConfigError, ConflictError
+from agentlightning.errors import ConfigError, ConflictError, UnavailableError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
 from agentlightning.gateway.backends.kinds import BackendKind, make_backend
@@ -27,6 +29,7 @@ from agentlightning.gateway.replicas import Replica, Replicas, servers_of
 from agentlightning.gateway.updates import ServerUpdate, WeightUpdate, declare_version, keep_versions, update_weights
 from agentlightning.server.access import Access
 from agentlightning.server.requests import asked_of, caller_of, in_json
+from agentlightning.store.wire import Answer, error_of
 
 _HEALTH_SECONDS: Final = 2.0
 _HERE: Final = "the server itself"
@@ -146,22 +149,33 @@ class ModelRoutes:
 
     def routes(self) -> list[BaseRoute]:
         return [
-            Route("/models", self._list, methods=["GET"]),
-            Route("/models/{name:path}", self._put, methods=["PUT"]),
-            Route("/models/{name:path}", self._delete, methods=["DELETE"]),
-            Route("/models/{name:path}/hold", self._hold, methods=["POST"]),
-            Route("/models/{name:path}/release", self._release, methods=["POST"]),
-            Route("/models/{name:path}/weights", self._update, methods=["POST"]),
+            Route(path.replace("{name}", "{name:path}"), self._answering(handler), methods=[method])
+            for method, _, path, handler in ((*route.partition(" "), one) for route, one in MODEL_CALLS.items())
         ]
 
-    async def _list(self, request: Request) -> Response:
-        await self._require_admin(request)
-        return in_json(await asyncio.gather(*map(self._described, self._models)))
+    def _answering(self, handler: Callable[..., Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+        """What a handler `asked` for is read from the body, and what it returns is the answer's."""
+        hints = get_type_hints(handler)
 
-    async def _put(self, request: Request) -> Response:
-        await self._require_admin(request)
-        asked = await asked_of(request, ModelRegistration, self._body_limit)
-        entry = await asyncio.to_thread(_entry, _name(request), asked)  # may read a tokenizer
+        async def answer(request: Request) -> Response:
+            (await caller_of(request, self._access)).require_admin()
+            given: dict[str, Any] = dict(request.path_params)
+            if "asked" in hints:
+                given["asked"] = await asked_of(request, hints["asked"], self._body_limit)
+            if "owner" in hints:
+                given["owner"] = request.query_params.get("owner")
+            answered = await handler(self, **given)
+            return Response(status_code=204) if answered is None else in_json(answered)
+
+        return answer
+
+    async def list_models(self) -> list[ModelDescription]:
+        """Every model of the gateway, and how each of its servers does"""
+        return await asyncio.gather(*map(self._described, self._models))
+
+    async def register_model(self, name: str, asked: ModelRegistration) -> ModelDescription:
+        """Register a model's servers, or replace the model of this name"""
+        entry = await asyncio.to_thread(_entry, name, asked)  # may read a tokenizer
         try:
             if asked.check and asked.trainable:
                 await _check(entry)
@@ -175,39 +189,28 @@ class ModelRoutes:
             self._retire(entry)
             raise
         self._retire(replaced)
-        return in_json(await self._described(entry))
+        return await self._described(entry)
 
-    async def _delete(self, request: Request) -> Response:
-        """Take a model away; with `?owner=…` only if it is still that owner's."""
-        await self._require_admin(request)
-        name, owner = _name(request), request.query_params.get("owner")
+    async def remove_model(self, name: str, owner: str | None) -> None:
+        """Take a model away; with `owner` only if it is still theirs"""
         async with self._changing:
             if owner is None or owner == self._owners.get(name):
                 self._retire(self._models.remove(name))
                 self._owners.pop(name, None)
-        return Response(status_code=204)
 
-    async def _hold(self, request: Request) -> Response:
-        await self._require_admin(request)
-        asked = await asked_of(request, Hold, self._body_limit)
-        self._gateway.hold(_name(request), seconds=asked.seconds, holder=asked.holder)
-        return Response(status_code=204)
+    async def hold_model(self, name: str, asked: Hold) -> None:
+        """Let a model's calls wait, as while its weights are changed"""
+        self._gateway.hold(name, seconds=asked.seconds, holder=asked.holder)
 
-    async def _release(self, request: Request) -> Response:
-        await self._require_admin(request)
-        asked = await asked_of(request, Release, self._body_limit)
+    async def release_model(self, name: str, asked: Release) -> None:
+        """Let a model's calls through again"""
         if asked.policy_version is not None:
-            declare_version(self._gateway.entry(_name(request)), asked.policy_version)
-        self._gateway.release(_name(request), holder=asked.holder)
-        return Response(status_code=204)
+            declare_version(self._gateway.entry(name), asked.policy_version)
+        self._gateway.release(name, holder=asked.holder)
 
-    async def _update(self, request: Request) -> Response:
-        await self._require_admin(request)
-        asked = await asked_of(request, WeightUpdate, self._body_limit)
-        return in_json(Updated(servers=await update_weights(self._gateway, _name(request), asked)))
-
-    async def _require_admin(self, request: Request) -> None:
-        (await caller_of(request, self._access)).require_admin()
+    async def update_weights(self, name: str, asked: WeightUpdate) -> Updated:
+        """Have a model's servers load weights, its calls held"""
+        return Updated(servers=await update_weights(self._gateway, name, asked))
 
     async def _require_free(self, entry: ModelEntry, asked: ModelRegistration) -> None:
         """ConflictError where the name is another's whose servers live: one that has died does not come back for it,
@@ -245,6 +248,16 @@ class ModelRoutes:
             waiting=gate.waiting,
             policy_version=min((one.connection.version for one in servers_of(entry.backend)), default=own),
         )
+
+
+MODEL_CALLS: Final[Mapping[str, Callable[..., Awaitable[Any]]]] = {
+    "GET /models": ModelRoutes.list_models,
+    "PUT /models/{name}": ModelRoutes.register_model,
+    "DELETE /models/{name}": ModelRoutes.remove_model,
+    "POST /models/{name}/hold": ModelRoutes.hold_model,
+    "POST /models/{name}/release": ModelRoutes.release_model,
+    "POST /models/{name}/weights": ModelRoutes.update_weights,
+}
 
 
 # --- registrations and backends -----------------------------------------------------------------------------------
@@ -303,28 +316,110 @@ async def _lives(backend: Backend) -> bool:
 async def _replicas(backend: Backend) -> list[ReplicaDescription]:
     """What is known of a backend's servers; one that stands alone is asked for its health now."""
     if isinstance(backend, Replicas):
-        return [
-            ReplicaDescription(
-                base_url=replica.backend.name,
-                kind=replica.backend.kind,
-                healthy=replica.ejected_since is None and not replica.backend.connection.unusable,
-                running=replica.running,
-                ejected_since=replica.ejected_since,
-                why=replica.backend.connection.unusable or replica.why,
-            )
-            for replica in backend.replicas
+        replicas = [(one, one.running, one.ejected_since is None) for one in backend.replicas]
+    else:
+        replicas = [
+            (Replica(one), one.connection.running, await one.connection.healthy(_HEALTH_SECONDS))
+            for one in servers_of(backend)
         ]
     return [
         ReplicaDescription(
-            base_url=server.name,
-            kind=server.kind,
-            running=server.connection.running,
-            healthy=await server.connection.healthy(_HEALTH_SECONDS),
-            why=server.connection.unusable,
+            base_url=one.backend.name,
+            kind=one.backend.kind,
+            healthy=healthy and not one.backend.connection.unusable,
+            running=running,
+            ejected_since=one.ejected_since,
+            why=one.backend.connection.unusable or one.why,
         )
-        for server in servers_of(backend)
+        for one, running, healthy in replicas
     ]
 
 
-def _name(request: Request) -> str:
-    return str(request.path_params["name"])
+# --- a trainer's side -------------------------------------------------------------------------------------------
+
+
+async def register_model(
+    server: str,
+    entry: ModelEntry,
+    *,
+    base_url: str,
+    api_key: str | None,
+    backend_key: str | None = None,
+    owner: str | None = None,
+    check: bool = True,
+) -> None:
+    """Let the gateway of `server`, whose key is `api_key`, route `entry.name` to `base_url` (this process's endpoint,
+    whose key is `backend_key`), in the name of `owner`.
+
+    ConflictError where the name is another owner's, and what else the server refuses as its own error; UnavailableError
+    where it cannot be reached."""
+    asked = ModelRegistration(
+        base_url=base_url,
+        api_key=backend_key,
+        kind="vllm" if entry.trainable else "openai",
+        aliases=entry.aliases,
+        trainable=entry.trainable,
+        train=_registered(entry.train),
+        val=_registered(entry.val),
+        owner=owner,
+        check=check,
+    )
+    await _ask("PUT", server, quote(entry.name), api_key, asked)
+
+
+async def unregister_model(server: str, name: str, *, api_key: str | None, owner: str | None = None) -> None:
+    """Take the model away again; nothing happens if it is gone already, or is another `owner`'s by now."""
+    query = "" if owner is None else f"?owner={quote(owner, safe='')}"
+    await _ask("DELETE", server, quote(name) + query, api_key, None)
+
+
+def _registered(sampling: Sampling | None) -> RunSampling | None:
+    return None if sampling is None else msgspec.convert(sampling, RunSampling, from_attributes=True)
+
+
+async def hold_model(server: str, name: str, *, api_key: str | None, seconds: float = 300.0) -> None:
+    """Let calls of the model wait at the gateway of `server`, for `seconds` unless it is released or held again."""
+    await _ask("POST", server, f"{quote(name)}/hold", api_key, Hold(seconds=seconds), seconds=30.0)
+
+
+async def release_model(server: str, name: str, *, api_key: str | None, policy_version: int | None = None) -> None:
+    """Let them through again; see `Release`."""
+    asked = Release(policy_version=policy_version)
+    await _ask("POST", server, f"{quote(name)}/release", api_key, asked, seconds=30.0)
+
+
+async def update_model(server: str, name: str, update: WeightUpdate, *, api_key: str | None) -> list[ServerUpdate]:
+    """Have the model's servers load weights; see `gateway.updates.update_weights`."""
+    # As long as weights take to load.
+    answer = await _ask("POST", server, f"{quote(name)}/weights", api_key, update, seconds=None)
+    return msgspec.json.decode(answer, type=Updated).servers
+
+
+async def _ask(
+    method: str,
+    server: str,
+    path: str,
+    api_key: str | None,
+    body: msgspec.Struct | None,
+    *,
+    seconds: float | None = 90.0,
+) -> bytes:
+    """What `server` answers to a request about its models within `seconds`: what it refuses as its own error,
+    UnavailableError where it cannot be reached."""
+    url = f"{server.rstrip('/')}/api/v1/models/{path}"
+    data = None if body is None else msgspec.json.encode(body)
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=10.0)  # a check takes as long as a token does
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.request(method, url, data=data, headers=headers) as answer,
+        ):
+            said = await answer.read()
+            if answer.status >= 400:
+                raise error_of(Answer(url=url, status=answer.status, content_type=answer.content_type, body=said))
+            return said
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise UnavailableError(
+            f"the server at {server} cannot be reached ({error}); is `agl server` running?"
+        ) from None

@@ -1,9 +1,9 @@
 """The interface described: OpenAPI 3.1 at `/openapi.json`, made from the calls themselves, and a page to read it at
 `/docs`.
 
-This module knows what each call takes and returns, and which answers there are; of the gateway's endpoints, whose
-protocols are described by their makers, only what they are. The page needs nothing from elsewhere: it works on a
-machine without internet.
+This module knows what each call takes and returns, and which answers there are; of endpoints whose protocols are
+described by their makers, only what they are, and nothing of the routes that serve the dashboard's page and change with
+it. The page needs nothing from elsewhere: it works on a machine without internet.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import importlib.metadata
 import importlib.resources
 import inspect
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import NoneType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, get_type_hints
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from agentlightning.gateway.updates import WeightUpdate
-from agentlightning.server.models import Hold, ModelDescription, ModelRegistration, Release, Updated
+from agentlightning.server.models import MODEL_CALLS
 from agentlightning.server.rest import PREFIX
 from agentlightning.server.reward_url import REWARD_PATH
 from agentlightning.store import calls
@@ -51,61 +50,30 @@ _ABOUT: Final = (
 )
 _ATTEMPT: Final = "/rollout/{rollout_id}/attempt/{attempt_id}"
 
-
-@dataclass(frozen=True)
-class _ModelCall:
-    """One route of the gateway's table of models: what it is called, takes and returns, None for an empty answer."""
-
-    route: str
-    operation: str
-    about: str
-    body: Any = None
-    returns: Any = None
-    failures: tuple[str, ...] = ()
-
-
-_MODEL_CALLS: Final = (
-    _ModelCall("GET /models", "ListModels", "Every model of the gateway, and how each of its servers does",
-               returns=list[ModelDescription]),
-    _ModelCall("PUT /models/{name}", "RegisterModel", "Register a model's servers, or replace the model of this name",
-               ModelRegistration, ModelDescription, ("409", "413", "422")),
-    _ModelCall("DELETE /models/{name}", "RemoveModel", "Take a model away; with `owner` only if it is still theirs"),
-    _ModelCall("POST /models/{name}/hold", "HoldModel", "Let a model's calls wait, as while its weights are changed",
-               Hold, failures=("404", "413", "422")),
-    _ModelCall("POST /models/{name}/release", "ReleaseModel", "Let a model's calls through again",
-               Release, failures=("404", "413", "422")),
-    _ModelCall("POST /models/{name}/weights", "UpdateWeights", "Have a model's servers load weights, its calls held",
-               WeightUpdate, Updated, ("404", "409", "413", "422", "502", "503")),
-)  # fmt: skip
-# Endpoint → what it is, of those that take a request for a model.
-_MODEL_ENDPOINTS: Final = {
-    "chat/completions": "OpenAI's chat completions, streamed or whole",
-    "completions": "OpenAI's completions, of one text or of token ids, streamed or whole",
-    "responses": "OpenAI's responses, streamed or whole",
-    "embeddings": "OpenAI's embeddings, of servers that make them",
-    "messages": "Anthropic's messages, streamed or whole",
-    "messages/count_tokens": "How many tokens the prompt of a message has",
+# What the rest is, by route. What is under `/v1` is under each attempt's own prefix too.
+_OF_EVERY_SERVER: Final = {
+    "GET /health": "Whether the process lives",
+    "GET /ready": "Whether the store answers",
+    "GET /metrics": "Counters in Prometheus's text format",
 }
-
-# Route and the names of its query → what it is. They serve the page and change with it, so in short.
-_DASHBOARD: Final = {
-    "GET /session": "Who looks, and what they may do",
-    "POST /session": 'Begin a session: a cookie for `{"key": …}`',
-    "DELETE /session": "End the session",
-    "GET /runs?project": "Runs, with what they measured last",
-    "GET /series?run&name&points": "Curves of runs, several steps in one point where there are more",
-    "GET /quality?run": "What a run left out of training, and why",
-    "GET /prompts?run": "The candidates of a search for prompts",
-    "POST /rollouts": "A page of rollouts, with reward, error, calls, tokens and agents of each",
-    "GET /rollouts/{rollout_id}?attempt": "A rollout as a conversation, and all that is stored of it",
-    "GET /rollouts/{rollout_id}/request?call": "The request of a call, to send it again",
-    "GET /rollouts/{rollout_id}/tokens?call&now": "The tokens of a call, with what is known of each",
-    "POST /rollouts/{rollout_id}/score": "Give a rollout a reward",
-    "GET /groups/{group_id}": "A group side by side",
-    "GET /groups/{group_id}/tree": "A group's calls over token ids",
-    "POST /credit": "Rewards, returns and advantages, as trained or with other settings",
-    "POST /export": "A selection of rollouts as a file",
+_OF_A_STORE: Final = {
+    f"GET {PREFIX}/events": "What happens in the store, as server-sent events: "
+    "`rollout`, `spans`, `groups`, `metrics`, `queued`, `reset`",
+    f"POST {REWARD_PATH}": "Give an attempt a reward: a number, or an object of named ones. "
+    "A request that repeats an `Idempotency-Key` counts once",
+    "POST /v1/traces": "Spans of any OpenTelemetry exporter (OTLP over HTTP), as protobuf or JSON",
 }
+_OF_A_GATEWAY: Final = {
+    "POST /v1/chat/completions": "OpenAI's chat completions, streamed or whole",
+    "POST /v1/completions": "OpenAI's completions, of one text or of token ids, streamed or whole",
+    "POST /v1/responses": "OpenAI's responses, streamed or whole",
+    "POST /v1/embeddings": "OpenAI's embeddings, of servers that make them",
+    "POST /v1/messages": "Anthropic's messages, streamed or whole",
+    "POST /v1/messages/count_tokens": "How many tokens the prompt of a message has",
+    "GET /v1/models": "The models there are",
+    "GET /v1/models/{name}": "One of them",
+}
+_WITHOUT_KEY: Final = ("/health", "/ready", REWARD_PATH)
 
 
 def documentation_routes(*, with_store: bool, with_gateway: bool, protected: bool) -> list[BaseRoute]:
@@ -129,28 +97,35 @@ def _encoded(with_store: bool, with_gateway: bool, protected: bool) -> bytes:
 
 def document(*, with_store: bool = True, with_gateway: bool = True, protected: bool = True) -> Json:
     """The whole description. Without `protected` the server also answers those who show no key."""
-    kinds = list(calls.all_calls())
-    answers = [kind.returns() for kind in kinds]
-    model_calls = _MODEL_CALLS if with_store and with_gateway else ()
-    bodies = [kind for call in model_calls for kind in (call.body, call.returns) if kind is not None]
-    all_kinds = [*kinds, *answers, ErrorReply, *bodies]
-    shapes, components = _simple(msgspec.json.schema_components(all_kinds, ref_template=_SCHEMAS))
-    returned = shapes[len(kinds) : len(kinds) + len(answers)]
-    of_models = iter(shapes[len(shapes) - len(bodies) :])
+    kinds = list(calls.all_calls()) if with_store else []
+    of_models = {
+        route: (handler, get_type_hints(handler))
+        for route, handler in MODEL_CALLS.items()
+        if with_store and with_gateway
+    }
+    bodies = [hints[name] for _, hints in of_models.values() for name in ("asked", "return") if name in hints]
+    told = list(dict.fromkeys([ErrorReply, *kinds, *(kind.returns() for kind in kinds), *bodies]))
+    schemas, components = msgspec.json.schema_components(told, ref_template=_SCHEMAS)
+    shapes: dict[Any, Json] = dict(zip(told, schemas, strict=True))
     paths: dict[str, Json] = {}
-    if with_store:
-        for kind, answer in zip(kinds, returned, strict=True):
-            method, _, path = kind.route.partition(" ")
-            paths.setdefault(PREFIX + path, {})[method.lower()] = _operation(kind, components[kind.__name__], answer)
-    for call in model_calls:
-        method, _, path = call.route.partition(" ")
-        body, answer = (None if kind is None else next(of_models) for kind in (call.body, call.returns))
-        paths.setdefault(PREFIX + path, {})[method.lower()] = _model_operation(call, body, answer)
-    for (method, path), operation in _others(with_store, with_gateway).items():
-        paths.setdefault(path, {})[method] = operation
+
+    def describe(route: str, operation: Json) -> None:
+        method, _, path = route.partition(" ")
+        paths.setdefault(path, {})[method.lower()] = operation
+
     for kind in kinds:
         # A call's own shape, with what travels in the path, is nobody's body.
-        del components[kind.__name__]
+        shape = components.pop(kind.__name__)
+        describe(kind.route.replace("/", f"{PREFIX}/", 1), _operation(kind, shape, shapes[kind.returns()]))
+    for route, (handler, hints) in of_models.items():
+        described = _model_operation(route, handler, shapes.get(hints.get("asked")), shapes[hints["return"]])
+        describe(route.replace("/", f"{PREFIX}/", 1), described)
+    plain = _OF_EVERY_SERVER | (_OF_A_STORE if with_store else {}) | (_OF_A_GATEWAY if with_gateway else {})
+    for route, about in plain.items():
+        describe(route, _plain(route, about))
+        if with_store and " /v1/" in route:
+            attributed = route.replace(" ", f" {_ATTEMPT}")
+            describe(attributed, _plain(attributed, about))
     return {
         "openapi": "3.1.0",
         "info": {
@@ -166,19 +141,6 @@ def document(*, with_store: bool = True, with_gateway: bool = True, protected: b
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
-
-
-def _simple(schema: Any) -> Any:
-    """The same schema without `prefixItems`, which many tools mistake: a pair of numbers is two items, all numbers."""
-    if isinstance(schema, list | tuple):
-        return [_simple(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    prefix = schema.get("prefixItems")
-    if prefix is not None:
-        schema = {name: value for name, value in schema.items() if name != "prefixItems"}
-        schema["items"] = prefix[0] if all(one == prefix[0] for one in prefix) else {"anyOf": prefix}
-    return {name: _simple(value) for name, value in schema.items()}
 
 
 def _operation(kind: type[Call[Any]], shape: Json, answer: Json) -> Json:
@@ -205,116 +167,39 @@ def _operation(kind: type[Call[Any]], shape: Json, answer: Json) -> Json:
         operation["parameters"] = parameters
     if kind.route.startswith("GET ") and NoneType in getattr(kind.returns(), "__args__", ()):
         (answer,) = (one for one in answer["anyOf"] if one != {"type": "null"})  # None is a 404
-    operation["responses"] = {"200": {"description": "Done.", "content": _content(answer)}} | _failures(*_FAILURES)
+    failures = {code: {"$ref": f"#/components/responses/{code}"} for code in _FAILURES}
+    operation["responses"] = {"200": {"description": "Done.", "content": _content(answer)}} | failures
     return operation
 
 
-def _others(with_store: bool, with_gateway: bool) -> dict[tuple[str, str], Json]:
-    """The routes that are no calls of the store, in short."""
-    text = {"text/plain": {"schema": {"type": "string"}}}
-    stream = {"text/event-stream": {}}
-    anything: Json = {_JSON: {"schema": {"type": "object"}}}
-    found: dict[tuple[str, str], Json] = {
-        ("get", "/health"): _plain("Whether the process lives", "server", anything) | {"security": []},
-        ("get", "/ready"): _plain("Whether the store answers", "server", anything)
-        | {"security": [], "responses": {"200": _answered(anything), "503": _answered(anything)}},
-        ("get", "/metrics"): _plain("Counters in Prometheus's format", "server", text, "401", "403", "429"),
-    }
-    if with_store:
-        found["get", f"{PREFIX}/events"] = _plain(
-            "What happens in the store, as server-sent events: `rollout`, `spans`, `groups`, `queued`, `reset`",
-            "events", stream, "401", "403", "429", "503",
-        )  # fmt: skip
-        found["post", REWARD_PATH] = _reward_operation()
-        for prefix in ("", _ATTEMPT):
-            found["post", f"{prefix}/v1/traces"] = _plain(
-                "Spans of any OpenTelemetry exporter (OTLP over HTTP)", "otlp", anything | {
-                    "application/x-protobuf": {"schema": {"type": "string", "format": "binary"}}
-                }, path=prefix, body=True,
-            )  # fmt: skip
-            refusals = {code: _answered(anything) for code in ("400", "401", "403", "404", "413", "415", "429", "503")}
-            found["post", f"{prefix}/v1/traces"]["responses"] |= refusals  # a google.rpc.Status
-        for route, about in _DASHBOARD.items():
-            method, place = route.lower().split(" ")
-            path, _, names = place.partition("?")
-            content = {"application/octet-stream": {}} if path == "/export" else anything
-            one = found[method, f"{PREFIX}/dashboard{path}"] = _plain(
-                about, "dashboard", content, *_FAILURES, path=path, body=method == "post"
-            )
-            one["parameters"] += [
-                _parameter(name, "query", {"type": "string"}, required=False) for name in names.split("&") if name
-            ]
-            if method == "delete":
-                one["responses"]["204"] = {"description": "Done."}
-    if with_gateway:
-        for prefix in ("", _ATTEMPT) if with_store else ("",):
-            for endpoint, about in _MODEL_ENDPOINTS.items():
-                content = anything | stream if "streamed" in about else anything
-                found["post", f"{prefix}/v1/{endpoint}"] = _plain(
-                    about, "gateway", content, "400", "401", "403", "404", "413", "422", "429", "502", "503", "504",
-                    path=prefix, body=True,
-                )  # fmt: skip
-            shown = {
-                ("get", "models"): "The models there are",
-                ("get", "models/{name}"): "One of them",
-                ("get", "responses/{response_id}"): "A recent response, as it was answered",
-                ("delete", "responses/{response_id}"): "Forget a response, so that no call can continue it",
-            }
-            for (method, endpoint), about in shown.items():
-                path = f"{prefix}/v1/{endpoint}"
-                found[method, path] = _plain(about, "gateway", anything, "400", "401", "403", "404", "429", path=path)
-    return found
-
-
-def _model_operation(call: _ModelCall, body: Json | None, answer: Json | None) -> Json:
-    """One call about the table of models: its `body` and `answer` as schemas."""
-    method, _, path = call.route.partition(" ")
-    done = {"204": {"description": "Done."}} if answer is None else {"200": _answered({_JSON: {"schema": answer}})}
-    operation: Json = {
-        "operationId": call.operation,
-        "summary": call.about,
-        "description": "Needs the admin key.",
-        "tags": ["models"],
-        "parameters": [_parameter(name, "path", {"type": "string"}, required=True) for name in calls.path_fields(path)],
-        "responses": done | _failures("401", "403", "429", *call.failures),
-    }
-    if method == "DELETE":
+def _model_operation(route: str, handler: Callable[..., Any], body: Json | None, answer: Json) -> Json:
+    """One call about the table of models."""
+    operation = _plain(route, str(handler.__doc__))
+    operation |= {"operationId": handler.__name__, "tags": ["models"], "description": "Needs the admin key."}
+    if route.startswith("DELETE "):
         operation["parameters"].append(_parameter("owner", "query", {"type": "string"}, required=False))
     if body is not None:
-        operation["requestBody"] = {"required": method == "PUT", "content": {_JSON: {"schema": body}}}
+        operation["requestBody"] = {"required": route.startswith("PUT "), "content": {_JSON: {"schema": body}}}
+    done = {"description": "Done."}
+    with_body = {"200": done | {"content": {_JSON: {"schema": answer}}}}
+    operation["responses"] = {"204": done} if answer == {"type": "null"} else with_body
+    operation["responses"]["default"] = _failure("See the message.")
     return operation
 
 
-def _reward_operation() -> Json:
-    """The one route whose key is part of its path."""
-    number: Json = {"type": "number"}
-    named: Json = {"type": "object", "additionalProperties": True}
-    operation = _plain(
-        "Give an attempt a reward: a number, or an object of named ones", "rewards", {_JSON: {"schema": named}},
-        "400", "401", "403", "404", "413", "429", "503", path=REWARD_PATH,
-    )  # fmt: skip
-    operation["parameters"].append(_parameter("Idempotency-Key", "header", {"type": "string"}, required=False))
-    body: Json = {"schema": {"anyOf": [number, named]}}
-    return operation | {"requestBody": {"required": True, "content": {_JSON: body}}, "security": []}
-
-
-def _plain(about: str, tag: str, content: Json, *failures: str, path: str = "", body: bool = False) -> Json:
+def _plain(route: str, about: str) -> Json:
+    """A route in short. Its failures are in the form of its protocol."""
+    method, _, path = route.partition(" ")
     operation: Json = {
         "summary": about,
-        "tags": [tag],
-        "responses": {"200": _answered(content)} | _failures(*failures),
+        "tags": ["gateway" if "/v1/" in route else "server"],
+        "parameters": [_parameter(name, "path", {"type": "string"}, required=True) for name in calls.path_fields(path)],
+        "responses": {"200": {"description": "Answered."}, "default": {"description": "Refused, or failed."}},
     }
-    if path:
-        operation["parameters"] = [
-            _parameter(name, "path", {"type": "string"}, required=True) for name in calls.path_fields(path)
-        ]
-    if body:
-        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": {"type": "object"}}}}
-    return operation
-
-
-def _answered(content: Json) -> Json:
-    return {"description": "Answered.", "content": content}
+    if method == "POST":
+        taken = ["number", "object"] if path == REWARD_PATH else "object"
+        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": {"type": taken}}}}
+    return operation | ({"security": []} if path in _WITHOUT_KEY else {})
 
 
 def _parameter(name: str, place: str, schema: Json, *, required: bool) -> Json:
@@ -323,13 +208,6 @@ def _parameter(name: str, place: str, schema: Json, *, required: bool) -> Json:
 
 def _content(schema: Json) -> Json:
     return {_JSON: {"schema": schema}, _MSGPACK: {"schema": schema}}
-
-
-def _failures(*codes: str) -> Json:
-    return {
-        code: {"$ref": f"#/components/responses/{code}"} if code in _FAILURES else _failure("See the message.")
-        for code in codes
-    }
 
 
 def _failure(meaning: str) -> Json:

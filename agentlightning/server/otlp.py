@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTracePartialSuccess
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -20,8 +21,7 @@ from starlette.routing import BaseRoute, Route
 from agentlightning.errors import AgentLightningError, ForbiddenError, InvalidError, NotFoundError
 from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID
 from agentlightning.server.access import Access, Scope
-from agentlightning.server.failures import TooLargeError, failure_of
-from agentlightning.server.requests import receive_body
+from agentlightning.server.requests import TooLargeError, failure_of, receive_body
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import AddSpans, QueryAttempts
 from agentlightning.tracing.otlp import JSON, PROTOBUF, UnsupportedMediaError, decode_traces, encode_response, resolve
@@ -31,23 +31,38 @@ _RETRY_AFTER_SECONDS: Final = 1
 _WINDOW_BITS: Final = {"gzip": 31, "deflate": 15}  # as zlib wants to be told which header to expect
 
 
-# --- whose a span is ---------------------------------------------------------------------------------------------
+class OtlpRoutes:
+    """The two paths of OTLP/HTTP over one store. `body_limit` is in bytes, before and after decompression."""
 
-
-class Intake:
-    """Takes decoded spans in, from whatever transport."""
-
-    def __init__(self, store: LightningStore, access: Access) -> None:
+    def __init__(self, store: LightningStore, access: Access, body_limit: int) -> None:
         self._store = store
         self._access = access
+        self._body_limit = body_limit
 
-    async def admit(self, headers: Mapping[str, str]) -> Scope:
-        """Who calls; ForbiddenError unless they may add spans."""
-        scope = await self._access.scope(headers)
-        scope.require(AddSpans)
-        return scope
+    def routes(self) -> list[BaseRoute]:
+        return [
+            Route("/v1/traces", self._export, methods=["POST"]),
+            Route("/rollout/{rollout_id}/attempt/{attempt_id}/v1/traces", self._export, methods=["POST"]),
+        ]
 
-    async def add(self, scope: Scope, spans: Sequence[Span], url_ids: tuple[str, str] | None = None) -> list[str]:
+    async def _export(self, request: Request) -> Response:
+        content_type = request.headers.get("content-type", "")
+        answer_type = PROTOBUF if PROTOBUF in content_type.lower() else JSON
+        ids = request.path_params
+        try:
+            scope = await self._access.scope(request.headers)
+            scope.require(AddSpans)
+            limit = scope.body_limit(self._body_limit)
+            body = await receive_body(request.receive, limit)
+            encoding = request.headers.get("content-encoding", "")
+            # In a thread: a large batch takes long to decode, and LLM calls go on meanwhile.
+            spans = await asyncio.to_thread(lambda: decode_traces(inflate(body, encoding, limit), content_type))
+            refused = await self._take(scope, spans, (ids["rollout_id"], ids["attempt_id"]) if ids else None)
+        except AgentLightningError as error:
+            return _refusal(error, answer_type)
+        return Response(encode_response(refused, answer_type), headers={"content-type": answer_type})
+
+    async def _take(self, scope: Scope, spans: Sequence[Span], url_ids: tuple[str, str] | None) -> list[str]:
         """Store spans under the attempts they belong to, all or none but for those whose content the caller may not
         add; why not, of each of these. ForbiddenError where that is all of them.
 
@@ -106,47 +121,6 @@ def _unattributed(span: Span) -> Span:
     return _assigned(renamed, (UNATTRIBUTED, UNATTRIBUTED))
 
 
-# --- HTTP --------------------------------------------------------------------------------------------------------
-
-
-class OtlpRoutes:
-    """The two paths of OTLP/HTTP over one store. `body_limit` is in bytes, before and after decompression."""
-
-    def __init__(self, store: LightningStore, access: Access, body_limit: int) -> None:
-        self._intake = Intake(store, access)
-        self._body_limit = body_limit
-
-    def routes(self) -> list[BaseRoute]:
-        return [
-            Route("/v1/traces", self._export, methods=["POST"]),
-            Route("/rollout/{rollout_id}/attempt/{attempt_id}/v1/traces", self._export, methods=["POST"]),
-        ]
-
-    async def _export(self, request: Request) -> Response:
-        content_type = request.headers.get("content-type", "")
-        answer_type = PROTOBUF if PROTOBUF in content_type.lower() else JSON
-        try:
-            scope = await self._intake.admit(request.headers)
-            limit = scope.body_limit(self._body_limit)
-            body = await receive_body(request.receive, limit)
-            encoding = request.headers.get("content-encoding", "")
-            # In a thread: a large batch takes long to decode, and LLM calls go on meanwhile.
-            spans = await asyncio.to_thread(_decode, body, encoding, content_type, limit)
-            refused = await self._intake.add(scope, spans, _url_ids(request))
-        except AgentLightningError as error:
-            return _refusal(error, answer_type)
-        return Response(encode_response(refused, answer_type), headers={"content-type": answer_type})
-
-
-def _url_ids(request: Request) -> tuple[str, str] | None:
-    ids = request.path_params
-    return (ids["rollout_id"], ids["attempt_id"]) if ids else None
-
-
-def _decode(body: bytes, encoding: str, content_type: str, limit: int) -> list[Span]:
-    return decode_traces(inflate(body, encoding, limit), content_type)
-
-
 def inflate(body: bytes, encoding: str, limit: int) -> bytes:
     """The body behind a `Content-Encoding`: gzip, deflate or none. TooLargeError as soon as it would exceed `limit`
     bytes, however small it came; InvalidError if it is damaged."""
@@ -173,19 +147,10 @@ def _refusal(error: AgentLightningError, answer_type: str) -> Response:
     if failure.otlp_status == 503:
         headers["retry-after"] = str(_RETRY_AFTER_SECONDS)
     if answer_type == PROTOBUF:
-        body = _status_message(failure.code, str(error))
+        # What google.rpc.Status begins with has the numbers and types of these fields: an integer, and a text.
+        status = ExportTracePartialSuccess(rejected_spans=failure.code)
+        status.error_message = str(error).encode(errors="replace").decode()
+        body = status.SerializeToString()
     else:
         body = msgspec.json.encode({"code": failure.code, "message": str(error)})
     return Response(body, status_code=failure.otlp_status, headers=headers)
-
-
-def _status_message(code: int, message: str) -> bytes:
-    """`google.rpc.Status` in protobuf: field 1 a number below 128, field 2 text after its length."""
-    text = message.encode(errors="replace")
-    length = bytearray()
-    rest = len(text)
-    while rest > 0x7F:
-        length.append(rest & 0x7F | 0x80)
-        rest >>= 7
-    length.append(rest)
-    return bytes([0x08, code, 0x12, *length]) + text

@@ -1,25 +1,90 @@
-"""What most routes do with a request: find out who asks, read what is asked, answer in JSON.
+"""What most routes do with a request: find out who asks, read what is asked, answer in JSON; and what an error looks
+like over HTTP: its status, and a body that says what to do. No traceback ever leaves a server.
 
 This module does not know what is asked for, nor who may ask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from agentlightning.errors import InvalidError
-from agentlightning.server.access import Access, Scope
-from agentlightning.server.failures import ClientGoneError, TooLargeError
-from agentlightning.server.observing import note_caller
+from agentlightning.errors import (
+    AgentLightningError,
+    BackendError,
+    ConfigError,
+    ConflictError,
+    ForbiddenError,
+    InvalidError,
+    NotFoundError,
+    UnavailableError,
+)
+from agentlightning.server.access import Access, Scope, UnauthenticatedError
+from agentlightning.server.logs import CLIENT_GONE, note_caller
 from agentlightning.store import codec
+from agentlightning.store.calls import ErrorBody, ErrorReply
+from agentlightning.tracing.otlp import UnsupportedMediaError
 
 T = TypeVar("T")
+
+
+class TooLargeError(AgentLightningError):
+    """The body is longer than this server takes (HTTP 413)."""
+
+
+class ClientGoneError(AgentLightningError):
+    """The client no longer listens for the answer; its status is for the log and the metrics."""
+
+
+class Failure(NamedTuple):
+    """How an error is told: by an HTTP status and a name; in OTLP by a status and a code of `google.rpc.Status`."""
+
+    status: int
+    name: str
+    otlp_status: int
+    code: int
+
+
+_FAILURES: Final[Sequence[tuple[type[AgentLightningError], Failure]]] = (
+    (UnauthenticatedError, Failure(401, "unauthenticated", 401, 16)),
+    (ForbiddenError, Failure(403, "forbidden", 403, 7)),
+    (NotFoundError, Failure(404, "not_found", 404, 5)),
+    (ConflictError, Failure(409, "conflict", 500, 13)),
+    (TooLargeError, Failure(413, "too_large", 413, 8)),
+    (UnsupportedMediaError, Failure(415, "unsupported_media", 415, 3)),
+    (InvalidError, Failure(422, "invalid", 400, 3)),
+    (ConfigError, Failure(422, "invalid", 500, 13)),
+    (UnavailableError, Failure(503, "unavailable", 503, 14)),
+    (ClientGoneError, Failure(CLIENT_GONE, "client_gone", 500, 13)),
+)
+_OTHER: Final = Failure(500, "error", 500, 13)
+
+
+def failure_of(error: AgentLightningError) -> Failure:
+    if isinstance(error, BackendError):
+        return _OTHER._replace(status=error.status, name="backend")
+    return next((failure for kind, failure in _FAILURES if isinstance(error, kind)), _OTHER)
+
+
+def failure(error: AgentLightningError) -> Response:
+    """The answer to a call that raised `error`."""
+    how = failure_of(error)
+    return refusal(how.status, how.name, str(error))
+
+
+def defect() -> Response:
+    """The answer to a call that met a defect of the server: what it was stands in its log."""
+    return refusal(500, "internal", "the server failed at this request; its log says why")
+
+
+def refusal(status: int, kind: str, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    body = msgspec.json.encode(ErrorReply(error=ErrorBody(message=message, type=kind)))
+    return Response(body, status_code=status, media_type="application/json", headers=headers)
 
 
 async def caller_of(request: Request, access: Access) -> Scope:

@@ -20,9 +20,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.errors import AgentLightningError, InvalidError, NotFoundError, UnavailableError
 from agentlightning.server.access import Access
-from agentlightning.server.failures import ClientGoneError, defect, failure, refusal
-from agentlightning.server.observing import note_caller, note_route
-from agentlightning.server.requests import receive_body
+from agentlightning.server.logs import note_caller, note_route
+from agentlightning.server.requests import ClientGoneError, defect, failure, receive_body, refusal
 from agentlightning.store import calls, codec
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call

@@ -17,9 +17,8 @@ from starlette.routing import Route
 from agentlightning.errors import ForbiddenError, InvalidError
 from agentlightning.semconv import ANNOTATION, REWARD_POSTED
 from agentlightning.server.access import UnauthenticatedError
-from agentlightning.server.failures import refusal
-from agentlightning.server.observing import note_caller
-from agentlightning.server.requests import in_json, receive_body
+from agentlightning.server.logs import note_caller
+from agentlightning.server.requests import in_json, receive_body, refusal
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import AddSpans, FindKey
 from agentlightning.tracing.context import AttemptTracer

@@ -1,4 +1,5 @@
-"""`agl server` as one object: store, gateway, HTTP and retention, started and stopped in order.
+"""`agl server` as one object: store, gateway, HTTP and retention, started and stopped in order; and a trainer's models,
+served for such a server.
 
 This module knows what belongs to a server. It knows neither the command line nor signals.
 """
@@ -6,26 +7,33 @@ This module knows what belongs to a server. It knows neither the command line no
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import AgentLightningError, ConfigError, UnavailableError
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.locality import is_loopback
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.app import BODY_LIMIT, create_app
 from agentlightning.server.forwarding import Forwarder
-from agentlightning.server.retaining import retain
+from agentlightning.server.models import hold_model, register_model, release_model, unregister_model
 from agentlightning.server.serve import HttpServer
+from agentlightning.store import calls
+from agentlightning.store.base import LightningStore
 from agentlightning.store.redaction import Capture, redaction
+from agentlightning.store.retention import ended_before
 from agentlightning.store.spans import Redact
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.sqlite import Synchronous
+
+HOURLY: Final = 3600.0
+_log: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ class Running:
     gateway: Gateway
 
 
-@contextlib.asynccontextmanager
+@asynccontextmanager
 async def running_server(settings: ServerSettings) -> AsyncGenerator[Running]:
     """A server for as long as the block lasts. At its end it takes no more requests, answers those it has, and closes
     the store: what it acknowledged is there."""
@@ -121,7 +129,105 @@ def _forwarder(settings: ServerSettings) -> Forwarder | None:
     return forwarder
 
 
+async def retain(
+    store: LightningStore, older_than_seconds: float, *, keep_rewards: bool = False, every_seconds: float = HOURLY
+) -> None:
+    """Remove the rollouts that ended longer ago than that by the store's clock, each when all of its group did, at once
+    and then again and again, until cancelled.
+
+    With `keep_rewards` they stay, without their inputs and with no spans but the rewards. While the store cannot be
+    written nothing is removed, and the next round tries again."""
+    while True:
+        try:
+            where = ended_before(await store.perform(calls.GetTime()) - older_than_seconds)
+            deleted = await store.perform(
+                calls.DeleteRollouts(where=where, keep_rewards=keep_rewards, actor="retention")
+            )
+        except UnavailableError as error:
+            _log.warning("old rollouts could not be removed, trying again in %g s: %s", every_seconds, error)
+        else:
+            if deleted.rollouts or deleted.rollouts_trimmed:
+                _log.info(
+                    "removed %d rollouts and trimmed %d to their rewards, with %d spans in all",
+                    deleted.rollouts,
+                    deleted.rollouts_trimmed,
+                    deleted.spans,
+                )
+        await asyncio.sleep(every_seconds)
+
+
 async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
+    with suppress(asyncio.CancelledError):
         await task
+
+
+@asynccontextmanager
+async def lent(
+    server: str, entries: Sequence[ModelEntry], *, port: int, api_key: str | None, owner: str
+) -> AsyncGenerator[None]:
+    """As long as the block lasts the gateway of `server` routes to these models of this process, which are served on
+    loopback with a key that the server alone has: it says whose calls they are."""
+    key = secrets.token_urlsafe()
+    gateway = Gateway(ModelTable(entries), admin_key=key)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(gateway.close)
+        http = HttpServer(create_app(None, gateway=gateway), port=port)
+        await http.start()
+        stack.push_async_callback(http.stop)
+        for entry in entries:
+            url = f"{http.url}/v1"
+            await register_model(server, entry, base_url=url, backend_key=key, api_key=api_key, owner=owner)
+            stack.push_async_callback(_take_back, server, entry.name, api_key, owner)
+        yield
+
+
+async def _take_back(server: str, name: str, api_key: str | None, owner: str) -> None:
+    with suppress(UnavailableError):  # a server that is gone routes nowhere any more
+        await unregister_model(server, name, api_key=api_key, owner=owner)
+
+
+@asynccontextmanager
+async def model_held(server: str, name: str, *, api_key: str | None, lease: float = 60.0) -> AsyncGenerator[None]:
+    """Calls of the model wait at the gateway of `server` as long as the block lasts, and for at most `lease` seconds
+    more if this process dies in it. Where the server cannot be told so, it is logged, and they do not wait."""
+
+    async def hold() -> None:
+        with _logged():
+            await hold_model(server, name, api_key=api_key, seconds=lease)
+
+    async def renew() -> None:
+        while not ended.is_set():
+            try:
+                async with asyncio.timeout(lease / 3):
+                    await ended.wait()
+            except TimeoutError:
+                await hold()
+
+    await hold()
+    ended = asyncio.Event()
+    renewing = asyncio.create_task(renew(), name=f"hold of {name}")
+    try:
+        yield
+    finally:
+        ended.set()
+        await renewing  # a request to hold must not arrive after the one to release
+        with _logged():
+            await release_model(server, name, api_key=api_key)
+
+
+@asynccontextmanager
+async def models_held(server: str, names: Sequence[str], *, api_key: str | None) -> AsyncGenerator[None]:
+    """`model_held` of several at once."""
+    async with AsyncExitStack() as stack:
+        for name in names:
+            await stack.enter_async_context(model_held(server, name, api_key=api_key))
+        yield
+
+
+@contextmanager
+def _logged() -> Generator[None]:
+    try:
+        yield
+    except AgentLightningError as error:  # a hold is not worth the end of a run
+        _log.warning("the calls of agents do not wait for new weights with their clocks stopped: %s", error)

@@ -79,23 +79,19 @@ def emit_exception(
 
 def reward(function: FunctionT) -> FunctionT:
     """Decorator of a function, sync or async, that returns a reward: it is emitted as well."""
-    if inspect.iscoroutinefunction(function):
 
-        @functools.wraps(function)
-        async def emitting_async(*args: Any, **kwargs: Any) -> Any:
-            value = await function(*args, **kwargs)
-            emit_reward(value)
-            return value
-
-        return cast(FunctionT, emitting_async)
-
-    @functools.wraps(function)
-    def emitting(*args: Any, **kwargs: Any) -> Any:
-        value = function(*args, **kwargs)
+    def emitted(value: Any) -> Any:
         emit_reward(value)
         return value
 
-    return cast(FunctionT, emitting)
+    async def emitting_async(*args: Any, **kwargs: Any) -> Any:
+        return emitted(await function(*args, **kwargs))
+
+    def emitting(*args: Any, **kwargs: Any) -> Any:
+        return emitted(function(*args, **kwargs))
+
+    wrapper = emitting_async if inspect.iscoroutinefunction(function) else emitting
+    return cast(FunctionT, functools.wraps(function)(wrapper))
 
 
 def get_message_value(span: Span) -> str | None:

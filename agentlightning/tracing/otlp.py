@@ -237,10 +237,6 @@ def _seconds(nanoseconds: int) -> float:
     return nanoseconds / _NANOSECONDS  # of two ints: the float nearest to the true quotient
 
 
-def _json_text(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
-
-
 def encode_traces(spans: Sequence[Span]) -> bytes:
     """An export request in protobuf that `decode_traces` and `resolve` read back as the same spans.
 
@@ -265,9 +261,9 @@ def _resource(span: Span) -> Attributes:
     return {**span.resource, ROLLOUT_ID: span.rollout_id, ATTEMPT_ID: span.attempt_id}
 
 
-def _origin(span: Span) -> tuple[str, str, str]:
+def _origin(span: Span) -> tuple[bytes, str, str]:
     """What spans must share to be said once; as JSON, since in Python 1 and True are equal."""
-    return _json_text(_resource(span)), *_scope(span)
+    return msgspec.json.encode(_resource(span)), *_scope(span)
 
 
 def _scope(span: Span) -> tuple[str, str]:

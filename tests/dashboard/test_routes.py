@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from agentlightning.dashboard import page, tokens
-from agentlightning.dashboard.scores import csv_line
+from agentlightning.dashboard import tokens
+from agentlightning.dashboard.rollouts import csv_line
 from agentlightning.engine.engine import Engine
 from agentlightning.engine.service import EngineService
 from agentlightning.gateway.app import Gateway
@@ -21,6 +21,7 @@ from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.learner.tiny import make_tokenizer
+from agentlightning.server import dashboard
 from agentlightning.server.app import create_app
 from agentlightning.server.dashboard import POLICY
 from agentlightning.server.serve import HttpServer
@@ -136,8 +137,8 @@ async def test_the_page_needs_no_key_and_lets_nothing_in_from_elsewhere(place, t
     (tmp_path / "index.html").write_text("<!doctype html>")
     (tmp_path / "assets" / "main-1a2b.js").write_text("1")
     (tmp_path / "secret").write_text("no")
-    monkeypatch.setattr(page, "_STATIC", tmp_path)
-    page.index.cache_clear()
+    monkeypatch.setattr(dashboard, "_STATIC", tmp_path)
+    dashboard.page.cache_clear()
     async with place.http.get("/") as answer:
         assert (answer.status, answer.content_type) == (200, "text/html")
         assert answer.headers["content-security-policy"] == POLICY
@@ -148,16 +149,16 @@ async def test_the_page_needs_no_key_and_lets_nothing_in_from_elsewhere(place, t
     for name in ("..%2Fsecret", ".hidden", "none.js"):
         async with place.http.get(f"/assets/{name}") as answer:
             assert answer.status == 404
-    page.index.cache_clear()
+    dashboard.page.cache_clear()
 
 
 async def test_an_installation_without_the_page_says_so(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "_STATIC", tmp_path)
-    page.index.cache_clear()
+    monkeypatch.setattr(dashboard, "_STATIC", tmp_path)
+    dashboard.page.cache_clear()
     async with place.http.get("/") as answer:
         assert answer.status == 503
         assert "npm run build" in await answer.text()
-    page.index.cache_clear()
+    dashboard.page.cache_clear()
 
 
 # --- sessions -----------------------------------------------------------------------------------------------------

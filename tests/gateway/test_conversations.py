@@ -25,7 +25,7 @@ def remember(conversations: Conversations, request: CallRequest, response_id: st
     answer = Answer(1)
     answer.add(Delta(0, {"content": "yes"}))
     answer.add(Finished(0, "stop"))
-    conversations.remember(NOBODY, Responses(), request, Head(response_id, "m", 0), answer, None)
+    conversations.remember(NOBODY, request, Head(response_id, "m", 0), answer)
 
 
 async def continued(conversations: Conversations, response_id: str) -> list[str]:
@@ -58,15 +58,4 @@ async def test_no_more_bytes_are_kept_than_allowed() -> None:
         await continued(conversations, "resp_15")
     remember(conversations, asked("x" * 20_000), "resp_large")
     with pytest.raises(CallRefused, match="not found"):
-        conversations.body(NOBODY, "resp_large")
-
-
-async def test_what_is_deleted_stays_deleted() -> None:
-    conversations = Conversations(None)
-    remember(conversations, asked("a"), "resp_a")
-    conversations.delete(NOBODY, "resp_a")
-    with pytest.raises(CallRefused, match="not found"):
-        await continued(conversations, "resp_a")
-    with pytest.raises(CallRefused) as caught:
-        conversations.delete(NOBODY, "resp_a")
-    assert caught.value.status == 404
+        await continued(conversations, "resp_large")

@@ -238,7 +238,7 @@ async def test_a_slow_collector_delays_no_write(collector):
 
 
 async def test_a_full_queue_drops_what_comes_and_says_so_once(collector, monkeypatch, caplog):
-    monkeypatch.setattr(forwarding, "QUEUE_BYTES", 10_000)
+    monkeypatch.setattr(forwarding, "QUEUE_BYTES", 8_200)
     collector.awake.clear()
     async with forwarder_to(collector.url) as forwarder:
         for number in range(1, 101):

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from agentlightning.server.app import create_app
-from agentlightning.server.remembered import Remembered
+from agentlightning.server.health import Remembered
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.client import LightningStoreClient
 from tests.server.conftest import ADMIN_KEY, until

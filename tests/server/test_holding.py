@@ -21,8 +21,9 @@ from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.updates import ServerUpdate, WeightUpdate
 from agentlightning.server.app import create_app
-from agentlightning.server.lending import hold_model, model_held, release_model, update_model
+from agentlightning.server.models import hold_model, release_model, update_model
 from agentlightning.server.serve import HttpServer
+from agentlightning.server.service import model_held
 from agentlightning.store.sql import SqlStore
 from tests.server.conftest import until
 

@@ -17,7 +17,7 @@ from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.replicas import Replicas
 from agentlightning.server.app import create_app
-from agentlightning.server.lending import register_model, unregister_model
+from agentlightning.server.models import register_model, unregister_model
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
 from tests.gateway.servers import Server, until

@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from agentlightning.errors import UnavailableError
-from agentlightning.server.retaining import retain
+from agentlightning.server.service import retain
 from agentlightning.store.base import LightningStore
 from agentlightning.store.sql import SqlStore
 

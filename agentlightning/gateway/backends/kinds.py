@@ -1,21 +1,26 @@
-"""What is said of a server → the backend that speaks with it.
+"""What is said of a server → the backend that speaks with it, and the entry of a model that is asked and never trained.
 
-Knows the kinds of servers and what each needs. Knows no models and no table of them.
+Knows the kinds of servers and what each needs. Knows no table of models.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import os
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from urllib.parse import urlsplit
+
+import msgspec
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.backend import Backend, BackendEvent, ModelCall, RelayedAnswer, RelayedCall
 from agentlightning.gateway.backends.connection import Connection
 from agentlightning.gateway.backends.http import HttpBackend, Kind
+from agentlightning.gateway.models import ModelEntry
+from agentlightning.types import FrozenModel
 
 if TYPE_CHECKING:  # tokenizers are not among what a server without models needs to have installed
     from agentlightning.gateway.backends.sglang import SglangBackend
@@ -110,3 +115,30 @@ def _chat_template(tokenizer: str) -> ChatTemplate:
         return ChatTemplate.from_pretrained(AutoTokenizer.from_pretrained(tokenizer))
     except (OSError, ValueError) as error:
         raise ConfigError(f"the tokenizer {tokenizer!r} cannot be read: {error}") from None
+
+
+def read_frozen(
+    models: Mapping[str, FrozenModel | Mapping[str, Any]], trained: Mapping[str, object]
+) -> dict[str, FrozenModel]:
+    """The models beside those `trained`. ConfigError for what is none, and for a name that is taken."""
+    read: dict[str, FrozenModel] = {}
+    for name, given in models.items():
+        if name in trained or name == "llm":
+            raise ConfigError(f"models: the name {name!r} is that of a model being trained; choose another")
+        try:
+            read[name] = given if isinstance(given, FrozenModel) else msgspec.convert(given, FrozenModel)
+        except msgspec.ValidationError as error:
+            raise ConfigError(
+                f"models.{name}: {error}; give it as {{endpoint: https://…/v1, frozen: true}}, with `model` and "
+                "`api_key` where the endpoint needs them. What is trained is given as `model`"
+            ) from None
+    return read
+
+
+def frozen_entry(name: str, model: FrozenModel) -> ModelEntry:
+    """The model under its name. Without a key of its own it is asked with OPENAI_API_KEY if that is for its host."""
+    host = urlsplit(os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1").hostname
+    key = model.api_key or (os.environ.get("OPENAI_API_KEY") if urlsplit(model.endpoint).hostname == host else None)
+    # Hosted APIs refuse to be asked for token ids, and nothing here trains on their answers.
+    backend = HttpBackend(model.endpoint, kind="openai", api_key=key, model=model.model)
+    return ModelEntry(name, backend, trainable=False)

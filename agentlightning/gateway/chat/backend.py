@@ -28,10 +28,9 @@ from agentlightning.gateway.backend import (
     Started,
     unsupported,
 )
-from agentlightning.gateway.chat.reasoning import BEGIN, Reasoning
 from agentlightning.gateway.chat.recorded import EncodedPrompt, RecordedAnswers
-from agentlightning.gateway.chat.stop_strings import StopStrings
 from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.gateway.chat.text import BEGIN, Reasoning, StopStrings
 from agentlightning.gateway.chat.tool_calls import Part, ToolCall, ToolCallParser
 from agentlightning.gateway.generation import Ending, GenerationRequest, SampledToken, TokenGenerator, choice_seed
 from agentlightning.types import FinishReason

@@ -20,9 +20,8 @@ from tokenizers import Tokenizer
 
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.gateway.chat import reasoning
-from agentlightning.gateway.chat.detokenizer import Detokenizer
-from agentlightning.gateway.chat.tool_calls import ToolCallParser, detect_tool_format, make_parser
+from agentlightning.gateway.chat.text import BEGIN, END, Detokenizer
+from agentlightning.gateway.chat.tool_calls import TOOL_FORMATS, ToolCallParser, detect_tool_format
 
 # The rollouts of a group begin with the same prompt, and turns repeat: short texts are tokenised once.
 _REMEMBERED_TEXTS = 2048
@@ -32,8 +31,8 @@ _REMEMBERED_LENGTH = 8192  # characters
 class ChatTemplate:
     """A tokenizer with its chat template.
 
-    `special_tokens` are the names a template may use (`bos_token` …). `tool_format` is one of
-    `tool_calls.TOOL_FORMATS`; left out, it is recognised from the template. `stop_token_ids` end an answer.
+    `special_tokens` are the names a template may use (`bos_token` …); the format of tool calls is recognised from it.
+    `stop_token_ids` end an answer.
 
     >>> ChatTemplate.from_pretrained(AutoTokenizer.from_pretrained(path)).render(messages, tools)
     '<|im_start|>system\\n…'
@@ -46,14 +45,11 @@ class ChatTemplate:
         *,
         special_tokens: Mapping[str, Any],
         stop_token_ids: frozenset[int] = frozenset(),
-        tool_format: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
-        self.tool_format = tool_format or detect_tool_format(template)
-        if tool_format is not None:
-            make_parser(tool_format)  # an unknown name fails here, not at the first call
-        self.reasons = tokenizer.token_to_id(reasoning.END) is not None  # the model was taught to
+        self.tool_format = detect_tool_format(template)
+        self.reasons = tokenizer.token_to_id(END) is not None  # the model was taught to
         self.token_bytes = TokenBytes(tokenizer)
         self._encode_once = lru_cache(maxsize=_REMEMBERED_TEXTS)(self._encode)
         self._special_tokens = dict(special_tokens)
@@ -64,7 +60,7 @@ class ChatTemplate:
             raise ConfigError(f"the tokenizer's chat template cannot be compiled: {error}") from None
 
     @classmethod
-    def from_pretrained(cls, tokenizer: Any, *, tool_format: str | None = None) -> ChatTemplate:
+    def from_pretrained(cls, tokenizer: Any) -> ChatTemplate:
         """From a `PreTrainedTokenizerFast`. ConfigError without a chat template or with a slow tokenizer."""
         template = getattr(tokenizer, "chat_template", None)
         if isinstance(template, dict):
@@ -83,7 +79,6 @@ class ChatTemplate:
             template,
             special_tokens=tokenizer.special_tokens_map,
             stop_token_ids=frozenset() if end is None else frozenset({end}),
-            tool_format=tool_format,
         )
 
     def render(
@@ -121,7 +116,7 @@ class ChatTemplate:
 
     def detokenizer(self, *, keep_markers: bool, keep_reasoning: bool = False) -> Detokenizer:
         """Text of an answer as it is sampled; `keep_markers` keeps special tokens that mark tool calls."""
-        marks = map(self.tokenizer.token_to_id, (reasoning.BEGIN, reasoning.END)) if keep_reasoning else ()
+        marks = map(self.tokenizer.token_to_id, (BEGIN, END)) if keep_reasoning else ()
         return Detokenizer(self.token_bytes, keep_markers=keep_markers, shown=[one for one in marks if one is not None])
 
     def tool_call_parser(self) -> ToolCallParser:
@@ -129,9 +124,9 @@ class ChatTemplate:
         if self.tool_format is None:
             raise ConfigError(
                 "the chat template's tool-call format is not one of hermes, llama3 or mistral, so tools cannot be used "
-                "with this model; name its format explicitly if it is one of them"
+                "with this model"
             )
-        return make_parser(self.tool_format)
+        return TOOL_FORMATS[self.tool_format]()
 
     def _plain(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message as templates expect it: no nulls, text as one string, tool-call arguments as objects."""

@@ -17,8 +17,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from agentlightning.errors import ConfigError, nearest
-from agentlightning.gateway.chat.stop_strings import overlap
+from agentlightning.gateway.chat.text import overlap
 
 
 @dataclass(frozen=True)
@@ -133,13 +132,6 @@ class WholeAnswerParser(ToolCallParser):
         if calls is None:
             return [held] if held else []
         return list(calls)
-
-
-def make_parser(tool_format: str) -> ToolCallParser:
-    """A parser for one answer in the named format. ConfigError lists the formats."""
-    if tool_format not in TOOL_FORMATS:
-        raise ConfigError(f"there is no tool-call format {tool_format!r}; {nearest(tool_format, TOOL_FORMATS)}")
-    return TOOL_FORMATS[tool_format]()
 
 
 def detect_tool_format(template: str) -> str | None:

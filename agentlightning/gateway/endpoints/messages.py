@@ -18,9 +18,8 @@ from msgspec import Meta
 
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.endpoints.base import Endpoint, Head
-from agentlightning.gateway.endpoints.chat_completions import SAMPLING_TYPES
+from agentlightning.gateway.endpoints.completions import SAMPLING_TYPES, sampling_fields
 from agentlightning.gateway.endpoints.messages_answer import NO_THREADS, MessageWriter, anthropic_error, whole_message
 from agentlightning.gateway.request import (
     MANY,
@@ -31,7 +30,6 @@ from agentlightning.gateway.request import (
     Fields,
     given,
     rest_json,
-    stop_strings,
 )
 
 
@@ -191,22 +189,12 @@ class Messages(Endpoint):
             schema = {"name": "answer", "schema": wanted.schema, "strict": True}
             extra["response_format"] = {"type": "json_schema", "json_schema": schema}
         return CallRequest(
-            model=values["model"],
             messages=_chat(values.get("system"), values["messages"]),
             tools=[_tool(index, tool) for index, tool in enumerate(values.get("tools", ()))],
             tool_choice=None if tool_choice is None else _choice(tool_choice),
-            sampling=Sampling(
-                temperature=values.get("temperature"),
-                top_p=values.get("top_p"),
-                top_k=values.get("top_k"),
-                max_tokens=values.get("max_tokens"),
-                stop=stop_strings(values.get("stop_sequences")),
-                seed=values.get("seed"),
-            ),
-            stream=values.get("stream", False),
-            shaping={name: values[name] for name in SHAPING_FIELDS if name in values},
             extra=extra,
             request_json=rest_json(raw, "system", "messages", "tools"),
+            **sampling_fields(values | {"stop": values.get("stop_sequences")}, values.get("max_tokens")),
         )
 
     def whole(self, request: CallRequest, answer: Answer, head: Head) -> bytes:

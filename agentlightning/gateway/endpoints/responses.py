@@ -15,7 +15,7 @@ import msgspec
 
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.endpoints.base import Endpoint, Head
-from agentlightning.gateway.endpoints.chat_completions import SAMPLING_TYPES, TopLogprobs, sampling_fields
+from agentlightning.gateway.endpoints.completions import SAMPLING_TYPES, TopLogprobs, sampling_fields
 from agentlightning.gateway.endpoints.responses_answer import ResponseWriter, whole_response
 from agentlightning.gateway.request import MANY, SOME, CallRefused, CallRequest, Fields, given, rest_json
 

@@ -11,10 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from agentlightning.data.token_bytes import TokenBytes, splits_at_special_tokens
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.gateway.chat.detokenizer import Detokenizer
 from agentlightning.gateway.chat.recorded import RecordedAnswers
-from agentlightning.gateway.chat.stop_strings import StopStrings
 from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.gateway.chat.text import Detokenizer, StopStrings
 from tests.gateway.talker import SEARCH_TOOL, make_talker, user
 
 CHATML = """{%- if tools %}{{- '<|im_start|>system\\n' }}{%- for tool in tools %}{{- tool | tojson }}

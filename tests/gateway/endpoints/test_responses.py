@@ -305,26 +305,6 @@ async def test_an_unstored_response_is_not_continued_after_a_restart_either(tmp_
             await second.client(attempted).responses.create(model="policy", input="count", previous_response_id=one.id)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_recent_response_can_be_looked_up_and_deleted(gateway_world: World, stream: bool) -> None:
-    client = gateway_world.client(await gateway_world.attempt())
-    if stream:
-        whole = (await raw_events(client, input="weather", tools=[TOOL]))[-1]["response"]
-    else:
-        whole = await raw_response(client, input="weather", tools=[TOOL])
-    found = await client.responses.with_raw_response.retrieve(whole["id"])
-    assert json.loads(found.text) == whole
-    with pytest.raises(openai.BadRequestError, match="not streamed again"):
-        await client.responses.retrieve(whole["id"], stream=True)
-    await client.responses.delete(whole["id"])
-    with pytest.raises(openai.NotFoundError, match="not found"):
-        await client.responses.retrieve(whole["id"])
-    with pytest.raises(openai.BadRequestError, match="not found"):
-        await client.responses.create(model="policy", input="count", previous_response_id=whole["id"])
-    with pytest.raises(openai.NotFoundError):
-        await gateway_world.client().responses.retrieve(whole["id"])
-
-
 # --- a server behind the gateway ----------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.gateway.chat.reasoning import Reasoning
+from agentlightning.gateway.chat.text import Reasoning
 
 
 def split(pieces: list[str], *, begun: bool) -> tuple[str, str]:
