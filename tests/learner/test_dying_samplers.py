@@ -17,6 +17,11 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.errors import BackendError
+from agentlightning.gateway.backend import Sampling
+from agentlightning.learner.base import Weights
+from agentlightning.learner.policy import load_policy
+from agentlightning.learner.remote import RemoteSampler, RemoteSampling
+from agentlightning.learner.started import StartedServer
 from agentlightning.trainer import FitResult
 from tests import agents
 from tests.learner.engines import ROOT, save_model, server
@@ -72,6 +77,29 @@ def test_one_that_the_run_started_is_started_again(tmp_path: Path, model: Path, 
     once = tmp_path / "died"
     check(fit(tmp_path, model, started(tmp_path, f"{dies} {once}")))
     assert once.exists()
+
+
+@pytest.mark.anyio
+async def test_one_that_shares_a_gpu_sleeps_while_a_step_is_computed(tmp_path: Path, model: Path) -> None:
+    """And wakes up before it is given new weights."""
+    sampling = started(tmp_path, "")
+    log = tmp_path / "log"
+    server = StartedServer("vllm", sampling["program"], str(model), [], environment=sampling["environment"], log=log)
+    sampler = RemoteSampler(RemoteSampling(**sampling), load_policy(model), server, sleeps=True)
+    try:
+        await sampler.check(Sampling())
+        async with sampler.exclusive():
+            said = log.read_text()
+            await sampler.publish(Weights(1, model))
+        assert said.endswith("/sleep\n")
+        update = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+        assert log.read_text().removeprefix(said).split() == ["/wake_up", *update]
+        async with sampler.exclusive():
+            pass
+        assert log.read_text().endswith("/sleep\n/wake_up\n")
+    finally:
+        await sampler.close()
+        server.stop()
 
 
 def test_one_that_dies_again_and_again_ends_the_run_which_resumes(tmp_path: Path, model: Path) -> None:

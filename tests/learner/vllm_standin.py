@@ -60,6 +60,7 @@ class Standin:
 
     def app(self, gateway: Gateway) -> Starlette:
         paths = ("/collective_rpc", "/reset_prefix_cache", "/pause", "/resume", "/update_weight_version")
+        paths += ("/sleep", "/wake_up")
         routes = [Route(path, self._control, methods=["POST"]) for path in paths]
         return Starlette(routes=[*routes, Mount("/", create_app(None, gateway=gateway))])
 
