@@ -19,8 +19,7 @@ import msgspec
 from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.drift import visible
 from agentlightning.cli.explain import explain
-from agentlightning.cli.rollouts import newest_store
-from agentlightning.cli.store import open_store, run
+from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, run, with_place
 from agentlightning.errors import ConfigError
 from agentlightning.types import Filter
 
@@ -123,7 +122,6 @@ _UNITS: Final = {"parquet": "rows", "sft": "conversations", "sharegpt": "convers
 
 
 @data.command("export")
-@click.argument("address", metavar="[STORE]", required=False)
 @click.option(
     "--format",
     "kind",
@@ -159,11 +157,9 @@ _UNITS: Final = {"parquet": "rows", "sft": "conversations", "sharegpt": "convers
     help="dpo: of each prompt the pair that differs most in reward, or all.",
 )
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
-@click.option("--server", metavar="URL", help="The `agl server` that has the store open, instead of STORE.")
-@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
-@json_option
+@with_place(STORE_ARGUMENT, newest_store)
 def export(
-    address: str | None,
+    place: Place,
     kind: str,
     out: Path,
     run_id: str | None,
@@ -175,8 +171,6 @@ def export(
     best_of_group: bool,
     pairs: str,
     force: bool,
-    server: str | None,
-    key: str | None,
     as_json: bool,
 ) -> int:
     """Write recorded rollouts as a dataset.
@@ -210,11 +204,10 @@ def export(
         raise ConfigError(f"{out} exists already; choose another name, or overwrite it with --force")
 
     async def work() -> None:
-        place = address if server else address or newest_store()
-        async with open_store(place, server, key, reading=True) as store:
+        async with place.open(reading=True) as store:
             rollouts, dataset = await _export(store, where, wanted, kind, out)
         if not dataset.written:
-            raise ConfigError(_nothing(kind, rollouts, dataset.left_out, place or str(server)))
+            raise ConfigError(_nothing(kind, rollouts, dataset.left_out, str(place)))
         _tell(kind, rollouts, dataset, out, as_json)
 
     return run(work())

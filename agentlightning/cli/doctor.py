@@ -27,8 +27,7 @@ import msgspec
 from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.asking import ask_server
 from agentlightning.cli.backends import backend_options, open_backend
-from agentlightning.cli.runs import RUNS
-from agentlightning.cli.store import run
+from agentlightning.cli.place import RUNS, run
 from agentlightning.errors import AgentLightningError, ConfigError, ForbiddenError
 
 if TYPE_CHECKING:

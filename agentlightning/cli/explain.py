@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from agentlightning.cli.as_json import json_option, print_json
+from agentlightning.cli.as_json import print_json
 from agentlightning.cli.drift import load_chat, visible
-from agentlightning.cli.rollouts import newest_store
-from agentlightning.cli.store import open_store, run
+from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, run, with_place
 from agentlightning.errors import NotFoundError
 from agentlightning.types import Order, Rollout, Run
 
@@ -47,22 +46,16 @@ _WORDS: Final = ("agent", "model", "trains", "tools")
 
 @click.command()
 @click.argument("rollout_id", metavar="ROLLOUT")
-@click.argument("address", metavar="[STORE]", required=False)
 @click.option("--tokenizer", "source", metavar="ID|DIR", help="The model's; default the run's own, beside its store.")
-@click.option("--server", metavar="URL", help="The `agl server` that has the store open, instead of STORE.")
-@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
-@json_option
-def explain(
-    rollout_id: str, address: str | None, source: str | None, server: str | None, key: str | None, as_json: bool
-) -> int:
+@with_place(STORE_ARGUMENT, newest_store)
+def explain(rollout_id: str, place: Place, source: str | None, as_json: bool) -> int:
     """Show a rollout as learning sees it: which calls train, how they go on from one another, and where they do not.
 
     STORE is a SQLite file or a postgresql:// URL; default the newest of agentlightning.sqlite and runs/*."""
 
     async def work() -> None:
-        place = address if server or address else newest_store()
-        async with open_store(place, server, key, reading=True) as store:
-            explanation, classifier = await _explanation(store, rollout_id, source or _own_tokenizer(place))
+        async with place.open(reading=True) as store:
+            explanation, classifier = await _explanation(store, rollout_id, source or _own_tokenizer(place.address))
         if as_json:
             print_json(explanation)
             return

@@ -18,9 +18,9 @@ import click
 import msgspec
 
 from agentlightning.cli.as_json import print_json
+from agentlightning.cli.place import READ_STORE, Place, run, with_place
 from agentlightning.cli.rollouts import ENDED, with_rewards
 from agentlightning.cli.runs import CURVES, StoredRun, choose_runs, count_rollouts
-from agentlightning.cli.store import open_store, reading_options, run
 from agentlightning.errors import ConfigError
 from agentlightning.types import And, Condition, Order, Span
 
@@ -73,15 +73,13 @@ summary { cursor: pointer; padding: .3rem 0; }
               help="Where to; default report-RUN in this directory.")  # fmt: skip
 @click.option("--metric", "metrics", multiple=True, metavar="NAME", help="A curve to draw; default the usual ones.")
 @click.option("--examples", type=click.IntRange(min=0), default=4, show_default=True, help="Conversations of each run.")
-@reading_options()
+@with_place(READ_STORE)
 def report(
     names: tuple[str, ...],
     out: Path | None,
     metrics: tuple[str, ...],
     examples: int,
-    address: str | None,
-    server: str | None,
-    key: str | None,
+    place: Place,
     as_json: bool,
 ) -> int:
     """Write a page about one run, or several side by side, and a picture of each curve.
@@ -90,11 +88,11 @@ def report(
     by itself: it can be sent to others or attached to a pull request."""
 
     async def work() -> None:
-        chosen = await choose_runs(names, address, server, key)
+        chosen = await choose_runs(names, place)
         directory = out or Path(f"report-{chosen[0].run.run_id}")
         told: list[dict[str, Any]] = []
         for one in chosen:
-            async with open_store(None if server else one.where, server, key, reading=True) as store:
+            async with one.place.open(reading=True) as store:
                 told.append(await _described(store, one, examples))
         files = _write(directory, chosen, told, metrics)
         if as_json:

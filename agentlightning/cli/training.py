@@ -192,9 +192,10 @@ def train(
 
 def _repeated(name: str, console: Console, assignments: tuple[str, ...], flags: Mapping[str, Any]) -> TrainConfig:
     from agentlightning.algorithm.directory import differences
+    from agentlightning.cli.place import Place
     from agentlightning.cli.repeating import find_run, repeated
 
-    run = find_run(name, flags["store"], flags["server"], flags["api_key"])
+    run = find_run(name, Place(flags["store"], flags["server"], flags["api_key"]))
     config = repeated(run, assignments, flags)
     for line in differences(run.manifest):
         console.print(f"not as when {run.run_id} ran: {line}", markup=False, highlight=False, soft_wrap=True)
