@@ -75,4 +75,4 @@ __version__: str
 __all__: list[str]
 
 def clash_with_namesake() -> str | None: ...
-def __getattr__(name: str) -> Any: ...  # names of 0.3; pyright: ignore[reportIncompleteStub]
+def __getattr__(name: str) -> Any: ...  # pyright: ignore[reportIncompleteStub] (names of 0.3)

@@ -18,9 +18,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.types import And, Condition, Filter
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from agentlightning.gateway.chat.drift import Comparison, DriftCheck, DriftReport, Found
+    from agentlightning.gateway.chat.drift import Comparison, DriftCheck, DriftReport
     from agentlightning.gateway.chat.template import ChatTemplate
 
 _AT_ONCE: Final = 32  # spans held in memory, each with a whole prompt
@@ -124,7 +122,7 @@ def _summary(check: DriftCheck, report: DriftReport) -> dict[str, Any]:
 
 
 def _show(check: DriftCheck, report: DriftReport) -> None:
-    from rich.console import Console
+    from agentlightning.cli.tables import make_table, print_table
 
     compared = [f"{tally.calls:,} {_UNITS[name]} ({tally.tokens:,} tokens)" for name, tally in report.compared.items()]
     print(f"compared {', '.join(compared)}")
@@ -135,23 +133,14 @@ def _show(check: DriftCheck, report: DriftReport) -> None:
     if not found:
         print("no drift")
         return
-    # Ids are there to be copied: a narrow terminal wraps lines rather than cutting them.
-    Console().print(_table(found))
+    names = ("check", "kind", "calls", "share", "tokens", "share")
+    rows = [
+        (one.check, one.kind, one.calls, f"{one.share_of_calls:.2%}", one.tokens, f"{one.share_of_tokens:.2%}")
+        for one in found
+    ]
+    print_table(make_table(names, rows, right=("share",)))
     for example in report.examples():
         print("\n".join(_lines(example)))
-
-
-def _table(found: list[Found]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("check", "kind", "calls", "share", "tokens", "share"):
-        table.add_column(name, justify="left" if name in ("check", "kind") else "right")
-    for row in found:
-        shares = f"{row.share_of_calls:.2%}", f"{row.share_of_tokens:.2%}"
-        table.add_row(row.check, row.kind, f"{row.calls:,}", shares[0], f"{row.tokens:,}", shares[1])
-    return table
 
 
 def _lines(example: Comparison) -> list[str]:

@@ -29,19 +29,9 @@ if TYPE_CHECKING:
 _LOOKED_THROUGH: Final = 1000  # rollouts, for one whose id is nearly that which was asked for
 _FILE: Final = "tokenizer.json"
 _COLUMNS: Final = (
-    "call",
-    "agent",
-    "model",
-    "prompt",
-    "shared",
-    "new",
-    "sampled",
-    "version",
-    "trains",
-    "reward",
-    "tools",
-)
-_WORDS: Final = ("agent", "model", "trains", "tools")
+    "call", "agent", "model", "prompt", "shared", "new", "sampled", "version", "trains", "reward", "tools",
+)  # fmt: skip
+_NUMBERS: Final = ("call", "prompt", "shared", "new", "sampled", "version", "reward")
 
 
 @click.command()
@@ -114,16 +104,13 @@ def _classifier(source: str) -> Classifier:
 
 
 def _show(explanation: Explanation, classifier: Classifier | None) -> None:
-    from rich.console import Console
+    from agentlightning.cli.tables import print_table
 
     rollout = explanation.rollout
     said = dict.fromkeys((rollout.mode, rollout.status, explanation.outcome, _reward(explanation)))  # each once
     print(f"rollout {visible(rollout.rollout_id)}: {', '.join(said)}")
     if explanation.calls:
-        # Wide rather than cut: what stands in it is there to be copied.
-        table = _calls(explanation.calls)
-        console = Console(width=max(Console().width, Console(width=10_000).measure(table).maximum), highlight=False)
-        console.print(table)
+        print_table(_calls(explanation.calls))
     for line in (*_conversations(explanation), *_sizes(explanation)):
         print(line)
     for found in explanation.breaks:
@@ -140,32 +127,28 @@ def _reward(explanation: Explanation) -> str:
 
 
 def _calls(calls: Sequence[ExplainedCall]) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+    from agentlightning.cli.tables import make_table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in _COLUMNS:
-        table.add_column(name, justify="left" if name in _WORDS else "right", no_wrap=True)
+    rows: list[tuple[object, ...]] = []
     for call in calls:
         shared = call.shared if call.shared and call.shared.tokens else None
         versions = sorted(set(call.versions or ()))
         trains = f"no: {call.left_out}" if call.left_out else "yes" + ", cut" * (call.finish_reason == "length")
         row = (
-            str(call.call_index),
+            call.call_index,
             call.agent or "",
             call.model or "",
-            f"{call.prompt_tokens:,}",
+            call.prompt_tokens,
             f"{shared.tokens:,} of {shared.call_index}" if shared else "",
-            f"{call.prompt_tokens - (shared.tokens if shared else 0):,}",
-            f"{call.sampled_tokens:,}",
+            call.prompt_tokens - (shared.tokens if shared else 0),
+            call.sampled_tokens,
             "–".join(map(str, versions)),
             trains,
             "" if call.reward is None else f"{call.reward:+g}",
             ", ".join(f"{name} {'ok' if status > 0 else 'failed'}" for name, status in call.tools),
         )
-        table.add_row(*(Text(visible(cell)) for cell in row))
-    return table
+        rows.append(row)
+    return make_table(_COLUMNS, rows, right=_NUMBERS)
 
 
 def _conversations(explanation: Explanation) -> Iterator[str]:

@@ -99,39 +99,17 @@ def forwarding_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--threads", type=click.IntRange(min=1), help="Torch threads.")
 @click.option("--seed", type=int, default=0, show_default=True, help="For sampling, and for making MODEL.")
 @json_option
-def serve(
-    model: str,
-    host: str,
-    port: int,
-    key: str | None,
-    model_name: str,
-    concurrency: int,
-    max_sequence_length: int | None,
-    threads: int | None,
-    seed: int,
-    as_json: bool,
-) -> None:
+def serve(**options: Any) -> None:
     """Serve MODEL to clients of OpenAI's and Anthropic's APIs: a checkpoint's directory, a Hugging Face id, or
     FILE.py:NAME, a function that makes one."""
     from agentlightning.server.serve import run_on_fastest_loop
 
     with garbage_sought_seldom():
-        run_on_fastest_loop(
-            _serve(model, host, port, key, model_name, concurrency, max_sequence_length, threads, seed, as_json)
-        )
+        run_on_fastest_loop(_serve(**options))
 
 
 async def _serve(
-    model: str,
-    host: str,
-    port: int,
-    key: str | None,
-    model_name: str,
-    concurrency: int,
-    max_sequence_length: int | None,
-    threads: int | None,
-    seed: int,
-    as_json: bool,
+    model: str, host: str, port: int, key: str | None, model_name: str, seed: int, as_json: bool, **sizes: Any
 ) -> None:
     from agentlightning.display import hide_library_progress
     from agentlightning.gateway.app import Gateway
@@ -143,9 +121,7 @@ async def _serve(
 
     hide_library_progress()
     policy = await asyncio.to_thread(open_policy, model, seed=seed)
-    served = serve_policy(
-        policy, concurrency=concurrency, max_sequence_length=max_sequence_length, threads=threads, seed=seed
-    )
+    served = serve_policy(policy, seed=seed, **sizes)
     try:
         gateway = Gateway(ModelTable([ModelEntry(model_name, served.backend)]), admin_key=key)
         app = create_app(None, gateway=gateway, guarded=key is not None)

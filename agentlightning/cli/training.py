@@ -282,19 +282,10 @@ def fit_summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
 @isolation_option("auto")
 @json_option
 def dev(
-    agent: str,
-    dataset: str,
-    model: str | None,
-    endpoint: str | None,
-    endpoint_model: str | None,
-    endpoint_key: str | None,
-    limit: int,
-    run_dir: str | None,
-    isolation: Isolation,
-    as_json: bool,
+    agent: str, dataset: str, limit: int, run_dir: str | None, isolation: Isolation, as_json: bool, **answer: str | None
 ) -> int:
     """Run an agent on a few tasks without training and print what it did, call by call; exit with 1 if all fail."""
-    served, resources = answering(model, endpoint, endpoint_model, endpoint_key)
+    served, resources = answering(**answer)
     if served is None and not resources:
         raise click.UsageError("give --model, or --endpoint and --endpoint-model")
     from agentlightning.data.datasets import load_dataset
@@ -326,25 +317,17 @@ def dev(
 @click.option("--out", type=DIRECTORY, metavar="DIR", help="Directory of this run; default a new one below runs/.")
 @click.option("--model", metavar="ID|DIR", help="Train this Hugging Face model instead of one made on the spot.")
 @json_option
-def quickstart(
-    seed: int | None,
-    steps: int | None,
-    time_limit: float | None,
-    resume: bool,
-    out: Path | None,
-    model: str | None,
-    as_json: bool,
-) -> int:
+def quickstart(as_json: bool, **given: Any) -> int:
     """Train a small tool-using agent from nothing, here and now, and show what it learned."""
     from agentlightning.cli.before_after import show_report
     from agentlightning.display import LiveProgress, hide_library_progress
     from agentlightning.quickstart import QuickstartOptions, load_flight_example, run_quickstart
 
     hide_library_progress()
-    options = QuickstartOptions(seed=seed, steps=steps, time_limit=time_limit, resume=resume, out=out, model=model)
-    total = load_flight_example().recipe.algorithm(steps).steps
+    options = QuickstartOptions(**given)
+    total = load_flight_example().recipe.algorithm(options.steps).steps
     console = Console(stderr=as_json)
-    with LiveProgress(console, steps=total, time_limit=time_limit) as progress:
+    with LiveProgress(console, steps=total, time_limit=options.time_limit) as progress:
         report = run_quickstart(options, progress)
     show_report(console, report)
     if as_json:
