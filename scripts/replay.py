@@ -29,8 +29,8 @@ from agentlightning.algorithm.directory import START, read_mark
 from agentlightning.algorithm.rl import Reinforcement
 from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batches, trace_group
 from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
-from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.config import build, load_config
+from agentlightning.cli.options import json_option, print_json
 from agentlightning.cli.place import STORE_FILE, Place, run
 from agentlightning.cli.training import DIRECTORY, FILE, make_algorithm
 from agentlightning.data.sequences import TrainingSequence

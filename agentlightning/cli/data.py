@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 import click
 import msgspec
 
-from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.drift import visible
 from agentlightning.cli.explain import explain
+from agentlightning.cli.options import json_option, print_json
 from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, run, with_place
 from agentlightning.errors import ConfigError
 from agentlightning.types import Filter

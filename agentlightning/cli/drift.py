@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from agentlightning import semconv
-from agentlightning.cli.as_json import print_json
+from agentlightning.cli.options import print_json
 from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, run, with_place
 from agentlightning.errors import ConfigError
 from agentlightning.types import And, Condition, Filter

@@ -17,8 +17,8 @@ import click
 import msgspec
 from rich.console import Console
 
-from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.config import TrainConfig, load_config
+from agentlightning.cli.options import json_option, print_json
 from agentlightning.cli.place import Place
 from agentlightning.cli.training import INTERRUPTED, answering, answering_options, fit, running_flags
 from agentlightning.errors import ConfigError, NotFoundError

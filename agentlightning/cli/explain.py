@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from agentlightning.cli.as_json import print_json
 from agentlightning.cli.drift import load_chat, visible
+from agentlightning.cli.options import print_json
 from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, run, with_place
 from agentlightning.errors import NotFoundError
 from agentlightning.types import Order, Rollout, Run

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from agentlightning.cli.as_json import tell
+from agentlightning.cli.options import tell
 from agentlightning.cli.place import NEW_STORE, SERVER_STORE, Place, with_place
 from agentlightning.errors import InvalidError
 from agentlightning.types import Mode

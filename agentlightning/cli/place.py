@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from agentlightning.cli.as_json import json_option
+from agentlightning.cli.options import Option, json_option, together
 from agentlightning.errors import ConfigError, InUseError
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ SERVER_STORE: Final = Path("agentlightning.sqlite")  # what `agl server`, `run` 
 POSTGRES: Final = ("postgresql://", "postgres://")
 _PATIENCE_SECONDS: Final = 10.0
 
-Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 STORE: Final[Option] = click.option(
     "--store", "address", metavar="PATH|URL", help="SQLite file, or postgresql:// URL, to open here."
 )
@@ -114,6 +113,13 @@ def _written(store: Path) -> float:
 # --- options -----------------------------------------------------------------------------------------------------
 
 
+_ASKED: Final = (
+    click.option("--server", metavar="URL", help="Ask this `agl server`, which has the store open, instead."),
+    click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key."),
+    json_option,
+)
+
+
 def with_place(named: Option | None = STORE, default: Callable[[], str] | None = None) -> Option:
     """A command with `--server`, `--key`, `--json` and, unless it has another word for it, the store as `named`. It is
     given `place`, which is the `default` where none is named, and `as_json`."""
@@ -125,13 +131,7 @@ def with_place(named: Option | None = STORE, default: Callable[[], str] | None =
                 address = default()
             return command(place=Place(address, server, key), **others)
 
-        options = (
-            json_option,
-            click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key."),
-            click.option("--server", metavar="URL", help="Ask this `agl server`, which has the store open, instead."),
-            *([named] if named else []),
-        )
-        return functools.reduce(lambda made, option: option(made), options, placed)
+        return together(*([named] if named else []), *_ASKED)(placed)
 
     return add
 

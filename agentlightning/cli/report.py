@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from agentlightning.cli.as_json import print_json
+from agentlightning.cli.options import print_json
 from agentlightning.cli.place import READ_STORE, Place, run, with_place
 from agentlightning.cli.rollouts import ENDED, with_rewards
 from agentlightning.cli.runs import CURVES, StoredRun, choose_runs, count_rollouts

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 import click
 import msgspec
 
-from agentlightning.cli.as_json import print_json
+from agentlightning.cli.options import print_json, together
 from agentlightning.cli.place import READ_STORE, Place, newest_store, on_store, run, with_place
 from agentlightning.cli.prices import PRICE_HELP, read_prices
 from agentlightning.cli.runs import STATUSES, ListingGroup
@@ -37,15 +37,11 @@ def rollouts() -> None:
     """List rollouts, show what one did, and follow them as they end (without a command: ls)."""
 
 
-def _chosen(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--status`, `--mode` and `--run`."""
-    for option in (
-        click.option("--run", "run_id", metavar="ID", help="Only of this run."),
-        click.option("--mode", type=click.Choice(["train", "val", "test"]), help="Only of this mode."),
-        click.option("--status", multiple=True, type=click.Choice(STATUSES), help="Only of this status. Repeatable."),
-    ):
-        command = option(command)
-    return command
+_chosen = together(
+    click.option("--status", multiple=True, type=click.Choice(STATUSES), help="Only of this status. Repeatable."),
+    click.option("--mode", type=click.Choice(["train", "val", "test"]), help="Only of this mode."),
+    click.option("--run", "run_id", metavar="ID", help="Only of this run."),
+)
 
 
 def _where(status: Sequence[str], mode: str | None, run_id: str | None) -> Filter | None:

@@ -22,8 +22,8 @@ from urllib.parse import quote
 import click
 import msgspec
 
-from agentlightning.cli.as_json import print_json
 from agentlightning.cli.backends import backend_of_environment, backend_options, open_backend
+from agentlightning.cli.options import print_json
 from agentlightning.cli.place import NEW_STORE, SERVER_STORE, Place, with_place
 from agentlightning.cli.prices import PRICE_HELP, read_prices
 from agentlightning.errors import AgentLightningError, ConfigError

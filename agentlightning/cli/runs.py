@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import click
 
-from agentlightning.cli.as_json import print_json
+from agentlightning.cli.options import print_json
 from agentlightning.cli.place import READ_STORE, RUNS, SERVER_STORE, STORE_FILE, Place, run, with_place
 from agentlightning.errors import ConfigError, NotFoundError, UnavailableError, nearest
 from agentlightning.types import And, Condition, Metrics, Run

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import click
 import msgspec
 
-from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.durations import Duration
+from agentlightning.cli.options import Option, json_option, print_json, together
 from agentlightning.cli.training import isolation_option
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.attribution import api_key_of
@@ -52,14 +52,12 @@ class RequireKey:
         await send({"type": "http.response.body", "body": body})
 
 
-def address_options(port: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        command = click.option(
-            "--port", type=click.IntRange(0, 65535), default=port, show_default=True, help="0 takes any free port."
-        )(command)
-        return click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")(command)
-
-    return add
+def address_options(port: int) -> Option:
+    ports = click.IntRange(0, 65535)
+    return together(
+        click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at."),
+        click.option("--port", type=ports, default=port, show_default=True, help="0 takes any free port."),
+    )
 
 
 class Header(click.ParamType[tuple[str, str]]):
@@ -75,16 +73,17 @@ class Header(click.ParamType[tuple[str, str]]):
         return name, content
 
 
-def forwarding_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    command = click.option(
+forwarding_options = together(
+    click.option(
+        "--otlp-forward", metavar="URL",
+        help="Send on what is stored, without token ids, to an OpenTelemetry collector (OTLP over HTTP).",
+    ),
+    click.option(
         "--otlp-forward-header", "otlp_forward_headers", type=Header(), multiple=True, metavar="NAME=VALUE",
         envvar="AGL_OTLP_FORWARD_HEADERS", show_envvar=True,
         help="Header for that collector, such as its key; may be given again (in the variable: divided by commas).",
-    )(command)  # fmt: skip
-    return click.option(
-        "--otlp-forward", metavar="URL",
-        help="Send on what is stored, without token ids, to an OpenTelemetry collector (OTLP over HTTP).",
-    )(command)  # fmt: skip
+    ),
+)  # fmt: skip
 
 
 @click.command()
