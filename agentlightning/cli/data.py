@@ -20,7 +20,7 @@ import msgspec
 from agentlightning.cli.drift import visible
 from agentlightning.cli.explain import explain
 from agentlightning.cli.options import json_option, print_json
-from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, run, with_place
+from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, with_place
 from agentlightning.errors import ConfigError
 from agentlightning.types import Filter
 
@@ -56,8 +56,10 @@ class _JsonLines:
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Generator[tuple[BinaryIO, Callable[[], None]]]:
+def _writing(path: Path, force: bool) -> Generator[tuple[BinaryIO, Callable[[], None]]]:
     """A file that takes its name at the end if it is to be kept, and is not there if anything goes wrong."""
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists already; choose another name, or overwrite it with --force")
     draft = path.with_name(f"{path.name}-part")
     kept: list[bool] = []
     try:
@@ -123,7 +125,7 @@ _UNITS: Final = {"parquet": "rows", "sft": "conversations", "sharegpt": "convers
 )
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @with_place(STORE_ARGUMENT, newest_store)
-def export(
+async def export(
     place: Place,
     kind: str,
     out: Path,
@@ -137,7 +139,7 @@ def export(
     pairs: str,
     force: bool,
     as_json: bool,
-) -> int:
+) -> None:
     """Write recorded rollouts as a dataset.
 
     STORE is a SQLite file or a postgresql:// URL; default the newest of agentlightning.sqlite and runs/*."""
@@ -165,20 +167,14 @@ def export(
         statuses or (ENDED if everything else ("succeeded",)),
     )
 
-    if out.exists() and not force:
-        raise ConfigError(f"{out} exists already; choose another name, or overwrite it with --force")
-
-    async def work() -> None:
-        async with place.open(reading=True) as store:
-            done = await _export(store, where, wanted, kind, out)
-        if not done.written:
-            raise ConfigError(_nothing(kind, done, str(place)))
-        _tell(kind, done, out, as_json)
-
-    return run(work())
+    async with place.open(reading=True) as store:
+        done = await _export(store, where, wanted, kind, out, force)
+    if not done.written:
+        raise ConfigError(_nothing(kind, done, str(place)))
+    _tell(kind, done, out, as_json)
 
 
-async def _export(store: LightningStore, where: Filter, wanted: Wanted, kind: str, out: Path) -> _Exported:
+async def _export(store: LightningStore, where: Filter, wanted: Wanted, kind: str, out: Path, force: bool) -> _Exported:
     """Without a line there is no file."""
     from agentlightning.data import export
     from agentlightning.data.recorded import recorded_groups
@@ -188,7 +184,7 @@ async def _export(store: LightningStore, where: Filter, wanted: Wanted, kind: st
     formats = {"sft": export.sft_lines, "sharegpt": export.sharegpt_lines, "dpo": export.dpo_lines}
     lines_of = formats.get(kind, transition_lines)
     done, total = _Exported(), (await store.page_rollouts(where, limit=0, with_total=True)).total
-    with _writing(out) as (file, keep):
+    with _writing(out, force) as (file, keep):
         made = TransitionFile(file) if kind == "parquet" else _JsonLines(file)
         with contextlib.closing(made), counting("rollouts", total) as advance:
             async for group in recorded_groups(store, where):

@@ -13,7 +13,7 @@ import click
 
 from agentlightning import semconv
 from agentlightning.cli.options import print_json
-from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, run, with_place
+from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, with_place
 from agentlightning.errors import ConfigError
 from agentlightning.types import And, Condition, Filter
 
@@ -32,19 +32,16 @@ _UNITS: Final = {"answer": "answers", "history": "histories", "prompt": "prompts
 @click.option("--model", metavar="NAME", help="Only calls that this model answered.")
 @click.option("--examples", type=click.IntRange(min=0), default=1, show_default=True, help="Per check and kind.")
 @with_place(STORE_ARGUMENT, newest_store)
-def drift(place: Place, source: str, run_id: str | None, model: str | None, examples: int, as_json: bool) -> int:
+async def drift(place: Place, source: str, run_id: str | None, model: str | None, examples: int, as_json: bool) -> None:
     """Compare what was sampled with its text tokenised anew.
 
     STORE is a SQLite file or a postgresql:// URL; default the newest of agentlightning.sqlite and runs/*."""
 
-    async def work() -> None:
-        check, report = await _compare(place, source, _calls(run_id, model), examples)
-        if as_json:
-            print_json(_summary(check, report))
-            return
-        _show(check, report)
-
-    return run(work())
+    check, report = await _compare(place, source, _calls(run_id, model), examples)
+    if as_json:
+        print_json(_summary(check, report))
+        return
+    _show(check, report)
 
 
 def _calls(run_id: str | None, model: str | None) -> Filter:

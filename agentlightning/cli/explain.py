@@ -15,7 +15,7 @@ import click
 
 from agentlightning.cli.drift import load_chat, visible
 from agentlightning.cli.options import print_json
-from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, run, with_place
+from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, with_place
 from agentlightning.errors import NotFoundError
 from agentlightning.types import Order, Rollout, Run
 
@@ -38,20 +38,17 @@ _NUMBERS: Final = ("call", "prompt", "shared", "new", "sampled", "version", "rew
 @click.argument("rollout_id", metavar="ROLLOUT")
 @click.option("--tokenizer", "source", metavar="ID|DIR", help="The model's; default the run's own, beside its store.")
 @with_place(STORE_ARGUMENT, newest_store)
-def explain(rollout_id: str, place: Place, source: str | None, as_json: bool) -> int:
+async def explain(rollout_id: str, place: Place, source: str | None, as_json: bool) -> None:
     """Show a rollout as learning sees it: which calls train, how they go on from one another, and where they do not.
 
     STORE is a SQLite file or a postgresql:// URL; default the newest of agentlightning.sqlite and runs/*."""
 
-    async def work() -> None:
-        async with place.open(reading=True) as store:
-            explanation, classifier = await _explanation(store, rollout_id, source or _own_tokenizer(place.address))
-        if as_json:
-            print_json(explanation)
-            return
-        _show(explanation, classifier)
-
-    return run(work())
+    async with place.open(reading=True) as store:
+        explanation, classifier = await _explanation(store, rollout_id, source or _own_tokenizer(place.address))
+    if as_json:
+        print_json(explanation)
+        return
+    _show(explanation, classifier)
 
 
 def _own_tokenizer(place: str | None) -> str | None:

@@ -121,15 +121,16 @@ _ASKED: Final = (
 
 
 def with_place(named: Option | None = STORE, default: Callable[[], str] | None = None) -> Option:
-    """A command with `--server`, `--key`, `--json` and, unless it has another word for it, the store as `named`. It is
-    given `place`, which is the `default` where none is named, and `as_json`."""
+    """A command, async or not, with `--server`, `--key`, `--json` and, unless it has another word for it, the store as
+    `named`. It is given `place`, which is the `default` where none is named, and `as_json`."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def placed(server: str | None, key: str | None, address: str | None = None, **others: Any) -> Any:
             if address is None and server is None and default is not None:
                 address = default()
-            return command(place=Place(address, server, key), **others)
+            done = command(place=Place(address, server, key), **others)
+            return run(done) if asyncio.iscoroutine(done) else done
 
         return together(*([named] if named else []), *_ASKED)(placed)
 
@@ -148,12 +149,9 @@ def on_store(
     def add(command: Callable[..., Coroutine[Any, Any, int | None]]) -> Callable[..., Any]:
         @with_place(named, default)
         @functools.wraps(command)
-        def opening(place: Place, **others: Any) -> int:
-            async def opened() -> int | None:
-                async with place.open(create=create, reading=reading) as store:
-                    return await command(store, **others)
-
-            return run(opened())
+        async def opening(place: Place, **others: Any) -> int | None:
+            async with place.open(create=create, reading=reading) as store:
+                return await command(store, **others)
 
         return opening
 

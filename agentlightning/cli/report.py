@@ -18,7 +18,7 @@ import click
 import msgspec
 
 from agentlightning.cli.options import print_json
-from agentlightning.cli.place import READ_STORE, Place, run, with_place
+from agentlightning.cli.place import READ_STORE, Place, with_place
 from agentlightning.cli.rollouts import ENDED, with_rewards
 from agentlightning.cli.runs import CURVES, StoredRun, choose_runs, count_rollouts
 from agentlightning.errors import ConfigError
@@ -53,33 +53,30 @@ _LONGEST: Final = 4000  # characters of a message
 @click.option("--metric", "metrics", multiple=True, metavar="NAME", help="A curve to draw; default the usual ones.")
 @click.option("--examples", type=click.IntRange(min=0), default=4, show_default=True, help="Conversations of each run.")
 @with_place(READ_STORE)
-def report(
+async def report(
     names: tuple[str, ...],
     out: Path | None,
     metrics: tuple[str, ...],
     examples: int,
     place: Place,
     as_json: bool,
-) -> int:
+) -> None:
     """Write a page about one run, or several side by side, and a picture of each curve.
 
     RUN is an id, the beginning of one, or a directory; default the newest below runs/. The page, report.html, is whole
     by itself: it can be sent to others or attached to a pull request."""
 
-    async def work() -> None:
-        chosen = await choose_runs(names, place)
-        directory = out or Path(f"report-{chosen[0].run.run_id}")
-        told: list[dict[str, Any]] = []
-        for one in chosen:
-            async with one.place.open(reading=True) as store:
-                told.append(await _described(store, one, examples))
-        files = _write(directory, chosen, told, metrics)
-        if as_json:
-            print_json({"runs": [one.run.run_id for one in chosen], "files": list(map(str, files))})
-        else:
-            click.echo(f"{files[0]}, and {len(files) - 1} pictures beside it")
-
-    return run(work())
+    chosen = await choose_runs(names, place)
+    directory = out or Path(f"report-{chosen[0].run.run_id}")
+    told: list[dict[str, Any]] = []
+    for one in chosen:
+        async with one.place.open(reading=True) as store:
+            told.append(await _described(store, one, examples))
+    files = _write(directory, chosen, told, metrics)
+    if as_json:
+        print_json({"runs": [one.run.run_id for one in chosen], "files": list(map(str, files))})
+    else:
+        click.echo(f"{files[0]}, and {len(files) - 1} pictures beside it")
 
 
 def _write(

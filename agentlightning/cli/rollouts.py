@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from agentlightning.cli.options import print_json, together
-from agentlightning.cli.place import READ_STORE, Place, newest_store, on_store, run, with_place
+from agentlightning.cli.place import READ_STORE, Place, newest_store, on_store, with_place
 from agentlightning.cli.prices import PRICE_HELP, read_prices
 from agentlightning.cli.runs import STATUSES, ListingGroup
 from agentlightning.errors import NotFoundError
@@ -66,7 +66,7 @@ class ListedRollout(msgspec.Struct, frozen=True):
 @_chosen
 @click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many, the newest first.")
 @click.option("--calls", is_flag=True, help="With calls and tokens, for which every span is read.")
-def ls(
+async def ls(
     place: Place,
     as_json: bool,
     status: tuple[str, ...],
@@ -74,21 +74,18 @@ def ls(
     run_id: str | None,
     limit: int,
     calls: bool,
-) -> int:
+) -> None:
     """List rollouts, newest first, with their rewards."""
 
-    async def work() -> None:
-        async with place.open(reading=True) as store:
-            newest = Order(field="start_time", descending=True)
-            page = await store.page_rollouts(_where(status, mode, run_id), [newest], limit=limit, with_total=True)
-            listed = await with_rewards(store, page.items, with_calls=calls)
-        if as_json:
-            for one in listed:
-                print_json(one)
-            return
-        _print_list(listed, str(place), (page.total or 0) - len(listed))
-
-    return run(work())
+    async with place.open(reading=True) as store:
+        newest = Order(field="start_time", descending=True)
+        page = await store.page_rollouts(_where(status, mode, run_id), [newest], limit=limit, with_total=True)
+        listed = await with_rewards(store, page.items, with_calls=calls)
+    if as_json:
+        for one in listed:
+            print_json(one)
+        return
+    _print_list(listed, str(place), (page.total or 0) - len(listed))
 
 
 async def with_rewards(

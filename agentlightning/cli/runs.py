@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import click
 
 from agentlightning.cli.options import print_json
-from agentlightning.cli.place import READ_STORE, RUNS, SERVER_STORE, STORE_FILE, Place, run, with_place
+from agentlightning.cli.place import READ_STORE, RUNS, SERVER_STORE, STORE_FILE, Place, with_place
 from agentlightning.errors import ConfigError, NotFoundError, UnavailableError, nearest
 from agentlightning.types import And, Condition, Metrics, Run
 
@@ -149,31 +149,28 @@ def _called(name: str, found: Sequence[StoredRun]) -> StoredRun:
 @click.argument("path", type=click.Path(path_type=Path), default=RUNS)
 @click.option("--watch", type=click.FloatRange(min=0.1), metavar="SECONDS", help="Again after so long, until Ctrl-C.")
 @with_place(None)
-def ls(path: Path, watch: float | None, place: Place, as_json: bool) -> int:
+async def ls(path: Path, watch: float | None, place: Place, as_json: bool) -> None:
     """List the runs in a store file, or in the stores below a folder (default: runs)."""
     if watch and as_json:
         raise click.UsageError("--watch shows a table: leave out --json")
 
-    async def work() -> None:
-        found = await stored_runs(path, place)
-        if as_json:
-            for one in found:
-                steps = one.history[-1].step if one.history else 0
-                print_json({"where": str(one.place), "run": one.run, "metrics": one.newest, "steps": steps})
-            return
-        from agentlightning.cli.tables import print_table
+    found = await stored_runs(path, place)
+    if as_json:
+        for one in found:
+            steps = one.history[-1].step if one.history else 0
+            print_json({"where": str(one.place), "run": one.run, "metrics": one.newest, "steps": steps})
+        return
+    from agentlightning.cli.tables import print_table
 
-        print_table(runs_table(found))
-        while watch:
-            await asyncio.sleep(watch)
-            try:
-                shown, trouble = await stored_runs(path, place), ""
-            except UnavailableError as error:
-                shown, trouble = found, str(error)
-            click.clear()
-            print_table(runs_table(shown, trouble))
-
-    return run(work())
+    print_table(runs_table(found))
+    while watch:
+        await asyncio.sleep(watch)
+        try:
+            shown, trouble = await stored_runs(path, place), ""
+        except UnavailableError as error:
+            shown, trouble = found, str(error)
+        click.clear()
+        print_table(runs_table(shown, trouble))
 
 
 def runs_table(found: Sequence[StoredRun], title: str | None = None) -> Table:
@@ -214,27 +211,24 @@ def runs_table(found: Sequence[StoredRun], title: str | None = None) -> Table:
     "--metric", "patterns", multiple=True, metavar="NAME", default=("*",), help="Only these; * stands for any."
 )
 @with_place(READ_STORE)
-def show(name: str | None, patterns: tuple[str, ...], place: Place, as_json: bool) -> int:
+async def show(name: str | None, patterns: tuple[str, ...], place: Place, as_json: bool) -> None:
     """Show a run: what it was started with, its rollouts, and each metric from the first step to the last.
 
     RUN is an id, the beginning of one, or a directory; default the newest below runs/."""
 
-    async def work() -> None:
-        (one,) = await choose_runs([name] if name else [], place)
-        async with one.place.open(reading=True) as store:
-            counts = await count_rollouts(store, one.run.run_id)
-        if as_json:
-            print_json({"where": str(one.place), "run": one.run, "rollouts": counts, "metrics": one.history})
-            return
-        from agentlightning.cli.tables import print_table
+    (one,) = await choose_runs([name] if name else [], place)
+    async with one.place.open(reading=True) as store:
+        counts = await count_rollouts(store, one.run.run_id)
+    if as_json:
+        print_json({"where": str(one.place), "run": one.run, "rollouts": counts, "metrics": one.history})
+        return
+    from agentlightning.cli.tables import print_table
 
-        print_table(runs_table([one]))
-        click.echo(f"rollouts: {', '.join(f'{count:,} {status}' for status, count in counts.items()) or 'none'}")
-        for told in setting_lines(one.run):
-            click.echo(told)
-        print_table(_metrics_table(one, patterns))
-
-    return run(work())
+    print_table(runs_table([one]))
+    click.echo(f"rollouts: {', '.join(f'{count:,} {status}' for status, count in counts.items()) or 'none'}")
+    for told in setting_lines(one.run):
+        click.echo(told)
+    print_table(_metrics_table(one, patterns))
 
 
 async def count_rollouts(store: LightningStore, run_id: str) -> dict[str, int]:
@@ -285,28 +279,27 @@ def _metrics_table(one: StoredRun, patterns: Sequence[str]) -> Table:
               show_default=True, help="What the curves are drawn along.")  # fmt: skip
 @click.option("--smooth", type=click.IntRange(min=1), default=1, show_default=True, help="Mean over so many points.")
 @with_place(READ_STORE)
-def plot(names: tuple[str, ...], metrics: tuple[str, ...], axis: Axis, smooth: int, place: Place, as_json: bool) -> int:
+async def plot(
+    names: tuple[str, ...], metrics: tuple[str, ...], axis: Axis, smooth: int, place: Place, as_json: bool
+) -> None:
     """Draw metrics of one run or several over one another.
 
     RUN is an id, the beginning of one, or a directory; default the newest below runs/."""
 
-    async def work() -> None:
-        chosen = await choose_runs(names, place)
-        wanted = metrics or [name for name in CURVES if any(one.curve(name) for one in chosen)]
-        known = {name for one in chosen for name in one.newest}
-        for name in set(wanted) - known:
-            raise NotFoundError(f"no metric {name!r}; {nearest(name, known)}")
-        for name in wanted:
-            curves = [_smoothed(one.curve(name, axis), smooth) for one in chosen]
-            if as_json:
-                for one, points in zip(chosen, curves, strict=True):
-                    print_json({"run_id": one.run.run_id, "metric": name, "by": axis, "points": points})
-            else:
-                _draw(name, axis, chosen, curves)
-        if not wanted:
-            click.echo("nothing was measured yet", err=True)
-
-    return run(work())
+    chosen = await choose_runs(names, place)
+    wanted = metrics or [name for name in CURVES if any(one.curve(name) for one in chosen)]
+    known = {name for one in chosen for name in one.newest}
+    for name in set(wanted) - known:
+        raise NotFoundError(f"no metric {name!r}; {nearest(name, known)}")
+    for name in wanted:
+        curves = [_smoothed(one.curve(name, axis), smooth) for one in chosen]
+        if as_json:
+            for one, points in zip(chosen, curves, strict=True):
+                print_json({"run_id": one.run.run_id, "metric": name, "by": axis, "points": points})
+        else:
+            _draw(name, axis, chosen, curves)
+    if not wanted:
+        click.echo("nothing was measured yet", err=True)
 
 
 def _smoothed(points: list[tuple[float, float]], over: int) -> list[tuple[float, float]]:
