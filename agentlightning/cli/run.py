@@ -73,6 +73,8 @@ def run(
     \b
     agl run -- python my_agent.py
     agl run --instrument --price gpt-4o=2.5,10 -- python my_agent.py"""
+    from rich.console import Console
+
     from agentlightning.tracing.tree import rollout_tree
 
     prices = read_prices(price)
@@ -87,7 +89,7 @@ def run(
                 rollout = await program.run(store, url, given)
             spans = await store.query_spans(rollout.rollout_id, "latest")
             ended = await store.get_rollout_by_id(rollout.rollout_id)
-        _show(rollout_tree(ended or rollout, spans, prices=prices))
+        Console(stderr=True, highlight=False).print(rollout_tree(ended or rollout, spans, prices=prices))
         if not any(CALL_ENDPOINT in span.attributes for span in spans):
             click.echo(_NO_CALLS, err=True)
         server = place.server
@@ -119,12 +121,6 @@ def _told(rollout: Rollout, spans: Sequence[Span], prices: Prices) -> dict[str, 
     took = totals(read_steps(spans), prices)
     told = {"rollout_id": rollout.rollout_id, "status": rollout.status, "reward": find_final_reward(spans)}
     return told | dataclasses.asdict(took)
-
-
-def _show(tree: Any) -> None:
-    from rich.console import Console
-
-    Console(stderr=True, highlight=False).print(tree)
 
 
 @contextlib.asynccontextmanager

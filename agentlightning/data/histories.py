@@ -24,12 +24,16 @@ _NOTHING_SAID: Final = msgspec.json.encode(("", ()))
 def words_of(message: Mapping[str, Any]) -> bytes:
     """Names what a message says, whichever of several notations a framework sends it in."""
     content = message.get("content") or ""
-    parts = [mapping(part).get("text") for part in items(content)]
-    text = "".join(part for part in parts if isinstance(part, str)) if isinstance(content, list) else content
     functions = [mapping(mapping(call).get("function")) for call in items(message.get("tool_calls"))]
     calls = [(function.get("name"), _arguments(function.get("arguments"))) for function in functions]
-    said = canonical(text) if isinstance(text, str) else text
+    said = canonical(joined(content)) if isinstance(content, str | list) else content
     return msgspec.json.encode((said, calls), order="sorted")
+
+
+def joined(content: object) -> str:
+    """The text of a message's content, which is a text or parts of which some have one."""
+    texts = [mapping(part).get("text") for part in items(content)]
+    return content if isinstance(content, str) else "".join(text for text in texts if isinstance(text, str))
 
 
 def canonical(text: str) -> str:
