@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from agentlightning.cli.durations import Duration
-from agentlightning.cli.options import print_json, tell
+from agentlightning.cli.options import Duration, print_json, tell
 from agentlightning.cli.place import on_store
 from agentlightning.errors import ConflictError, NotFoundError
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Final
 import click
 import msgspec
 
-from agentlightning.cli.options import print_json, together
+from agentlightning.cli.options import price_option, print_json, read_prices, together
 from agentlightning.cli.place import READ_STORE, Place, newest_store, on_store, with_place
-from agentlightning.cli.prices import PRICE_HELP, read_prices
 from agentlightning.cli.runs import STATUSES, ListingGroup
 from agentlightning.errors import NotFoundError
 from agentlightning.semconv import reward_value
@@ -224,7 +223,7 @@ def _print_ended(one: ListedRollout, as_json: bool) -> None:
 @click.option("--attempt", "number", type=click.IntRange(min=1), metavar="N", help="The Nth attempt; default the last.")
 @click.option("--logs", is_flag=True, help="All that is kept of what it wrote, instead of the last lines.")
 @click.option("--limit", type=click.IntRange(min=1), default=200, show_default=True, help="Most steps in the tree.")
-@click.option("--price", multiple=True, metavar="MODEL=IN,OUT|FILE", help=PRICE_HELP)
+@price_option
 @on_store(READ_STORE, newest_store, reading=True)
 async def show(
     store: LightningStore,

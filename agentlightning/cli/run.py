@@ -23,9 +23,8 @@ import click
 import msgspec
 
 from agentlightning.cli.backends import backend_of_environment, backend_options, open_backend
-from agentlightning.cli.options import print_json
+from agentlightning.cli.options import price_option, print_json, read_prices
 from agentlightning.cli.place import NEW_STORE, SERVER_STORE, Place, with_place
-from agentlightning.cli.prices import PRICE_HELP, read_prices
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.runner.agent import LitAgent
 from agentlightning.semconv import CALL_ENDPOINT
@@ -52,7 +51,7 @@ _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "AGL_MODEL")  # the
 @click.option("--instrument", metavar="[NAMES]", is_flag=False, flag_value="",
               help="Record tools and agents of Python frameworks too: all there are, or langchain,…")  # fmt: skip
 @click.option("--task", metavar="JSON", help="What to store as the rollout's input instead of the command.")
-@click.option("--price", multiple=True, metavar="MODEL=IN,OUT|FILE", help=PRICE_HELP)
+@price_option
 @with_place(NEW_STORE, lambda: str(SERVER_STORE))
 def run(
     command: tuple[str, ...],

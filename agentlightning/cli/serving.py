@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import click
 import msgspec
 
-from agentlightning.cli.durations import Duration
-from agentlightning.cli.options import Option, json_option, print_json, together
+from agentlightning.cli.options import Duration, Option, json_option, print_json, together
 from agentlightning.cli.training import isolation_option
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.attribution import api_key_of

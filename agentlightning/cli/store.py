@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Final
 import click
 import msgspec
 
-from agentlightning.cli.durations import Duration
-from agentlightning.cli.options import json_option, tell
+from agentlightning.cli.options import Duration, json_option, tell
 from agentlightning.cli.place import POSTGRES, on_store
 from agentlightning.errors import ConfigError, InvalidError
 from agentlightning.types import Condition, Deleted, Filter

@@ -16,9 +16,9 @@ from typing import Any
 import click
 import pytest
 
-from agentlightning.cli.durations import Duration
 from agentlightning.cli.keys import keys
 from agentlightning.cli.main import run
+from agentlightning.cli.options import Duration
 from agentlightning.cli.store import store
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
