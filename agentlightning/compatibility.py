@@ -12,34 +12,28 @@ from typing import Any, Final
 
 from agentlightning.errors import ConfigError
 
+# Module → the names of 0.3 that it has, under the same names.
+_KEPT: Final = {
+    "agentlightning.compatibility": "configure_logger setup_logging",
+    "agentlightning.data.adapters": (
+        "Adapter LlmProxyTraceToTriplet TraceAdapter TraceToMessages TraceToTripletBase TracerTraceToTriplet"
+    ),
+    "agentlightning.types": (
+        "AttemptStatus AttributeValue Attributes Resource ResourcesUpdate RolloutStatus StatusCode Worker"
+    ),
+}
 # Name in 0.3 → `module:attribute` that serves in its place.
-RENAMED: Final = {
-    "Adapter": "agentlightning.data.adapters:Adapter",
-    "AttemptStatus": "agentlightning.types:AttemptStatus",
-    "AttributeValue": "agentlightning.types:AttributeValue",
-    "Attributes": "agentlightning.types:Attributes",
+RENAMED: Final = {name: f"{module}:{name}" for module, names in _KEPT.items() for name in names.split()} | {
     "Dataset": "collections.abc:Sequence",
     "Event": "agentlightning.types:SpanEvent",
     "Link": "agentlightning.types:SpanLink",
-    "LlmProxyTraceToTriplet": "agentlightning.data.adapters:LlmProxyTraceToTriplet",
     "ProxyLLM": "agentlightning.types:LLM",
-    "Resource": "agentlightning.types:Resource",
     "ResourceUnion": "agentlightning.types:Resource",
-    "ResourcesUpdate": "agentlightning.types:ResourcesUpdate",
     "RolloutMode": "agentlightning.types:Mode",
-    "RolloutStatus": "agentlightning.types:RolloutStatus",
     "SpanCoreFields": "agentlightning.types:Span",
     "SpanLike": "agentlightning.types:Span",
-    "StatusCode": "agentlightning.types:StatusCode",
     "TaskInput": "typing:Any",
-    "TraceAdapter": "agentlightning.data.adapters:TraceAdapter",
     "TraceStatus": "agentlightning.types:SpanStatus",
-    "TraceToMessages": "agentlightning.data.adapters:TraceToMessages",
-    "TraceToTripletBase": "agentlightning.data.adapters:TraceToTripletBase",
-    "TracerTraceToTriplet": "agentlightning.data.adapters:TracerTraceToTriplet",
-    "Worker": "agentlightning.types:Worker",
-    "configure_logger": "agentlightning.compatibility:configure_logger",
-    "setup_logging": "agentlightning.compatibility:setup_logging",
 }
 
 # What to do instead → the names of 0.3 it stands for.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 FILE_LINES = 500
 FUNCTION_LINES = 60
-PACKAGE_LINES = 48_850  # 46,670 and what engines elsewhere need; lower it when the package shrinks
+PACKAGE_LINES = 47_970  # 46,670 and 1,300 for engines elsewhere; lower it when the package shrinks
 
 
 def oversized(path: Path) -> Iterator[str]:
@@ -31,7 +31,8 @@ def oversized(path: Path) -> Iterator[str]:
 def main(directory: str = "agentlightning") -> int:
     paths = sorted(Path(directory).rglob("*.py"))
     complaints = [line for path in paths for line in oversized(path)]
-    total = sum(path.read_text(encoding="utf-8").count("\n") for path in paths)
+    stubs = Path(directory).rglob("*.pyi")
+    total = sum(path.read_text(encoding="utf-8").count("\n") for path in (*paths, *stubs))
     if total > PACKAGE_LINES:
         complaints.append(f"{directory}: {total} lines, at most {PACKAGE_LINES}: take away as much as you add")
     sys.stderr.writelines(f"{line}\n" for line in complaints)

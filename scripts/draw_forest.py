@@ -194,6 +194,10 @@ def mask_picture(calls: Sequence[CreditedTransition]) -> str:
     size = len(forest.token_ids)
     branch = np.repeat(np.arange(len(forest.branches)), [one.stop - one.start for one in forest.branches])
     x, y = CELL * 2, CELL * 2.5
+    ends = np.arange(1, size + 1)  # what follows a slot stands right after it, up to here
+    for slot in reversed(range(size)):
+        if forest.previous[slot] >= 0:
+            ends[forest.previous[slot]] = max(ends[forest.previous[slot]], ends[slot])
 
     def parts() -> Iterator[str]:
         for slot in range(size):
@@ -201,7 +205,7 @@ def mask_picture(calls: Sequence[CreditedTransition]) -> str:
             yield text(x + CELL * (slot + 0.5), y - 5, letter, "in") + text(x - 10, y + CELL * slot + 11, letter, "in")
         for query in range(size):
             for key in range(size):
-                seen = key <= query < forest.ends[key]
+                seen = key <= query < ends[key]
                 kind = ("sampled" if branch[query] == branch[key] else "path") if seen else "none"
                 yield cell(x + CELL * key, y + CELL * query, kind)
         for stop in (one.stop for one in forest.branches[:-1]):

@@ -29,10 +29,9 @@ from agentlightning.algorithm.directory import START, read_mark
 from agentlightning.algorithm.rl import Reinforcement
 from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batches, trace_group
 from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
-from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.config import build, load_config
-from agentlightning.cli.runs import STORE_FILE
-from agentlightning.cli.store import open_store, run
+from agentlightning.cli.options import json_option, print_json
+from agentlightning.cli.place import STORE_FILE, Place, run
 from agentlightning.cli.training import DIRECTORY, FILE, make_algorithm
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.display import hide_library_progress
@@ -112,8 +111,8 @@ def replay(
             print(_told(step))
 
     async def work() -> int:
-        place = address if server else address or str(directory / STORE_FILE)
-        async with open_store(place, server, key, reading=True) as store:
+        place = Place(address if server else address or str(directory / STORE_FILE), server, key)
+        async with place.open(reading=True) as store:
             found = next((one for one in await store.query_runs() if one.run_id == mark.run_id), None)
             if found is None:
                 raise NotFoundError(f"the store has no run {mark.run_id}; name the run's own with --store or --server")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from agentlightning.errors import ConfigError
@@ -10,33 +10,27 @@ from agentlightning.types import Metrics
 
 
 def draw_learning_curve(metrics: Sequence[Metrics], path: Path, title: str) -> Path:
-    """Write a PNG: mean training reward per step as a line, held-out reward as dots."""
-    curves: list[tuple[str, str, list[tuple[float, float]]]] = []
-    for name, label, style in (("reward", "training, mean of a step", "-"), ("val_reward", "held-out", "o")):
-        points: list[tuple[float, float]] = [(one.step, one.values[name]) for one in metrics if name in one.values]
-        curves.append((label, style, points))
-    return _draw(curves, path, title, "training step", "reward")
+    """Write a PNG: mean training reward per step, and held-out reward."""
+    names = {"training, mean of a step": "reward", "held-out": "val_reward"}
+    curves: dict[str, list[tuple[float, float]]] = {
+        label: [(one.step, one.values[name]) for one in metrics if name in one.values] for label, name in names.items()
+    }
+    return draw_curves(curves, path, title=title, along="training step", measured="reward")
 
 
 def draw_curves(
     curves: Mapping[str, Sequence[tuple[float, float]]], path: Path, *, title: str, along: str, measured: str
 ) -> Path:
     """Write a PNG of several curves, by what each is called, over one another; few points have dots."""
-    styles = ((name, "-o" if len(points) < 20 else "-", points) for name, points in curves.items())
-    return _draw(styles, path, title, along, measured)
-
-
-def _draw(
-    curves: Iterable[tuple[str, str, Sequence[tuple[float, float]]]], path: Path, title: str, along: str, measured: str
-) -> Path:
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("drawing needs matplotlib: pip install 'agent-lightning-next[train]'") from None
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for label, style, points in curves:
+    for label, points in curves.items():
         if points:
+            style = "-o" if len(points) < 20 else "-"
             axes.plot(*zip(*points, strict=True), style, label=_literal(label), markersize=4)
     axes.set(xlabel=_literal(along), ylabel=_literal(measured), title=_literal(title))
     axes.grid(alpha=0.3)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import click
 import msgspec
 
+from agentlightning.cli.options import Option, together
 from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,24 +34,18 @@ _OPENAI_URL, _ANTHROPIC_URL = "https://api.openai.com/v1", "https://api.anthropi
 
 def backend_options(
     *, required: bool, left_out: str = "it is what OPENAI_BASE_URL, OPENAI_API_KEY and their like say"
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Option:
     """`--backend`, `--kind` and `--backend-key`, as `open_backend` takes them."""
     address = "The server, such as http://localhost:8000/v1."
     if not required:
         address += f" Left out, {left_out}."
-
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in (
-            click.option("--backend-key", metavar="KEY", envvar="AGL_BACKEND_KEY", show_envvar=True,
-                         help="The server's key; else OPENAI_API_KEY, AZURE_OPENAI_API_KEY or ANTHROPIC_API_KEY."),
-            click.option("--kind", type=click.Choice(["vllm", "sglang", "openai", "azure", "anthropic"]),
-                         help="What it is. Left out, it is told by its address, or else asked whether it is vLLM."),
-            click.option("--backend", metavar="URL", required=required, help=address),
-        ):  # fmt: skip
-            command = option(command)
-        return command
-
-    return add
+    return together(
+        click.option("--backend", metavar="URL", required=required, help=address),
+        click.option("--kind", type=click.Choice(["vllm", "sglang", "openai", "azure", "anthropic"]),
+                     help="What it is. Left out, it is told by its address, or else asked whether it is vLLM."),
+        click.option("--backend-key", metavar="KEY", envvar="AGL_BACKEND_KEY", show_envvar=True,
+                     help="The server's key; else OPENAI_API_KEY, AZURE_OPENAI_API_KEY or ANTHROPIC_API_KEY."),
+    )  # fmt: skip
 
 
 async def open_backend(url: str, kind: BackendKind | None, key: str | None) -> HttpBackend | SglangBackend:

@@ -9,24 +9,23 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import click
 import msgspec
 
-from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.drift import visible
 from agentlightning.cli.explain import explain
-from agentlightning.cli.rollouts import newest_store
-from agentlightning.cli.store import open_store, run
+from agentlightning.cli.options import json_option, print_json
+from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, with_place
 from agentlightning.errors import ConfigError
 from agentlightning.types import Filter
 
 if TYPE_CHECKING:
     from agentlightning.data.export import Wanted
-    from agentlightning.data.recorded import Recorded
     from agentlightning.store.base import LightningStore
 
 WRONG: Final = 1
@@ -43,66 +42,24 @@ data.add_command(explain)
 # --- what is written ---------------------------------------------------------------------------------------------
 
 
-class _Dataset(Protocol):
-    """A file that is being written. `written` counts its lines or rows, `left_out` what is not in it, by reason."""
-
-    written: int
-    left_out: Counter[str]
-
-    def add(self, group: list[Recorded]) -> None: ...
-    def close(self) -> None: ...
-
-
 class _JsonLines:
-    def __init__(self, file: BinaryIO, wanted: Wanted, kind: str) -> None:
-        from agentlightning.data.export import dpo_lines, sft_lines, sharegpt_lines
+    """Lines of JSON as they come, as `TransitionFile` has it for rows."""
 
-        self.written = 0
-        self.left_out: Counter[str] = Counter()
-        self._file, self._wanted = file, wanted
-        self._lines = {"sft": sft_lines, "sharegpt": sharegpt_lines, "dpo": dpo_lines}[kind]
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
 
-    def add(self, group: list[Recorded]) -> None:
-        found = self._lines(group, self._wanted)
-        for line in found.lines:
-            self._file.write(msgspec.json.encode(line) + b"\n")
-        self.written += len(found.lines)
-        self.left_out += found.left_out
+    def write(self, lines: Sequence[dict[str, Any]]) -> None:
+        self._file.writelines(msgspec.json.encode(line) + b"\n" for line in lines)
 
     def close(self) -> None:
-        pass
-
-
-class _Parquet:
-    def __init__(self, file: BinaryIO, wanted: Wanted) -> None:
-        from agentlightning.data.transition_table import TransitionFile
-
-        self.written = 0
-        self.left_out: Counter[str] = Counter()
-        self._table, self._wanted = TransitionFile(file), wanted
-
-    def add(self, group: list[Recorded]) -> None:
-        from agentlightning.data.export import LOW_REWARD, NO_CALL
-        from agentlightning.data.transition_table import transition_rows
-
-        for recorded in group:
-            rows = transition_rows(recorded, self._wanted)
-            least, reward = self._wanted.min_reward, rows[0]["reward"] if rows else None
-            if not rows:
-                self.left_out[NO_CALL] += 1
-            elif least is not None and (reward is None or reward < least):
-                self.left_out[LOW_REWARD] += 1
-            else:
-                self._table.write(rows)
-                self.written += len(rows)
-
-    def close(self) -> None:
-        self._table.close()
+        """The file is closed by whoever opened it."""
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Generator[tuple[BinaryIO, Callable[[], None]]]:
+def _writing(path: Path, force: bool) -> Generator[tuple[BinaryIO, Callable[[], None]]]:
     """A file that takes its name at the end if it is to be kept, and is not there if anything goes wrong."""
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists already; choose another name, or overwrite it with --force")
     draft = path.with_name(f"{path.name}-part")
     kept: list[bool] = []
     try:
@@ -119,11 +76,19 @@ def _writing(path: Path) -> Generator[tuple[BinaryIO, Callable[[], None]]]:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
+@dataclass
+class _Exported:
+    """How many rollouts were read and lines or rows written, and what is not among these, by reason."""
+
+    rollouts: int = 0
+    written: int = 0
+    left_out: Counter[str] = field(default_factory=Counter[str])
+
+
 _UNITS: Final = {"parquet": "rows", "sft": "conversations", "sharegpt": "conversations", "dpo": "pairs"}
 
 
 @data.command("export")
-@click.argument("address", metavar="[STORE]", required=False)
 @click.option(
     "--format",
     "kind",
@@ -159,11 +124,9 @@ _UNITS: Final = {"parquet": "rows", "sft": "conversations", "sharegpt": "convers
     help="dpo: of each prompt the pair that differs most in reward, or all.",
 )
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
-@click.option("--server", metavar="URL", help="The `agl server` that has the store open, instead of STORE.")
-@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
-@json_option
-def export(
-    address: str | None,
+@with_place(STORE_ARGUMENT, newest_store)
+async def export(
+    place: Place,
     kind: str,
     out: Path,
     run_id: str | None,
@@ -175,10 +138,8 @@ def export(
     best_of_group: bool,
     pairs: str,
     force: bool,
-    server: str | None,
-    key: str | None,
     as_json: bool,
-) -> int:
+) -> None:
     """Write recorded rollouts as a dataset.
 
     STORE is a SQLite file or a postgresql:// URL; default the newest of agentlightning.sqlite and runs/*."""
@@ -206,60 +167,60 @@ def export(
         statuses or (ENDED if everything else ("succeeded",)),
     )
 
-    if out.exists() and not force:
-        raise ConfigError(f"{out} exists already; choose another name, or overwrite it with --force")
-
-    async def work() -> None:
-        place = address if server else address or newest_store()
-        async with open_store(place, server, key, reading=True) as store:
-            rollouts, dataset = await _export(store, where, wanted, kind, out)
-        if not dataset.written:
-            raise ConfigError(_nothing(kind, rollouts, dataset.left_out, place or str(server)))
-        _tell(kind, rollouts, dataset, out, as_json)
-
-    return run(work())
+    async with place.open(reading=True) as store:
+        done = await _export(store, where, wanted, kind, out, force)
+    if not done.written:
+        raise ConfigError(_nothing(kind, done, str(place)))
+    _tell(kind, done, out, as_json)
 
 
-async def _export(store: LightningStore, where: Filter, wanted: Wanted, kind: str, out: Path) -> tuple[int, _Dataset]:
-    """How many rollouts were read, and what they gave. Without a line there is no file."""
+async def _export(store: LightningStore, where: Filter, wanted: Wanted, kind: str, out: Path, force: bool) -> _Exported:
+    """Without a line there is no file."""
+    from agentlightning.data import export
     from agentlightning.data.recorded import recorded_groups
+    from agentlightning.data.transition_table import TransitionFile, transition_lines
     from agentlightning.display import counting
 
-    rollouts, total = 0, (await store.page_rollouts(where, limit=0, with_total=True)).total
-    with _writing(out) as (file, keep):
-        dataset: _Dataset = _Parquet(file, wanted) if kind == "parquet" else _JsonLines(file, wanted, kind)
-        with contextlib.closing(dataset), counting("rollouts", total) as advance:
+    formats = {"sft": export.sft_lines, "sharegpt": export.sharegpt_lines, "dpo": export.dpo_lines}
+    lines_of = formats.get(kind, transition_lines)
+    done, total = _Exported(), (await store.page_rollouts(where, limit=0, with_total=True)).total
+    with _writing(out, force) as (file, keep):
+        made = TransitionFile(file) if kind == "parquet" else _JsonLines(file)
+        with contextlib.closing(made), counting("rollouts", total) as advance:
             async for group in recorded_groups(store, where):
-                dataset.add(group)
-                rollouts += len(group)
-                advance(rollouts)
-        if dataset.written:
+                found = lines_of(group, wanted)
+                made.write(found.lines)
+                done.written += len(found.lines)
+                done.left_out += found.left_out
+                done.rollouts += len(group)
+                advance(done.rollouts)
+        if done.written:
             keep()
-    return rollouts, dataset
+    return done
 
 
-def _tell(kind: str, rollouts: int, dataset: _Dataset, out: Path, as_json: bool) -> None:
+def _tell(kind: str, done: _Exported, out: Path, as_json: bool) -> None:
     from agentlightning.data.fine_tuning import FEWEST_LINES
 
     if as_json:
-        told = {"file": str(out), _UNITS[kind]: dataset.written, "rollouts": rollouts}
-        print_json(told | {"left_out": dict(dataset.left_out)})
+        told = {"file": str(out), _UNITS[kind]: done.written, "rollouts": done.rollouts}
+        print_json(told | {"left_out": dict(done.left_out)})
         return
-    print(f"wrote {dataset.written:,} {_UNITS[kind]} of {rollouts:,} rollouts to {out}")
-    for reason, count in dataset.left_out.most_common():
+    print(f"wrote {done.written:,} {_UNITS[kind]} of {done.rollouts:,} rollouts to {out}")
+    for reason, count in done.left_out.most_common():
         print(f"left out: {count:,} {reason}")
-    if kind in ("sft", "dpo") and dataset.written < FEWEST_LINES:
+    if kind in ("sft", "dpo") and done.written < FEWEST_LINES:
         print(f"OpenAI and Azure take no file of fewer than {FEWEST_LINES} lines")
 
 
-def _nothing(kind: str, rollouts: int, left_out: Counter[str], place: str) -> str:
+def _nothing(kind: str, done: _Exported, place: str) -> str:
     from agentlightning.data.conversations import FROZEN
 
-    if not rollouts:
+    if not done.rollouts:
         return f"no rollout in {place} matches; `agl rollouts ls` shows what there is"
-    reasons = "; ".join(f"{count:,} {reason}" for reason, count in left_out.most_common())
-    hint = ". Name a model with --model to learn from it although it is not trained" if left_out[FROZEN] else ""
-    return f"nothing was written: {rollouts:,} rollouts give no {_UNITS[kind]}. Left out: {reasons}{hint}"
+    reasons = "; ".join(f"{count:,} {reason}" for reason, count in done.left_out.most_common())
+    hint = ". Name a model with --model to learn from it although it is not trained" if done.left_out[FROZEN] else ""
+    return f"nothing was written: {done.rollouts:,} rollouts give no {_UNITS[kind]}. Left out: {reasons}{hint}"
 
 
 @data.command("check")

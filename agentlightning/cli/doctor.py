@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+import aiohttp
 import click
 import msgspec
 
-from agentlightning.cli.as_json import json_option, print_json
-from agentlightning.cli.asking import ask_server
 from agentlightning.cli.backends import backend_options, open_backend
-from agentlightning.cli.runs import RUNS
-from agentlightning.cli.store import run
-from agentlightning.errors import AgentLightningError, ConfigError, ForbiddenError
+from agentlightning.cli.options import json_option, print_json
+from agentlightning.cli.place import RUNS, run
+from agentlightning.errors import AgentLightningError, ConfigError, ForbiddenError, NotFoundError, UnavailableError
+from agentlightning.store.wire import Answer, error_of
 
 if TYPE_CHECKING:
     from agentlightning.gateway.backends.http import HttpBackend
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _DISTRIBUTION: Final = "agent-lightning-next"
 _PORTS: Final = {8123: "agl server", 8000: "agl serve", 8124: "agl proxy"}
 _LITTLE_ROOM: Final = 2 * 1024**3  # bytes; a checkpoint of a small model and its optimiser
+_ANSWER_SECONDS: Final = 10.0
 _SKEW_SECONDS: Final = 3.0  # more than a header of whole seconds and a slow answer explain
 _EXTRA: Final = re.compile(r"extra == ['\"]([\w-]+)['\"]")
 
@@ -242,8 +243,8 @@ async def _writing() -> Check:
 
 async def _server(url: str, key: str | None) -> AsyncGenerator[Check]:
     try:
-        health = await ask_server(url, "/health", None)
-        ready = (await ask_server(url, "/ready", None)).body
+        health = await _ask(url, "/health", None)
+        ready = (await _ask(url, "/ready", None)).body
     except AgentLightningError as error:
         yield Check("server", "failed", str(error), "start it: agl server --store work.sqlite; or look at its log")
         return
@@ -251,9 +252,9 @@ async def _server(url: str, key: str | None) -> AsyncGenerator[Check]:
     if health.date is not None:
         yield _clock(health.date, health.time)
     try:
-        await ask_server(url, "/api/v1/statistics", key)
+        await _ask(url, "/api/v1/statistics", key)
         yield Check("key", "ok", "the server takes it" if key else "the server needs none")
-        models = (await ask_server(url, "/api/v1/models", key)).body
+        models = (await _ask(url, "/api/v1/models", key)).body
     except ForbiddenError as error:
         yield Check("key", "failed", str(error), "export AGL_KEY=…, the server's own; `agl keys issue` makes others")
         return
@@ -267,6 +268,41 @@ async def _server(url: str, key: str | None) -> AsyncGenerator[Check]:
             yield Check(
                 name, "ok" if fine else "failed", f"{replica['base_url']} {'healthy' if fine else 'away'}{why}", fix
             )
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a server answered: its JSON, the text of its Date header, and our time halfway between question and answer
+    (seconds since the epoch)."""
+
+    body: Any
+    date: str | None
+    time: float
+
+
+async def _ask(server: str, path: str, key: str | None) -> _Told:
+    """GET `path` of a server. UnavailableError where it cannot be reached, NotFoundError where it has no such
+    path, its own error where it refuses."""
+    url = f"{server.rstrip('/')}{path}"
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    asked = time.time()
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_SECONDS)) as session,
+            session.get(url, headers=headers) as answer,
+        ):
+            said = await answer.read()
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        raise UnavailableError(f"nothing answers at {url} ({error or 'in time'}); is `agl server` running?") from None
+    if answer.status == 404:
+        raise NotFoundError(f"the server has nothing at {url}")
+    if answer.status >= 400:
+        raise error_of(Answer(url=url, status=answer.status, content_type=answer.content_type, body=said))
+    try:
+        body = msgspec.json.decode(said)
+    except msgspec.DecodeError:
+        raise UnavailableError(f"what answers at {url} is no `agl server`: it does not speak JSON") from None
+    return _Told(body, answer.headers.get("date"), (asked + time.time()) / 2)
 
 
 def _clock(date: str, here: float) -> Check:

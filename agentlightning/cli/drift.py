@@ -6,22 +6,19 @@ This module reads a store page by page and prints; what drift is and how its kin
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from agentlightning import semconv
-from agentlightning.cli.as_json import json_option, print_json
-from agentlightning.cli.store import open_store
+from agentlightning.cli.options import print_json
+from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, with_place
 from agentlightning.errors import ConfigError
 from agentlightning.types import And, Condition, Filter
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from agentlightning.gateway.chat.drift import Comparison, DriftCheck, DriftReport, Found
+    from agentlightning.gateway.chat.drift import Comparison, DriftCheck, DriftReport
     from agentlightning.gateway.chat.template import ChatTemplate
 
 _AT_ONCE: Final = 32  # spans held in memory, each with a whole prompt
@@ -30,30 +27,17 @@ _UNITS: Final = {"answer": "answers", "history": "histories", "prompt": "prompts
 
 
 @click.command()
-@click.argument("address", metavar="[STORE]", required=False)
 @click.option("--tokenizer", "source", metavar="ID|DIR", required=True, help="The model's: directory or hub id.")
 @click.option("--run", "run_id", metavar="ID", help="Only calls of this run.")
 @click.option("--model", metavar="NAME", help="Only calls that this model answered.")
 @click.option("--examples", type=click.IntRange(min=0), default=1, show_default=True, help="Per check and kind.")
-@click.option("--server", metavar="URL", help="The `agl server` that has the store open, instead of STORE.")
-@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
-@json_option
-def drift(
-    address: str | None,
-    source: str,
-    run_id: str | None,
-    model: str | None,
-    examples: int,
-    server: str | None,
-    key: str | None,
-    as_json: bool,
-) -> None:
+@with_place(STORE_ARGUMENT, newest_store)
+async def drift(place: Place, source: str, run_id: str | None, model: str | None, examples: int, as_json: bool) -> None:
     """Compare what was sampled with its text tokenised anew.
 
-    STORE is a SQLite file or a postgresql:// URL."""
-    if (address is None) == (server is None):
-        raise click.UsageError("say which store: either STORE (a file or a postgresql:// URL), or --server URL")
-    check, report = asyncio.run(_compare(address, server, key, source, _calls(run_id, model), examples))
+    STORE is a SQLite file or a postgresql:// URL; default the newest of agentlightning.sqlite and runs/*."""
+
+    check, report = await _compare(place, source, _calls(run_id, model), examples)
     if as_json:
         print_json(_summary(check, report))
         return
@@ -69,10 +53,8 @@ def _calls(run_id: str | None, model: str | None) -> Filter:
     return And([condition for value, condition in asked if value is not None])
 
 
-async def _compare(
-    address: str | None, server: str | None, key: str | None, source: str, where: Filter, examples: int
-) -> tuple[DriftCheck, DriftReport]:
-    async with open_store(address, server, key, reading=True) as store:
+async def _compare(place: Place, source: str, where: Filter, examples: int) -> tuple[DriftCheck, DriftReport]:
+    async with place.open(reading=True) as store:
         chat = load_chat(source)
         from agentlightning.display import counting
         from agentlightning.gateway.chat.drift import DriftCheck, DriftReport, recorded_call
@@ -94,7 +76,7 @@ async def _compare(
     if not report.compared["answer"].calls:
         asked = " of that run or model" if len(where.of) > 1 else ""
         raise ConfigError(
-            f"{address or server} holds no calls with exact token ids{asked}; the gateway captures them where the "
+            f"{place} holds no calls with exact token ids{asked}; the gateway captures them where the "
             "backend returns them, and `agl runs` lists runs"
         )
     return check, report
@@ -137,7 +119,7 @@ def _summary(check: DriftCheck, report: DriftReport) -> dict[str, Any]:
 
 
 def _show(check: DriftCheck, report: DriftReport) -> None:
-    from rich.console import Console
+    from agentlightning.cli.tables import make_table, print_table
 
     compared = [f"{tally.calls:,} {_UNITS[name]} ({tally.tokens:,} tokens)" for name, tally in report.compared.items()]
     print(f"compared {', '.join(compared)}")
@@ -148,23 +130,14 @@ def _show(check: DriftCheck, report: DriftReport) -> None:
     if not found:
         print("no drift")
         return
-    # Ids are there to be copied: a narrow terminal wraps lines rather than cutting them.
-    Console().print(_table(found))
+    names = ("check", "kind", "calls", "share", "tokens", "share")
+    rows = [
+        (one.check, one.kind, one.calls, f"{one.share_of_calls:.2%}", one.tokens, f"{one.share_of_tokens:.2%}")
+        for one in found
+    ]
+    print_table(make_table(names, rows, right=("share",)))
     for example in report.examples():
         print("\n".join(_lines(example)))
-
-
-def _table(found: list[Found]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("check", "kind", "calls", "share", "tokens", "share"):
-        table.add_column(name, justify="left" if name in ("check", "kind") else "right")
-    for row in found:
-        shares = f"{row.share_of_calls:.2%}", f"{row.share_of_tokens:.2%}"
-        table.add_row(row.check, row.kind, f"{row.calls:,}", shares[0], f"{row.tokens:,}", shares[1])
-    return table
 
 
 def _lines(example: Comparison) -> list[str]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from agentlightning.algorithm.measures import Comparison, Difference, Estimate, Summary
+from agentlightning.cli.tables import make_table, print_table
 from agentlightning.tracing.tree import printable
 
 _ALL = "all tasks"
@@ -18,45 +16,36 @@ _ALL = "all tasks"
 def show_summary(console: Console, summary: Summary, confidence: float) -> None:
     """How the rollouts ended; then a row for each thing measured, of all tasks and of each tag."""
     _show_rollouts(console, "", summary)
-    table = _table("value", f"{confidence:.0%} interval")
+    rows: list[tuple[object, ...]] = []
     for tag, estimates in [(_ALL, summary.estimates), *summary.tags.items()]:
         for name, estimate in estimates.items():
-            table.add_row(Text(printable(tag)), name, str(estimate.tasks), f"{estimate.value:.3f}", _interval(estimate))
+            rows.append((tag, name, str(estimate.tasks), f"{estimate.value:.3f}", _interval(estimate)))
             tag = ""
-    _print(console, table)
+    print_table(make_table(("", "", "tasks", "value", f"{confidence:.0%} interval"), rows), console)
     if summary.tasks == 1:
         console.print("One task says nothing of others: there is no interval.")
 
 
-def show_comparison(console: Console, names: Sequence[str], comparison: Comparison, confidence: float) -> None:
+def show_comparison(console: Console, sides: Sequence[str], comparison: Comparison, confidence: float) -> None:
     """The same of two, with what the second has over the first."""
-    for letter, name, summary in zip("AB", names, (comparison.first, comparison.second), strict=True):
+    for letter, name, summary in zip("AB", sides, (comparison.first, comparison.second), strict=True):
         console.print(f"{letter}: {printable(name)}", markup=False, soft_wrap=True)
         _show_rollouts(console, "   ", summary)
     if comparison.unpaired:
         console.print(f"Tasks of one of them alone, left out: {comparison.unpaired}")
-    table = _table("A", "B", "B − A", f"{confidence:.0%} interval", "p")
     first, second = comparison.first, comparison.second
     rows = {_ALL: (first.estimates, second.estimates, comparison.differences)} | {
         tag: (first.tags[tag], second.tags.get(tag, {}), differences) for tag, differences in comparison.tags.items()
     }
+    lines: list[tuple[object, ...]] = []
     for tag, (ours, theirs, differences) in rows.items():
         for name, one in differences.items():
             values = [f"{side[name].value:.3f}" if name in side else "" for side in (ours, theirs)]
             values += [f"{one.value:+.3f}", _interval(one, "+"), "<0.001" if one.p < 0.001 else f"{one.p:.3f}"]
-            table.add_row(Text(printable(tag)), name, str(one.tasks), *values)
+            lines.append((tag, name, str(one.tasks), *values))
             tag = ""
-    _print(console, table)
-
-
-def _table(*columns: str) -> Table:
-    return Table("", "", "tasks", *columns, box=box.SIMPLE_HEAD, pad_edge=False)
-
-
-def _print(console: Console, table: Table) -> None:
-    """As wide as it is: a narrow terminal wraps lines rather than cutting figures."""
-    width = max(console.width, Console(width=10_000).measure(table).maximum)
-    Console(file=console.file, width=width, highlight=False).print(table)
+    names = ("", "", "tasks", "A", "B", "B − A", f"{confidence:.0%} interval", "p")
+    print_table(make_table(names, lines), console)
 
 
 def _show_rollouts(console: Console, indent: str, summary: Summary) -> None:

@@ -17,8 +17,9 @@ import click
 import msgspec
 from rich.console import Console
 
-from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.config import TrainConfig, load_config
+from agentlightning.cli.options import json_option, print_json
+from agentlightning.cli.place import Place
 from agentlightning.cli.training import INTERRUPTED, answering, answering_options, fit, running_flags
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.types import LLM, Mode, PromptTemplate, Rollout
@@ -92,7 +93,7 @@ def eval(
     fields = by or TAG_FIELDS
     _check(ctx, agent, rollouts, compare)
     if agent is None:
-        place = running["store"], running["server"], running["api_key"]
+        place = Place(running["store"], running["server"], running["api_key"])
         sides = [(name,) for name in compare] if compare else [rollouts]
         groups = [[one for name in side for one in asyncio.run(_stored(name, mode, place, fields))] for side in sides]
         names = [", ".join(side) for side in sides]
@@ -208,7 +209,7 @@ async def _prompts(name: str, config: TrainConfig) -> dict[str, PromptTemplate]:
     from agentlightning.cli.repeating import open_run
 
     run_name, _, wanted = name.rpartition("@")
-    async with open_run(run_name, config.store, config.server, config.api_key) as (store, run):
+    async with open_run(run_name, Place(config.store, config.server, config.api_key)) as (store, run):
         versions = await store.query_resources(run.project)
     version = next((one for one in versions if wanted in (str(one.version), one.resources_id)), None)
     if version is None:
@@ -223,9 +224,7 @@ async def _prompts(name: str, config: TrainConfig) -> dict[str, PromptTemplate]:
 # --- reading what is stored --------------------------------------------------------------------------------------
 
 
-async def _stored(
-    name: str, mode: Mode | None, place: tuple[str | None, str | None, str | None], fields: Sequence[str]
-) -> list[Measured]:
+async def _stored(name: str, mode: Mode | None, place: Place, fields: Sequence[str]) -> list[Measured]:
     """The rollouts of `RUN`, or of its evaluation after step N, or with version N of its resources: `RUN@N`."""
     from agentlightning.algorithm.measures import measured
     from agentlightning.cli.repeating import open_run
@@ -233,7 +232,7 @@ async def _stored(
     from agentlightning.display import counting
 
     run_name, _, wanted = name.partition("@")
-    async with open_run(run_name, *place) as (store, run):
+    async with open_run(run_name, place) as (store, run):
         rollouts = await store.query_rollouts(run_id=run.run_id, mode_in=[mode] if mode else ["val", "test"])
         if not rollouts:
             which = f"rollouts of mode {mode}" if mode else "held-out rollouts; --mode train takes those of training"

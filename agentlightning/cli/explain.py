@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.drift import load_chat, visible
-from agentlightning.cli.rollouts import newest_store
-from agentlightning.cli.store import open_store, run
+from agentlightning.cli.options import print_json
+from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, with_place
 from agentlightning.errors import NotFoundError
 from agentlightning.types import Order, Rollout, Run
 
@@ -30,45 +29,26 @@ if TYPE_CHECKING:
 _LOOKED_THROUGH: Final = 1000  # rollouts, for one whose id is nearly that which was asked for
 _FILE: Final = "tokenizer.json"
 _COLUMNS: Final = (
-    "call",
-    "agent",
-    "model",
-    "prompt",
-    "shared",
-    "new",
-    "sampled",
-    "version",
-    "trains",
-    "reward",
-    "tools",
-)
-_WORDS: Final = ("agent", "model", "trains", "tools")
+    "call", "agent", "model", "prompt", "shared", "new", "sampled", "version", "trains", "reward", "tools",
+)  # fmt: skip
+_NUMBERS: Final = ("call", "prompt", "shared", "new", "sampled", "version", "reward")
 
 
 @click.command()
 @click.argument("rollout_id", metavar="ROLLOUT")
-@click.argument("address", metavar="[STORE]", required=False)
 @click.option("--tokenizer", "source", metavar="ID|DIR", help="The model's; default the run's own, beside its store.")
-@click.option("--server", metavar="URL", help="The `agl server` that has the store open, instead of STORE.")
-@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
-@json_option
-def explain(
-    rollout_id: str, address: str | None, source: str | None, server: str | None, key: str | None, as_json: bool
-) -> int:
+@with_place(STORE_ARGUMENT, newest_store)
+async def explain(rollout_id: str, place: Place, source: str | None, as_json: bool) -> None:
     """Show a rollout as learning sees it: which calls train, how they go on from one another, and where they do not.
 
     STORE is a SQLite file or a postgresql:// URL; default the newest of agentlightning.sqlite and runs/*."""
 
-    async def work() -> None:
-        place = address if server or address else newest_store()
-        async with open_store(place, server, key, reading=True) as store:
-            explanation, classifier = await _explanation(store, rollout_id, source or _own_tokenizer(place))
-        if as_json:
-            print_json(explanation)
-            return
-        _show(explanation, classifier)
-
-    return run(work())
+    async with place.open(reading=True) as store:
+        explanation, classifier = await _explanation(store, rollout_id, source or _own_tokenizer(place.address))
+    if as_json:
+        print_json(explanation)
+        return
+    _show(explanation, classifier)
 
 
 def _own_tokenizer(place: str | None) -> str | None:
@@ -121,16 +101,13 @@ def _classifier(source: str) -> Classifier:
 
 
 def _show(explanation: Explanation, classifier: Classifier | None) -> None:
-    from rich.console import Console
+    from agentlightning.cli.tables import print_table
 
     rollout = explanation.rollout
     said = dict.fromkeys((rollout.mode, rollout.status, explanation.outcome, _reward(explanation)))  # each once
     print(f"rollout {visible(rollout.rollout_id)}: {', '.join(said)}")
     if explanation.calls:
-        # Wide rather than cut: what stands in it is there to be copied.
-        table = _calls(explanation.calls)
-        console = Console(width=max(Console().width, Console(width=10_000).measure(table).maximum), highlight=False)
-        console.print(table)
+        print_table(_calls(explanation.calls))
     for line in (*_conversations(explanation), *_sizes(explanation)):
         print(line)
     for found in explanation.breaks:
@@ -147,32 +124,28 @@ def _reward(explanation: Explanation) -> str:
 
 
 def _calls(calls: Sequence[ExplainedCall]) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+    from agentlightning.cli.tables import make_table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in _COLUMNS:
-        table.add_column(name, justify="left" if name in _WORDS else "right", no_wrap=True)
+    rows: list[tuple[object, ...]] = []
     for call in calls:
         shared = call.shared if call.shared and call.shared.tokens else None
         versions = sorted(set(call.versions or ()))
         trains = f"no: {call.left_out}" if call.left_out else "yes" + ", cut" * (call.finish_reason == "length")
         row = (
-            str(call.call_index),
+            call.call_index,
             call.agent or "",
             call.model or "",
-            f"{call.prompt_tokens:,}",
+            call.prompt_tokens,
             f"{shared.tokens:,} of {shared.call_index}" if shared else "",
-            f"{call.prompt_tokens - (shared.tokens if shared else 0):,}",
-            f"{call.sampled_tokens:,}",
+            call.prompt_tokens - (shared.tokens if shared else 0),
+            call.sampled_tokens,
             "–".join(map(str, versions)),
             trains,
             "" if call.reward is None else f"{call.reward:+g}",
             ", ".join(f"{name} {'ok' if status > 0 else 'failed'}" for name, status in call.tools),
         )
-        table.add_row(*(Text(visible(cell)) for cell in row))
-    return table
+        rows.append(row)
+    return make_table(_COLUMNS, rows, right=_NUMBERS)
 
 
 def _conversations(explanation: Explanation) -> Iterator[str]:

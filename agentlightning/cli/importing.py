@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from agentlightning.cli.as_json import json_option, tell
-from agentlightning.cli.store import open_store, run
+from agentlightning.cli.options import tell
+from agentlightning.cli.place import NEW_STORE, SERVER_STORE, Place, with_place
 from agentlightning.errors import InvalidError
 from agentlightning.types import Mode
 
@@ -24,21 +24,15 @@ _AT_ONCE = 16  # rollouts that share a commit
 
 @click.command("import")
 @click.argument("files", metavar="FILE…", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--store", "address", metavar="PATH|URL", default="agentlightning.sqlite", show_default=True,
-              help="SQLite file, created if there is none, or postgresql://…")  # fmt: skip
-@click.option("--server", metavar="URL", help="The `agl server` that has the store open, instead of --store.")
-@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="An admin key of the server.")
 @click.option("--by", metavar="ATTRIBUTE", help="One rollout per value of this, such as session.id; else per trace.")
 @click.option("--reward", metavar="NAME", help="The attribute, or the evaluation, whose score is the reward.")
 @click.option("--mode", type=click.Choice(["train", "val", "test"]), default="train", show_default=True,
               help="What the rollouts are for.")  # fmt: skip
 @click.option("--strict", is_flag=True, help="Store nothing if a part of the files cannot be read.")
-@json_option
+@with_place(NEW_STORE, lambda: str(SERVER_STORE))
 def import_(
+    place: Place,
     files: tuple[Path, ...],
-    address: str,
-    server: str | None,
-    key: str | None,
     by: str | None,
     reward: str | None,
     mode: Mode,
@@ -48,23 +42,7 @@ def import_(
     """Store traces exported as OTLP JSON as finished rollouts, for fine-tuning, prompt optimisation and analysis.
 
     FILE holds one ExportTraceServiceRequest, a list of these, or one a line. What is stored already stays as it is."""
-    return run(_import(files, None if server else address, server, key, by, reward, mode, strict, as_json))
-
-
-async def _import(
-    files: tuple[Path, ...],
-    address: str | None,
-    server: str | None,
-    key: str | None,
-    by: str | None,
-    reward: str | None,
-    mode: Mode,
-    strict: bool,
-    as_json: bool,
-) -> int:
     from agentlightning.data.foreign_traces import read_traces, rollouts_of
-    from agentlightning.display import counting
-    from agentlightning.store import calls
     from agentlightning.tracing.tree import printable
 
     read = [read_traces(file) for file in files]
@@ -77,19 +55,28 @@ async def _import(
     if problems and (strict or not spans):
         raise InvalidError(f"{_parts(problems)} not be read; nothing was stored")
     records = rollouts_of(spans, by=by, reward=reward, mode=mode)
+    new = asyncio.run(_stored(place, records))
+    _report(records, new, reward, problems, as_json)
+    return 0
+
+
+async def _stored(place: Place, records: Sequence[Record]) -> list[Record]:
+    """Those that were not there before."""
+    from agentlightning.display import counting
+    from agentlightning.store import calls
+
     new: list[Record] = []
-    async with open_store(address, server, key, create=True) as opened:
+    async with place.open(create=True) as store:
         with counting("rollouts", len(records)) as advance:
             for first in range(0, len(records), _AT_ONCE):
                 imports = [
                     calls.ImportRollout(rollout=record.rollout, attempts=record.attempts, spans=record.spans)
                     for record in records[first : first + _AT_ONCE]
                 ]
-                stored = await asyncio.gather(*map(opened.perform, imports))
+                stored = await asyncio.gather(*map(store.perform, imports))
                 new += itertools.compress(records[first : first + _AT_ONCE], stored)
                 advance(first + len(imports))
-    _report(records, new, reward, problems, as_json)
-    return 0
+    return new
 
 
 def _report(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from agentlightning.cli.as_json import json_option, print_json
+from agentlightning.cli.options import json_option, print_json
 from agentlightning.errors import ConfigError
 
 TEMPLATE = Path(__file__).parents[1] / "templates" / "agent"

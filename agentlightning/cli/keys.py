@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from agentlightning.cli.as_json import print_json, tell
-from agentlightning.cli.durations import Duration
-from agentlightning.cli.store import open_store, run, store_options
+from agentlightning.cli.options import Duration, print_json, tell
+from agentlightning.cli.place import on_store
 from agentlightning.errors import ConflictError, NotFoundError
 
 if TYPE_CHECKING:
+    from agentlightning.store.base import LightningStore
     from agentlightning.types import ApiKey, IssuedKey
 
 _SCOPES: Final = ("read", "worker", "grader", "trainer", "admin")
@@ -30,30 +30,24 @@ def keys() -> None:
 
 @keys.command()
 @click.argument("name")
-@store_options
 @click.option("--scope", "scopes", multiple=True, required=True, type=click.Choice(_SCOPES),
               help="What the key opens; may be given several times.")  # fmt: skip
 @click.option("--project", help="The only project it reaches.")
 @click.option("--lifetime", type=Duration(), help="How long it is valid: 30d, 12h. Without it, until it is revoked.")
-def issue(
+@on_store()
+async def issue(
+    store: LightningStore,
     name: str,
-    address: str | None,
-    server: str | None,
-    key: str | None,
     as_json: bool,
     scopes: tuple[Any, ...],
     project: str | None,
     lifetime: float | None,
-) -> int:
+) -> None:
     """Make a key called NAME and print its secret."""
     from agentlightning.store import calls
 
-    async def work() -> None:
-        async with open_store(address, server, key) as opened:
-            call = calls.IssueKey(name=name, scopes=list(scopes), project=project, lifetime_seconds=lifetime)
-            _hand_out(await opened.perform(call), as_json)
-
-    return run(work())
+    call = calls.IssueKey(name=name, scopes=list(scopes), project=project, lifetime_seconds=lifetime)
+    _hand_out(await store.perform(call), as_json)
 
 
 def _hand_out(issued: IssuedKey, as_json: bool) -> None:
@@ -63,27 +57,23 @@ def _hand_out(issued: IssuedKey, as_json: bool) -> None:
 
 
 @keys.command("list")
-@store_options
-def list_(address: str | None, server: str | None, key: str | None, as_json: bool) -> int:
+@on_store(reading=True)
+async def list_(store: LightningStore, as_json: bool) -> None:
     """List all keys, without their secrets."""
     from agentlightning.cli.tables import make_table, print_table
     from agentlightning.store import calls
 
-    async def work() -> None:
-        async with open_store(address, server, key, reading=True) as opened:
-            found = await opened.perform(calls.QueryKeys())
-        if as_json:
-            for one in found:
-                print_json(one)
-            return
-        now = time.time()
-        rows = [
-            (one.key_id, one.name, " ".join(one.scopes), one.project or "all", _date(one.create_time), _state(one, now))
-            for one in found
-        ]
-        print_table(make_table(("key", "name", "scopes", "project", "issued", "state"), rows))
-
-    return run(work())
+    found = await store.perform(calls.QueryKeys())
+    if as_json:
+        for one in found:
+            print_json(one)
+        return
+    now = time.time()
+    rows = [
+        (one.key_id, one.name, " ".join(one.scopes), one.project or "all", _date(one.create_time), _state(one, now))
+        for one in found
+    ]
+    print_table(make_table(("key", "name", "scopes", "project", "issued", "state"), rows))
 
 
 def _state(key: ApiKey, now: float) -> str:
@@ -96,47 +86,37 @@ def _state(key: ApiKey, now: float) -> str:
 
 @keys.command()
 @click.argument("key_id", metavar="KEY_ID")
-@store_options
-def revoke(key_id: str, address: str | None, server: str | None, key: str | None, as_json: bool) -> int:
+@on_store()
+async def revoke(store: LightningStore, key_id: str, as_json: bool) -> None:
     """End a key at once and for good."""
     from agentlightning.store import calls
 
-    async def work() -> None:
-        async with open_store(address, server, key) as opened:
-            ended = await opened.perform(calls.RevokeKey(key_id=key_id))
-        tell(as_json, ended, f"{ended.key_id} ({ended.name}) {_state(ended, time.time())}")
-
-    return run(work())
+    ended = await store.perform(calls.RevokeKey(key_id=key_id))
+    tell(as_json, ended, f"{ended.key_id} ({ended.name}) {_state(ended, time.time())}")
 
 
 @keys.command()
 @click.argument("key_id", metavar="KEY_ID")
-@store_options
 @click.option("--grace", type=Duration(zero=True), default="0s", show_default=True,
               help="How long the old key stays valid: 1h, 30m.")  # fmt: skip
-def rotate(key_id: str, address: str | None, server: str | None, key: str | None, as_json: bool, grace: float) -> int:
+@on_store()
+async def rotate(store: LightningStore, key_id: str, as_json: bool, grace: float) -> None:
     """Replace a key by a new one, whose secret is printed.
 
     It has the same name, scopes, project and lifetime; the old one ends."""
     from agentlightning.store import calls
 
-    async def work() -> None:
-        async with open_store(address, server, key) as opened:
-            old = next((one for one in await opened.perform(calls.QueryKeys()) if one.key_id == key_id), None)
-            if old is None:
-                raise NotFoundError(f"there is no key {key_id!r}; `agl keys list` shows those there are")
-            if old.revoke_time is not None:
-                raise ConflictError(f"key {key_id} was revoked; issue a new one with `agl keys issue`")
-            lifetime = None if old.expire_time is None else old.expire_time - old.create_time
-            # The new key first: whatever happens in between, somebody holds a key that is valid.
-            call = calls.IssueKey(
-                name=old.name, scopes=list(old.scopes), project=old.project, lifetime_seconds=lifetime
-            )
-            _hand_out(await opened.perform(call), as_json)
-            ended = await opened.perform(calls.RevokeKey(key_id=key_id, after_seconds=grace))
-            click.echo(f"{ended.key_id}, the old one: {_state(ended, time.time())}", err=True)
-
-    return run(work())
+    old = next((one for one in await store.perform(calls.QueryKeys()) if one.key_id == key_id), None)
+    if old is None:
+        raise NotFoundError(f"there is no key {key_id!r}; `agl keys list` shows those there are")
+    if old.revoke_time is not None:
+        raise ConflictError(f"key {key_id} was revoked; issue a new one with `agl keys issue`")
+    lifetime = None if old.expire_time is None else old.expire_time - old.create_time
+    # The new key first: whatever happens in between, somebody holds a key that is valid.
+    call = calls.IssueKey(name=old.name, scopes=list(old.scopes), project=old.project, lifetime_seconds=lifetime)
+    _hand_out(await store.perform(call), as_json)
+    ended = await store.perform(calls.RevokeKey(key_id=key_id, after_seconds=grace))
+    click.echo(f"{ended.key_id}, the old one: {_state(ended, time.time())}", err=True)
 
 
 def _date(seconds: float) -> str:

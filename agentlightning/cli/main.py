@@ -17,27 +17,27 @@ import click
 from agentlightning.errors import AgentLightningError, nearest
 from agentlightning.runner.ending import exit_with
 
-# Command → the module that defines it, under the same name as a click command.
+# Command → the module that defines it, under the same name as a click command, and the page that helps with it.
 COMMANDS = {
-    "init": "init",
-    "quickstart": "training",
-    "train": "training",
-    "dev": "training",
-    "eval": "evaluating",
-    "serve": "serving",
-    "server": "serving",
-    "runner": "serving",
-    "proxy": "proxy",
-    "run": "run",
-    "import": "importing",
-    "runs": "runs",
-    "rollouts": "rollouts",
-    "report": "report",
-    "doctor": "doctor",
-    "drift": "drift",
-    "data": "data",
-    "store": "store",
-    "keys": "keys",
+    "init": ("init", "new-project"),
+    "quickstart": ("training", "quickstart"),
+    "train": ("training", "command-line#agl-train"),
+    "dev": ("training", "command-line#agl-dev"),
+    "eval": ("evaluating", "evaluation"),
+    "serve": ("serving", "command-line#agl-serve"),
+    "server": ("serving", "deploying"),
+    "runner": ("serving", "runners"),
+    "proxy": ("proxy", "command-line#agl-proxy"),
+    "run": ("run", "recording"),
+    "import": ("importing", "recording"),
+    "runs": ("runs", "terminal#runs"),
+    "rollouts": ("rollouts", "terminal#rollouts"),
+    "report": ("report", "terminal#a-report"),
+    "doctor": ("doctor", "terminal#doctor"),
+    "drift": ("drift", "drift"),
+    "data": ("data", "datasets-from-traces"),
+    "store": ("store", "upkeep"),
+    "keys": ("keys", "security"),
 }
 
 # Extra → the packages that come with it alone, by the names they are imported under.
@@ -56,7 +56,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"agentlightning.cli.{COMMANDS[cmd_name]}")
+        module = importlib.import_module(f"agentlightning.cli.{COMMANDS[cmd_name][0]}")
         return getattr(module, f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name)
 
     def resolve_command(

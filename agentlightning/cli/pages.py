@@ -7,6 +7,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+from agentlightning.cli.main import COMMANDS
 from agentlightning.errors import (
     BackendError,
     ForbiddenError,
@@ -24,28 +25,9 @@ OF_ERRORS: Final[dict[type[Exception], str]] = {
     TrainingError: "tracking#when-training-comes-apart",
     ModuleNotFoundError: "install",
 }
-OF_COMMANDS: Final = {
-    "init": "new-project",
-    "quickstart": "quickstart",
-    "train": "command-line#agl-train",
-    "dev": "command-line#agl-dev",
-    "eval": "evaluation",
-    "serve": "command-line#agl-serve",
-    "server": "deploying",
-    "runner": "runners",
-    "proxy": "command-line#agl-proxy",
-    "run": "recording",
-    "import": "recording",
-    "runs": "terminal#runs",
-    "rollouts": "terminal#rollouts",
-    "report": "terminal#a-report",
-    "doctor": "terminal#doctor",
-    "drift": "drift",
-    "data": "datasets-from-traces",
+OF_COMMANDS: Final = {name: page for name, (_, page) in COMMANDS.items()} | {
     "data check": "fine-tuning#for-openai-and-azure",
     "data explain": "drift#in-training",
-    "store": "upkeep",
-    "keys": "security",
 }
 
 

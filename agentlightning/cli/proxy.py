@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.backends import backend_options, open_backend
+from agentlightning.cli.options import json_option, print_json
 from agentlightning.cli.serving import KEY_HELP, address_options, forwarding_options, until_stopped
 
 if TYPE_CHECKING:

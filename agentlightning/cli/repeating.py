@@ -15,62 +15,56 @@ import msgspec
 
 from agentlightning.algorithm.directory import MARK, fingerprint, read_mark
 from agentlightning.cli.config import TrainConfig, load_config
-from agentlightning.cli.runs import STORE_FILE
-from agentlightning.cli.store import open_store
+from agentlightning.cli.place import RUNS, STORE_FILE, Place
 from agentlightning.data.datasets import load_dataset
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store.base import LightningStore
 from agentlightning.types import Run
 
-_RUNS = Path("runs")
 
-
-def find_run(name: str, address: str | None, server: str | None, key: str | None) -> Run:
+def find_run(name: str, place: Place) -> Run:
     """The run of a directory, or with an id: in the store or at the server that is named, else below `runs/`.
 
     NotFoundError where there is none; ConfigError for a directory without a run."""
 
     async def read() -> Run:
-        async with open_run(name, address, server, key) as (_, run):
+        async with open_run(name, place) as (_, run):
             return run
 
     return asyncio.run(read())
 
 
 @contextlib.asynccontextmanager
-async def open_run(
-    name: str, address: str | None, server: str | None, key: str | None
-) -> AsyncGenerator[tuple[LightningStore, Run]]:
+async def open_run(name: str, place: Place) -> AsyncGenerator[tuple[LightningStore, Run]]:
     """The run that `find_run` finds, and the store that has it."""
-    run_id, address, server = _locate(name, address, server)
-    async with open_store(address, server, key, reading=True) as store:
+    run_id, place = _locate(name, place)
+    async with place.open(reading=True) as store:
         found = next((run for run in await store.query_runs() if run.run_id == run_id), None)
         if found is None:
-            place = address or "--server …"
-            raise NotFoundError(f"{address or server} has no run {run_id}; `agl runs {place}` lists them")
+            raise NotFoundError(f"{place} has no run {run_id}; `agl runs {place.address or '--server …'}` lists them")
         yield store, found
 
 
-def _locate(name: str, address: str | None, server: str | None) -> tuple[str, str | None, str | None]:
-    """The run's id, and the store or the server that has it."""
+def _locate(name: str, place: Place) -> tuple[str, Place]:
+    """The run's id, and where it is stored."""
     directory = Path(name)
-    if not directory.is_dir() and address is None and server is None:
-        marks = (mark.parent for mark in _RUNS.glob(f"**/{MARK}"))
-        found = next((place for place in marks if read_mark(place).run_id == name), None)
+    if not directory.is_dir() and not place.named:
+        marks = (mark.parent for mark in RUNS.glob(f"**/{MARK}"))
+        found = next((one for one in marks if read_mark(one).run_id == name), None)
         if found is None:
             raise NotFoundError(
-                f"there is no run directory {name}, and no run of that id below {_RUNS}/; name its directory, or the "
+                f"there is no run directory {name}, and no run of that id below {RUNS}/; name its directory, or the "
                 "store that has it with --store or --server"
             )
         directory = found
-    run_id = name
-    if directory.is_dir():
-        run_id, own = read_mark(directory).run_id, directory / STORE_FILE
-        if own.is_file():
-            address, server = str(own), None
-        elif address is None and server is None:
-            raise ConfigError(f"the run in {directory} is stored elsewhere; say where with --store or --server")
-    return run_id, None if server else address, server
+    if not directory.is_dir():
+        return name, place
+    run_id, own = read_mark(directory).run_id, directory / STORE_FILE
+    if own.is_file():
+        return run_id, Place(str(own))
+    if not place.named:
+        raise ConfigError(f"the run in {directory} is stored elsewhere; say where with --store or --server")
+    return run_id, place
 
 
 def repeated(run: Run, assignments: Iterable[str], flags: Mapping[str, Any]) -> TrainConfig:

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from agentlightning.cli.as_json import print_json
+from agentlightning.cli.options import print_json
+from agentlightning.cli.place import READ_STORE, Place, with_place
 from agentlightning.cli.rollouts import ENDED, with_rewards
 from agentlightning.cli.runs import CURVES, StoredRun, choose_runs, count_rollouts
-from agentlightning.cli.store import open_store, reading_options, run
 from agentlightning.errors import ConfigError
 from agentlightning.types import And, Condition, Order, Span
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
 
 _TEMPLATE: Final = Path(__file__).with_name("report.html")
+_STYLE: Final = Path(__file__).with_name("report.css")
 _METRICS: Final = (
     *CURVES,
     "entropy",
@@ -43,28 +44,6 @@ _METRICS: Final = (
 )
 _LOOKED_THROUGH: Final = 200  # rollouts, for examples
 _LONGEST: Final = 4000  # characters of a message
-_STYLE: Final = """
-:root { color-scheme: light dark; --back: #fff; --text: #1c1c20; --link: #4338ca; }
-@media (prefers-color-scheme: dark) { :root { --back: #121316; --text: #e6e6ea; --link: #a5b4fc; } }
-body { background: var(--back); color: var(--text); }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #8884; vertical-align: top; }
-.settings td { overflow-wrap: anywhere; }
-.n { text-align: right; white-space: nowrap; }
-a { color: var(--link); }
-.dim { opacity: .75; }
-.wide { overflow-x: auto; }
-h1, code { overflow-wrap: anywhere; }
-.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(22rem, 100%), 1fr)); gap: 1rem; }
-figure { margin: 0; }
-img { width: 100%; border-radius: 6px; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0; font-size: 13px; }
-summary { cursor: pointer; padding: .3rem 0; }
-.message { border-left: 3px solid #8886; padding: .1rem .8rem; margin: .5rem 0; }
-.assistant { border-color: #4a8; }
-@media (prefers-color-scheme: dark) { img { filter: invert(.92) hue-rotate(180deg); } }
-"""
 
 
 @click.command()
@@ -73,36 +52,31 @@ summary { cursor: pointer; padding: .3rem 0; }
               help="Where to; default report-RUN in this directory.")  # fmt: skip
 @click.option("--metric", "metrics", multiple=True, metavar="NAME", help="A curve to draw; default the usual ones.")
 @click.option("--examples", type=click.IntRange(min=0), default=4, show_default=True, help="Conversations of each run.")
-@reading_options()
-def report(
+@with_place(READ_STORE)
+async def report(
     names: tuple[str, ...],
     out: Path | None,
     metrics: tuple[str, ...],
     examples: int,
-    address: str | None,
-    server: str | None,
-    key: str | None,
+    place: Place,
     as_json: bool,
-) -> int:
+) -> None:
     """Write a page about one run, or several side by side, and a picture of each curve.
 
     RUN is an id, the beginning of one, or a directory; default the newest below runs/. The page, report.html, is whole
     by itself: it can be sent to others or attached to a pull request."""
 
-    async def work() -> None:
-        chosen = await choose_runs(names, address, server, key)
-        directory = out or Path(f"report-{chosen[0].run.run_id}")
-        told: list[dict[str, Any]] = []
-        for one in chosen:
-            async with open_store(None if server else one.where, server, key, reading=True) as store:
-                told.append(await _described(store, one, examples))
-        files = _write(directory, chosen, told, metrics)
-        if as_json:
-            print_json({"runs": [one.run.run_id for one in chosen], "files": list(map(str, files))})
-        else:
-            click.echo(f"{files[0]}, and {len(files) - 1} pictures beside it")
-
-    return run(work())
+    chosen = await choose_runs(names, place)
+    directory = out or Path(f"report-{chosen[0].run.run_id}")
+    told: list[dict[str, Any]] = []
+    for one in chosen:
+        async with one.place.open(reading=True) as store:
+            told.append(await _described(store, one, examples))
+    files = _write(directory, chosen, told, metrics)
+    if as_json:
+        print_json({"runs": [one.run.run_id for one in chosen], "files": list(map(str, files))})
+    else:
+        click.echo(f"{files[0]}, and {len(files) - 1} pictures beside it")
 
 
 def _write(
@@ -136,13 +110,14 @@ def _page(run_ids: Sequence[str], told: Sequence[dict[str, Any]], pictures: Mapp
     def visible(value: Any) -> Any:
         return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
+    style = _STYLE.read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=visible)
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         title=", ".join(run_ids),
         made=time.strftime("%Y-%m-%d %H:%M"),
         version=metadata.version("agent-lightning-next"),
-        style=Markup(_STYLE),  # our own
-        style_hash=base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode(),
+        style=Markup(style),  # our own
+        style_hash=base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(),
         curves=[{"name": name, "png": base64.b64encode(path.read_bytes()).decode()} for name, path in pictures.items()],
         runs=told,
     )

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 import click
 import msgspec
 
-from agentlightning.cli.as_json import print_json
-from agentlightning.cli.prices import PRICE_HELP, read_prices
-from agentlightning.cli.runs import RUNS, SERVER_STORE, STATUSES, STORE_FILE, ListingGroup
-from agentlightning.cli.store import open_store, reading_options, run
-from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.cli.options import price_option, print_json, read_prices, together
+from agentlightning.cli.place import READ_STORE, Place, newest_store, on_store, with_place
+from agentlightning.cli.runs import STATUSES, ListingGroup
+from agentlightning.errors import NotFoundError
 from agentlightning.semconv import reward_value
 from agentlightning.store.codec import plain
 from agentlightning.store.redaction import text_without_secrets
@@ -38,29 +36,11 @@ def rollouts() -> None:
     """List rollouts, show what one did, and follow them as they end (without a command: ls)."""
 
 
-def newest_store() -> str:
-    """The store that a command reads where none is named. ConfigError where there is none."""
-    found = [path for path in (SERVER_STORE, *RUNS.glob(f"*/{STORE_FILE}")) if path.is_file()]
-    if not found:
-        raise ConfigError(f"there is no {SERVER_STORE} and no run in {RUNS.absolute()}; name a --store")
-    return str(max(found, key=_written))
-
-
-def _written(store: Path) -> float:
-    """When a store was last written to; the newest of it is in its log."""
-    log = store.with_name(f"{store.name}-wal")
-    return max(path.stat().st_mtime for path in (store, log) if path.exists())
-
-
-def _chosen(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--status`, `--mode` and `--run`."""
-    for option in (
-        click.option("--run", "run_id", metavar="ID", help="Only of this run."),
-        click.option("--mode", type=click.Choice(["train", "val", "test"]), help="Only of this mode."),
-        click.option("--status", multiple=True, type=click.Choice(STATUSES), help="Only of this status. Repeatable."),
-    ):
-        command = option(command)
-    return command
+_chosen = together(
+    click.option("--status", multiple=True, type=click.Choice(STATUSES), help="Only of this status. Repeatable."),
+    click.option("--mode", type=click.Choice(["train", "val", "test"]), help="Only of this mode."),
+    click.option("--run", "run_id", metavar="ID", help="Only of this run."),
+)
 
 
 def _where(status: Sequence[str], mode: str | None, run_id: str | None) -> Filter | None:
@@ -81,36 +61,30 @@ class ListedRollout(msgspec.Struct, frozen=True):
 
 
 @rollouts.command()
-@reading_options()
+@with_place(READ_STORE, newest_store)
 @_chosen
 @click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many, the newest first.")
 @click.option("--calls", is_flag=True, help="With calls and tokens, for which every span is read.")
-def ls(
-    address: str | None,
-    server: str | None,
-    key: str | None,
+async def ls(
+    place: Place,
     as_json: bool,
     status: tuple[str, ...],
     mode: str | None,
     run_id: str | None,
     limit: int,
     calls: bool,
-) -> int:
+) -> None:
     """List rollouts, newest first, with their rewards."""
 
-    async def work() -> None:
-        place = None if server else address or newest_store()
-        async with open_store(place, server, key, reading=True) as store:
-            newest = Order(field="start_time", descending=True)
-            page = await store.page_rollouts(_where(status, mode, run_id), [newest], limit=limit, with_total=True)
-            listed = await with_rewards(store, page.items, with_calls=calls)
-        if as_json:
-            for one in listed:
-                print_json(one)
-            return
-        _print_list(listed, place or str(server), (page.total or 0) - len(listed))
-
-    return run(work())
+    async with place.open(reading=True) as store:
+        newest = Order(field="start_time", descending=True)
+        page = await store.page_rollouts(_where(status, mode, run_id), [newest], limit=limit, with_total=True)
+        listed = await with_rewards(store, page.items, with_calls=calls)
+    if as_json:
+        for one in listed:
+            print_json(one)
+        return
+    _print_list(listed, str(place), (page.total or 0) - len(listed))
 
 
 async def with_rewards(
@@ -186,39 +160,27 @@ def _input(rollout: Rollout) -> str:
 
 
 @rollouts.command()
-@reading_options()
 @_chosen
 @click.option(
     "-n", "earlier", type=click.IntRange(min=0), default=10, show_default=True, help="How many that ended before."
 )
-def tail(
-    address: str | None,
-    server: str | None,
-    key: str | None,
-    as_json: bool,
-    status: tuple[str, ...],
-    mode: str | None,
-    run_id: str | None,
-    earlier: int,
-) -> int:
+@on_store(READ_STORE, newest_store, reading=True)
+async def tail(
+    store: LightningStore, as_json: bool, status: tuple[str, ...], mode: str | None, run_id: str | None, earlier: int
+) -> None:
     """Show rollouts as they end, one a line, until Ctrl-C."""
-
-    async def work() -> None:
-        async with open_store(None if server else address or newest_store(), server, key, reading=True) as store:
-            cursor = await _end_of_feed(store, run_id)
-            newest = Order(field="end_time", descending=True)
-            page = await store.page_rollouts(_where(status or ENDED, mode, run_id), [newest], limit=max(1, earlier))
-            told = page.items[:earlier][::-1]
-            seen = {rollout.rollout_id for rollout in told}
-            while True:
-                for one in await with_rewards(store, told):
-                    _print_ended(one, as_json)
-                finished = await store.finished_after(cursor, timeout=_LONG_POLL, run_id=run_id)
-                cursor = finished.cursor
-                wanted = [one for one in finished.rollouts if one.status in (status or ENDED)]
-                told = [one for one in wanted if mode in (None, one.mode) and one.rollout_id not in seen]
-
-    return run(work())
+    cursor = await _end_of_feed(store, run_id)
+    newest = Order(field="end_time", descending=True)
+    page = await store.page_rollouts(_where(status or ENDED, mode, run_id), [newest], limit=max(1, earlier))
+    told = page.items[:earlier][::-1]
+    seen = {rollout.rollout_id for rollout in told}
+    while True:
+        for one in await with_rewards(store, told):
+            _print_ended(one, as_json)
+        finished = await store.finished_after(cursor, timeout=_LONG_POLL, run_id=run_id)
+        cursor = finished.cursor
+        wanted = [one for one in finished.rollouts if one.status in (status or ENDED)]
+        told = [one for one in wanted if mode in (None, one.mode) and one.rollout_id not in seen]
 
 
 async def _end_of_feed(store: LightningStore, run_id: str | None) -> int:
@@ -258,49 +220,41 @@ def _print_ended(one: ListedRollout, as_json: bool) -> None:
 
 @rollouts.command()
 @click.argument("rollout_id", metavar="ID")
-@reading_options()
 @click.option("--attempt", "number", type=click.IntRange(min=1), metavar="N", help="The Nth attempt; default the last.")
 @click.option("--logs", is_flag=True, help="All that is kept of what it wrote, instead of the last lines.")
 @click.option("--limit", type=click.IntRange(min=1), default=200, show_default=True, help="Most steps in the tree.")
-@click.option("--price", multiple=True, metavar="MODEL=IN,OUT|FILE", help=PRICE_HELP)
-def show(
+@price_option
+@on_store(READ_STORE, newest_store, reading=True)
+async def show(
+    store: LightningStore,
     rollout_id: str,
-    address: str | None,
-    server: str | None,
-    key: str | None,
     as_json: bool,
     number: int | None,
     logs: bool,
     limit: int,
     price: tuple[str, ...],
-) -> int:
+) -> None:
     """Show a rollout: how its attempts ended, and what one of them did, call by call."""
+    from rich.console import Console
+
+    from agentlightning.tracing.tree import rollout_tree
+
     prices = read_prices(price)
-
-    async def work() -> None:
-        async with open_store(None if server else address or newest_store(), server, key, reading=True) as store:
-            rollout = await store.get_rollout_by_id(rollout_id)
-            if rollout is None:
-                raise NotFoundError(f"there is no rollout {rollout_id!r} in this store; see `agl rollouts ls`")
-            attempts = await store.query_attempts(rollout_id)
-            if number is not None and number > len(attempts):
-                raise NotFoundError(f"rollout {rollout_id} has {len(attempts)} attempts; there is no {number}")
-            shown = attempts[(number or len(attempts)) - 1] if attempts else None
-            spans = await store.query_spans(rollout_id, shown.attempt_id) if shown else []
-        if as_json:
-            told = {"rollout": rollout, "attempts": attempts, "spans": spans}
-            print_json(told, enc_hook=plain)
-            return
-        from rich.console import Console
-
-        from agentlightning.tracing.tree import rollout_tree
-
-        console = Console(highlight=False)
-        console.print(rollout_tree(rollout, spans, prices=prices, limit=limit))
-        _print_attempts(console, attempts, shown)
-        _print_logs(console, spans, everything=logs)
-
-    return run(work())
+    rollout = await store.get_rollout_by_id(rollout_id)
+    if rollout is None:
+        raise NotFoundError(f"there is no rollout {rollout_id!r} in this store; see `agl rollouts ls`")
+    attempts = await store.query_attempts(rollout_id)
+    if number is not None and number > len(attempts):
+        raise NotFoundError(f"rollout {rollout_id} has {len(attempts)} attempts; there is no {number}")
+    shown = attempts[(number or len(attempts)) - 1] if attempts else None
+    spans = await store.query_spans(rollout_id, shown.attempt_id) if shown else []
+    if as_json:
+        print_json({"rollout": rollout, "attempts": attempts, "spans": spans}, enc_hook=plain)
+        return
+    console = Console(highlight=False)
+    console.print(rollout_tree(rollout, spans, prices=prices, limit=limit))
+    _print_attempts(console, attempts, shown)
+    _print_logs(console, spans, everything=logs)
 
 
 def _print_attempts(console: Console, attempts: Sequence[Attempt], shown: Attempt | None) -> None:

@@ -22,10 +22,9 @@ from urllib.parse import quote
 import click
 import msgspec
 
-from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.backends import backend_of_environment, backend_options, open_backend
-from agentlightning.cli.prices import PRICE_HELP, read_prices
-from agentlightning.cli.store import open_store
+from agentlightning.cli.options import price_option, print_json, read_prices
+from agentlightning.cli.place import NEW_STORE, SERVER_STORE, Place, with_place
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.runner.agent import LitAgent
 from agentlightning.semconv import CALL_ENDPOINT
@@ -49,23 +48,17 @@ _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "AGL_MODEL")  # the
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.argument("command", metavar="COMMAND…", nargs=-1, required=True, type=click.UNPROCESSED)
 @backend_options(required=False)
-@click.option("--store", "address", metavar="PATH|URL", default="agentlightning.sqlite", show_default=True,
-              help="Where it is recorded: an SQLite file, created if there is none, or postgresql://…")  # fmt: skip
-@click.option("--server", metavar="URL", help="Record into the store of this `agl server` instead.")
-@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="An admin key of the server.")
 @click.option("--instrument", metavar="[NAMES]", is_flag=False, flag_value="",
               help="Record tools and agents of Python frameworks too: all there are, or langchain,…")  # fmt: skip
 @click.option("--task", metavar="JSON", help="What to store as the rollout's input instead of the command.")
-@click.option("--price", multiple=True, metavar="MODEL=IN,OUT|FILE", help=PRICE_HELP)
-@json_option
+@price_option
+@with_place(NEW_STORE, lambda: str(SERVER_STORE))
 def run(
     command: tuple[str, ...],
     backend: str | None,
     kind: BackendKind | None,
     backend_key: str | None,
-    address: str,
-    server: str | None,
-    key: str | None,
+    place: Place,
     instrument: str | None,
     task: str | None,
     price: tuple[str, ...],
@@ -79,6 +72,8 @@ def run(
     \b
     agl run -- python my_agent.py
     agl run --instrument --price gpt-4o=2.5,10 -- python my_agent.py"""
+    from rich.console import Console
+
     from agentlightning.tracing.tree import rollout_tree
 
     prices = read_prices(price)
@@ -88,15 +83,16 @@ def run(
 
     async def work() -> int:
         answering = await (open_backend(backend, kind, backend_key) if backend else backend_of_environment(os.environ))
-        async with open_store(None if server else address, server, key, create=True) as store:
+        async with place.open(create=True) as store:
             async with _gateway(answering, store) as url:
                 rollout = await program.run(store, url, given)
             spans = await store.query_spans(rollout.rollout_id, "latest")
             ended = await store.get_rollout_by_id(rollout.rollout_id)
-        _show(rollout_tree(ended or rollout, spans, prices=prices))
+        Console(stderr=True, highlight=False).print(rollout_tree(ended or rollout, spans, prices=prices))
         if not any(CALL_ENDPOINT in span.attributes for span in spans):
             click.echo(_NO_CALLS, err=True)
-        where = f"--server {server}" if server else f"--store {shlex.quote(text_without_secrets(address))}"
+        server = place.server
+        where = f"--server {server}" if server else f"--store {shlex.quote(text_without_secrets(str(place)))}"
         click.echo(f"agl rollouts show {rollout.rollout_id} {where}", err=True)
         page = f"/#/rollouts/{quote(rollout.rollout_id, safe='')}"
         served = server.rstrip("/") + page if server else f"http://127.0.0.1:8123{page} while `agl server {where}` runs"
@@ -124,12 +120,6 @@ def _told(rollout: Rollout, spans: Sequence[Span], prices: Prices) -> dict[str, 
     took = totals(read_steps(spans), prices)
     told = {"rollout_id": rollout.rollout_id, "status": rollout.status, "reward": find_final_reward(spans)}
     return told | dataclasses.asdict(took)
-
-
-def _show(tree: Any) -> None:
-    from rich.console import Console
-
-    Console(stderr=True, highlight=False).print(tree)
 
 
 @contextlib.asynccontextmanager

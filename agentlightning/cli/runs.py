@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import click
 
-from agentlightning.cli.as_json import print_json
-from agentlightning.cli.store import open_store, reading_options, run
+from agentlightning.cli.options import print_json
+from agentlightning.cli.place import READ_STORE, RUNS, SERVER_STORE, STORE_FILE, Place, with_place
 from agentlightning.errors import ConfigError, NotFoundError, UnavailableError, nearest
 from agentlightning.types import And, Condition, Metrics, Run
 
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
     from agentlightning.store.base import LightningStore
 
-STORE_FILE = "store.sqlite"
-RUNS: Final = Path("runs")
-SERVER_STORE: Final = Path("agentlightning.sqlite")  # what `agl server`, `run` and `proxy` write to where none is named
 CURVES: Final = ("reward", "val_reward")
 STATUSES: Final = ("queuing", "preparing", "running", "requeuing", "succeeded", "failed", "cancelled")
 Axis: TypeAlias = Literal["step", "seconds", "rollouts", "tokens"]
@@ -39,9 +36,9 @@ _COUNTED: Final = {"rollouts": "rollouts", "tokens": "sampled_tokens"}  # axis â
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run, all it measured by step, and the store or server that has it."""
+    """A run, all it measured by step, and the place of its store."""
 
-    where: str
+    place: Place
     run: Run
     history: tuple[Metrics, ...]
 
@@ -82,15 +79,16 @@ def runs() -> None:
 # --- finding -----------------------------------------------------------------------------------------------------
 
 
-async def stored_runs(place: Path, address: str | None, server: str | None, key: str | None) -> list[StoredRun]:
-    """The runs of a store or of a server, else those of the stores below `place`, by the time they were started."""
+async def stored_runs(path: Path, place: Place) -> list[StoredRun]:
+    """The runs of a store or of a server, where one is named, else those of the stores below `path`, by the time they
+    were started."""
     found: list[StoredRun] = []
-    places = [None] if server else [address] if address else _store_files(place)
-    for where in places:
+    places = [place] if place.named else [Place(file) for file in _store_files(path)]
+    for one in places:
         try:
-            async with open_store(where, server, key, reading=True) as store:
-                for one in await store.query_runs():
-                    found.append(StoredRun(where or str(server), one, tuple(await store.query_metrics(one.run_id))))
+            async with one.open(reading=True) as store:
+                for run in await store.query_runs():
+                    found.append(StoredRun(one, run, tuple(await store.query_metrics(run.run_id))))
         except ConfigError as error:
             if len(places) == 1:
                 raise
@@ -108,20 +106,18 @@ def _store_files(path: Path) -> list[str]:
     return [*map(str, servers), *sorted(str(file) for level in levels for file in path.glob(f"{level}{STORE_FILE}"))]
 
 
-async def choose_runs(
-    names: Sequence[str], address: str | None, server: str | None, key: str | None
-) -> list[StoredRun]:
+async def choose_runs(names: Sequence[str], place: Place) -> list[StoredRun]:
     """The runs of these names, each an id, the beginning of one, or a run's directory; without a name the newest run.
 
     NotFoundError for a name that none has, or several."""
     directories = _directories(names)
     chosen: dict[str, StoredRun] = {}
     for name in directories:
-        chosen[name] = _newest(await stored_runs(Path(name, STORE_FILE), None, None, None), name)
+        chosen[name] = _newest(await stored_runs(Path(name, STORE_FILE), Place()), name)
     if not names or directories != set(names):
-        found = await stored_runs(RUNS, address, server, key)
+        found = await stored_runs(RUNS, place)
         if not names:
-            return [_newest(found, address or server or f"{RUNS}/")]
+            return [_newest(found, str(place))]
         chosen |= {name: _called(name, found) for name in names if name not in directories}
     return [chosen[name] for name in names]
 
@@ -152,33 +148,29 @@ def _called(name: str, found: Sequence[StoredRun]) -> StoredRun:
 @runs.command()
 @click.argument("path", type=click.Path(path_type=Path), default=RUNS)
 @click.option("--watch", type=click.FloatRange(min=0.1), metavar="SECONDS", help="Again after so long, until Ctrl-C.")
-@reading_options(store=False)
-def ls(path: Path, watch: float | None, server: str | None, key: str | None, as_json: bool) -> int:
+@with_place(None)
+async def ls(path: Path, watch: float | None, place: Place, as_json: bool) -> None:
     """List the runs in a store file, or in the stores below a folder (default: runs)."""
     if watch and as_json:
         raise click.UsageError("--watch shows a table: leave out --json")
 
-    async def work() -> None:
-        found = await stored_runs(path, None, server, key)
-        if as_json:
-            for one in found:
-                steps = one.history[-1].step if one.history else 0
-                told = {"where": one.where, "run": one.run, "metrics": one.newest, "steps": steps}
-                print_json(told)
-            return
-        from agentlightning.cli.tables import print_table
+    found = await stored_runs(path, place)
+    if as_json:
+        for one in found:
+            steps = one.history[-1].step if one.history else 0
+            print_json({"where": str(one.place), "run": one.run, "metrics": one.newest, "steps": steps})
+        return
+    from agentlightning.cli.tables import print_table
 
-        print_table(runs_table(found))
-        while watch:
-            await asyncio.sleep(watch)
-            try:
-                shown, trouble = await stored_runs(path, None, server, key), ""
-            except UnavailableError as error:
-                shown, trouble = found, str(error)
-            click.clear()
-            print_table(runs_table(shown, trouble))
-
-    return run(work())
+    print_table(runs_table(found))
+    while watch:
+        await asyncio.sleep(watch)
+        try:
+            shown, trouble = await stored_runs(path, place), ""
+        except UnavailableError as error:
+            shown, trouble = found, str(error)
+        click.clear()
+        print_table(runs_table(shown, trouble))
 
 
 def runs_table(found: Sequence[StoredRun], title: str | None = None) -> Table:
@@ -204,7 +196,7 @@ def runs_table(found: Sequence[StoredRun], title: str | None = None) -> Table:
                 sparkline(squeezed(rewards, 20)),
                 newest.get("val_reward"),
                 newest.get("rollouts_per_second"),
-                one.where,
+                str(one.place),
             )
         )
     return make_table(names, rows, title=title)
@@ -218,31 +210,25 @@ def runs_table(found: Sequence[StoredRun], title: str | None = None) -> Table:
 @click.option(
     "--metric", "patterns", multiple=True, metavar="NAME", default=("*",), help="Only these; * stands for any."
 )
-@reading_options()
-def show(
-    name: str | None, patterns: tuple[str, ...], address: str | None, server: str | None, key: str | None, as_json: bool
-) -> int:
+@with_place(READ_STORE)
+async def show(name: str | None, patterns: tuple[str, ...], place: Place, as_json: bool) -> None:
     """Show a run: what it was started with, its rollouts, and each metric from the first step to the last.
 
     RUN is an id, the beginning of one, or a directory; default the newest below runs/."""
 
-    async def work() -> None:
-        (one,) = await choose_runs([name] if name else [], address, server, key)
-        async with open_store(None if server else one.where, server, key, reading=True) as store:
-            counts = await count_rollouts(store, one.run.run_id)
-        if as_json:
-            told = {"where": one.where, "run": one.run, "rollouts": counts, "metrics": one.history}
-            print_json(told)
-            return
-        from agentlightning.cli.tables import print_table
+    (one,) = await choose_runs([name] if name else [], place)
+    async with one.place.open(reading=True) as store:
+        counts = await count_rollouts(store, one.run.run_id)
+    if as_json:
+        print_json({"where": str(one.place), "run": one.run, "rollouts": counts, "metrics": one.history})
+        return
+    from agentlightning.cli.tables import print_table
 
-        print_table(runs_table([one]))
-        click.echo(f"rollouts: {', '.join(f'{count:,} {status}' for status, count in counts.items()) or 'none'}")
-        for told in setting_lines(one.run):
-            click.echo(told)
-        print_table(_metrics_table(one, patterns))
-
-    return run(work())
+    print_table(runs_table([one]))
+    click.echo(f"rollouts: {', '.join(f'{count:,} {status}' for status, count in counts.items()) or 'none'}")
+    for told in setting_lines(one.run):
+        click.echo(told)
+    print_table(_metrics_table(one, patterns))
 
 
 async def count_rollouts(store: LightningStore, run_id: str) -> dict[str, int]:
@@ -292,39 +278,28 @@ def _metrics_table(one: StoredRun, patterns: Sequence[str]) -> Table:
 @click.option("--by", "axis", type=click.Choice(["step", "seconds", "rollouts", "tokens"]), default="step",
               show_default=True, help="What the curves are drawn along.")  # fmt: skip
 @click.option("--smooth", type=click.IntRange(min=1), default=1, show_default=True, help="Mean over so many points.")
-@reading_options()
-def plot(
-    names: tuple[str, ...],
-    metrics: tuple[str, ...],
-    axis: Axis,
-    smooth: int,
-    address: str | None,
-    server: str | None,
-    key: str | None,
-    as_json: bool,
-) -> int:
+@with_place(READ_STORE)
+async def plot(
+    names: tuple[str, ...], metrics: tuple[str, ...], axis: Axis, smooth: int, place: Place, as_json: bool
+) -> None:
     """Draw metrics of one run or several over one another.
 
     RUN is an id, the beginning of one, or a directory; default the newest below runs/."""
 
-    async def work() -> None:
-        chosen = await choose_runs(names, address, server, key)
-        wanted = metrics or [name for name in CURVES if any(one.curve(name) for one in chosen)]
-        known = {name for one in chosen for name in one.newest}
-        for name in set(wanted) - known:
-            raise NotFoundError(f"no metric {name!r}; {nearest(name, known)}")
-        for name in wanted:
-            curves = [_smoothed(one.curve(name, axis), smooth) for one in chosen]
-            if as_json:
-                for one, points in zip(chosen, curves, strict=True):
-                    told = {"run_id": one.run.run_id, "metric": name, "by": axis, "points": points}
-                    print_json(told)
-            else:
-                _draw(name, axis, chosen, curves)
-        if not wanted:
-            click.echo("nothing was measured yet", err=True)
-
-    return run(work())
+    chosen = await choose_runs(names, place)
+    wanted = metrics or [name for name in CURVES if any(one.curve(name) for one in chosen)]
+    known = {name for one in chosen for name in one.newest}
+    for name in set(wanted) - known:
+        raise NotFoundError(f"no metric {name!r}; {nearest(name, known)}")
+    for name in wanted:
+        curves = [_smoothed(one.curve(name, axis), smooth) for one in chosen]
+        if as_json:
+            for one, points in zip(chosen, curves, strict=True):
+                print_json({"run_id": one.run.run_id, "metric": name, "by": axis, "points": points})
+        else:
+            _draw(name, axis, chosen, curves)
+    if not wanted:
+        click.echo("nothing was measured yet", err=True)
 
 
 def _smoothed(points: list[tuple[float, float]], over: int) -> list[tuple[float, float]]:

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from agentlightning.algorithm.base import STOPPED_BY_USER
 from agentlightning.algorithm.directory import MARK
-from agentlightning.cli.as_json import print_json
 from agentlightning.cli.config import TrainConfig
+from agentlightning.cli.options import print_json
 from agentlightning.cli.training import exit_code, fit, fit_summary, show_fit
 from agentlightning.errors import ConfigError
 

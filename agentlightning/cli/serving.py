@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import click
 import msgspec
 
-from agentlightning.cli.as_json import json_option, print_json
-from agentlightning.cli.durations import Duration
+from agentlightning.cli.options import Duration, Option, json_option, print_json, together
 from agentlightning.cli.training import isolation_option
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.attribution import api_key_of
@@ -52,14 +51,12 @@ class RequireKey:
         await send({"type": "http.response.body", "body": body})
 
 
-def address_options(port: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        command = click.option(
-            "--port", type=click.IntRange(0, 65535), default=port, show_default=True, help="0 takes any free port."
-        )(command)
-        return click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")(command)
-
-    return add
+def address_options(port: int) -> Option:
+    ports = click.IntRange(0, 65535)
+    return together(
+        click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at."),
+        click.option("--port", type=ports, default=port, show_default=True, help="0 takes any free port."),
+    )
 
 
 class Header(click.ParamType[tuple[str, str]]):
@@ -75,16 +72,17 @@ class Header(click.ParamType[tuple[str, str]]):
         return name, content
 
 
-def forwarding_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    command = click.option(
+forwarding_options = together(
+    click.option(
+        "--otlp-forward", metavar="URL",
+        help="Send on what is stored, without token ids, to an OpenTelemetry collector (OTLP over HTTP).",
+    ),
+    click.option(
         "--otlp-forward-header", "otlp_forward_headers", type=Header(), multiple=True, metavar="NAME=VALUE",
         envvar="AGL_OTLP_FORWARD_HEADERS", show_envvar=True,
         help="Header for that collector, such as its key; may be given again (in the variable: divided by commas).",
-    )(command)  # fmt: skip
-    return click.option(
-        "--otlp-forward", metavar="URL",
-        help="Send on what is stored, without token ids, to an OpenTelemetry collector (OTLP over HTTP).",
-    )(command)  # fmt: skip
+    ),
+)  # fmt: skip
 
 
 @click.command()
@@ -99,39 +97,17 @@ def forwarding_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--threads", type=click.IntRange(min=1), help="Torch threads.")
 @click.option("--seed", type=int, default=0, show_default=True, help="For sampling, and for making MODEL.")
 @json_option
-def serve(
-    model: str,
-    host: str,
-    port: int,
-    key: str | None,
-    model_name: str,
-    concurrency: int,
-    max_sequence_length: int | None,
-    threads: int | None,
-    seed: int,
-    as_json: bool,
-) -> None:
+def serve(**options: Any) -> None:
     """Serve MODEL to clients of OpenAI's and Anthropic's APIs: a checkpoint's directory, a Hugging Face id, or
     FILE.py:NAME, a function that makes one."""
     from agentlightning.server.serve import run_on_fastest_loop
 
     with garbage_sought_seldom():
-        run_on_fastest_loop(
-            _serve(model, host, port, key, model_name, concurrency, max_sequence_length, threads, seed, as_json)
-        )
+        run_on_fastest_loop(_serve(**options))
 
 
 async def _serve(
-    model: str,
-    host: str,
-    port: int,
-    key: str | None,
-    model_name: str,
-    concurrency: int,
-    max_sequence_length: int | None,
-    threads: int | None,
-    seed: int,
-    as_json: bool,
+    model: str, host: str, port: int, key: str | None, model_name: str, seed: int, as_json: bool, **sizes: Any
 ) -> None:
     from agentlightning.display import hide_library_progress
     from agentlightning.gateway.app import Gateway
@@ -143,9 +119,7 @@ async def _serve(
 
     hide_library_progress()
     policy = await asyncio.to_thread(open_policy, model, seed=seed)
-    served = serve_policy(
-        policy, concurrency=concurrency, max_sequence_length=max_sequence_length, threads=threads, seed=seed
-    )
+    served = serve_policy(policy, seed=seed, **sizes)
     try:
         gateway = Gateway(ModelTable([ModelEntry(model_name, served.backend)]), admin_key=key)
         app = create_app(None, gateway=gateway, guarded=key is not None)

@@ -7,7 +7,7 @@ terminal. This module does not know what the tables are about.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 
 from rich import box
@@ -32,23 +32,26 @@ STYLES = {
 """A word that says how something stands → its colour."""
 
 
-def make_table(names: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> Table:
-    """A table of these columns; numbers go to the right. A cell is a number, a text of others, or ready to be shown
-    (a `Text` of our own)."""
+def make_table(
+    names: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None, right: Collection[str] = ()
+) -> Table:
+    """A table of these columns; numbers, and the columns named `right`, go to the right. A cell is a number, a text of
+    others, or ready to be shown (a `Text` of our own)."""
     rows = list(rows)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
     for index, name in enumerate(names):
         numbers = all(isinstance(row[index], int | float | None) for row in rows) and bool(rows)
-        table.add_column(name, justify="right" if numbers else "left", no_wrap=True)
+        table.add_column(name, justify="right" if numbers or name in right else "left", no_wrap=True)
     for row in rows:
         table.add_row(*map(_cell, row))
     return table
 
 
-def print_table(table: Table) -> None:
+def print_table(table: Table, console: Console | None = None) -> None:
     """Print a table whole: ids are there to be copied, and a narrow terminal wraps lines rather than cutting cells."""
+    console = console or Console()
     widest = Console(width=10_000).measure(table).maximum
-    Console(width=max(Console().width, widest), highlight=False).print(table)
+    Console(file=console.file, width=max(console.width, widest), highlight=False).print(table)
 
 
 def number(value: float) -> str:

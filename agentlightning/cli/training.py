@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +14,14 @@ import click
 import msgspec
 from rich.console import Console
 
-from agentlightning.cli.as_json import json_option, print_json
 from agentlightning.cli.config import TrainConfig, build, kept, load_config
+from agentlightning.cli.options import Option, json_option, print_json, together
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.types import LLM
 
 if TYPE_CHECKING:
     from agentlightning.runner.processes import Isolation
     from agentlightning.trainer import FitResult
-
-F = typing.TypeVar("F", bound=Callable[..., Any])
 
 # Algorithms by the name a run file gives them; any other is named by a reference, `file.py:Class`.
 ALGORITHMS = {
@@ -68,66 +66,51 @@ class Seeds(click.ParamType):
         return seeds
 
 
-def isolation_option(default: str | None) -> Callable[[F], F]:
+def isolation_option(default: str | None) -> Option:
     return click.option(
         "--isolation", type=click.Choice(["auto", "none", "process"]), default=default, show_default=bool(default),
         help="process: each rollout has one to itself. auto: where the agent takes neither `llm` nor `resources`.",
     )  # fmt: skip
 
 
-def mirrored_flags(command: F) -> F:
-    """One flag per key of a run file."""
-    flags = [
-        click.option("--agent", metavar="FILE.py:NAME", help="The agent: file.py:name or module:name."),
-        click.option("--model", metavar="ID|DIR|FILE.py:NAME", help="Model to train: id, directory or maker."),
-        click.option("--model-name", metavar="NAME", help="What agents call it by; default policy."),
-        click.option("--train-dataset", metavar="DATA", help="Tasks to learn from: a file, or file.py:name."),
-        click.option("--val-dataset", metavar="DATA", help="Held-out tasks, measured before and after."),
-        click.option("--algorithm", metavar="NAME", help=f"{', '.join(ALGORITHMS)} or file.py:Class."),
-        click.option("--steps", type=int, help="Training steps; short for --set algorithm.steps=…"),
-        click.option(
-            "--max-usd", type=float, help="What a search for prompts may cost; short for --set algorithm.max_usd=…"
-        ),
-        click.option("--time-limit", type=float, metavar="SECONDS", help="Stop training then; measure and save."),
-    ]
-    command = running_flags(command)
-    for flag in reversed(flags):
-        command = flag(command)
-    return command
-
-
-def running_flags(command: F) -> F:
-    """Of these, the ones that say where and how rollouts are run."""
-    flags = [
-        click.option("--n-runners", type=int, help="Rollouts at once in this process; 0 leaves them to `agl runner`."),
-        isolation_option(None),
-        click.option("--seed", type=int, help="The source of all randomness."),
-        click.option("--run-dir", "--out", metavar="DIR", help="Directory of this run; default a new one below runs/."),
-        click.option("--resume", is_flag=True, default=None, help="Continue the run in --run-dir, or the newest."),
-        click.option("--store", metavar="PATH", help="SQLite file; default in the run's directory."),
-        click.option("--server", metavar="URL", help="Work with this `agl server`."),
-        click.option("--key", "api_key", metavar="KEY", help="The server's key.", envvar="AGL_KEY", show_envvar=True),
-        click.option("--port", type=int, help="Port of this process's own server; 0 for any free one."),
-        click.option("--max-sequence-length", type=int, metavar="TOKENS", help="Prompt and answer together."),
-        click.option("--device", metavar="NAME", help="cpu, cuda or mps; default cuda where there is one, else cpu."),
-        click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of the weights; default float32."),
-        click.option("--threads", type=int, help="Torch threads."),
-    ]
-    for flag in reversed(flags):
-        command = flag(command)
-    return command
-
-
-def answering_options(command: F) -> F:
-    """`--model`, or `--endpoint` and the model's name there: what answers an agent that is not trained."""
-    for option in (
-        click.option("--endpoint-key", metavar="KEY", envvar="OPENAI_API_KEY", show_envvar=True, help="Its key."),
-        click.option("--endpoint-model", metavar="NAME", help="The model's name at --endpoint."),
-        click.option("--endpoint", metavar="URL", help="OpenAI-compatible URL that answers instead of --model."),
-        click.option("--model", metavar="ID|DIR|FILE.py:NAME", help="The model that answers: id, directory or maker."),
-    ):
-        command = option(command)
-    return command
+# The keys of a run file that say where and how rollouts are run.
+running_flags = together(
+    click.option("--n-runners", type=int, help="Rollouts at once in this process; 0 leaves them to `agl runner`."),
+    isolation_option(None),
+    click.option("--seed", type=int, help="The source of all randomness."),
+    click.option("--run-dir", "--out", metavar="DIR", help="Directory of this run; default a new one below runs/."),
+    click.option("--resume", is_flag=True, default=None, help="Continue the run in --run-dir, or the newest."),
+    click.option("--store", metavar="PATH", help="SQLite file; default in the run's directory."),
+    click.option("--server", metavar="URL", help="Work with this `agl server`."),
+    click.option("--key", "api_key", metavar="KEY", help="The server's key.", envvar="AGL_KEY", show_envvar=True),
+    click.option("--port", type=int, help="Port of this process's own server; 0 for any free one."),
+    click.option("--max-sequence-length", type=int, metavar="TOKENS", help="Prompt and answer together."),
+    click.option("--device", metavar="NAME", help="cpu, cuda or mps; default cuda where there is one, else cpu."),
+    click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of the weights; default float32."),
+    click.option("--threads", type=int, help="Torch threads."),
+)
+# One flag per key of a run file.
+mirrored_flags = together(
+    click.option("--agent", metavar="FILE.py:NAME", help="The agent: file.py:name or module:name."),
+    click.option("--model", metavar="ID|DIR|FILE.py:NAME", help="Model to train: id, directory or maker."),
+    click.option("--model-name", metavar="NAME", help="What agents call it by; default policy."),
+    click.option("--train-dataset", metavar="DATA", help="Tasks to learn from: a file, or file.py:name."),
+    click.option("--val-dataset", metavar="DATA", help="Held-out tasks, measured before and after."),
+    click.option("--algorithm", metavar="NAME", help=f"{', '.join(ALGORITHMS)} or file.py:Class."),
+    click.option("--steps", type=int, help="Training steps; short for --set algorithm.steps=…"),
+    click.option(
+        "--max-usd", type=float, help="What a search for prompts may cost; short for --set algorithm.max_usd=…"
+    ),
+    click.option("--time-limit", type=float, metavar="SECONDS", help="Stop training then; measure and save."),
+    running_flags,
+)
+# `--model`, or `--endpoint` and the model's name there: what answers an agent that is not trained.
+answering_options = together(
+    click.option("--model", metavar="ID|DIR|FILE.py:NAME", help="The model that answers: id, directory or maker."),
+    click.option("--endpoint", metavar="URL", help="OpenAI-compatible URL that answers instead of --model."),
+    click.option("--endpoint-model", metavar="NAME", help="The model's name at --endpoint."),
+    click.option("--endpoint-key", metavar="KEY", envvar="OPENAI_API_KEY", show_envvar=True, help="Its key."),
+)
 
 
 def answering(
@@ -192,9 +175,10 @@ def train(
 
 def _repeated(name: str, console: Console, assignments: tuple[str, ...], flags: Mapping[str, Any]) -> TrainConfig:
     from agentlightning.algorithm.directory import differences
+    from agentlightning.cli.place import Place
     from agentlightning.cli.repeating import find_run, repeated
 
-    run = find_run(name, flags["store"], flags["server"], flags["api_key"])
+    run = find_run(name, Place(flags["store"], flags["server"], flags["api_key"]))
     config = repeated(run, assignments, flags)
     for line in differences(run.manifest):
         console.print(f"not as when {run.run_id} ran: {line}", markup=False, highlight=False, soft_wrap=True)
@@ -281,19 +265,10 @@ def fit_summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
 @isolation_option("auto")
 @json_option
 def dev(
-    agent: str,
-    dataset: str,
-    model: str | None,
-    endpoint: str | None,
-    endpoint_model: str | None,
-    endpoint_key: str | None,
-    limit: int,
-    run_dir: str | None,
-    isolation: Isolation,
-    as_json: bool,
+    agent: str, dataset: str, limit: int, run_dir: str | None, isolation: Isolation, as_json: bool, **answer: str | None
 ) -> int:
     """Run an agent on a few tasks without training and print what it did, call by call; exit with 1 if all fail."""
-    served, resources = answering(model, endpoint, endpoint_model, endpoint_key)
+    served, resources = answering(**answer)
     if served is None and not resources:
         raise click.UsageError("give --model, or --endpoint and --endpoint-model")
     from agentlightning.data.datasets import load_dataset
@@ -325,25 +300,17 @@ def dev(
 @click.option("--out", type=DIRECTORY, metavar="DIR", help="Directory of this run; default a new one below runs/.")
 @click.option("--model", metavar="ID|DIR", help="Train this Hugging Face model instead of one made on the spot.")
 @json_option
-def quickstart(
-    seed: int | None,
-    steps: int | None,
-    time_limit: float | None,
-    resume: bool,
-    out: Path | None,
-    model: str | None,
-    as_json: bool,
-) -> int:
+def quickstart(as_json: bool, **given: Any) -> int:
     """Train a small tool-using agent from nothing, here and now, and show what it learned."""
     from agentlightning.cli.before_after import show_report
     from agentlightning.display import LiveProgress, hide_library_progress
     from agentlightning.quickstart import QuickstartOptions, load_flight_example, run_quickstart
 
     hide_library_progress()
-    options = QuickstartOptions(seed=seed, steps=steps, time_limit=time_limit, resume=resume, out=out, model=model)
-    total = load_flight_example().recipe.algorithm(steps).steps
+    options = QuickstartOptions(**given)
+    total = load_flight_example().recipe.algorithm(options.steps).steps
     console = Console(stderr=as_json)
-    with LiveProgress(console, steps=total, time_limit=time_limit) as progress:
+    with LiveProgress(console, steps=total, time_limit=options.time_limit) as progress:
         report = run_quickstart(options, progress)
     show_report(console, report)
     if as_json:

@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 from agentlightning import semconv
+from agentlightning.data.histories import joined
 from agentlightning.errors import ConfigError
 from agentlightning.tracing.dialects import items, json_of, mapping, text_of
 from agentlightning.tracing.steps import Step
@@ -88,16 +89,8 @@ def _system_prompt(call: Span) -> str:
     recorded = text_of(call, semconv.CALL_REQUEST) or ""
     request = mapping(json_of(recorded)) if any(map(recorded.__contains__, _PROMPT_KEYS)) else {}
     if said := request.get("system") or request.get("instructions"):
-        return _text(said)
+        return joined(said)
     for message in map(mapping, items(json_of(text_of(call, semconv.GEN_AI_INPUT_MESSAGES)))):
         if message.get("role") in ("system", "developer"):
-            return _text(message.get("content"))
+            return joined(message.get("content"))
     return ""
-
-
-def _text(content: Any) -> str:
-    """Of a message's content, which is a text or parts of which some have one."""
-    if isinstance(content, str):
-        return content
-    texts = [mapping(block).get("text") for block in items(content)]
-    return "".join(text for text in texts if isinstance(text, str))

@@ -300,10 +300,8 @@ def _signatures(messages: Iterable[Message]) -> list[str]:
 
 def _plain(function: Mapping[str, Any]) -> Any:
     """Arguments without the white space that frameworks write anew."""
-    try:
-        return msgspec.json.decode(function["arguments"])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return function["arguments"]
+    read = json_of(function["arguments"])
+    return function["arguments"] if read is None else read
 
 
 # --- for readers -------------------------------------------------------------------------------------------------

@@ -58,9 +58,8 @@ class _System(_Strict, tag_field="role", tag="system"):
     name: str | None = None
 
 
-class _Developer(_Strict, tag_field="role", tag="developer"):
-    content: str | list[_Text]
-    name: str | None = None
+class _Developer(_System, tag_field="role", tag="developer"):
+    """The same, by another name."""
 
 
 class _User(_Strict, tag_field="role", tag="user"):

@@ -37,13 +37,12 @@ class Branch:
 class Forest:
     """Trees over token ids, laid out in L slots. `token_ids` int32[L]; `depths` int64[L] is the position of each token
     in the sequences it belongs to; `previous` int64[L] the slot of the token before it (−1 at a root). What follows a
-    token stands right after it: slot q is slot k or below it where k ≤ q < `ends`[k], int64[L]. `branches` cover the
-    slots in order, and a path names only slots of earlier branches."""
+    token stands right after it. `branches` cover the slots in order, and a path names only slots of earlier
+    branches."""
 
     token_ids: IntArray
     depths: Slots
     previous: Slots
-    ends: Slots
     branches: tuple[Branch, ...]
 
     @property
@@ -112,10 +111,9 @@ def plant(sequences: Sequence[IntArray], shared: Slots) -> tuple[Forest, list[Sl
         paths.append(np.concatenate([before, np.arange(size, size + grown)]))
         size += grown
     token_ids, depths = np.zeros(size, np.int32), np.zeros(size, np.int64)
-    previous, ends = np.full(size, -1, np.int64), np.zeros(size, np.int64)
+    previous = np.full(size, -1, np.int64)
     for sequence, path in zip(sequences, paths, strict=True):
         token_ids[path] = sequence
         depths[path] = np.arange(len(path))
         previous[path[1:]] = path[:-1]
-        ends[path] = np.maximum(ends[path], path[-1] + 1)
-    return Forest(token_ids, depths, previous, ends, tuple(branches)), paths
+    return Forest(token_ids, depths, previous, tuple(branches)), paths

@@ -14,39 +14,26 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
+from agentlightning.tracing.dialects import items, json_of, mapping
+
 Change: TypeAlias = Literal["none", "edited history", "truncated history"]
 
 _NOTHING_SAID: Final = msgspec.json.encode(("", ()))
 
 
-class _Part(msgspec.Struct):
-    text: str | None = None
-
-
-class _Function(msgspec.Struct):
-    name: str
-    arguments: str | dict[str, Any] | None = None
-
-
-class _ToolCall(msgspec.Struct):
-    function: _Function
-
-
-class _Message(msgspec.Struct):
-    content: str | list[_Part] | None = None
-    tool_calls: list[_ToolCall] | None = None
-
-
 def words_of(message: Mapping[str, Any]) -> bytes:
     """Names what a message says, whichever of several notations a framework sends it in."""
-    try:
-        said = msgspec.convert(message, _Message)
-    except msgspec.ValidationError:
-        return msgspec.json.encode(message, order="sorted")
-    content = said.content or ""
-    text = content if isinstance(content, str) else "".join(part.text or "" for part in content)
-    calls = [(call.function.name, _arguments(call.function)) for call in said.tool_calls or ()]
-    return msgspec.json.encode((canonical(text), calls), order="sorted")
+    content = message.get("content") or ""
+    functions = [mapping(mapping(call).get("function")) for call in items(message.get("tool_calls"))]
+    calls = [(function.get("name"), _arguments(function.get("arguments"))) for function in functions]
+    said = canonical(joined(content)) if isinstance(content, str | list) else content
+    return msgspec.json.encode((said, calls), order="sorted")
+
+
+def joined(content: object) -> str:
+    """The text of a message's content, which is a text or parts of which some have one."""
+    texts = [mapping(part).get("text") for part in items(content)]
+    return content if isinstance(content, str) else "".join(text for text in texts if isinstance(text, str))
 
 
 def canonical(text: str) -> str:
@@ -54,13 +41,9 @@ def canonical(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def _arguments(function: _Function) -> object:
-    if not isinstance(function.arguments, str):
-        return function.arguments
-    try:
-        return msgspec.json.decode(function.arguments, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        return function.arguments
+def _arguments(arguments: object) -> object:
+    read = json_of(arguments) if isinstance(arguments, str) else arguments
+    return read if isinstance(read, dict) else arguments
 
 
 # --- two calls ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ A training sequence is a row of token ids with a loss row per sampled token. At 
 sequence of its own; at level `tree` too, and whatever prefix the sequences of a batch share is computed once. At level
 `trajectory` a call whose prompt extends an earlier sequence token for token is appended to it; at level `concat`
 everything new is, whether or not it fits. Which token belongs to which transition is kept: "sequence" in a loss means a
-transition, however it was packed. Sequences may have limits, by the names that Agent Lightning 0.3 gave them.
+transition, however it was packed.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from agentlightning import semconv
+from agentlightning.data.histories import joined
 from agentlightning.tracing.dialects import items, json_of, mapping, text_of
 from agentlightning.tracing.steps import Step, tool_requests
 from agentlightning.tracing.tool_failures import says_failure
@@ -81,6 +82,5 @@ def _results(call: Span, failed_tool: str | None) -> Iterator[tuple[str, bool]]:
 
 
 def _failed(content: Any, failed_tool: str | None) -> bool:
-    parts = [mapping(part).get("text") for part in items(content)]
-    text = "".join(part for part in parts if isinstance(part, str)) if parts else content
+    text = joined(content) if items(content) else content
     return text is None or (isinstance(text, str) and (text == "null" or says_failure(text, failed_tool)))

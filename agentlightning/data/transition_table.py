@@ -14,7 +14,7 @@ import msgspec
 from agentlightning import semconv
 from agentlightning.data.agents import agents_of
 from agentlightning.data.call_filter import UNUSED_CHOICE, CallFilter
-from agentlightning.data.export import Wanted
+from agentlightning.data.export import LOW_REWARD, NO_CALL, Lines, Wanted
 from agentlightning.data.images import image_references
 from agentlightning.data.recorded import Recorded
 from agentlightning.data.transitions import TracedRollout, Transition, trace_rollout
@@ -59,6 +59,21 @@ _OF_A_TRANSITION: Final = (
     "attempt_id", "span_id", "call_index", "choice", "agent", "model", "prompt_ids", "response_ids", "logprobs",
     "versions", "finish_reason", "images",
 )  # fmt: skip
+
+
+def transition_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
+    """The rows of the rollouts of a group, those of at least the wanted reward."""
+    found = Lines()
+    for recorded in group:
+        rows = transition_rows(recorded, wanted)
+        reward = rows[0]["reward"] if rows else None
+        if not rows:
+            found.left_out[NO_CALL] += 1
+        elif wanted.min_reward is not None and (reward is None or reward < wanted.min_reward):
+            found.left_out[LOW_REWARD] += 1
+        else:
+            found.lines.extend(rows)
+    return found
 
 
 def transition_rows(recorded: Recorded, wanted: Wanted) -> list[dict[str, Any]]:
@@ -147,24 +162,19 @@ class TransitionFile:
         self._writer.close()
 
     def _flush(self) -> None:
-        columns = [
-            self._arrow.array([row[field.name] for row in self._rows], type=field.type) for field in self._schema
-        ]
-        self._writer.write_table(self._arrow.Table.from_arrays(columns, schema=self._schema))
+        self._writer.write_table(self._arrow.Table.from_pylist(self._rows, schema=self._schema))
         self._rows, self._tokens = [], 0
 
 
 def _schema(arrow: Any) -> Any:
     tool = arrow.struct([("tool", arrow.string()), ("status", arrow.int8()), ("duration", arrow.float64())])
-    types = {
-        "string": arrow.string(),
-        "bool": arrow.bool_(),
-        "int32": arrow.int32(),
-        "float64": arrow.float64(),
-        "list<int32>": arrow.list_(arrow.int32()),
-        "list<string>": arrow.list_(arrow.string()),
-        "list<float32>": arrow.list_(arrow.float32()),
-        "list<tool>": arrow.list_(tool),
-    }
-    fields = [arrow.field(name, types[kind], metadata={"description": told}) for name, (kind, told) in COLUMNS.items()]
+
+    def type_of(kind: str) -> Any:
+        inner = kind.removeprefix("list<").removesuffix(">")
+        item = tool if inner == "tool" else arrow.type_for_alias(inner)
+        return item if inner == kind else arrow.list_(item)
+
+    fields = [
+        arrow.field(name, type_of(kind), metadata={"description": told}) for name, (kind, told) in COLUMNS.items()
+    ]
     return arrow.schema(fields, metadata={"agentlightning.transitions": SCHEMA_VERSION})

@@ -1,22 +1,18 @@
 """A model's forward over a forest: each slot sees its ancestors and itself, at the position it has in its sequences.
 
 The attention is one of `transformers`' named implementations, in force only while a forest is run; no model is patched.
-On a GPU it is one fused kernel that skips the blocks of the mask in which nobody sees anybody. Elsewhere it takes each
-branch by itself, its keys gathered along its path, without a mask over the whole. Knows which architectures that is
-exact for; whether it is for a certain model, the learner finds out.
+It takes each branch by itself, its keys gathered along its path, without a mask over the whole. Knows which
+architectures that is exact for; whether it is for a certain model, the learner finds out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._dynamo import config as dynamo_config
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -28,10 +24,6 @@ ATTENTION: Final = "agentlightning_forest"
 
 # Pre-norm decoders with rotary positions, in which a token is known to others by its keys and values alone.
 ARCHITECTURES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-
-BLOCK_MASKED: Final = frozenset({"cuda"})  # kinds of devices for which torch has the fused kernel, gradient included
-BLOCK: Final = 128  # slots to a side of what that kernel computes or skips
-SHAPES: Final = 64  # how many sizes it may be compiled for; they are powers of two
 
 QUERIES_AT_ONCE: Final = 512  # with a mask, each block of queries computes half of its square in vain
 
@@ -55,7 +47,7 @@ def forest_hidden(model: PreTrainedModel, forest: Forest) -> Tensor:
     device = model.device
     ids = torch.from_numpy(forest.token_ids.astype("int64"))[None].to(device)
     positions = torch.from_numpy(forest.depths)[None].to(device)
-    attention = (_BlockMasked if device.type in BLOCK_MASKED else _Gathered)(forest, device)
+    attention = _Gathered(forest, device)
     with attention_of(model.config, ATTENTION):
         return model.base_model(
             input_ids=ids, position_ids=positions, use_cache=False, forest=attention
@@ -92,45 +84,6 @@ class _Gathered:
         return torch.cat(out, 2).flatten(0, 1)[None]
 
 
-class _BlockMasked:
-    """All at once, where k ≤ q < ends[k] says whom slot q sees. `mask` lists, of each block of queries, the blocks of
-    keys that are seen in part and those that are seen whole; it never stands there pair by pair."""
-
-    def __init__(self, forest: Forest, device: torch.device) -> None:
-        size = len(forest.ends)
-        self.padding = max(BLOCK, 1 << (size - 1).bit_length()) - size
-        slots = torch.arange(size + self.padding, device=device)
-        ends = torch.cat([torch.from_numpy(forest.ends).to(device), slots[size:] + 1])  # padding sees itself alone
-        first, last = slots[::BLOCK, None], slots[BLOCK - 1 :: BLOCK, None]
-        seen = ((slots <= last) & (ends > first)).unflatten(1, (-1, BLOCK)).any(-1)
-        whole = ((slots <= first) & (ends > last)).unflatten(1, (-1, BLOCK)).all(-1)
-
-        def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (key <= query) & (query < ends[key])
-
-        lists = (*_listed(seen & ~whole), *_listed(whole))
-        self.mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=sees)
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """As `_Gathered`."""
-        query, key, value = (pad(side, (0, 0, 0, self.padding)) for side in (query, key, value))
-        out = _fused()(query, key, value, block_mask=self.mask, scale=scaling, enable_gqa=True)
-        return out[:, :, : out.shape[2] - self.padding]
-
-
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row are meant, int32[1, 1, R], and which, those first, int32[1, 1, R, C]."""
-    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
-    return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
-
-
-@cache
-def _fused() -> Callable[..., Tensor]:
-    """FlexAttention compiled, once for each shape: uncompiled it would hold a number for every pair."""
-    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    return dynamo_config.patch(recompile_limit=SHAPES)(compiled)
-
-
 @contextmanager
 def attention_of(config: Any, implementation: str) -> Generator[None]:
     """Inside, the model of this config attends by what `transformers` knows under that name."""
@@ -149,7 +102,7 @@ def _forest_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    forest: _Gathered | _BlockMasked,
+    forest: _Gathered,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """As `transformers` asks for it: query float[1, H, L, D], key and value float[1, K, L, D] → float[1, L, H, D]."""

@@ -108,7 +108,7 @@ def test_rows_of_every_rollout_that_has_ended() -> None:
         ),
         (["--format", "sft", "--run", "nobody's"], "no rollout in agentlightning.sqlite matches"),
         (["--format", "sft", "--agents", "("], "agents is '('"),
-        (["agentlightning.sqlite", "--format", "sft", "--server", "http://127.0.0.1:1"], "either --store PATH"),
+        (["agentlightning.sqlite", "--format", "sft", "--server", "http://127.0.0.1:1"], "say which store"),
         (["--format", "dpo", "--best-of-group"], "--best-of-group goes with --format sft and sharegpt"),
         (["--format", "sft", "--pairs", "all"], "--pairs goes with --format dpo"),
     ],

@@ -15,6 +15,7 @@ import pytest
 from agentlightning.algorithm.directory import differences, make_manifest
 from agentlightning.cli.config import TrainConfig, kept
 from agentlightning.cli.main import run
+from agentlightning.cli.place import Place
 from agentlightning.cli.repeating import find_run, repeated
 from agentlightning.errors import ConfigError
 from agentlightning.types import Run
@@ -83,23 +84,23 @@ def test_a_repeated_deterministic_run_ends_with_the_same_weights(project: Path, 
     # A repeated run can be repeated, and flags and --set win.
     changed = ["--seed", "8", "--steps", "1", "--set", "algorithm.group_size=3"]
     assert run(["train", "--from", "again", "--out", "other", *changed]) == 0
-    first, second = (find_run(name, None, None, None).manifest for name in ("again", "other"))
+    first, second = (find_run(name, Place()).manifest for name in ("again", "other"))
     assert (first["seed"], second["seed"]) == (7, 8)
     assert {"steps": 1, "group_size": 3, "constant_length": 6}.items() <= second["config"]["algorithm"].items()
     assert second["config"]["run_file"]["agent"] == f"{project}/spelling_agent.py:spelling"
 
 
 def test_a_run_is_found_by_its_id(project: Path, elsewhere: Path) -> None:
-    run_id = find_run(str(project / "run"), None, None, None).run_id
-    assert find_run(run_id, str(project / "run" / "store.sqlite"), None, None).run_id == run_id
+    run_id = find_run(str(project / "run"), Place()).run_id
+    assert find_run(run_id, Place(str(project / "run" / "store.sqlite"))).run_id == run_id
     (elsewhere / "runs").symlink_to(project)
-    assert find_run(run_id, None, None, None).run_id == run_id
+    assert find_run(run_id, Place()).run_id == run_id
 
 
 def test_other_tasks_are_refused_unless_they_are_named(
     project: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    earlier = find_run(str(project / "run"), None, None, None)
+    earlier = find_run(str(project / "run"), Place())
     tasks = project / "tasks.jsonl"
     whole = tasks.read_text()
     (elsewhere / "fewer.jsonl").write_text(whole.splitlines()[0])
@@ -120,7 +121,7 @@ def test_a_run_of_python_objects_says_why_it_cannot_be_repeated() -> None:
 
 
 def test_another_algorithm_starts_from_its_own_defaults(project: Path) -> None:
-    earlier = find_run(str(project / "run"), None, None, None)
+    earlier = find_run(str(project / "run"), Place())
     same, other = repeated(earlier, (), {}), repeated(earlier, (), {"algorithm": "gspo"})
     assert same.algorithm["loss"] == "ppo_clip"
     assert "loss" not in other.algorithm

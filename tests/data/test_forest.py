@@ -75,8 +75,9 @@ def test_each_distinct_prefix_stands_once_and_each_path_spells_its_sequence(sequ
         assert forest.token_ids[path].tolist() == sequence
         assert forest.depths[path].tolist() == list(range(len(sequence)))
         assert forest.previous[path].tolist() == [-1, *path[:-1]]
-    for slot, end in enumerate(forest.ends.tolist()):
-        assert {below for path in paths if slot in path for below in path[path.index(slot) :]} == set(range(slot, end))
+    for slot in range(len(forest.token_ids)):
+        below = {one for path in paths if slot in path for one in path[path.index(slot) :]}
+        assert below == set(range(slot, slot + len(below)))
     for branch in forest.branches:
         own = list(range(branch.start, branch.stop))
         assert [*branch.before.tolist(), *own] in [path[: len(branch.before) + len(own)] for path in paths]

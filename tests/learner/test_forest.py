@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,8 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention import flex_attention as torch_flex_attention
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import agentlightning as agl
 from agentlightning.data.credit_table import RewardedGroup
@@ -43,11 +40,6 @@ torch.set_num_threads(1)
 MODELS = {family: tiny_model(family) for family in ("llama", "qwen3")}
 EVERYTHING = 100_000
 
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-
-Attention = Literal["gathered", "block masked"]
-ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
-
 # Each kind of loss, way to aggregate and KL estimator at least once.
 TERMS: list[tuple[Aggregation, KLEstimator]] = [
     ("sequence-mean", "k3"),
@@ -69,18 +61,6 @@ LOSSES = [
     )
     for kind, (aggregation, estimator) in zip(get_args(LossKind), TERMS, strict=True)
 ]
-
-
-@contextmanager
-def attending(attention: Attention) -> Generator[None]:
-    """What a GPU runs compiled, here as torch defines it, pair by pair: the values and gradients it must have."""
-    with pytest.MonkeyPatch.context() as patch:
-        if attention == "block masked":
-            patch.setattr(forest_module, "BLOCK_MASKED", {"cpu"})
-            patch.setattr(forest_module, "_fused", lambda: flex_attention)
-            # Torch refuses to compute the gradient on a CPU, for which it has no kernel; the definition has one.
-            patch.setattr(torch_flex_attention, "_validate_device", lambda *_: None)
-        yield
 
 
 def learner(family: Any = "qwen3", tokens: int = EVERYTHING, **model: Any) -> TorchLearner:
@@ -145,46 +125,38 @@ def logprob_error(model: Any, sequences: list[np.ndarray]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ATTENTIONS)
 @settings(deadline=None, max_examples=20)
 @given(
     sequences=st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=12), min_size=1, max_size=8),
     family=st.sampled_from([*MODELS]),
 )
 def test_a_slot_has_the_state_its_sequence_has_alone_and_under_the_dense_mask(
-    attention: Attention, sequences: list[list[int]], family: str
+    sequences: list[list[int]], family: str
 ) -> None:
-    with attending(attention):
-        assert logprob_error(MODELS[family], [np.array(sequence, np.int32) for sequence in sequences]) < 1e-5
+    assert logprob_error(MODELS[family], [np.array(sequence, np.int32) for sequence in sequences]) < 1e-5
 
 
-def gradient_error(
-    batches: dict[Level, list[TrainingSequence]], loss: Loss, attention: Attention, tokens: int, **model: Any
-) -> float:
+def gradient_error(batches: dict[Level, list[TrainingSequence]], loss: Loss, tokens: int, **model: Any) -> float:
     """How far the gradient at level `tree` is from that of each transition alone, relative to it."""
     alone = gradient(learner(**model), batches["transition"], loss)
-    with attending(attention):
-        together = gradient(learner(tokens=tokens, **model), batches["tree"], loss)
+    together = gradient(learner(tokens=tokens, **model), batches["tree"], loss)
     return float((together - alone).norm() / alone.norm())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("loss", LOSSES, ids=get_args(LossKind))
 @pytest.mark.parametrize("family", [*MODELS])
-def test_the_gradient_of_every_loss_is_that_of_each_transition_alone(
-    family: str, loss: Loss, attention: Attention
-) -> None:
+def test_the_gradient_of_every_loss_is_that_of_each_transition_alone(family: str, loss: Loss) -> None:
     batches: dict[Level, list[TrainingSequence]] = {level: agents(1, level) for level in ("transition", "tree")}
     for tokens in (EVERYTHING, 40):
-        assert gradient_error(batches, loss, attention, tokens, family=family) < 1e-4
+        assert gradient_error(batches, loss, tokens, family=family) < 1e-4
 
 
 @settings(deadline=None, max_examples=8)
 @given(st.integers(0, 1000), st.sampled_from(LOSSES), st.sampled_from([*MODELS]), st.integers(10, 80))
 def test_the_gradient_is_exact_whatever_the_agents_did(seed: int, loss: Loss, family: str, tokens: int) -> None:
     batches: dict[Level, list[TrainingSequence]] = {level: agents(seed, level) for level in ("transition", "tree")}
-    assert gradient_error(batches, loss, "gathered", tokens, family=family) < 1e-4
+    assert gradient_error(batches, loss, tokens, family=family) < 1e-4
 
 
 @agl.rollout
@@ -247,24 +219,7 @@ def test_recorded_agents_give_the_logprobs_and_the_gradient_of_each_call_alone(
     assert len(batches["tree"]) == 4 * 8
     model = tiny_model(family, vocab_size=300)  # type: ignore[arg-type]
     assert logprob_error(model, [sequence.token_ids for sequence in batches["tree"]]) < 1e-5
-    assert gradient_error(batches, loss, "gathered", 300, family=family, vocab_size=300) < 1e-4
-
-
-def test_the_block_mask_lists_the_blocks_that_torch_finds_pair_by_pair() -> None:
-    random = np.random.default_rng(0)
-    trunk = random.integers(0, 9, 700)
-    sequences = [np.concatenate([trunk[:cut], random.integers(0, 9, 150)]).astype(np.int32) for cut in (690, 300, 40)]
-    order, shared = prefix_order(sequences)
-    forest, _ = plant([sequences[i] for i in order], shared)
-    mask = forest_module._BlockMasked(forest, torch.device("cpu")).mask  # pyright: ignore[reportPrivateUsage]
-    expected = create_block_mask(mask.mask_mod, None, None, *mask.seq_lengths, device="cpu")
-    assert mask.seq_lengths == (2048, 2048)
-    assert torch.equal(mask.to_dense(), expected.to_dense())
-    for lists in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
-        assert torch.equal(getattr(mask, lists), getattr(expected, lists))
-    slots = torch.arange(len(forest.token_ids))
-    seen = mask.mask_mod(slots, slots, slots[:, None], slots[None])  # type: ignore[arg-type]
-    assert torch.equal(seen, dense_mask(forest)[0, 0])
+    assert gradient_error(batches, loss, 300, family=family, vocab_size=300) < 1e-4
 
 
 def test_two_identical_samples_with_opposite_advantages_are_clipped_each_by_itself() -> None:

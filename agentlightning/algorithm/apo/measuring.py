@@ -19,6 +19,7 @@ from agentlightning.algorithm.apo.editing import in_words
 from agentlightning.algorithm.apo.lineage import Candidate, Lineage, Score
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
+from agentlightning.algorithm.rl.groups import withdraw_rollouts
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import ConflictError
 from agentlightning.tracing.messages import model_name, token_counts
@@ -137,12 +138,7 @@ class Measuring:
         if not self._context.resume:
             return
         ours = {request.rollout_id for request in requests}
-        unfinished = await self._context.store.query_rollouts(
-            run_id=self._context.run.run_id, status_in=["queuing", "preparing", "running", "requeuing"]
-        )
-        for rollout in unfinished:
-            if rollout.rollout_id not in ours:
-                await self._cancel(rollout.rollout_id)
+        await withdraw_rollouts(self._context, lambda rollout: rollout.rollout_id not in ours)
 
     async def _cancel(self, rollout_id: str) -> None:
         with contextlib.suppress(ConflictError):  # it has ended just now

@@ -27,7 +27,6 @@ from agentlightning.store.base import LightningStore
 from agentlightning.types import Rollout, Span
 
 if TYPE_CHECKING:
-    from agentlightning.data.drift_kinds import Classifier
     from agentlightning.data.token_bytes import TokenBytes
 
 # What a critic says each sampled token is worth, one float32[N] per sequence (`Learner.values`).
@@ -65,7 +64,11 @@ async def trace_group(
     of their tokens more is told of why prompts break."""
     rollouts = {rollout.rollout_id: rollout for rollout in await store.query_rollouts(rollout_id_in=rollout_ids)}
     calls = algorithm.call_filter(*models)
-    classifier = _classifier(token_bytes) if token_bytes else None
+    classifier = None
+    if token_bytes is not None:
+        from agentlightning.data.drift_kinds import Classifier  # tokenizers may be missing where nothing is trained
+
+        classifier = Classifier(token_bytes)
     traced: list[TracedRollout] = []
 
     def trace(rollout: Rollout, spans: Sequence[Span]) -> TracedRollout:
@@ -76,12 +79,6 @@ async def trace_group(
         spans = await store.query_spans(name, "latest")
         traced.append(await asyncio.to_thread(trace, rollouts[name], spans))
     return traced
-
-
-def _classifier(token_bytes: TokenBytes) -> Classifier:
-    from agentlightning.data.drift_kinds import Classifier  # tokenizers may be missing where nothing is trained
-
-    return Classifier(token_bytes)
 
 
 def make_batches(

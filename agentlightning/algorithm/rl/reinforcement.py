@@ -162,14 +162,8 @@ class Reinforcement(metaclass=_Tried):
 
     def call_filter(self, *models: str) -> CallFilter:
         """Which calls train, of these models, or without any of all. ConfigError for settings out of range."""
-        return CallFilter(
-            models=models or None,
-            agents=self.agents,
-            keep=self.keep,
-            train_truncated=self.train_truncated,
-            max_prompt_length=self.max_prompt_length,
-            max_response_length=self.max_response_length,
-        )
+        settings = {name: getattr(self, name) for name in CallFilter.__dataclass_fields__ if name != "models"}
+        return CallFilter(models=models or None, **settings)
 
     def _check_flow(self) -> None:
         """What is said of the order and the age of groups, refused where it cannot be."""

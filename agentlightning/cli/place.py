@@ -1,0 +1,163 @@
+"""Which store a command works on: how a command line names it, and how it is opened.
+
+This module knows files, addresses, servers and their keys. It does not know what is done with a store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import math
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from agentlightning.cli.options import Option, json_option, together
+from agentlightning.errors import ConfigError, InUseError
+
+if TYPE_CHECKING:
+    from agentlightning.store.base import LightningStore
+
+STORE_FILE: Final = "store.sqlite"  # of a run, in its directory
+RUNS: Final = Path("runs")
+SERVER_STORE: Final = Path("agentlightning.sqlite")  # what `agl server`, `run` and `proxy` write to where none is named
+POSTGRES: Final = ("postgresql://", "postgres://")
+_PATIENCE_SECONDS: Final = 10.0
+
+STORE: Final[Option] = click.option(
+    "--store", "address", metavar="PATH|URL", help="SQLite file, or postgresql:// URL, to open here."
+)
+READ_STORE: Final[Option] = click.option(
+    "--store", "address", metavar="PATH|URL", help="SQLite file or postgresql://…; default what is found below runs/."
+)
+NEW_STORE: Final[Option] = click.option(
+    "--store", "address", metavar="PATH|URL",
+    help=f"SQLite file, created if there is none, or postgresql://…; default {SERVER_STORE}.",
+)  # fmt: skip
+STORE_ARGUMENT: Final[Option] = click.argument("address", metavar="[STORE]", required=False)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A store to open here, in a SQLite file or at a postgresql:// URL, or the server that has one open."""
+
+    address: str | None = None
+    server: str | None = None
+    key: str | None = None
+
+    def __str__(self) -> str:
+        return self.server or self.address or f"{RUNS}/"
+
+    @property
+    def named(self) -> bool:
+        return self.address is not None or self.server is not None
+
+    @contextlib.asynccontextmanager
+    async def open(self, *, create: bool = False, reading: bool = False) -> AsyncGenerator[LightningStore]:
+        """The store; one that does not exist is only made if `create`. For `reading`, a file that another process uses
+        is as good as any."""
+        if (self.address is None) == (self.server is None):
+            raise click.UsageError("say which store: either its file or postgresql:// URL, or --server URL")
+        if self.server is not None:
+            from agentlightning.server.local_keys import local_key
+            from agentlightning.store.client import LightningStoreClient
+
+            # Somebody waits before a terminal: a mistyped URL should not take a minute.
+            key = self.key or local_key(self.server)
+            opened: LightningStore = LightningStoreClient(self.server, key, patience=_PATIENCE_SECONDS)
+        else:
+            opened = await _open_here(str(self.address), create=create, reading=reading)
+        try:
+            yield opened
+        finally:
+            await opened.close()
+
+
+async def _open_here(address: str, *, create: bool, reading: bool) -> LightningStore:
+    from agentlightning.store.reading import StoreReader
+    from agentlightning.store.sql import SqlStore
+
+    if not create:
+        _require_file(address)
+    try:
+        # Whoever waits before a terminal may take their time, and ends a query themselves.
+        return await (StoreReader.open(address) if reading else SqlStore.open(address, read_seconds=math.inf))
+    except InUseError as error:
+        raise InUseError(f"{error}; with --server URL instead of --store that process is asked") from None
+
+
+def _require_file(address: str) -> None:
+    """A mistyped path would otherwise become a new store."""
+    if not address.startswith(POSTGRES) and not Path(address).is_file():
+        raise ConfigError(f"there is no store at {address} (looked in {Path.cwd()})")
+
+
+def newest_store() -> str:
+    """The store that a command reads where none is named. ConfigError where there is none."""
+    found = [path for path in (SERVER_STORE, *RUNS.glob(f"*/{STORE_FILE}")) if path.is_file()]
+    if not found:
+        raise ConfigError(f"there is no {SERVER_STORE} and no run in {RUNS.absolute()}; name a --store")
+    return str(max(found, key=_written))
+
+
+def _written(store: Path) -> float:
+    """When a store was last written to; the newest of it is in its log."""
+    log = store.with_name(f"{store.name}-wal")
+    return max(path.stat().st_mtime for path in (store, log) if path.exists())
+
+
+# --- options -----------------------------------------------------------------------------------------------------
+
+
+_ASKED: Final = (
+    click.option("--server", metavar="URL", help="Ask this `agl server`, which has the store open, instead."),
+    click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key."),
+    json_option,
+)
+
+
+def with_place(named: Option | None = STORE, default: Callable[[], str] | None = None) -> Option:
+    """A command, async or not, with `--server`, `--key`, `--json` and, unless it has another word for it, the store as
+    `named`. It is given `place`, which is the `default` where none is named, and `as_json`."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def placed(server: str | None, key: str | None, address: str | None = None, **others: Any) -> Any:
+            if address is None and server is None and default is not None:
+                address = default()
+            done = command(place=Place(address, server, key), **others)
+            return run(done) if asyncio.iscoroutine(done) else done
+
+        return together(*([named] if named else []), *_ASKED)(placed)
+
+    return add
+
+
+def on_store(
+    named: Option = STORE,
+    default: Callable[[], str] | None = None,
+    *,
+    create: bool = False,
+    reading: bool = False,
+) -> Option:
+    """An async command that is given an open `store`, and its exit code; the options are those of `with_place`."""
+
+    def add(command: Callable[..., Coroutine[Any, Any, int | None]]) -> Callable[..., Any]:
+        @with_place(named, default)
+        @functools.wraps(command)
+        async def opening(place: Place, **others: Any) -> int | None:
+            async with place.open(create=create, reading=reading) as store:
+                return await command(store, **others)
+
+        return opening
+
+    return add
+
+
+def run(work: Coroutine[Any, Any, int | None]) -> int:
+    """Run a command's work; its exit code."""
+    return asyncio.run(work) or 0
