@@ -6,15 +6,16 @@ This module knows addresses, kinds of servers and where their keys are. It does 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import click
 import msgspec
 
-from agentlightning.cli.options import Option, together
+from agentlightning.cli.options import together
 from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,35 +33,58 @@ _KEYS: dict[str, str] = {
 _OPENAI_URL, _ANTHROPIC_URL = "https://api.openai.com/v1", "https://api.anthropic.com"
 
 
-def backend_options(
+class Upstream(NamedTuple):
+    """A server as the command line names it."""
+
+    url: str
+    kind: BackendKind | None = None
+    key: str | None = None
+    tokenizer: str | None = None
+
+    async def open(self) -> HttpBackend | SglangBackend:
+        """The server, whose `url` may lack its `/v1`; SGLang says which tokenizer it has. ConfigError if nobody answers
+        there, a hosted API would need a key, or the tokenizer cannot be read."""
+        from agentlightning.gateway.backends.kinds import make_backend, with_version
+
+        hosted = _kind_by_host(self.url)
+        kind = self.kind or hosted or await _kind_by_asking(self.url)
+        key = self.key or os.environ.get(_KEYS.get(kind, ""))
+        if hosted and not key:
+            raise ConfigError(f"{self.url} needs a key; set {_KEYS[hosted]}, or give it with --backend-key")
+        url, tokenizer = with_version(self.url, kind), self.tokenizer
+        if tokenizer is None and kind == "sglang":
+            tokenizer = await _tokenizer(url, key)
+        return await asyncio.to_thread(make_backend, url, kind=kind, api_key=key, tokenizer=tokenizer)
+
+
+def with_backend(
     *, required: bool, left_out: str = "it is what OPENAI_BASE_URL, OPENAI_API_KEY and their like say"
-) -> Option:
-    """`--backend`, `--kind` and `--backend-key`, as `open_backend` takes them."""
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`--backend` and what says more of it, handed to the command as one `backend`, an `Upstream` or None."""
     address = "The server, such as http://localhost:8000/v1."
     if not required:
         address += f" Left out, {left_out}."
-    return together(
+    options = together(
         click.option("--backend", metavar="URL", required=required, help=address),
         click.option("--kind", type=click.Choice(["vllm", "sglang", "openai", "azure", "anthropic"]),
                      help="What it is. Left out, it is told by its address, or else asked whether it is vLLM."),
         click.option("--backend-key", metavar="KEY", envvar="AGL_BACKEND_KEY", show_envvar=True,
                      help="The server's key; else OPENAI_API_KEY, AZURE_OPENAI_API_KEY or ANTHROPIC_API_KEY."),
+        click.option("--tokenizer", metavar="ID|DIR",
+                     help="Of a model on vLLM or SGLang: chats are rendered here. SGLang tells its own."),
     )  # fmt: skip
 
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def wrapper(
+            backend: str | None, kind: BackendKind | None, backend_key: str | None, tokenizer: str | None, **others: Any
+        ) -> Any:
+            named = None if backend is None else Upstream(backend, kind, backend_key, tokenizer)
+            return command(backend=named, **others)
 
-async def open_backend(url: str, kind: BackendKind | None, key: str | None) -> HttpBackend | SglangBackend:
-    """The server at `url`, which may lack its `/v1`; SGLang says which tokenizer it has. ConfigError if nobody answers
-    there, or a hosted API would need a key."""
-    from agentlightning.gateway.backends.kinds import make_backend, with_version
+        return options(wrapper)
 
-    hosted = _kind_by_host(url)
-    kind = kind or hosted or await _kind_by_asking(url)
-    api_key = key or os.environ.get(_KEYS.get(kind, ""))
-    if hosted and not api_key:
-        raise ConfigError(f"{url} needs a key; set {_KEYS[hosted]}, or give it with --backend-key")
-    url = with_version(url, kind)
-    tokenizer = await _tokenizer(url, api_key) if kind == "sglang" else None
-    return await asyncio.to_thread(make_backend, url, kind=kind, api_key=api_key, tokenizer=tokenizer)
+    return decorate
 
 
 async def backend_of_environment(environment: Mapping[str, str]) -> Backend:
@@ -71,10 +95,10 @@ async def backend_of_environment(environment: Mapping[str, str]) -> Backend:
     anthropic_url = environment.get("ANTHROPIC_BASE_URL")
     openai = anthropic = None
     if openai_url or environment.get("OPENAI_API_KEY"):
-        openai = await open_backend(openai_url or _OPENAI_URL, None, environment.get("OPENAI_API_KEY"))
+        openai = await Upstream(openai_url or _OPENAI_URL, None, environment.get("OPENAI_API_KEY")).open()
     if anthropic_url or environment.get("ANTHROPIC_API_KEY"):
         url = f"{(anthropic_url or _ANTHROPIC_URL).rstrip('/').removesuffix('/v1')}/v1"
-        anthropic = await open_backend(url, "anthropic", environment.get("ANTHROPIC_API_KEY"))
+        anthropic = await Upstream(url, "anthropic", environment.get("ANTHROPIC_API_KEY")).open()
     if openai is not None and anthropic is not None:
         return ByProtocol(openai, anthropic)
     found = openai or anthropic

@@ -255,6 +255,8 @@ def _assign(values: dict[str, Any], assignment: str) -> None:
         outer: Any = inner.setdefault(parent, {})
         if parent == "algorithm" and isinstance(outer, str):
             outer = inner[parent] = {"name": outer}
+        elif parent in ("sampler", "learner") and isinstance(outer, str):
+            outer = inner[parent] = {}  # another one, by its address
         if not isinstance(outer, dict):
             raise ConfigError(f"--set {key}: {parent!r} is {outer!r}, which has no keys of its own")
         inner = outer

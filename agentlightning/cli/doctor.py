@@ -25,7 +25,7 @@ import aiohttp
 import click
 import msgspec
 
-from agentlightning.cli.backends import backend_options, open_backend
+from agentlightning.cli.backends import Upstream, with_backend
 from agentlightning.cli.options import json_option, print_json
 from agentlightning.cli.place import RUNS, run
 from agentlightning.errors import AgentLightningError, ConfigError, ForbiddenError, NotFoundError, UnavailableError
@@ -33,7 +33,6 @@ from agentlightning.store.wire import Answer, error_of
 
 if TYPE_CHECKING:
     from agentlightning.gateway.backends.http import HttpBackend
-    from agentlightning.gateway.backends.kinds import BackendKind
     from agentlightning.gateway.backends.sglang import SglangBackend
 
 _DISTRIBUTION: Final = "agent-lightning-next"
@@ -57,15 +56,13 @@ class Check:
 @click.command()
 @click.option("--server", metavar="URL", help="Look at this `agl server` too.")
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
-@backend_options(required=False, left_out="none is looked at")
+@with_backend(required=False, left_out="none is looked at")
 @click.option("--model", metavar="NAME", help="What to ask the backend for; default the first that it lists.")
 @json_option
 def doctor(
     server: str | None,
     key: str | None,
-    backend: str | None,
-    kind: BackendKind | None,
-    backend_key: str | None,
+    backend: Upstream | None,
     model: str | None,
     as_json: bool,
 ) -> int:
@@ -78,7 +75,7 @@ def doctor(
         if server is not None:
             parts.append(_server(server, key))
         if backend is not None:
-            parts.append(_backend(backend, kind, backend_key, model))
+            parts.append(_backend(backend, model))
         failed = False
         for checks in parts:
             async for check in checks:
@@ -330,10 +327,10 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-async def _backend(url: str, kind: BackendKind | None, key: str | None, model: str | None) -> AsyncGenerator[Check]:
+async def _backend(upstream: Upstream, model: str | None) -> AsyncGenerator[Check]:
     """Whether it is there, what it serves, and whether its answers can be trained on."""
     try:
-        opened = await open_backend(url, kind, key)
+        opened = await upstream.open()
     except ConfigError as error:
         yield Check("backend", "failed", str(error), "start it, or correct the URL, which usually ends in /v1")
         return

@@ -7,26 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agentlightning.cli.backends import backend_options, open_backend
+from agentlightning.cli.backends import Upstream, with_backend
 from agentlightning.cli.options import json_option, print_json
 from agentlightning.cli.serving import KEY_HELP, address_options, forwarding_options, until_stopped
 
 if TYPE_CHECKING:
-    from agentlightning.gateway.backends.kinds import BackendKind
     from agentlightning.server.service import ServerSettings
 
 
 @click.command()
-@backend_options(required=True)
+@with_backend(required=True)
 @click.option("--store", "address", metavar="PATH|URL", default="agentlightning.sqlite", show_default=True,
               help="Where calls are recorded: an SQLite file, created if there is none, or postgresql://…")  # fmt: skip
 @address_options(8124)
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help=KEY_HELP)
 @forwarding_options
 @json_option
-def proxy(
-    backend: str, kind: BackendKind | None, backend_key: str | None, address: str, as_json: bool, **others: Any
-) -> None:
+def proxy(backend: Upstream, address: str, as_json: bool, **others: Any) -> None:
     """Pass an agent's calls on to a server, and record them.
 
     Nothing is changed on the way, and recording never delays an answer. From vLLM the exact token ids are recorded too.
@@ -37,15 +34,15 @@ def proxy(
 
     configure_logging("text")
     settings = ServerSettings(store=address, record="queue", **others)
-    run_on_fastest_loop(_proxy(backend, kind, backend_key, settings, as_json))
+    run_on_fastest_loop(_proxy(backend, settings, as_json))
 
 
-async def _proxy(url: str, kind: BackendKind | None, key: str | None, settings: ServerSettings, as_json: bool) -> None:
+async def _proxy(upstream: Upstream, settings: ServerSettings, as_json: bool) -> None:
     from agentlightning.gateway.models import ANY, ModelEntry
     from agentlightning.server.service import running_server
     from agentlightning.store.redaction import text_without_secrets
 
-    backend = await open_backend(url, kind, key)
+    backend = await upstream.open()
     entry = ModelEntry(ANY, backend, trainable=False)
     async with running_server(dataclasses.replace(settings, models=(entry,))) as running:
         store = text_without_secrets(settings.store)

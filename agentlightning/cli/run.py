@@ -22,7 +22,7 @@ from urllib.parse import quote
 import click
 import msgspec
 
-from agentlightning.cli.backends import backend_of_environment, backend_options, open_backend
+from agentlightning.cli.backends import Upstream, backend_of_environment, with_backend
 from agentlightning.cli.options import price_option, print_json, read_prices
 from agentlightning.cli.place import NEW_STORE, SERVER_STORE, Place, with_place
 from agentlightning.errors import AgentLightningError, ConfigError
@@ -32,7 +32,6 @@ from agentlightning.store.redaction import text_without_secrets
 from agentlightning.types import LLM, AttemptedRollout, NamedResources, Rollout, Span
 
 if TYPE_CHECKING:
-    from agentlightning.gateway.backends.kinds import BackendKind
     from agentlightning.store.base import LightningStore
     from agentlightning.tracing.logs import Excerpt
     from agentlightning.tracing.tree import Prices
@@ -47,7 +46,7 @@ _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "AGL_MODEL")  # the
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.argument("command", metavar="COMMAND…", nargs=-1, required=True, type=click.UNPROCESSED)
-@backend_options(required=False)
+@with_backend(required=False)
 @click.option("--instrument", metavar="[NAMES]", is_flag=False, flag_value="",
               help="Record tools and agents of Python frameworks too: all there are, or langchain,…")  # fmt: skip
 @click.option("--task", metavar="JSON", help="What to store as the rollout's input instead of the command.")
@@ -55,9 +54,7 @@ _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "AGL_MODEL")  # the
 @with_place(NEW_STORE, lambda: str(SERVER_STORE))
 def run(
     command: tuple[str, ...],
-    backend: str | None,
-    kind: BackendKind | None,
-    backend_key: str | None,
+    backend: Upstream | None,
     place: Place,
     instrument: str | None,
     task: str | None,
@@ -82,7 +79,7 @@ def run(
     given = shlex.join(command) if task is None else _task(task)
 
     async def work() -> int:
-        answering = await (open_backend(backend, kind, backend_key) if backend else backend_of_environment(os.environ))
+        answering = await (backend.open() if backend else backend_of_environment(os.environ))
         async with place.open(create=True) as store:
             async with _gateway(answering, store) as url:
                 rollout = await program.run(store, url, given)

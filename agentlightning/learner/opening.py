@@ -149,7 +149,8 @@ class Opening:
             if not self.sampling.starts:
                 return RemoteSampler(self.sampling, policy)
             share = Share()
-            if self.sampling.kind == "vllm" and choose_device(self.device) == "cuda":
+            elsewhere = "CUDA_VISIBLE_DEVICES" in self.sampling.environment
+            if self.sampling.kind == "vllm" and choose_device(self.device) == "cuda" and not elsewhere:
                 free, total = torch.cuda.mem_get_info()
                 devices = torch.cuda.device_count()
                 share = share_gpus(estimate, self.processes, self.own_weights, devices=devices, free=free, total=total)

@@ -180,6 +180,11 @@ def test_a_command_is_checked_like_the_rest(run_file: Path, agent: str, message:
         load_config(run_file)
 
 
+def test_a_sampler_by_url_takes_the_place_of_a_named_one(run_file: Path) -> None:
+    run_file.write_text(COMPLETE + "\nsampler: embedded\n", encoding="utf-8")
+    assert load_config(run_file, ["sampler.vllm=http://host:8000/v1"]).sampler == {"vllm": "http://host:8000/v1"}
+
+
 def test_a_key_among_flags_is_left_out_of_what_is_kept() -> None:
     flags = ["--api-key", "first", "--dtype", "bfloat16", "--api-key=second"]
     kept = config._without_secrets({"sampler": {"sglang": "start", "flags": flags, "api_key": "third"}})

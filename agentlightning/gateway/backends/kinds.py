@@ -10,6 +10,7 @@ import os
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
@@ -111,6 +112,8 @@ def _chat_template(tokenizer: str) -> ChatTemplate:
         raise ConfigError(
             f"chats cannot be rendered without transformers ({error}): pip install 'agent-lightning-next[train]'"
         ) from None
+    if Path(tokenizer).is_absolute() and not Path(tokenizer).exists():  # or it would be looked for on Hugging Face
+        raise ConfigError(f"there is no tokenizer {tokenizer} on this machine: name (--tokenizer) where it is here")
     try:
         return ChatTemplate.from_pretrained(AutoTokenizer.from_pretrained(tokenizer))
     except (OSError, ValueError) as error:

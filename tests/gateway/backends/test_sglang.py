@@ -416,3 +416,8 @@ async def test_a_truncated_distribution_is_refused_for_training(world: Setting) 
     with pytest.raises(ConfigError, match="from before top_p and top_k"):
         await probe(world[0], "policy", Sampling(top_p=0.9))
     await probe(world[0], "policy", Sampling(temperature=0.7))
+
+
+def test_a_tokenizer_elsewhere_is_not_looked_for_on_a_hub() -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer /models/qwen on this machine: name \(--tokenizer\)"):
+        make_backend("http://127.0.0.1:9/v1", kind="sglang", tokenizer="/models/qwen")
