@@ -349,6 +349,11 @@ class TorchLearner:
 
     def load(self, directory: Path) -> None:
         """See `Learner.load`. Weights are copied into the live model, so that whoever shares it sees them."""
+        if not (directory / OPTIMIZER_FILE).is_file():
+            raise ConfigError(
+                f"checkpoint {directory} cannot be resumed from: it has no {OPTIMIZER_FILE}. Those of a Tinker server "
+                "go on there; the weights of `best/` can be trained as a new run's model"
+            )
         try:
             strangers = self._load_weights(directory)
             if self.critic is not None:
