@@ -405,7 +405,7 @@ class Trainer:
         loss = algorithm.make_loss() if isinstance(algorithm, Reinforcement) else None
         overlaps = getattr(algorithm, "max_staleness", 0) > 0  # rollouts go on while the weights change
         engines = (self.learner, self.sampler, self.dtype, self.device)
-        given: dict[str, Any] = {"models": len(self.models), "deterministic": self.deterministic, "overlaps": overlaps}
+        given: dict[str, Any] = {"models": self.models, "deterministic": self.deterministic, "overlaps": overlaps}
         given |= {"lora": self.lora, "critic": critic, "loss": loss and loss.kind}
         processes, sampling, dtype = read_engines(*engines, **given)
         return Opening(

@@ -34,20 +34,22 @@ def read_engines(
     dtype: DType | None,
     device: str | None,
     *,
-    models: int,
+    models: Mapping[str, str | Path | Policy],
     deterministic: bool,
     overlaps: bool,
     **settings: Any,
 ) -> tuple[int | None, RemoteSampling | None, DType | None]:
-    """In how many processes the learner is, what samples for it, and the type of its weights, which on a GPU are
-    bfloat16 unless told otherwise. See `read_learner`, `read_sampler` and `usual_sampler`."""
-    processes = read_learner(learner, models=models, deterministic=deterministic, **settings)
-    if choose_device(device) == "cuda" and not is_tinker(learner):
-        devices, dtype = torch.cuda.device_count(), dtype or "bfloat16"
+    """In how many processes the learner is, what samples for it, and the type of its weights: see `read_learner` and
+    `read_sampler`. What is left open is on a GPU bfloat16 and vLLM, if it is installed, for models that are loaded;
+    one that a function made stays as it is."""
+    common: dict[str, Any] = {"models": len(models), "deterministic": deterministic}
+    processes = read_learner(learner, **common, **settings)
+    loaded = not any(isinstance(one, Policy) or is_reference(str(one)) for one in models.values())
+    if loaded and choose_device(device) == "cuda" and not is_tinker(learner):
+        dtype = dtype or "bfloat16"
         if sampler is None:
-            sampler = usual_sampler(deterministic=deterministic, models=models, processes=processes, devices=devices)
-    sampling = read_sampler(sampler, models=models, deterministic=deterministic, overlaps=overlaps)
-    return processes, sampling, dtype
+            sampler = usual_sampler(**common, processes=processes, devices=torch.cuda.device_count())
+    return processes, read_sampler(sampler, **common, overlaps=overlaps), dtype
 
 
 @dataclass(frozen=True)
