@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import pkgutil
 import sys
 import warnings
 from typing import Any
@@ -18,8 +19,9 @@ from typing import Any
 __version__ = "0.1.0"
 
 # Name → the module that it is loaded from, by the lines `from MODULE import NAME as NAME` of the stub.
-with open(os.path.join(os.path.dirname(__file__), "__init__.pyi"), encoding="utf-8") as _stub:
-    _HOME_OF = {words[3]: words[1] for words in map(str.split, _stub) if words[2:3] == ["import"] and len(words) == 6}
+_stub = pkgutil.get_data(__name__, "__init__.pyi") or b""  # from a zip file too
+_lines = map(str.split, _stub.decode().splitlines())
+_HOME_OF = {words[3]: words[1] for words in _lines if words[2:3] == ["import"] and len(words) == 6}
 _HOME_OF.pop("rewards")  # a module of its own
 
 __all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]

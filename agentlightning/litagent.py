@@ -1,3 +1,5 @@
 """Agents under the module name that Agent Lightning 0.3 gave them."""
 
-from agentlightning import __getattr__ as __getattr__  # every name is the package's own
+from agentlightning.runner.agent import LitAgent, llm_rollout, prompt_rollout, rollout
+
+__all__ = ["LitAgent", "llm_rollout", "prompt_rollout", "rollout"]

@@ -403,7 +403,7 @@ class Trainer:
 
         critic = getattr(algorithm, "trained_critic", None)
         loss = algorithm.make_loss() if isinstance(algorithm, Reinforcement) else None
-        overlaps = getattr(algorithm, "max_staleness", 0) > 0  # rollouts go on while the weights change
+        overlaps = bool(getattr(algorithm, "max_staleness", 0))  # rollouts go on while the weights change
         engines = (self.learner, self.sampler, self.dtype, self.device)
         given: dict[str, Any] = {"models": self.models, "deterministic": self.deterministic, "overlaps": overlaps}
         given |= {"lora": self.lora, "critic": critic, "loss": loss and loss.kind}

@@ -79,6 +79,8 @@ def with_backend(
         def wrapper(
             backend: str | None, kind: BackendKind | None, backend_key: str | None, tokenizer: str | None, **others: Any
         ) -> Any:
+            if backend is None and (kind or tokenizer):
+                raise click.UsageError("--kind and --tokenizer say more of --backend URL, which is not given")
             named = None if backend is None else Upstream(backend, kind, backend_key, tokenizer)
             return command(backend=named, **others)
 

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, cast
+from typing import Any, Final, Literal, cast
 
 import msgspec
 import yaml
@@ -241,6 +241,9 @@ def _beside(run_file: Path, value: Any, must_exist: bool = False) -> Any:
     return f"{path}:{attribute}" if attribute else str(path)
 
 
+_ENGINES: Final = ("vllm", "sglang", "fsdp", "tinker")
+
+
 def _assign(values: dict[str, Any], assignment: str) -> None:
     key, equals, text = assignment.partition("=")
     if not equals or not key:
@@ -255,8 +258,8 @@ def _assign(values: dict[str, Any], assignment: str) -> None:
         outer: Any = inner.setdefault(parent, {})
         if parent == "algorithm" and isinstance(outer, str):
             outer = inner[parent] = {"name": outer}
-        elif parent in ("sampler", "learner") and isinstance(outer, str):
-            outer = inner[parent] = {}  # another one, by its address
+        elif parent in ("sampler", "learner") and (isinstance(outer, str) or (last in _ENGINES and last not in outer)):
+            outer = inner[parent] = {}  # another one than the file names
         if not isinstance(outer, dict):
             raise ConfigError(f"--set {key}: {parent!r} is {outer!r}, which has no keys of its own")
         inner = outer

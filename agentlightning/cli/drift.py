@@ -132,10 +132,17 @@ def _show(check: DriftCheck, report: DriftReport) -> None:
         return
     names = ("check", "kind", "calls", "share", "tokens", "share")
     rows = [
-        (one.check, one.kind, one.calls, f"{one.share_of_calls:.2%}", one.tokens, f"{one.share_of_tokens:.2%}")
+        (
+            one.check,
+            one.kind,
+            f"{one.calls:,}",
+            f"{one.share_of_calls:.2%}",
+            f"{one.tokens:,}",
+            f"{one.share_of_tokens:.2%}",
+        )
         for one in found
     ]
-    print_table(make_table(names, rows, right=("share",)))
+    print_table(make_table(names, rows, right=("calls", "share", "tokens")))
     for example in report.examples():
         print("\n".join(_lines(example)))
 

@@ -60,7 +60,9 @@ class Place:
     async def open(self, *, create: bool = False, reading: bool = False) -> AsyncGenerator[LightningStore]:
         """The store; one that does not exist is only made if `create`. For `reading`, a file that another process uses
         is as good as any."""
-        if (self.address is None) == (self.server is None):
+        if self.address is not None and self.server is not None:
+            raise click.UsageError("a store and --server are two stores: give one of them")
+        if not self.named:
             raise click.UsageError("say which store: either its file or postgresql:// URL, or --server URL")
         if self.server is not None:
             from agentlightning.server.local_keys import local_key

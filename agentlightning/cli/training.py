@@ -86,7 +86,11 @@ running_flags = together(
     click.option("--port", type=int, help="Port of this process's own server; 0 for any free one."),
     click.option("--max-sequence-length", type=int, metavar="TOKENS", help="Prompt and answer together."),
     click.option("--device", metavar="NAME", help="cpu, cuda or mps; default cuda where there is one, else cpu."),
-    click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of the weights; default float32."),
+    click.option(
+        "--dtype",
+        type=click.Choice(["float32", "bfloat16"]),
+        help="Of the weights; default bfloat16 on a GPU, else float32.",
+    ),
     click.option("--threads", type=int, help="Torch threads."),
 )
 # One flag per key of a run file.

@@ -300,8 +300,10 @@ def _signatures(messages: Iterable[Message]) -> list[str]:
 
 def _plain(function: Mapping[str, Any]) -> Any:
     """Arguments without the white space that frameworks write anew."""
-    read = json_of(function["arguments"])
-    return function["arguments"] if read is None else read
+    try:
+        return msgspec.json.decode(function["arguments"])
+    except (ValueError, RecursionError):
+        return function["arguments"]
 
 
 # --- for readers -------------------------------------------------------------------------------------------------

@@ -22,12 +22,18 @@ _NOTHING_SAID: Final = msgspec.json.encode(("", ()))
 
 
 def words_of(message: Mapping[str, Any]) -> bytes:
-    """Names what a message says, whichever of several notations a framework sends it in."""
+    """Names what a message says, whichever of several notations a framework sends it in. One that is written in none of
+    them is taken as it is."""
+    parts, calls = message.get("content"), items(message.get("tool_calls"))
+    if not all(isinstance(one, Mapping) for one in items(parts)) or not all(
+        isinstance(mapping(call).get("function"), Mapping) for call in calls
+    ):
+        return msgspec.json.encode(message, order="sorted")
     content = message.get("content") or ""
-    functions = [mapping(mapping(call).get("function")) for call in items(message.get("tool_calls"))]
-    calls = [(function.get("name"), _arguments(function.get("arguments"))) for function in functions]
+    functions = [mapping(mapping(call)["function"]) for call in calls]
+    named = [(function.get("name"), _arguments(function.get("arguments"))) for function in functions]
     said = canonical(joined(content)) if isinstance(content, str | list) else content
-    return msgspec.json.encode((said, calls), order="sorted")
+    return msgspec.json.encode((said, named), order="sorted")
 
 
 def joined(content: object) -> str:

@@ -65,6 +65,7 @@ class Conversations:
             return
         said = [*request.messages[request.instructions :], answer.choices[0].message()]
         key = (_scope(caller), head.response_id)
+        self._bytes -= len(self._kept.pop(key, b""))
         self._kept[key] = msgspec.json.encode(said)
         self._bytes += len(self._kept[key])
         while self._bytes > self._limit_bytes or len(self._kept) > self._limit_count:

@@ -22,10 +22,15 @@ from agentlightning.learner.memory import GIB, MemoryEstimate, available_memory,
 from agentlightning.learner.policy import Policy, choose_device, empty_model, empty_policy, load_policy, open_policy
 from agentlightning.learner.remote import RemoteSampler, RemoteSampling, read_sampler
 from agentlightning.learner.serving import EmbeddedSampler, choose_threads, engine_size, serve_policy
-from agentlightning.learner.sharing import Share, share_gpus, usual_sampler
+from agentlightning.learner.sharing import Share, other_gpus, part_of_gpu, usual_sampler
 from agentlightning.learner.started import ENGINES, StartedServer, find_program
 from agentlightning.learner.tinker import TinkerLearner, TinkerSampler, open_tinker, read_tinker
 from agentlightning.learner.torch import TorchLearner
+
+
+def on_gpu(device: str | None) -> bool:
+    """Whether this, or what is taken where none is named, is one of CUDA."""
+    return torch.device(choose_device(device)).type == "cuda"
 
 
 def read_engines(
@@ -45,7 +50,7 @@ def read_engines(
     common: dict[str, Any] = {"models": len(models), "deterministic": deterministic}
     processes = read_learner(learner, **common, **settings)
     loaded = not any(isinstance(one, Policy) or is_reference(str(one)) for one in models.values())
-    if loaded and choose_device(device) == "cuda" and not is_tinker(learner):
+    if loaded and on_gpu(device) and not is_tinker(learner):
         dtype = dtype or "bfloat16"
         if sampler is None:
             sampler = usual_sampler(**common, processes=processes, devices=torch.cuda.device_count())
@@ -80,10 +85,20 @@ class Opening:
         """ConfigError where what it needs is not on this machine."""
         if self.sampling is not None and self.sampling.starts:
             find_program(self.sampling.kind, self.sampling.program)
+            self._other_gpus()
         if is_tinker(self.learner):
             read_tinker(self.learner, self)
         if self.processes is not None and self.trained:
             check_devices(choose_device(self.device), self.processes)
+
+    def _other_gpus(self) -> Share | None:
+        """What a server that is started gets beside the learner's GPUs; None where it shares the only one."""
+        assert self.sampling is not None
+        told = "CUDA_VISIBLE_DEVICES" in self.sampling.environment
+        if self.sampling.kind != "vllm" or told or not on_gpu(self.device):
+            return Share()
+        first = torch.device(choose_device(self.device)).index or 0
+        return other_gpus(self.processes, devices=torch.cuda.device_count(), first=first)
 
     @contextmanager
     def open(
@@ -109,7 +124,7 @@ class Opening:
             device = self.device if not spread else None if isinstance(source, Policy) else "cpu"
             source = open_policy(source, seed=self.seed, device=device, dtype=self.dtype)
         estimate, told = self._check_memory(source) if self.trained else (None, "")
-        if self.sampling is None and choose_device(self.device) == "cuda":
+        if self.sampling is None and on_gpu(self.device):
             told += ", sampled by the embedded engine, which is made for laptops: see Samplers in the docs for vLLM"
         phase(f"{'serve' if made else 'load'} the model{told}")
         if spread:
@@ -150,12 +165,11 @@ class Opening:
             choose_threads(policy.model, self.threads)
             if not self.sampling.starts:
                 return RemoteSampler(self.sampling, policy)
-            share = Share()
-            elsewhere = "CUDA_VISIBLE_DEVICES" in self.sampling.environment
-            if self.sampling.kind == "vllm" and choose_device(self.device) == "cuda" and not elsewhere:
-                free, total = torch.cuda.mem_get_info()
-                devices = torch.cuda.device_count()
-                share = share_gpus(estimate, self.processes, self.own_weights, devices=devices, free=free, total=total)
+            share = self._other_gpus()
+            if share is None:
+                weights = sum(one.numel() * one.itemsize for one in policy.model.parameters())
+                free, total = torch.cuda.mem_get_info(choose_device(self.device))
+                share = part_of_gpu(estimate, self.own_weights, weights=weights, free=free, total=total)
             return RemoteSampler(self.sampling, policy, self._start(stack, policy, place, share), sleeps=share.sleeps)
         sampler = serve_policy(
             policy,

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
 from typing import Any, Final, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
@@ -94,6 +95,9 @@ def read_sampler(
         raise ConfigError(
             f"sampler: program, flags and environment are of a server that is started: {{{sampling.kind}: start, …}}"
         )
+    for url in () if sampling.starts else sampling.urls:
+        if urlsplit(url).scheme not in ("http", "https"):
+            raise ConfigError(f"sampler: {url!r} is no address of a server; {forms}")
     if sampling.api_key and sampling.starts:
         raise ConfigError("sampler: api_key is that of a server by URL; one that is started is reached by no one else")
     if models != 1:
@@ -164,39 +168,40 @@ class RemoteSampler:
 
     @asynccontextmanager
     async def _asleep(self) -> AsyncGenerator[None]:
-        """A server that ends at it, or meanwhile, is started again when it is next looked at."""
-        assert self._started is not None
-        try:
-            await self._told("sleep?level=1&mode=keep")  # calls that run go on afterwards
-        except BackendError as error:
-            if not await self._started.ended(_END_SECONDS):
-                raise
-            _log.warning("the sampler does not sleep: %s", error)
+        """A server that ends at it, or meanwhile, is started again when it is next looked at. BackendError of one that
+        lives and does not do it."""
+        await self._told("sleep?level=1&mode=keep")  # calls that run go on afterwards
         self._sleeping = True
         try:
             yield
         finally:
-            await self._wake()
+            async with self._changing:
+                await self._wake()
 
     async def _wake(self) -> None:
-        if not self._sleeping:
-            return
-        self._sleeping = False
-        torch.cuda.empty_cache()  # of the learner, which is in this process
-        try:
+        if self._sleeping:
+            torch.cuda.empty_cache()  # of the learner, which is in this process
             await self._told("wake_up")
-        except BackendError as error:
-            _log.warning("the sampler does not wake up: %s", error)
-            self._lost(self._servers[0])
+            self._sleeping = False
 
     async def _told(self, route: str) -> None:
+        assert self._started is not None
+        try:
+            await self._post(route)
+        except BackendError as error:
+            if not await self._started.ended(_END_SECONDS):
+                raise
+            _log.warning("the sampler has ended: %s", error)
+            self._lost(self._servers[0])
+
+    async def _post(self, route: str) -> None:
         connection = self._servers[0].connection
         async with connection.posted(f"{connection.root}/{route}", b"{}", accepted=True, control=True) as response:
             await response.read()
 
     async def publish(self, weights: Weights) -> None:
-        await self._wake()
         async with self._changing:
+            await self._wake()
             self._weights = weights
             if self.takes == "whole":
                 self._usable.clear()
@@ -218,7 +223,7 @@ class RemoteSampler:
     async def watch(self, calls_held: Callable[[], AbstractAsyncContextManager[None]]) -> None:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            if self._changing.locked():
+            if self._changing.locked() or self._sleeping:  # there is no memory for another one now
                 continue
             if self._started is not None and await self._started.ended():
                 self._lost(self._servers[0])

@@ -83,7 +83,8 @@ class StartedServer:
         log: Path,
     ) -> None:
         engine, found = ENGINES[kind], find_program(kind, program)
-        self._directory = Path(tempfile.mkdtemp(prefix="agl-"))
+        short = len(os.fsencode(tempfile.gettempdir())) < 80  # the path of a socket has 107 bytes at most
+        self._directory = Path(tempfile.mkdtemp(prefix="agl-", dir=None if short else "/tmp"))
         self.socket: str | None = None
         self.api_key: str | None = None
         if kind == "vllm":

@@ -124,7 +124,8 @@ def interrupted_at_once() -> Generator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        if before is not None:  # of a program that this one is embedded in
+            signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

@@ -84,8 +84,10 @@ class Forwarder(Collector):
             return
         self._closing.set()
         self._arrived.set()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._sending, CLOSE_SECONDS)
+        done, _ = await asyncio.wait({self._sending}, timeout=CLOSE_SECONDS)
+        if not done:
+            self._sending.cancel()
+            await asyncio.wait({self._sending})
         if self._waiting:
             self._warned = -_WARN_EVERY
             self._drop(len(self._waiting), "the server stops")

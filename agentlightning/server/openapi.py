@@ -15,7 +15,7 @@ import inspect
 import re
 from collections.abc import Callable
 from types import NoneType
-from typing import Any, Final, TypeAlias, get_type_hints
+from typing import Any, Final, TypeAlias, cast, get_type_hints
 
 import msgspec
 from starlette.requests import Request
@@ -105,7 +105,7 @@ def document(*, with_store: bool = True, with_gateway: bool = True, protected: b
     }
     bodies = [hints[name] for _, hints in of_models.values() for name in ("asked", "return") if name in hints]
     told = list(dict.fromkeys([ErrorReply, *kinds, *(kind.returns() for kind in kinds), *bodies]))
-    schemas, components = msgspec.json.schema_components(told, ref_template=_SCHEMAS)
+    schemas, components = _simple(msgspec.json.schema_components(told, ref_template=_SCHEMAS))
     shapes: dict[Any, Json] = dict(zip(told, schemas, strict=True))
     paths: dict[str, Json] = {}
 
@@ -143,6 +143,18 @@ def document(*, with_store: bool = True, with_gateway: bool = True, protected: b
     }
 
 
+def _simple(schema: Any) -> Any:
+    """The same schema without `prefixItems`, which many tools mistake: a pair of numbers is two items, all numbers."""
+    if isinstance(schema, list | tuple):
+        return [_simple(one) for one in cast("list[Any]", schema)]
+    if not isinstance(schema, dict):
+        return schema
+    parts = {name: _simple(value) for name, value in cast(Json, schema).items() if name != "prefixItems"}
+    if "prefixItems" in schema:
+        parts["items"] = {"anyOf": _simple(schema["prefixItems"])}
+    return parts
+
+
 def _operation(kind: type[Call[Any]], shape: Json, answer: Json) -> Json:
     """One call: where its fields travel, and what comes back."""
     in_path = calls.path_fields(kind.route)
@@ -175,7 +187,11 @@ def _operation(kind: type[Call[Any]], shape: Json, answer: Json) -> Json:
 def _model_operation(route: str, handler: Callable[..., Any], body: Json | None, answer: Json) -> Json:
     """One call about the table of models."""
     operation = _plain(route, str(handler.__doc__))
-    operation |= {"operationId": handler.__name__, "tags": ["models"], "description": "Needs the admin key."}
+    operation |= {
+        "operationId": handler.__name__.title().replace("_", ""),
+        "tags": ["models"],
+        "description": "Needs the admin key.",
+    }
     if route.startswith("DELETE "):
         operation["parameters"].append(_parameter("owner", "query", {"type": "string"}, required=False))
     if body is not None:

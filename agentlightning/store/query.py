@@ -139,7 +139,8 @@ SPANS: Final = Fields(
 
 
 def in_project(where: Filter | None, project: str | None) -> Filter | None:
-    """The filter, within one project."""
+    """The filter, within one project. InvalidError unless it has at most 200 conditions, at most 10 deep."""
+    _check_size(where)
     if project is None:
         return where
     own = Condition("project", "eq", project)
@@ -149,18 +150,23 @@ def in_project(where: Filter | None, project: str | None) -> Filter | None:
 # --- what may be asked -------------------------------------------------------------------------------------------
 
 
-def _conditions(filter: Filter) -> list[Filter]:
-    """Every condition in a filter."""
-    level, depth, found = [filter], 0, list[Filter]()
+def _check_size(filter: Filter | None) -> None:
+    level, depth, count = [] if filter is None else [filter], 0, 0
     while level:
-        depth += 1
-        found += level
-        if depth > _DEEPEST or len(found) > _MOST_CONDITIONS:
+        depth, count = depth + 1, count + len(level)
+        if depth > _DEEPEST or count > _MOST_CONDITIONS:
             raise InvalidError(
                 f"the filter is too large: at most {_MOST_CONDITIONS} conditions, nested at most {_DEEPEST} deep"
             )
         level = [inner for one in level for inner in one.of]
-    return [one for one in found if one.op not in ("and", "or", "not")]
+
+
+def _conditions(filter: Filter) -> Generator[Filter]:
+    """Every condition in a filter."""
+    if filter.op not in ("and", "or", "not"):
+        yield filter
+    for inner in filter.of:
+        yield from _conditions(inner)
 
 
 def _check(asked: Filter, of: Fields) -> None:
@@ -235,14 +241,13 @@ class Query:
     """The rows `of` some tables that match a filter. Where it names paths, `_sql` may let more through than match, and
     `_matches` decides by the values of `_read`.
 
-    InvalidError names an unknown field or op, a value that the field or op does not take, or that the filter is deeper
-    than 10 or has more than 200 conditions."""
+    InvalidError names an unknown field or op, or a value that the field or op does not take."""
 
     def __init__(self, where: Filter | None, of: Fields, connection: Connection) -> None:
         self._of = of
         self._connection = connection
         where = And([]) if where is None else where
-        conditions = _conditions(where)
+        conditions = list(_conditions(where))
         for one in conditions:
             _check(one, of)
         self._where = _plainer(where, of)

@@ -433,8 +433,6 @@ class SqlStore(LightningStore):
         held = await self._read(lambda tx: access_keys.held_by(tx.connection, worker_id))
         if len(held) == 1:
             return Credential(name=f"worker {worker_id}", worker_id=worker_id, attempt=held[0])
-        if held:
-            _log.warning("worker %r holds %d attempts at once while its key is used", worker_id, len(held))
         hint = "a worker whose key is used leases one rollout at a time" if held else "call during a rollout only"
         raise ConflictError(
             f"the key is for the attempt of worker {worker_id}, which holds {len(held) or 'none'} at present; {hint}"

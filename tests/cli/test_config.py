@@ -183,6 +183,10 @@ def test_a_command_is_checked_like_the_rest(run_file: Path, agent: str, message:
 def test_a_sampler_by_url_takes_the_place_of_a_named_one(run_file: Path) -> None:
     run_file.write_text(COMPLETE + "\nsampler: embedded\n", encoding="utf-8")
     assert load_config(run_file, ["sampler.vllm=http://host:8000/v1"]).sampler == {"vllm": "http://host:8000/v1"}
+    run_file.write_text(COMPLETE + "\nsampler: {sglang: start, program: python}\n", encoding="utf-8")
+    assert load_config(run_file, ["sampler.vllm=http://host:8000/v1"]).sampler == {"vllm": "http://host:8000/v1"}
+    changed = load_config(run_file, ["sampler.program=/opt/python"]).sampler
+    assert changed == {"sglang": "start", "program": "/opt/python"}
 
 
 def test_a_key_among_flags_is_left_out_of_what_is_kept() -> None:

@@ -173,7 +173,7 @@ NONSENSE = "no chat completion"
 async def test_what_was_said_before_a_stream_failed_is_kept(
     tmp_path: Path, then: bytes, hangs: bool, says: str
 ) -> None:
-    async with before(RawServer(BEGIN + then, hangs=hangs), tmp_path) as built:
+    async with before(RawServer(BEGIN + then, hangs=hangs), tmp_path, timeout_seconds=0.5 if hangs else 30) as built:
         error, span = await failed(built, stream=True)
     assert says in error.message
     assert span.tokens is not None and span.tokens.choices[0].token_ids == (4,)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import signal
 import socket
 import sqlite3
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,30 @@ async def test_one_that_shares_a_gpu_sleeps_while_a_step_is_computed(tmp_path: P
             pass
         assert log.read_text().endswith("/sleep\n/wake_up\n")
     finally:
+        await sampler.close()
+        server.stop()
+
+
+@pytest.mark.anyio
+async def test_one_that_dies_asleep_is_started_again_when_the_step_is_over(tmp_path: Path, model: Path) -> None:
+    sampling = started(tmp_path, "")
+    server = StartedServer(
+        "vllm", sampling["program"], str(model), [], environment=sampling["environment"], log=tmp_path / "log"
+    )
+    sampler = RemoteSampler(RemoteSampling(**sampling), load_policy(model), server, sleeps=True)
+    watching = asyncio.create_task(sampler.watch(nullcontext))
+    try:
+        await sampler.check(Sampling())
+        await sampler.publish(Weights(1, model))
+        async with sampler.exclusive():
+            os.killpg(server._process.pid, signal.SIGKILL)  # pyright: ignore[reportPrivateUsage]
+            await asyncio.sleep(3)
+            assert await server.ended()
+            await sampler.publish(Weights(2, model))
+            assert not await server.ended()
+        assert (await sampler.sample())[0].logprobs.size
+    finally:
+        watching.cancel()
         await sampler.close()
         server.stop()
 

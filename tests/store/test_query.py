@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from agentlightning.errors import InvalidError
 from agentlightning.store import calls, paging
-from agentlightning.store.query import ROLLOUTS, SPANS, Fields, Query
+from agentlightning.store.query import ROLLOUTS, SPANS, Fields, Query, in_project
 from agentlightning.store.transaction import Transaction
 from agentlightning.types import And, Condition, Filter, Not, Or, Order
 from tests.store.query_model import (
@@ -215,12 +215,14 @@ def test_the_largest_filters_fit_every_database(database, condition):
 
 
 def test_a_filter_has_at_most_200_conditions_and_is_at_most_10_deep():
-    refuse(Or([Condition("project", "eq", "a")] * 200), "at most 200 conditions")
-    filter = Condition("project", "eq", "a")
+    with pytest.raises(InvalidError, match="at most 200 conditions"):
+        in_project(Or([Condition("project", "eq", "a")] * 200), None)
+    filter = Condition("project", "ne", "a")
     for _ in range(9):
         filter = Not(filter)
-    Query(filter, ROLLOUTS, NO_DATABASE)
-    refuse(Not(filter), "at most 10 deep")
+    Query(in_project(filter, "a"), ROLLOUTS, NO_DATABASE)
+    with pytest.raises(InvalidError, match="at most 10 deep"):
+        in_project(Not(filter), "a")
 
 
 def test_a_path_leads_to_the_key_of_that_name_or_else_inwards(database):

@@ -206,10 +206,14 @@ async def refusal(response: Response, base_url: str) -> BackendError:
 
 async def event_data(response: Response) -> AsyncIterator[bytes]:
     """The data of each server-sent event up to `[DONE]`. BackendError for a line that does not end."""
-    rest = b""
+    begun: list[bytes] = []  # of a line that has not ended
     async for part in response.parts():
-        *lines, rest = (rest + part).split(b"\n")
-        if len(rest) > _LONGEST_LINE:
+        *lines, rest = part.split(b"\n")
+        if lines:
+            lines[0] = b"".join((*begun, lines[0]))
+            begun = []
+        begun.append(rest)
+        if sum(map(len, begun)) > _LONGEST_LINE:
             raise BackendError(f"the backend sent a line of more than {_LONGEST_LINE} bytes")
         for line in lines:
             if not line.startswith(b"data:"):

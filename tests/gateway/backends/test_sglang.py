@@ -401,7 +401,8 @@ async def test_a_server_is_registered_with_its_tokenizer(world: Setting, tokeniz
     ("settings", "says"),
     [
         ({"kind": "sglang"}, "name the tokenizer"),
-        ({"kind": "sglang", "tokenizer": "/nowhere/at/all"}, "cannot be read"),
+        ({"kind": "sglang", "tokenizer": "/nowhere/at/all"}, r"no tokenizer /nowhere/at/all on this machine"),
+        ({"kind": "sglang", "tokenizer": "."}, "cannot be read"),
         ({"kind": "sglang", "tokenizer": "/nowhere", "model": "m"}, "leave model out"),
         ({"kind": "azure", "tokenizer": "/nowhere"}, "leave tokenizer out"),
         ({"kind": "ollama"}, "no kind of backend"),
@@ -416,8 +417,3 @@ async def test_a_truncated_distribution_is_refused_for_training(world: Setting) 
     with pytest.raises(ConfigError, match="from before top_p and top_k"):
         await probe(world[0], "policy", Sampling(top_p=0.9))
     await probe(world[0], "policy", Sampling(temperature=0.7))
-
-
-def test_a_tokenizer_elsewhere_is_not_looked_for_on_a_hub() -> None:
-    with pytest.raises(ConfigError, match=r"no tokenizer /models/qwen on this machine: name \(--tokenizer\)"):
-        make_backend("http://127.0.0.1:9/v1", kind="sglang", tokenizer="/models/qwen")
