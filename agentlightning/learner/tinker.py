@@ -76,6 +76,24 @@ class TinkerLearning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tokenizer: str | None = None
     reduction: Literal["sum", "mean"] | None = None
 
+    @property
+    def url(self) -> str | None:
+        """None for the hosted service."""
+        return None if self.tinker == HOSTED else self.tinker
+
+
+class VerlLearning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The base URL of `verl`'s Tinker server, which sums its losses and trains all weights of the one model it has; and
+    the `tokenizer`'s name or directory, where it is not the model's."""
+
+    verl: str
+    tokenizer: str | None = None
+    reduction: ClassVar[Literal["sum"]] = "sum"
+
+    @property
+    def url(self) -> str:
+        return self.verl
+
 
 class Handle(msgspec.Struct, frozen=True):
     """Weights on the server: its `path` for them. `steps` have been made with the optimiser saved beside them."""
@@ -84,23 +102,27 @@ class Handle(msgspec.Struct, frozen=True):
     steps: int = 0
 
 
-def read_tinker(given: str | Mapping[str, Any] | None, opening: Opening) -> TinkerLearning:
+def read_tinker(given: str | Mapping[str, Any] | None, opening: Opening) -> TinkerLearning | VerlLearning:
     """What a run says of a learner that is not in this process. ConfigError for what is none, and for what does not go
     with a Tinker server."""
+    form = VerlLearning if isinstance(given, Mapping) and "verl" in given else TinkerLearning
     try:
-        learning = TinkerLearning() if given == "tinker" else msgspec.convert(given, TinkerLearning)
+        learning = TinkerLearning() if given == "tinker" else msgspec.convert(given, form)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"learner is {given!r} ({error}); write torch, tinker or {{tinker: URL}}") from None
+        raise ConfigError(f"learner is {given!r} ({error}); write torch, tinker, {{tinker: URL}} or {{verl: URL}}") from None
     for field, (name, reason) in _REFUSED.items():
         if getattr(opening, field):
             raise ConfigError(f"learner: a Tinker server goes without {name}: {reason}")
     if opening.optimizer.gradient_checkpointing:
         raise ConfigError("learner: a Tinker server goes without gradient_checkpointing: it chooses that itself")
-    if learning.tinker == HOSTED and not os.environ.get("TINKER_API_KEY"):
+    if learning.url is None and not os.environ.get("TINKER_API_KEY"):
         raise ConfigError("learner: the hosted Tinker service needs a key in the variable TINKER_API_KEY")
     if opening.loss is not None:
         check_loss(opening.loss)
-        if opening.lora is None or opening.lora != LoRA(opening.lora.rank):
+        if isinstance(learning, VerlLearning):
+            if opening.lora is not None:
+                raise ConfigError("learner: verl's Tinker server trains all weights and no adapter: leave lora out")
+        elif opening.lora is None or opening.lora != LoRA(opening.lora.rank):
             raise ConfigError(
                 f"learner: a Tinker server trains an adapter of all layers with alpha {LoRA.alpha:g}: give lora: "
                 "{rank: 16}, without other keys"
@@ -122,31 +144,49 @@ def check_loss(loss: Loss) -> None:
 
 @contextmanager
 def open_tinker(
-    learning: TinkerLearning, model: str, opening: Opening
+    learning: TinkerLearning | VerlLearning, model: str, opening: Opening
 ) -> Generator[tuple[TinkerSampler, TinkerLearner]]:
-    """Inside, the server is ready to sample from `model`, its name for it, and to train an adapter on it. ConfigError
-    where it cannot be reached, or has no such model."""
+    """Inside, the server is ready to sample from `model`, its name for it, and to train an adapter on it, or, verl's,
+    its weights. ConfigError where it cannot be reached, is not ready, or has no such model."""
     tokenizer, tinker = load_tokenizer(learning.tokenizer or model), _sdk()
-    url = None if learning.tinker == HOSTED else learning.tinker.rstrip("/")
+    url, of_verl = learning.url and learning.url.rstrip("/"), isinstance(learning, VerlLearning)
     if url is not None:
         try:  # the SDK would try for minutes
-            urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=_SECONDS).close()
+            with urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=_SECONDS) as answer:
+                health = answer.read().decode(errors="replace")
         except (OSError, ValueError) as error:
-            raise ConfigError(f"learner: no Tinker server answers at {learning.tinker}: {error}") from None
+            raise ConfigError(f"learner: no Tinker server answers at {url}: {error}") from None
+        if of_verl and '"ready"' not in health:
+            raise ConfigError(f"learner: verl's Tinker server at {url} is not ready, or is another: it says {health}")
     with ExitStack() as stack:
         with _explained(tinker):
             service = tinker.ServiceClient(base_url=url, api_key=os.environ.get("TINKER_API_KEY", "tml-none"))
             names = [one.model_name for one in service.get_server_capabilities().supported_models if one.model_name]
         served = {os.path.abspath(name): name for name in names}.get(os.path.abspath(model))  # some are directories
         if served is None:
-            raise ConfigError(f"learner: {learning.tinker} serves {', '.join(names)}, and not the model {model!r}")
+            raise ConfigError(f"learner: {url or HOSTED} serves {', '.join(names)}, and not the model {model!r}")
         stack.callback(lambda: service.holder.close())
         rank = (opening.lora or LoRA()).rank
         create = partial(service.create_lora_training_client, served, rank=rank, seed=opening.seed)
-        learner = TinkerLearner(tinker, service, create, tokenizer, opening.optimizer, learning.reduction)
+        if of_verl:
+            create = partial(_with_first_weights, tinker, service, served, create)
+        learner = TinkerLearner(tinker, service, create, tokenizer, opening.optimizer, learning.reduction, of_verl)
         stack.callback(learner.close)
         chat, length = ChatTemplate.from_pretrained(tokenizer), opening.max_sequence_length or _LENGTH
-        yield TinkerSampler(tinker, service, served, chat, learning.tinker, length), learner
+        yield TinkerSampler(tinker, service, served, chat, url or HOSTED, length), learner
+
+
+def _with_first_weights(sdk: Any, service: Any, model: str, create: Callable[[], Any]) -> Any:
+    """A training client of verl's server, which has one set of weights, if they are those that it was started with."""
+    try:
+        sampler = service.create_sampling_client(base_model=model)
+        sampler.sample(sdk.types.ModelInput.from_ints([0]), 1, sdk.types.SamplingParams(max_tokens=1)).result()
+    except sdk.TinkerError as error:
+        raise ConfigError(
+            f"learner: verl's Tinker server cannot sample from {model} as it was before any training: start it anew, "
+            f"with a rollout, or go on with --resume ({error})"
+        ) from None
+    return create()
 
 
 class TinkerLearner:
@@ -156,7 +196,14 @@ class TinkerLearner:
     mismatch_tolerance = MISMATCH_TOLERANCE[torch.bfloat16]  # what the server computes in is not known
 
     def __init__(
-        self, sdk: Any, service: Any, create: Callable[[], Any], tokenizer: Any, config: AdamW, reduction: str | None
+        self,
+        sdk: Any,
+        service: Any,
+        create: Callable[[], Any],
+        tokenizer: Any,
+        config: AdamW,
+        reduction: str | None,
+        of_verl: bool = False,
     ) -> None:
         config.rate(1)  # a schedule without an end is refused now
         self.config = config
@@ -164,12 +211,12 @@ class TinkerLearner:
         self.token_bytes: TokenBytes | None = TokenBytes(tokenizer.backend_tokenizer)
         self._sdk, self._service, self._create = sdk, service, create
         self._client: Any = None  # made when it is first needed: a state can only be loaded into a new one
-        self._averages, self._sums = reduction == "mean", reduction is not None
+        self._averages, self._sums, self._of_verl = reduction == "mean", reduction is not None, of_verl
 
     def close(self) -> None:
         """Free the adapter's place on the server, as far as it lets one."""
         client, self._client = self._client, None
-        if client is None:
+        if client is None or self._of_verl:  # whose weights are the server's
             return
         pool = importlib.import_module("tinker.lib.client_connection_pool_type").ClientConnectionPoolType.TRAIN
 
@@ -211,7 +258,7 @@ class TinkerLearner:
         self._ask("forward_backward", data, "importance_sampling")
         told: dict[str, float] = self._ask("optim_step", adam).metrics or {}
         self.steps += 1
-        norms = [value for name, value in told.items() if name.endswith("grad_norm")]
+        norms = [value for name, value in told.items() if name.split(":")[0].endswith("grad_norm")]
         computed = sum(map(len, batch))
         saved = sum(sequence.tokens_alone for sequence in batch) - computed
         counts = {"tokens_computed": float(computed), "tokens_saved": float(saved)}
