@@ -1,5 +1,5 @@
-"""One process of verl's FSDP engine on a CPU: computes the gradient of losses of ours on its share of a batch and writes
-it down. Started by test_verl.py, in verl's environment.
+"""One process of verl's FSDP engine on a CPU: computes the gradient of our losses on its share of a batch and writes it
+down. Started by test_verl.py, in verl's environment.
 
 Its arguments are a directory with `model` and `work.pkl`, its rank and how many processes there are.
 """
@@ -119,9 +119,7 @@ def as_verl_takes_it(loss: Loss) -> Callable[..., tuple[torch.Tensor, dict[str, 
 
 def main(directory: Path, rank: int, processes: int) -> None:
     torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{directory / 'meet'}", rank=rank, world_size=processes
-    )
+    distributed.init_process_group("gloo", init_method=f"file://{directory / 'meet'}", rank=rank, world_size=processes)
     use_the_cpu()
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
