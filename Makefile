@@ -78,6 +78,11 @@ frameworks: .venv-frameworks/.setup .venv-crewai/.setup .venv-tracking/.setup .v
 	scripts/tinker_env.sh $(VENV)
 	@touch $@
 
+# verl on CPUs, whose gradients tests/learner/test_verl.py compares.
+.venv-verl/.setup: constraints-verl.txt scripts/verl_env.sh | setup
+	scripts/verl_env.sh $(VENV)
+	@touch $@
+
 # The agents of examples/text_to_sql, multi_hop_rag and math_tools.
 .venv-experiments/.setup: constraints-experiments.txt scripts/experiments_env.sh | setup
 	scripts/experiments_env.sh $(VENV)
@@ -102,9 +107,10 @@ ci: packages setup frameworks lint types contracts docs smoke
 	scripts/check_dashboard.sh $(VENV)
 	AGL_REQUIRE_POSTGRES=1 AGL_REQUIRE_BROWSER=1 AGL_REQUIRE_NODE=1 AGL_REQUIRE_FRAMEWORKS=1 $(BIN)/pytest $(SIDE_BY_SIDE) -m "not soak"
 
-engines: setup .venv-vllm/.setup .venv-sglang/.setup .venv-tinker/.setup
+engines: setup .venv-vllm/.setup .venv-sglang/.setup .venv-tinker/.setup .venv-verl/.setup
 	AGL_ENGINES=1 $(BIN)/pytest -s tests/learner/test_vllm.py tests/learner/test_sglang.py
 	AGL_ENGINES=1 .venv-tinker/bin/python -m pytest -s tests/learner/test_tinker.py
+	AGL_ENGINES=1 .venv-verl/bin/python -m pytest -s tests/learner/test_verl.py
 
 soak: setup
 	$(BIN)/pytest -m soak --timeout=7200
@@ -125,4 +131,4 @@ benchmarks: setup .venv-trl/.setup .venv-experiments/.setup
 	.venv-experiments/bin/python benchmarks/retrieval.py
 
 clean:
-	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-tracking .venv-trl .venv-experiments .venv-vllm .venv-sglang .venv-tinker site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-tracking .venv-trl .venv-experiments .venv-vllm .venv-sglang .venv-tinker .venv-verl site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -86,7 +86,7 @@ class Trainer:
         sampler: what samples from the model: `embedded`, the engine in this process, or servers that load its weights,
             `{"vllm": "http://host:8000/v1"}` or `{"sglang": "http://host:30000/v1"}` (see `RemoteSampling`).
         learner: what trains it: `torch`, in this process; `{"fsdp": N}`, in N processes of this machine; or a server
-            that samples too, `tinker`, the hosted service, or `{"tinker": "http://host:8000"}` (see `TinkerLearning`).
+            that samples too: `tinker`, the hosted service, `{"tinker": URL}` (`TinkerLearning`), `{"verl": URL}`.
         optimizer: learning rate, schedule, micro-batches and the like.
         lora: train an adapter of this size instead of the weights.
         dtype: of the weights: float32, or bfloat16, of which the optimiser keeps float32 copies.

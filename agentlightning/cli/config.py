@@ -241,7 +241,7 @@ def _beside(run_file: Path, value: Any, must_exist: bool = False) -> Any:
     return f"{path}:{attribute}" if attribute else str(path)
 
 
-_ENGINES: Final = ("vllm", "sglang", "fsdp", "tinker")
+_ENGINES: Final = ("vllm", "sglang", "fsdp", "tinker", "verl")
 
 
 def _assign(values: dict[str, Any], assignment: str) -> None:

@@ -204,8 +204,8 @@ class Critic:
 
 
 def is_tinker(given: str | Mapping[str, Any] | None) -> bool:
-    """Whether a run's learner is a Tinker server."""
-    return given == "tinker" or (isinstance(given, Mapping) and "tinker" in given)
+    """Whether a run's learner is a Tinker server, verl's or another."""
+    return given == "tinker" or (isinstance(given, Mapping) and not given.keys().isdisjoint(("tinker", "verl")))
 
 
 def read_learner(
@@ -221,12 +221,12 @@ def read_learner(
     Tinker server. ConfigError for what is none of these, and for what does not go with several."""
     if given in (None, "torch") or is_tinker(given):
         return None
-    forms = "write torch, {fsdp: 2} for a learner in two processes, tinker or {tinker: URL}"
+    forms = "write torch, {fsdp: 2} for a learner in two processes, tinker, {tinker: URL} or {verl: URL}"
     if not isinstance(given, Mapping):
         raise ConfigError(f"learner is {given!r}; {forms}")
     for key in given:
         if key != "fsdp":
-            raise ConfigError(f"learner: unknown key {key!r}; {nearest(str(key), ('fsdp', 'tinker'))}")
+            raise ConfigError(f"learner: unknown key {key!r}; {nearest(str(key), ('fsdp', 'tinker', 'verl'))}")
     processes: Any = given.get("fsdp")
     if type(processes) is not int or processes < 1:
         raise ConfigError(f"learner is {dict(given)!r}; {forms}")

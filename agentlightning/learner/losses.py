@@ -5,11 +5,15 @@ Gradients flow through `logprobs` alone. References are checked in tests against
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from agentlightning.data.sequences import TrainingSequence, aggregation_weights, pad
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import CLIP_RANGES, KLEstimator, Loss
+from agentlightning.learner.totals import Mismatch, Totals
 
 
 def policy_loss(
@@ -37,6 +41,27 @@ def policy_loss(
     ratio = transition_ratio(now, before, transitions) if kind == "gspo" else torch.exp(now - before)
     above, below = ratio > 1 + high, ratio < 1 - low
     return value, above | below if kind == "cispo" else ((advantages > 0) & above) | ((advantages < 0) & below)
+
+
+def gradient(
+    batch: Sequence[TrainingSequence], logprobs: Sequence[Tensor], loss: Loss, version: int | None
+) -> tuple[Tensor, Totals]:
+    """dL/dlogprob of every sampled token of the batch, float32[N], where these are its `logprobs`; and the metrics."""
+    micro = pad(
+        list(batch), aggregation_weights(batch, loss.aggregation, loss.constant_length or 0), max(map(len, batch))
+    )
+    old, advantages, transitions, weights, versions = map(
+        torch.from_numpy, (micro.logprobs, micro.advantages, micro.transitions, micro.weights, micro.versions)
+    )
+    now = torch.cat(list(logprobs)).requires_grad_()
+    per_token, clipped = policy_loss(now, old, advantages, transitions, loss)
+    total = (per_token * weights).sum()
+    torch.autograd.backward(total)
+    assert now.grad is not None
+    totals, log_ratio = Totals(Mismatch(version if loss.old == "behaviour" else None)), now.detach() - old
+    totals.add(float(total.detach()), log_ratio, clip_fraction=clipped)
+    totals.mismatch.add(log_ratio, versions)
+    return now.grad, totals
 
 
 def try_loss(loss: Loss) -> None:

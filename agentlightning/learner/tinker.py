@@ -21,14 +21,14 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from agentlightning.data.sequences import TrainingSequence, aggregation_weights, pad
+from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import BackendError, ConfigError, TrainingError, UnavailableError
@@ -41,7 +41,6 @@ from agentlightning.learner.base import AdamW, LoRA, Loss, Weights, WeightsForm
 from agentlightning.learner.policy import load_tokenizer
 from agentlightning.learner.remote import sampled_sequence
 from agentlightning.learner.torch import MISMATCH_TOLERANCE, prepared
-from agentlightning.learner.totals import Mismatch, Totals
 
 if TYPE_CHECKING:
     from agentlightning.learner.opening import Opening
@@ -77,6 +76,17 @@ class TinkerLearning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     reduction: Literal["sum", "mean"] | None = None
 
 
+class VerlLearning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The base URL of `verl`'s Tinker server, which sums its losses and trains all weights of the one model it has; and
+    the `tokenizer`'s name or directory, where it is not the model's."""
+
+    verl: str
+    tokenizer: str | None = None
+
+
+Learning: TypeAlias = TinkerLearning | VerlLearning
+
+
 class Handle(msgspec.Struct, frozen=True):
     """Weights on the server: its `path` for them. `steps` have been made with the optimiser saved beside them."""
 
@@ -84,23 +94,28 @@ class Handle(msgspec.Struct, frozen=True):
     steps: int = 0
 
 
-def read_tinker(given: str | Mapping[str, Any] | None, opening: Opening) -> TinkerLearning:
+def read_tinker(given: str | Mapping[str, Any] | None, opening: Opening) -> Learning:
     """What a run says of a learner that is not in this process. ConfigError for what is none, and for what does not go
     with a Tinker server."""
+    form = VerlLearning if isinstance(given, Mapping) and "verl" in given else TinkerLearning
     try:
-        learning = TinkerLearning() if given == "tinker" else msgspec.convert(given, TinkerLearning)
+        learning = TinkerLearning() if given == "tinker" else msgspec.convert(given, form)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"learner is {given!r} ({error}); write torch, tinker or {{tinker: URL}}") from None
+        forms = "write torch, tinker, {tinker: URL} or {verl: URL}"
+        raise ConfigError(f"learner is {given!r} ({error}); {forms}") from None
     for field, (name, reason) in _REFUSED.items():
         if getattr(opening, field):
             raise ConfigError(f"learner: a Tinker server goes without {name}: {reason}")
     if opening.optimizer.gradient_checkpointing:
         raise ConfigError("learner: a Tinker server goes without gradient_checkpointing: it chooses that itself")
-    if learning.tinker == HOSTED and not os.environ.get("TINKER_API_KEY"):
+    if isinstance(learning, TinkerLearning) and learning.tinker == HOSTED and not os.environ.get("TINKER_API_KEY"):
         raise ConfigError("learner: the hosted Tinker service needs a key in the variable TINKER_API_KEY")
     if opening.loss is not None:
         check_loss(opening.loss)
-        if opening.lora is None or opening.lora != LoRA(opening.lora.rank):
+        if isinstance(learning, VerlLearning):
+            if opening.lora is not None:
+                raise ConfigError("learner: verl's Tinker server trains all weights and no adapter: leave lora out")
+        elif opening.lora is None or opening.lora != LoRA(opening.lora.rank):
             raise ConfigError(
                 f"learner: a Tinker server trains an adapter of all layers with alpha {LoRA.alpha:g}: give lora: "
                 "{rank: 16}, without other keys"
@@ -121,32 +136,49 @@ def check_loss(loss: Loss) -> None:
 
 
 @contextmanager
-def open_tinker(
-    learning: TinkerLearning, model: str, opening: Opening
-) -> Generator[tuple[TinkerSampler, TinkerLearner]]:
-    """Inside, the server is ready to sample from `model`, its name for it, and to train an adapter on it. ConfigError
-    where it cannot be reached, or has no such model."""
+def open_tinker(learning: Learning, model: str, opening: Opening) -> Generator[tuple[TinkerSampler, TinkerLearner]]:
+    """Inside, the server is ready to sample from `model`, its name for it, and to train an adapter on it, or, verl's,
+    its weights. ConfigError where it cannot be reached, is not ready, or has no such model."""
     tokenizer, tinker = load_tokenizer(learning.tokenizer or model), _sdk()
-    url = None if learning.tinker == HOSTED else learning.tinker.rstrip("/")
+    name = (learning.verl if isinstance(learning, VerlLearning) else learning.tinker).rstrip("/")
+    url = None if name == HOSTED else name
     if url is not None:
         try:  # the SDK would try for minutes
-            urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=_SECONDS).close()
+            with urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=_SECONDS) as answer:
+                health = answer.read().decode(errors="replace")
         except (OSError, ValueError) as error:
-            raise ConfigError(f"learner: no Tinker server answers at {learning.tinker}: {error}") from None
+            raise ConfigError(f"learner: no Tinker server answers at {url}: {error}") from None
+        if isinstance(learning, VerlLearning) and '"ready"' not in health:
+            raise ConfigError(f"learner: verl's Tinker server at {url} is not ready, or is another: it says {health}")
     with ExitStack() as stack:
         with _explained(tinker):
             service = tinker.ServiceClient(base_url=url, api_key=os.environ.get("TINKER_API_KEY", "tml-none"))
             names = [one.model_name for one in service.get_server_capabilities().supported_models if one.model_name]
         served = {os.path.abspath(name): name for name in names}.get(os.path.abspath(model))  # some are directories
         if served is None:
-            raise ConfigError(f"learner: {learning.tinker} serves {', '.join(names)}, and not the model {model!r}")
+            raise ConfigError(f"learner: {name} serves {', '.join(names)}, and not the model {model!r}")
         stack.callback(lambda: service.holder.close())
         rank = (opening.lora or LoRA()).rank
         create = partial(service.create_lora_training_client, served, rank=rank, seed=opening.seed)
-        learner = TinkerLearner(tinker, service, create, tokenizer, opening.optimizer, learning.reduction)
+        if isinstance(learning, VerlLearning):
+            create = partial(_with_first_weights, tinker, service, served, create)
+        learner = TinkerLearner(tinker, service, create, tokenizer, opening.optimizer, learning)
         stack.callback(learner.close)
         chat, length = ChatTemplate.from_pretrained(tokenizer), opening.max_sequence_length or _LENGTH
-        yield TinkerSampler(tinker, service, served, chat, learning.tinker, length), learner
+        yield TinkerSampler(tinker, service, served, chat, name, length), learner
+
+
+def _with_first_weights(sdk: Any, service: Any, model: str, create: Callable[[], Any]) -> Any:
+    """A training client of verl's server, which has one set of weights, if they are those that it was started with."""
+    try:
+        sampler = service.create_sampling_client(base_model=model)
+        sampler.sample(sdk.types.ModelInput.from_ints([0]), 1, sdk.types.SamplingParams(max_tokens=1)).result()
+    except sdk.TinkerError as error:
+        raise ConfigError(
+            f"learner: verl's Tinker server cannot sample from {model} as it was before any training: start it anew, "
+            f"with a rollout, or go on with --resume ({error})"
+        ) from None
+    return create()
 
 
 class TinkerLearner:
@@ -156,7 +188,7 @@ class TinkerLearner:
     mismatch_tolerance = MISMATCH_TOLERANCE[torch.bfloat16]  # what the server computes in is not known
 
     def __init__(
-        self, sdk: Any, service: Any, create: Callable[[], Any], tokenizer: Any, config: AdamW, reduction: str | None
+        self, sdk: Any, service: Any, create: Callable[[], Any], tokenizer: Any, config: AdamW, learning: Learning
     ) -> None:
         config.rate(1)  # a schedule without an end is refused now
         self.config = config
@@ -164,12 +196,14 @@ class TinkerLearner:
         self.token_bytes: TokenBytes | None = TokenBytes(tokenizer.backend_tokenizer)
         self._sdk, self._service, self._create = sdk, service, create
         self._client: Any = None  # made when it is first needed: a state can only be loaded into a new one
+        self._of_verl = isinstance(learning, VerlLearning)
+        reduction = "sum" if isinstance(learning, VerlLearning) else learning.reduction
         self._averages, self._sums = reduction == "mean", reduction is not None
 
     def close(self) -> None:
         """Free the adapter's place on the server, as far as it lets one."""
         client, self._client = self._client, None
-        if client is None:
+        if client is None or self._of_verl:  # whose weights are the server's
             return
         pool = importlib.import_module("tinker.lib.client_connection_pool_type").ClientConnectionPoolType.TRAIN
 
@@ -197,7 +231,7 @@ class TinkerLearner:
             raise TrainingError("an empty batch cannot be trained; the loop must skip the step")
         check_loss(loss)
         logprobs = self.logprobs(batch)
-        gradient, totals = _gradient(batch, logprobs, loss, version)
+        gradient, totals = losses.gradient(batch, logprobs, loss, version)
         if not np.isfinite([totals.sums["loss"], float(gradient.abs().sum())]).all():
             raise TrainingError(
                 f"the step was not taken: loss {totals.sums['loss']}. The weights are unchanged; lower the learning "
@@ -211,7 +245,7 @@ class TinkerLearner:
         self._ask("forward_backward", data, "importance_sampling")
         told: dict[str, float] = self._ask("optim_step", adam).metrics or {}
         self.steps += 1
-        norms = [value for name, value in told.items() if name.endswith("grad_norm")]
+        norms = [value for name, value in told.items() if name.split(":")[0].endswith("grad_norm")]
         computed = sum(map(len, batch))
         saved = sum(sequence.tokens_alone for sequence in batch) - computed
         counts = {"tokens_computed": float(computed), "tokens_saved": float(saved)}
@@ -263,7 +297,7 @@ class TinkerLearner:
         The gradient of what it is asked for is 0."""
         if self._sums:
             return
-        nothing = self._datum(np.zeros(2, np.int64), np.zeros(1, np.float32), np.zeros(1, np.float32))
+        nothing = self._datum(np.zeros(2, np.int64), *np.zeros((3, 1), np.float32))
         if not any("loss" in name for name in self._ask("forward_backward", [nothing], "importance_sampling").metrics):
             raise ConfigError(
                 "learner: this server does not tell the sum of its losses: it may average them, as SkyRL's JAX backend "
@@ -277,46 +311,28 @@ class TinkerLearner:
         count = max(_FEWEST, 1 << (len(batch) - 1).bit_length()) if self._averages else len(batch)
         data: list[Any] = []
         for sequence, old, own in zip(batch, logprobs, advantages, strict=True):
-            rows = np.zeros((2, len(sequence) - 1), np.float32)
+            rows = np.zeros((3, len(sequence) - 1), np.float32)
             undone = rows.shape[1] * count if self._averages else 1
-            rows[:, sequence.positions - 1] = torch.stack([old, own * undone]).numpy()
+            rows[:, sequence.positions - 1] = torch.stack([old, own * undone, torch.ones_like(old)]).numpy()
             data.append(self._datum(sequence.token_ids, *rows))
         if count > len(batch):
             short = min(batch, key=len)
-            nothing = np.zeros(len(short) - 1, np.float32)
-            data += [self._datum(short.token_ids, nothing, nothing)] * (count - len(batch))
+            nothing = np.zeros((3, len(short) - 1), np.float32)
+            data += [self._datum(short.token_ids, *nothing)] * (count - len(batch))
         return data
 
-    def _datum(self, token_ids: Any, logprobs: FloatArray, advantages: FloatArray) -> Any:
-        """Row i is of the token after the i-th, float32[L − 1]."""
+    def _datum(self, token_ids: Any, logprobs: FloatArray, advantages: FloatArray, sampled: FloatArray) -> Any:
+        """Row i is of the token after the i-th, float32[L − 1]. verl's server refuses a sequence of zeros alone where
+        it is not told what was sampled, and others may refuse to be told."""
         inputs = {"target_tokens": token_ids[1:].astype(np.int64), "logprobs": logprobs, "advantages": advantages}
+        if self._of_verl:
+            inputs["mask"] = sampled
         types = self._sdk.types
         prompt = types.ModelInput.from_ints(token_ids[:-1].tolist())
         return types.Datum(
             model_input=prompt,
             loss_fn_inputs={name: types.TensorData.from_numpy(array) for name, array in inputs.items()},
         )
-
-
-def _gradient(
-    batch: Sequence[TrainingSequence], logprobs: Sequence[Tensor], loss: Loss, version: int | None
-) -> tuple[Tensor, Totals]:
-    """dL/dlogprob of every sampled token of the batch, float32[N], where these are its `logprobs`; and the metrics."""
-    micro = pad(
-        list(batch), aggregation_weights(batch, loss.aggregation, loss.constant_length or 0), max(map(len, batch))
-    )
-    old, advantages, transitions, weights, versions = map(
-        torch.from_numpy, (micro.logprobs, micro.advantages, micro.transitions, micro.weights, micro.versions)
-    )
-    now = torch.cat(list(logprobs)).requires_grad_()
-    per_token, clipped = losses.policy_loss(now, old, advantages, transitions, loss)
-    total = (per_token * weights).sum()
-    torch.autograd.backward(total)
-    assert now.grad is not None
-    totals, log_ratio = Totals(Mismatch(version if loss.old == "behaviour" else None)), now.detach() - old
-    totals.add(float(total.detach()), log_ratio, clip_fraction=clipped)
-    totals.mismatch.add(log_ratio, versions)
-    return now.grad, totals
 
 
 class TinkerSampler:
@@ -409,7 +425,8 @@ class TinkerSampler:
             raise BackendError(f"the Tinker server gave {len(told.tokens)} tokens without a logprob of each")
         self.generated_tokens += len(told.tokens)
         last = len(told.tokens) - 1
-        reason = "stop" if told.stop_reason == "stop" else "length"
+        stopped = told.tokens[-1] in request.stop_token_ids or last + 1 < min(room, request.max_tokens or room)
+        reason = "stop" if told.stop_reason == "stop" and stopped else "length"  # verl's says stop of both
         return [
             SampledToken(token_id, logprob, version, reason if position == last else None, ending=_ending(request))
             for position, (token_id, logprob) in enumerate(zip(told.tokens, told.logprobs, strict=True))

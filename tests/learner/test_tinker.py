@@ -55,7 +55,14 @@ def settings(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"learner": "tinkr"}, r"tinker or \{tinker: URL\}"),
+        ({"learner": "tinkr"}, r"tinker, \{tinker: URL\} or \{verl: URL\}"),
+        ({"learner": {"verl": None}}, r"\{verl: URL\}"),
+        ({"learner": {"verl": NOWHERE}}, "all weights and no adapter: leave lora out"),
+        ({"learner": {"verl": NOWHERE, "reduction": "sum"}, "lora": None}, "reduction"),
+        ({"learner": {"verl": NOWHERE, "tinker": NOWHERE}}, "unknown field `tinker`"),
+        ({"learner": {"verll": NOWHERE}}, "did you mean 'verl'"),
+        ({"learner": {"verl": NOWHERE}, "lora": None, "sampler": {"vllm": NOWHERE}}, "goes without sampler"),
+        ({"learner": {"verl": NOWHERE}, "lora": None}, "trains a model of its own"),
         ({"learner": {"tinker": NOWHERE, "reduction": "max"}}, "reduction"),
         ({"learner": "tinker"}, "TINKER_API_KEY"),
         ({"sampler": {"vllm": NOWHERE}}, "goes without sampler: the server that learns samples too"),
