@@ -61,7 +61,7 @@ class Place:
         """The store; one that does not exist is only made if `create`. For `reading`, a file that another process uses
         is as good as any."""
         if self.address is not None and self.server is not None:
-            raise click.UsageError("a store and --server are two stores: give one of them")
+            raise click.UsageError("say which store: one is given, and --server is another")
         if not self.named:
             raise click.UsageError("say which store: either its file or postgresql:// URL, or --server URL")
         if self.server is not None:

@@ -175,4 +175,4 @@ def test_a_tokenizer_that_cannot_be_used_is_named(path: Path, tmp_path: Path, ag
 
 def test_two_stores_are_one_too_many(agl) -> None:
     code, _, err = agl("drift", "store.db", "--server", "http://127.0.0.1:1", "--tokenizer", "x")
-    assert code == 2 and "are two stores" in err
+    assert code == 2 and "say which store" in err
