@@ -59,27 +59,27 @@ frameworks: .venv-frameworks/.setup .venv-crewai/.setup .venv-tracking/.setup .v
 	@touch $@
 
 # TRL, which tests/learner/test_trl.py and benchmarks/rl.py compare with.
-.venv-trl/.setup: constraints-trl.txt scripts/trl_env.sh | setup
+.venv-trl/.setup: constraints-trl.txt scripts/own_environment.sh scripts/trl_env.sh | setup
 	scripts/trl_env.sh $(VENV)
 	@touch $@
 
 # vLLM for CPUs, a sampler of tests/learner/test_vllm.py.
-.venv-vllm/.setup: constraints-vllm.txt scripts/vllm_env.sh | setup
+.venv-vllm/.setup: constraints-vllm.txt scripts/own_environment.sh scripts/vllm_env.sh | setup
 	scripts/vllm_env.sh $(VENV)
 	@touch $@
 
 # SGLang without its kernels, for tests/learner/test_sglang.py.
-.venv-sglang/.setup: constraints-sglang.txt scripts/sglang_env.sh scripts/sglang_kernels.py | setup
+.venv-sglang/.setup: constraints-sglang.txt scripts/own_environment.sh scripts/sglang_env.sh scripts/sglang_kernels.py | setup
 	scripts/sglang_env.sh $(VENV)
 	@touch $@
 
 # SkyRL's Tinker server on CPUs and the SDK, learner and sampler of tests/learner/test_tinker.py.
-.venv-tinker/.setup: constraints-tinker.txt scripts/tinker_env.sh | setup
+.venv-tinker/.setup: constraints-tinker.txt scripts/own_environment.sh scripts/tinker_env.sh | setup
 	scripts/tinker_env.sh $(VENV)
 	@touch $@
 
 # verl on CPUs, whose gradients tests/learner/test_verl.py compares.
-.venv-verl/.setup: constraints-verl.txt scripts/verl_env.sh | setup
+.venv-verl/.setup: constraints-verl.txt scripts/own_environment.sh scripts/verl_env.sh | setup
 	scripts/verl_env.sh $(VENV)
 	@touch $@
 

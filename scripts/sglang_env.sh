@@ -3,14 +3,9 @@
 # there is a GPU, install SGLang itself instead. $1 is the environment of `make setup`, whose Python it takes.
 set -euo pipefail
 
-setup=$1
-environment=.venv-sglang
-
-"$setup/bin/python" -m venv --clear "$environment"
-pip="$environment/bin/python -m pip --disable-pip-version-check"
+. scripts/own_environment.sh .venv-sglang "$1"
 # Without what SGLang depends on for GPUs, which are several gigabytes.
 $pip install --quiet --no-deps --requirement constraints-sglang.txt
-site=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 cp scripts/sglang_kernels.py "$site"
 echo 'import sglang_kernels' >"$site/sglang_kernels.pth" # in every process, those that SGLang starts too
 # Transformers looks whether there is such a distribution before it lets SGLang import what needs images.

