@@ -69,7 +69,7 @@ class LoopState:
 class Saved(Protocol):
     """What holds weights and optimisers: a learner, or several."""
 
-    def save(self, directory: Path, *, resumable: bool = True) -> None: ...
+    def save(self, directory: Path, resumable: bool = True) -> None: ...
     def load(self, directory: Path) -> None: ...
 
 
@@ -145,7 +145,7 @@ class Checkpoints:
     def _steps(self) -> list[Path]:
         return sorted(path for path in self.directory.glob("step-*") if (path / STATE_FILE).is_file())
 
-    def _write(self, weights: Saved, state: LoopState, name: str, *, resumable: bool = True) -> Path:
+    def _write(self, weights: Saved, state: LoopState, name: str, resumable: bool = True) -> Path:
         """Into a hidden directory first, then renamed: what bears a checkpoint's name is complete."""
         target, partial = self.directory / name, self.directory / f".{name}.partial"
         with explained("checkpoint", target):

@@ -352,7 +352,7 @@ class Learner(Protocol):
         into it, the `adapter` alone, or a `handle`. ConfigError for a form that there is not."""
         ...
 
-    def save(self, directory: Path, *, resumable: bool = True) -> None:
+    def save(self, directory: Path, resumable: bool = True) -> None:
         """Write weights (`transformers` layout, with the tokenizer) into `directory`, and, to go on training from them,
         the optimiser's state."""
         ...

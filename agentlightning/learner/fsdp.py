@@ -115,10 +115,10 @@ class FsdpLearner:
         return [torch.from_numpy(one) for one in self._call("logprobs_as_arrays", batch, temperature)]
 
     def export(self, directory: Path, form: WeightsForm) -> None:
-        self._call("export", directory.absolute())
+        self._call("export", directory.absolute(), form)
 
-    def save(self, directory: Path, *, resumable: bool = True) -> None:
-        self._call("save" if resumable else "export", directory.absolute())
+    def save(self, directory: Path, resumable: bool = True) -> None:
+        self._call("save", directory.absolute(), resumable)
 
     def load(self, directory: Path) -> None:
         self._call("load", directory.absolute())

@@ -98,16 +98,16 @@ class ShardedLearner(TorchLearner):
         """Pickled, an array is its own numbers alone; a tensor those of all that it is a part of."""
         return [one.numpy() for one in self.logprobs(batch, temperature)]
 
-    def export(self, directory: Path, form: WeightsForm = "whole") -> None:
+    def export(self, directory: Path, form: WeightsForm) -> None:
         self._write(directory, self._gathered(self.model.state_dict(keep_vars=True)))
 
-    def save(self, directory: Path, *, resumable: bool = True) -> None:
+    def save(self, directory: Path, resumable: bool = True) -> None:
         weights = self._gathered(self.model.state_dict(keep_vars=True))
-        optimizer = self._gathered(self.optimizer.state_dict()) if resumable else {}
+        self._write(directory, weights)
         if not resumable:
-            self._write(directory, weights)
-        elif dist.get_rank() == 0:
-            self._write(directory, weights)
+            return
+        optimizer = self._gathered(self.optimizer.state_dict())
+        if dist.get_rank() == 0:
             names = [] if self._dtype == torch.float32 else [name for name, _ in self.model.named_parameters()]
             self._save_state(directory, optimizer, [weights[name] for name in names])
 

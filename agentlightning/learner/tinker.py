@@ -269,7 +269,7 @@ class TinkerLearner:
         saved = self._ask("save_weights_for_sampler", _new_name())
         (directory / HANDLE_FILE).write_bytes(msgspec.json.encode(Handle(saved.path)))
 
-    def save(self, directory: Path, *, resumable: bool = True) -> None:
+    def save(self, directory: Path, resumable: bool = True) -> None:
         """Write the handle of weights and optimiser, which stay on the server until they are deleted there; it keeps
         none without the other."""
         saved = self._ask("save_state", _new_name())

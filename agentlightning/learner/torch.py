@@ -334,7 +334,7 @@ class TorchLearner:
         else:
             replace(self.policy, model=adapter.publish(), adapter=None).save(directory)
 
-    def save(self, directory: Path, *, resumable: bool = True) -> None:
+    def save(self, directory: Path, resumable: bool = True) -> None:
         """See `Learner.save`."""
         self.policy.save(directory)
         if not resumable:

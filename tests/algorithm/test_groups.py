@@ -191,7 +191,7 @@ def test_the_best_weights_are_not_saved_while_a_step_changes_them(
         stepping.clear()
         return metrics
 
-    def watched_save(self: Any, directory: Path, *, resumable: bool = True) -> None:
+    def watched_save(self: Any, directory: Path, resumable: bool = True) -> None:
         during_a_step.append(stepping.is_set())
         save(self, directory, resumable=resumable)
 

@@ -75,7 +75,7 @@ class Weights:
     def __init__(self) -> None:
         self.text = ""
 
-    def save(self, directory: Path, *, resumable: bool = True) -> None:
+    def save(self, directory: Path, resumable: bool = True) -> None:
         (directory / "weights").write_text(self.text)
 
     def load(self, directory: Path) -> None:

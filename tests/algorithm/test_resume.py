@@ -208,7 +208,7 @@ def test_what_the_new_runner_has_begun_is_not_taken_for_a_leftover(
 
 def test_a_checkpoint_that_finds_no_space_takes_none(tmp_path: Path) -> None:
     class Full:
-        def save(self, directory: Path, *, resumable: bool = True) -> None:
+        def save(self, directory: Path, resumable: bool = True) -> None:
             (directory / "model.safetensors").write_bytes(b"half of it")
             raise OSError(28, "No space left on device")
 
@@ -221,7 +221,7 @@ def test_a_checkpoint_that_finds_no_space_takes_none(tmp_path: Path) -> None:
 
 def test_a_kill_between_two_renames_loses_neither_checkpoint(tmp_path: Path) -> None:
     class Kept:
-        def save(self, directory: Path, *, resumable: bool = True) -> None: ...
+        def save(self, directory: Path, resumable: bool = True) -> None: ...
         def load(self, directory: Path) -> None: ...
 
     checkpoints = Checkpoints(tmp_path)

@@ -140,7 +140,7 @@ class Policies:
         idle = sum(sampler.idle_seconds for sampler in samplers) / max(1, len(samplers))
         return Usage(sum(sampler.generated_tokens for sampler in samplers), idle)
 
-    def save(self, directory: Path, *, resumable: bool = True) -> None:
+    def save(self, directory: Path, resumable: bool = True) -> None:
         """Into the directory itself, or, where there are several, into one each that bears the policy's name."""
         for name, learner in self.learners.items():
             place = self._place(directory, name)
