@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -82,7 +83,12 @@ def open_policy(
     if isinstance(source, Policy):
         policy = source if device is None else _moved(source, device)
     elif is_reference(str(source)):
-        policy = load_reference(str(source))(seed)
+        make = load_reference(str(source))
+        try:
+            inspect.signature(make).bind(seed)
+        except TypeError as error:
+            raise ConfigError(f"{source} must be a function that takes a seed and returns a Policy: {error}") from None
+        policy = make(seed)
         if not isinstance(policy, Policy):
             raise ConfigError(f"{source} made a {type(policy).__name__}; it must return a Policy")
         policy = _moved(policy, device)
