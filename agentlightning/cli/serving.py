@@ -213,7 +213,6 @@ async def _server(settings: ServerSettings, as_json: bool) -> None:
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
 @click.option("--endpoint", "endpoint_override", metavar="URL",
               help="Where agents call models, if not at the URL that the trainer knows the server by.")  # fmt: skip
-@click.option("--project", metavar="NAME", help="Lease only rollouts of this project.")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Rollouts at once: 64, or of processes one per core.")
 @isolation_option("auto")
 @click.option("--max-attempts-per-process", type=click.IntRange(min=1), metavar="N", default=100, show_default=True,

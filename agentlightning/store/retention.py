@@ -18,7 +18,7 @@ from agentlightning.store import calls, codec, lifecycle, query
 from agentlightning.store.attempts import cancel_rollout, insert_attempt
 from agentlightning.store.database import Connection
 from agentlightning.store.outcomes import note_error
-from agentlightning.store.query import FIND, Query, in_project
+from agentlightning.store.query import FIND, Query
 from agentlightning.store.rollouts import TERMINAL_STATUSES, find_rollout
 from agentlightning.store.spans import add_spans
 from agentlightning.store.tables import ROLLOUTS
@@ -88,7 +88,7 @@ def _matching(tx: Transaction, call: calls.DeleteRollouts, condition: str) -> li
         condition += f" AND status IN {TERMINAL_STATUSES}"
     if call.keep_rewards:
         condition += " AND trimmed = 0"
-    matching = Query(in_project(call.where, call.project), query.ROLLOUTS, tx.connection)
+    matching = Query(call.where, query.ROLLOUTS, tx.connection)
     rest = f" AND {condition} ORDER BY number"
     return list(matching.rows("number, rollout_id, status, group_id", rest, most=_AT_ONCE))
 
@@ -157,7 +157,7 @@ def _check_whole(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[
     """InvalidError unless these are a finished rollout, its finished attempts and their spans."""
     if rollout.status not in lifecycle.TERMINAL or rollout.end_time is None:
         raise InvalidError(f"rollout {rollout.rollout_id} is {rollout.status}; only finished rollouts can be imported")
-    for name in ("rollout_id", "project", "run_id", "group_id", "resources_id"):
+    for name in ("rollout_id", "run_id", "group_id", "resources_id"):
         value = getattr(rollout, name)
         if value is not None:
             codec.check_id(value, name)

@@ -39,8 +39,7 @@ CREATE TABLE runs (
     start_time {real} NOT NULL,
     end_time {real},
     policy_version {integer} NOT NULL,
-    manifest TEXT NOT NULL,
-    project TEXT NOT NULL DEFAULT 'default'
+    manifest TEXT NOT NULL
 );
 CREATE TABLE metrics (
     run_id TEXT NOT NULL,
@@ -71,7 +70,6 @@ CREATE TABLE rollouts (
     config TEXT NOT NULL,
     metadata TEXT NOT NULL,
     attempts {integer} NOT NULL,
-    project TEXT NOT NULL DEFAULT 'default',
     priority {integer} NOT NULL DEFAULT 0,
     finished_index {integer},
     trimmed {integer} NOT NULL DEFAULT 0,
@@ -80,8 +78,6 @@ CREATE TABLE rollouts (
     error TEXT
 );
 CREATE INDEX rollouts_queued ON rollouts (priority DESC, number) WHERE status IN ('queuing', 'requeuing');
-CREATE INDEX rollouts_queued_by_project ON rollouts (project, priority DESC, number)
-    WHERE status IN ('queuing', 'requeuing');
 CREATE UNIQUE INDEX rollouts_by_finish ON rollouts (finished_index) WHERE finished_index IS NOT NULL;
 CREATE INDEX rollouts_of_run_by_finish ON rollouts (run_id, finished_index) WHERE finished_index IS NOT NULL;
 CREATE INDEX rollouts_by_run ON rollouts (run_id, number);
@@ -133,11 +129,9 @@ CREATE TABLE resources (
     resources TEXT NOT NULL,
     create_time {real} NOT NULL,
     metadata TEXT NOT NULL,
-    project TEXT NOT NULL DEFAULT 'default',
     run_id TEXT,
     parent_id TEXT
 );
-CREATE INDEX resources_by_project ON resources (project, version);
 CREATE TABLE workers (
     worker_id TEXT PRIMARY KEY,
     last_heartbeat_time {real} NOT NULL,
@@ -162,14 +156,13 @@ CREATE TABLE api_keys (
     digest TEXT NOT NULL UNIQUE,
     name TEXT NOT NULL,
     scopes TEXT NOT NULL,
-    project TEXT,
     create_time {real} NOT NULL,
     expire_time {real},
     revoke_time {real}
 );
 """
 
-VERSION: Final = 5
+VERSION: Final = 6
 """The layout of these tables."""
 
 

@@ -157,7 +157,6 @@ def test_gc_removes_what_ended_long_ago(agl, path: Path) -> None:
     arguments = ("store", "gc", "--store", path, "--older-than", "30d")
     assert agl(*arguments, "--dry-run") == (0, "2 rollouts ended before that; nothing was removed\n", "")
     assert len(inputs(path)) == 3
-    assert agl(*arguments, "--project", "another")[1].startswith("removed 0 rollouts")
     assert agl(*arguments)[:2] == (0, "removed 2 rollouts, 2 attempts, 0 spans\n")
     assert inputs(path) == ["young"]
 

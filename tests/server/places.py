@@ -81,16 +81,6 @@ ADMIN = TRAINER | {
     calls.ImportRollout,
 }
 OPENS = {"read": READ, "grader": GRADER, "worker": WORKER, "trainer": TRAINER, "admin": ADMIN}
-OF_THE_WHOLE = {
-    calls.ExtendAttempts,
-    calls.QueryWorkers,
-    calls.Statistics,
-    calls.RevokeKey,
-    calls.FindKey,
-    calls.QueryKeys,
-    calls.CheckStore,
-    calls.ImportRollout,
-}
 
 
 # --- a furnished store -------------------------------------------------------------------------------------------
@@ -98,10 +88,9 @@ OF_THE_WHOLE = {
 
 @dataclass
 class Place:
-    """One of everything, in one project; `tag` is in every id."""
+    """One of everything; `tag` is in every id."""
 
     tag: str
-    project: str
     lease: int = 0
     key_id: str = "key-0"
     attempt_key: str = ""
@@ -119,11 +108,11 @@ def span_of(place: Place, number: int = 1, **fields: Any) -> Span:
     )
 
 
-async def furnish(store: SqlStore, tag: str, project: str) -> Place:
-    place = Place(tag, project)
+async def furnish(store: SqlStore, tag: str) -> Place:
+    place = Place(tag)
     perform = store.perform
-    await perform(calls.StartRun(kind="train", manifest={}, run_id=place.run_id, project=project))
-    await perform(calls.AddResources(resources={}, resources_id=place.resources_id, project=project))
+    await perform(calls.StartRun(kind="train", manifest={}, run_id=place.run_id))
+    await perform(calls.AddResources(resources={}, resources_id=place.resources_id))
     await perform(calls.CreateGroup(size=1, run_id=place.run_id, group_id=place.group_id))
     request = EnqueueRolloutRequest(
         input=f"input of {tag}",
@@ -144,7 +133,7 @@ async def furnish(store: SqlStore, tag: str, project: str) -> Place:
     return replace(
         place,
         lease=attempted.lease.token,
-        key_id=(await perform(calls.IssueKey(name="any", scopes=["read"], project=project))).key_id,
+        key_id=(await perform(calls.IssueKey(name="any", scopes=["read"]))).key_id,
         attempt_key=attempted.api_key,
         grading_key=await perform(calls.IssueAttemptKey(**of_attempt, rewards=True)),
     )
@@ -165,7 +154,6 @@ def terminal(place: Place) -> Rollout:
         start_time=1.0,
         end_time=2.0,
         status="succeeded",
-        project=place.project,
     )
 
 
@@ -264,8 +252,8 @@ class Caller:
             return answer.status, await answer.text(errors="replace")
 
 
-async def issue(store: SqlStore, *scopes: str, project: str | None = None, **more: Any) -> str:
-    return (await store.perform(calls.IssueKey(name="k", scopes=list(scopes), project=project, **more))).api_key
+async def issue(store: SqlStore, *scopes: str, **more: Any) -> str:
+    return (await store.perform(calls.IssueKey(name="k", scopes=list(scopes), **more))).api_key
 
 
 def otlp(*spans: Span) -> dict[str, Any]:

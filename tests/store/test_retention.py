@@ -137,13 +137,6 @@ async def test_unfinished_rollouts_can_be_chosen_by_their_status(store):
     assert await store.get_rollout_by_id(queued.rollout_id) is None
 
 
-async def test_rollouts_of_another_project_are_left(store):
-    await finish(store, project="mine")
-    yours = await finish(store, project="yours")
-    assert (await delete(store, project="mine")).rollouts == 1
-    assert [rollout.rollout_id for rollout in await store.query_rollouts()] == [yours.rollout_id]
-
-
 async def test_a_group_goes_with_its_last_rollout(store):
     group = await store.create_group(2)
     members = [await finish(store, group_id=group.group_id, group_index=index) for index in range(2)]
