@@ -373,10 +373,9 @@ class Credential(Noun, frozen=True, kw_only=True):
 
 
 class Deleted(Noun, frozen=True, kw_only=True):
-    """How much was removed. Rollouts whose rewards were kept count in `rollouts_trimmed`."""
+    """How much was removed."""
 
     rollouts: int = 0
-    rollouts_trimmed: int = 0
     attempts: int = 0
     spans: int = 0
 

@@ -34,10 +34,9 @@ def store() -> None:
 
 @store.command()
 @click.option("--older-than", "age", type=Duration(), required=True, help="How long ago rollouts ended: 30d, 12h, 45m.")
-@click.option("--keep-rewards", is_flag=True, help="Keep rollouts, attempts and rewards; remove inputs, other spans.")
 @click.option("--dry-run", is_flag=True, help="Only count.")
 @on_store()
-async def gc(store: LightningStore, age: float, as_json: bool, keep_rewards: bool, dry_run: bool) -> None:
+async def gc(store: LightningStore, age: float, as_json: bool, dry_run: bool) -> None:
     """Remove rollouts that ended long ago, with their attempts and spans; those of a group when all of it did."""
     from agentlightning.store import calls
     from agentlightning.store.retention import ended_before
@@ -48,7 +47,7 @@ async def gc(store: LightningStore, age: float, as_json: bool, keep_rewards: boo
         words = f"{page.total} rollouts ended before that; nothing was removed"
         tell(as_json, {"rollouts_found": page.total, **msgspec.structs.asdict(Deleted())}, words)
         return
-    deleted = await _delete(store, calls.DeleteRollouts(where=where, keep_rewards=keep_rewards))
+    deleted = await _delete(store, calls.DeleteRollouts(where=where))
     tell(as_json, deleted, _removed(deleted))
 
 
@@ -96,24 +95,22 @@ async def erase(
 
 
 async def _delete(opened: LightningStore, call: DeleteRollouts) -> Deleted:
-    """Perform it and show meanwhile how far it is, which the number of those left tells, unless rewards are kept."""
+    """Perform it and show meanwhile how far it is, which the number of those left tells."""
     from agentlightning.display import counting
 
     async def left() -> int:
         return (await opened.page_rollouts(call.where, limit=0, with_total=True)).total or 0
 
-    total = None if call.keep_rewards else await left()
+    total = await left()
     work = asyncio.ensure_future(opened.perform(call))
     with counting("rollouts", total) as advance:
         while not (await asyncio.wait([work], timeout=_LOOK_SECONDS))[0]:
-            if total is not None:
-                advance(total - await left())
+            advance(total - await left())
     return await work
 
 
 def _removed(deleted: Deleted) -> str:
-    trimmed = f", trimmed {deleted.rollouts_trimmed} to their rewards" if deleted.rollouts_trimmed else ""
-    return f"removed {deleted.rollouts} rollouts, {deleted.attempts} attempts, {deleted.spans} spans{trimmed}"
+    return f"removed {deleted.rollouts} rollouts, {deleted.attempts} attempts, {deleted.spans} spans"
 
 
 # --- checking and copying ----------------------------------------------------------------------------------------

@@ -385,13 +385,11 @@ class AdminCall(Call[T], frozen=True, kw_only=True):
 
 class DeleteRollouts(AdminCall[Deleted], frozen=True, kw_only=True):
     """Remove what belongs to the rollouts that match; those not yet terminal are left, or cancelled first if
-    `unfinished`. `keep_rewards` keeps the rollouts, their attempts and reward spans, without inputs and other spans.
-    `scrub` leaves no trace of what was removed in a SQLite file, which is written anew, a little at a time between
-    other writes."""
+    `unfinished`. `scrub` leaves no trace of what was removed in a SQLite file, which is written anew, a little at a
+    time between other writes."""
 
     route = "POST /rollouts/delete"
     where: Filter
-    keep_rewards: bool = False
     unfinished: bool = False
     scrub: bool = False
 

@@ -111,16 +111,14 @@ def enqueue(tx: Transaction, call: calls.EnqueueRollouts) -> list[Rollout]:
 
 
 def create_rollout(tx: Transaction, request: EnqueueRolloutRequest, *, queued: bool = True) -> Rollout:
-    """Store a rollout, waiting for a worker; or give the stored one of that id, if it has the same input, or nothing is
-    left of its input but that it was there."""
+    """Store a rollout, waiting for a worker; or give the stored one of that id, if it has the same input."""
     if request.rollout_id is not None:
         codec.check_id(request.rollout_id, "rollout_id")
         if request.rollout_id == UNATTRIBUTED:
             raise InvalidError(f"rollout_id {UNATTRIBUTED!r} is reserved for what nobody could attribute; use another")
         stored = find_rollout(tx.connection, request.rollout_id)
         if stored is not None:
-            same = codec.same(stored.input, request.input, "the input of the rollout")
-            if not (same or _is_trimmed(tx.connection, stored)):
+            if not codec.same(stored.input, request.input, "the input of the rollout"):
                 raise ConflictError(f"rollout {request.rollout_id} is stored already, with another input")
             return stored
     run_id = _run_of(tx, request)
@@ -143,11 +141,6 @@ def create_rollout(tx: Transaction, request: EnqueueRolloutRequest, *, queued: b
     if queued:
         tx.changes.queued += 1
     return rollout
-
-
-def _is_trimmed(connection: Connection, rollout: Rollout) -> bool:
-    row = connection.execute("SELECT trimmed FROM rollouts WHERE rollout_id = ?", (rollout.rollout_id,)).fetchone()
-    return bool(row[0])
 
 
 def _run_of(tx: Transaction, request: EnqueueRolloutRequest) -> str | None:

@@ -72,7 +72,6 @@ CREATE TABLE rollouts (
     attempts {integer} NOT NULL,
     priority {integer} NOT NULL DEFAULT 0,
     finished_index {integer},
-    trimmed {integer} NOT NULL DEFAULT 0,
     reward {real},
     reward_order {real},
     error TEXT

@@ -168,13 +168,6 @@ def test_what_takes_long_has_a_bar_on_a_terminal(path: Path) -> None:
         assert "0/2" in terminal.shown and "removed 2 rollouts" in terminal.shown
 
 
-def test_gc_can_keep_the_rewards(agl, path: Path) -> None:
-    fill(path, "old", ago=31 * DAY)
-    code, out, _ = agl("store", "gc", "--store", path, "--older-than", "30d", "--keep-rewards")
-    assert (code, out) == (0, "removed 0 rollouts, 0 attempts, 0 spans, trimmed 1 to their rewards\n")
-    assert inputs(path) == [None]
-
-
 def test_erasing_leaves_no_trace(agl, path: Path) -> None:
     fill(path, "my ZEBRA", "my horse")
     code, out, _ = agl("store", "erase", "--store", path, "--task", "ZEBRA", "--yes")
