@@ -320,17 +320,6 @@ class Metrics(Noun, frozen=True, kw_only=True):
     values: dict[str, float]
 
 
-class Checkpoint(Noun, frozen=True, kw_only=True):
-    """Where the weights and state of a run after a step are kept."""
-
-    run_id: str
-    step: int
-    path: str
-    time: float
-    policy_version: int = 0
-    metadata: dict[str, Any] = {}
-
-
 class Worker(Noun, frozen=True, kw_only=True):
     worker_id: str
     status: Literal["idle", "busy", "gone"] = "idle"

@@ -21,7 +21,6 @@ from agentlightning.types import (
     Attempt,
     AttemptedRollout,
     AttemptStatus,
-    Checkpoint,
     Condition,
     EnqueueRolloutRequest,
     Filter,
@@ -298,14 +297,6 @@ class LightningStore(abc.ABC):
     async def query_metrics(self, run_id: str) -> list[Metrics]:
         """All metrics of a run by step."""
         return await self.perform(calls.QueryMetrics(run_id=run_id))
-
-    async def add_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Record (or replace) where the state of a run after one step is kept."""
-        await self.perform(calls.AddCheckpoint(run_id=checkpoint.run_id, checkpoint=checkpoint))
-
-    async def query_checkpoints(self, run_id: str) -> list[Checkpoint]:
-        """All checkpoints of a run by step."""
-        return await self.perform(calls.QueryCheckpoints(run_id=run_id))
 
     async def next_policy_version(self, run_id: str) -> int:
         """Allocate the number of the next publication of weights: 1, 2, 3 …, never given twice, not after a crash."""

@@ -15,7 +15,6 @@ from agentlightning.types import (
     Attempt,
     AttemptedRollout,
     AttemptStatus,
-    Checkpoint,
     Credential,
     Deleted,
     EnqueueRolloutRequest,
@@ -298,18 +297,6 @@ class AddMetrics(Call[None], frozen=True, kw_only=True):
 
 class QueryMetrics(Call[list[Metrics]], frozen=True, kw_only=True):
     route = "GET /runs/{run_id}/metrics"
-    scope = "read"
-    run_id: str
-
-
-class AddCheckpoint(Call[None], frozen=True, kw_only=True):
-    route = "POST /runs/{run_id}/checkpoints"
-    run_id: str
-    checkpoint: Checkpoint
-
-
-class QueryCheckpoints(Call[list[Checkpoint]], frozen=True, kw_only=True):
-    route = "GET /runs/{run_id}/checkpoints"
     scope = "read"
     run_id: str
 

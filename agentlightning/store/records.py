@@ -1,4 +1,4 @@
-"""Resources, runs, metrics, checkpoints and workers as rows.
+"""Resources, runs, metrics and workers as rows.
 
 A function that writes takes a `Transaction`. This module does not know threads, event loops or HTTP.
 """
@@ -14,9 +14,9 @@ from agentlightning.store import calls, codec, lifecycle
 from agentlightning.store.attempts import touch_worker
 from agentlightning.store.database import Connection
 from agentlightning.store.rollouts import require
-from agentlightning.store.tables import CHECKPOINTS, RESOURCES, RUNS
+from agentlightning.store.tables import RESOURCES, RUNS
 from agentlightning.store.transaction import Transaction
-from agentlightning.types import Checkpoint, Metrics, Resource, ResourcesUpdate, Run, Worker
+from agentlightning.types import Metrics, Resource, ResourcesUpdate, Run, Worker
 
 # --- resources ---------------------------------------------------------------------------------------------------
 
@@ -119,7 +119,9 @@ def next_policy_version(tx: Transaction, call: calls.NextPolicyVersion) -> int:
 
 def add_metrics(tx: Transaction, call: calls.AddMetrics) -> None:
     metrics = call.metrics
-    _check_run(tx.connection, call.run_id, metrics.run_id)
+    if metrics.run_id != call.run_id:
+        raise InvalidError(f"the metrics for run {call.run_id} name run {metrics.run_id}")
+    require(tx.connection, "runs", "run_id", call.run_id)
     codec.check_finite(metrics.time, f"the time of step {metrics.step}")
     text = codec.to_json(metrics.values, f"metrics of step {metrics.step}")
     tx.connection.execute(
@@ -139,27 +141,6 @@ def query_metrics(tx: Transaction, call: calls.QueryMetrics) -> list[Metrics]:
         Metrics(run_id=call.run_id, step=step, time=time, values=msgspec.json.decode(measured, type=dict[str, float]))
         for step, time, measured in rows
     ]
-
-
-def add_checkpoint(tx: Transaction, call: calls.AddCheckpoint) -> None:
-    _check_run(tx.connection, call.run_id, call.checkpoint.run_id)
-    CHECKPOINTS.insert(
-        tx.connection,
-        call.checkpoint,
-        "ON CONFLICT (run_id, step) DO UPDATE SET path = excluded.path, time = excluded.time, "
-        "policy_version = excluded.policy_version, metadata = excluded.metadata",
-    )
-
-
-def query_checkpoints(tx: Transaction, call: calls.QueryCheckpoints) -> list[Checkpoint]:
-    require(tx.connection, "runs", "run_id", call.run_id)
-    return CHECKPOINTS.all(tx.connection, "WHERE run_id = ? ORDER BY step", (call.run_id,))
-
-
-def _check_run(connection: Connection, run_id: str, named: str) -> None:
-    if named != run_id:
-        raise InvalidError(f"what is to be recorded for run {run_id} names run {named}")
-    require(connection, "runs", "run_id", run_id)
 
 
 # --- workers and the whole ---------------------------------------------------------------------------------------

@@ -141,15 +141,6 @@ CREATE TABLE counters (
     value {integer} NOT NULL
 );
 INSERT INTO counters (name, value) VALUES ('finished', 0);
-CREATE TABLE checkpoints (
-    run_id TEXT NOT NULL,
-    step {integer} NOT NULL,
-    path TEXT NOT NULL,
-    time {real} NOT NULL,
-    policy_version {integer} NOT NULL,
-    metadata TEXT NOT NULL,
-    PRIMARY KEY (run_id, step)
-);
 CREATE TABLE api_keys (
     key_id TEXT PRIMARY KEY,
     digest TEXT NOT NULL UNIQUE,

@@ -15,7 +15,6 @@ from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.otlp import PROTOBUF, encode_traces
 from agentlightning.types import (
     Attempt,
-    Checkpoint,
     Condition,
     EnqueueRolloutRequest,
     Metrics,
@@ -39,7 +38,6 @@ READ = {
     calls.GetResources,
     calls.QueryRuns,
     calls.QueryMetrics,
-    calls.QueryCheckpoints,
     calls.CompleteGroupsAfter,
     calls.GetGroup,
     calls.QueryWorkers,
@@ -67,7 +65,6 @@ TRAINER = WORKER | {
     calls.UpdateRun,
     calls.NextPolicyVersion,
     calls.AddMetrics,
-    calls.AddCheckpoint,
     calls.CreateGroup,
 }
 ADMIN = TRAINER | {
@@ -128,7 +125,6 @@ async def furnish(store: SqlStore, tag: str) -> Place:
     assert attempted.lease is not None
     await perform(calls.AddSpans(spans=[span_of(place)]))
     await perform(calls.AddMetrics(run_id=place.run_id, metrics=metrics_of(place)))
-    await perform(calls.AddCheckpoint(run_id=place.run_id, checkpoint=checkpoint_of(place)))
     of_attempt = {"rollout_id": place.rollout_id, "attempt_id": place.attempt_id}
     return replace(
         place,
@@ -141,10 +137,6 @@ async def furnish(store: SqlStore, tag: str) -> Place:
 
 def metrics_of(place: Place) -> Metrics:
     return Metrics(run_id=place.run_id, step=1, time=1.0, values={"reward": 0.5})
-
-
-def checkpoint_of(place: Place) -> Checkpoint:
-    return Checkpoint(run_id=place.run_id, step=1, path="p", time=1.0)
 
 
 def terminal(place: Place) -> Rollout:
@@ -188,8 +180,6 @@ NAMING: dict[type[Call[Any]], Callable[[Place], Call[Any]]] = {
     calls.NextPolicyVersion: lambda p: calls.NextPolicyVersion(run_id=p.run_id),
     calls.AddMetrics: lambda p: calls.AddMetrics(run_id=p.run_id, metrics=metrics_of(p)),
     calls.QueryMetrics: lambda p: calls.QueryMetrics(run_id=p.run_id),
-    calls.AddCheckpoint: lambda p: calls.AddCheckpoint(run_id=p.run_id, checkpoint=checkpoint_of(p)),
-    calls.QueryCheckpoints: lambda p: calls.QueryCheckpoints(run_id=p.run_id),
     calls.CompleteGroupsAfter: lambda p: calls.CompleteGroupsAfter(run_id=p.run_id),
     calls.CreateGroup: lambda p: calls.CreateGroup(size=1, run_id=p.run_id),
     calls.GetGroup: lambda p: calls.GetGroup(group_id=p.group_id),
