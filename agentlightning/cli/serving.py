@@ -159,7 +159,6 @@ async def _serve(
               help="What of LLM calls and spans is kept: all, token ids without any text, or neither.")  # fmt: skip
 @click.option("--redact", metavar="FILE.py:NAME", help="Function that sees each span before it is written.")
 @click.option("--retain", type=Duration(), metavar="30d", help="Remove rollouts that ended longer ago than this.")
-@click.option("--retain-rewards", is_flag=True, help="Keep their rewards.")
 @json_option
 def server(
     address: str,
@@ -179,8 +178,6 @@ def server(
     from agentlightning.server.serve import run_on_fastest_loop
     from agentlightning.server.service import ServerSettings
 
-    if others["retain_rewards"] and retain is None:
-        raise click.UsageError("--retain-rewards says what --retain leaves; give --retain too")
     configure_logging(log_format)
     settings = ServerSettings(
         store=address,
@@ -213,7 +210,6 @@ async def _server(settings: ServerSettings, as_json: bool) -> None:
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
 @click.option("--endpoint", "endpoint_override", metavar="URL",
               help="Where agents call models, if not at the URL that the trainer knows the server by.")  # fmt: skip
-@click.option("--project", metavar="NAME", help="Lease only rollouts of this project.")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Rollouts at once: 64, or of processes one per core.")
 @isolation_option("auto")
 @click.option("--max-attempts-per-process", type=click.IntRange(min=1), metavar="N", default=100, show_default=True,

@@ -38,15 +38,6 @@ _SIZE: Final = 4  # bytes of either
 _ORDER: Final = "<" if sys.byteorder == "little" else ">"
 
 
-class Tokens(NamedTuple):
-    """A `TokenCapture` as columns: all choices one after another, and a JSON table of where each ends."""
-
-    prompt_token_ids: bytes
-    token_ids: bytes
-    logprobs: bytes
-    choices: str
-
-
 class _Choice(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
     logprobs: int
@@ -55,7 +46,8 @@ class _Choice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SpanColumns(NamedTuple):
-    """One span as the columns of its row, in the order of the table."""
+    """One span as the columns of its row, in the order of the table. Tokens are those of all choices one after another,
+    and `choices` is a JSON table of where each ends."""
 
     span_id: str
     sequence_id: int
@@ -161,7 +153,7 @@ def span_columns(span: Span) -> SpanColumns:
         )
     if not (math.isfinite(span.start_time) and math.isfinite(span.end_time)):
         raise InvalidError(f"span {span.span_id} runs from {span.start_time} to {span.end_time}; both must be finite")
-    tokens = (None, None, None, None) if span.tokens is None else token_columns(span.tokens)
+    tokens = (None, None, None, None) if span.tokens is None else _token_columns(span.tokens)
     place = f"of span {span.name!r} ({span.span_id})"
     return SpanColumns(
         span.span_id,
@@ -195,9 +187,6 @@ def text_size(span: Span) -> int:
 def span_from_columns(rollout_id: str, attempt_id: str, columns: Sequence[Any]) -> Span:
     """The span of a row."""
     row = SpanColumns(*columns)
-    tokens = None
-    if row.prompt_token_ids is not None and row.token_ids is not None and row.logprobs is not None and row.choices:
-        tokens = tokens_from_columns(Tokens(row.prompt_token_ids, row.token_ids, row.logprobs, row.choices))
     return Span(
         rollout_id=rollout_id,
         attempt_id=attempt_id,
@@ -215,7 +204,7 @@ def span_from_columns(rollout_id: str, attempt_id: str, columns: Sequence[Any]) 
         events=_events.decode(row.events) if row.events else (),
         links=_links.decode(row.links) if row.links else (),
         resource=_attributes.decode(row.resource) if row.resource else {},
-        tokens=tokens,
+        tokens=_tokens(row),
     )
 
 
@@ -259,14 +248,14 @@ def _check_attributes(attributes: Attributes, place: str) -> None:
 # --- tokens ------------------------------------------------------------------------------------------------------
 
 
-def token_columns(tokens: TokenCapture) -> Tokens:
-    """Binary columns of a capture. InvalidError if an id is not an int32."""
+def _token_columns(tokens: TokenCapture) -> tuple[bytes, bytes, bytes, str]:
+    """The last columns of a span. InvalidError if an id is not an int32."""
     ids, logprobs, choices = b"", b"", list[_Choice]()
     for one in tokens.choices:
         ids += _pack(_INT32, one.token_ids)
         logprobs += _pack(_FLOAT32, one.logprobs)
         choices.append(_Choice(len(one.token_ids), len(one.logprobs), one.finish_reason, one.versions))
-    return Tokens(_pack(_INT32, tokens.prompt_token_ids), ids, logprobs, to_json(choices, "the choices of a call"))
+    return _pack(_INT32, tokens.prompt_token_ids), ids, logprobs, to_json(choices, "the choices of a call")
 
 
 class Column(Sequence[Any]):
@@ -315,22 +304,24 @@ def plain(value: object) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be encoded")
 
 
-def tokens_from_columns(columns: Tokens) -> TokenCapture:
-    """The capture that `token_columns` wrote; a `Column` takes the place of each tuple of numbers."""
+def _tokens(row: SpanColumns) -> TokenCapture | None:
+    """The capture that `_token_columns` wrote; a `Column` takes the place of each tuple of numbers."""
+    if row.prompt_token_ids is None or row.token_ids is None or row.logprobs is None or not row.choices:
+        return None
     choices: list[SampledChoice] = []
     token, logprob = 0, 0  # bytes
-    for choice in _choices.decode(columns.choices):
+    for choice in _choices.decode(row.choices):
         end, logprob_end = token + _SIZE * choice.tokens, logprob + _SIZE * choice.logprobs
         choices.append(
             SampledChoice(
-                token_ids=cast("tuple[int, ...]", Column(_INT32, columns.token_ids[token:end])),
-                logprobs=cast("tuple[float, ...]", Column(_FLOAT32, columns.logprobs[logprob:logprob_end])),
+                token_ids=cast("tuple[int, ...]", Column(_INT32, row.token_ids[token:end])),
+                logprobs=cast("tuple[float, ...]", Column(_FLOAT32, row.logprobs[logprob:logprob_end])),
                 finish_reason=choice.finish_reason,
                 versions=choice.versions,
             )
         )
         token, logprob = end, logprob_end
-    prompt = cast("tuple[int, ...]", Column(_INT32, columns.prompt_token_ids))
+    prompt = cast("tuple[int, ...]", Column(_INT32, row.prompt_token_ids))
     return TokenCapture(prompt_token_ids=prompt, choices=tuple(choices))
 
 
