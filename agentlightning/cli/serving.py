@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import math
 import re
 import signal
 from collections.abc import Callable, Generator
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import click
 import msgspec
 
+from agentlightning.cli import pools
 from agentlightning.cli.options import Duration, Option, json_option, print_json, together
 from agentlightning.cli.training import isolation_option
 from agentlightning.garbage import garbage_sought_seldom
@@ -226,6 +228,7 @@ async def _server(settings: ServerSettings, as_json: bool) -> None:
               help="Let frameworks report tools and agents: langchain,crewai,… or all that can be.")  # fmt: skip
 @click.option("--settle", "settle_seconds", type=Duration(zero=True), metavar="2s", default="0s", show_default=True,
               help="End an attempt when no span has come for so long: for agents that export them.")  # fmt: skip
+@pools.pool_options
 @json_option
 def runner(
     agent: str | None,
@@ -251,7 +254,8 @@ def runner(
     agent = agent or named
     if command is None and (grader is not None or reward != "auto"):
         raise click.UsageError("--reward and --grader are for --command; a Python agent returns its reward")
-    if instrument is not None:
+    pool = pools.asked(options)
+    if instrument is not None and pool is None:
         if command is not None:
             raise click.UsageError("--instrument is for Python agents; take --command 'opentelemetry-instrument …'")
         from agentlightning.tracing import instrument as instrumentation
@@ -262,6 +266,10 @@ def runner(
         loaded = as_agent(agent or "")
     else:
         loaded = CommandConfig(command=command, reward=reward, grader=grader).load()
+    if pool is not None:
+        if pool["ray"]:
+            loaded.reads_environment()  # which imports it; for Kubernetes it may be in the image alone
+        return run_to_end(_pool(pool, server, key, **options))
     options["isolation"] = place_of(loaded, options["isolation"])
     if instrument is not None and options["isolation"] == "process":
         raise click.UsageError("--instrument reaches no other process; call agentlightning.instrument() in FILE.py")
@@ -305,6 +313,32 @@ async def _runner(
 
             with _on_signal(drain, then=task.cancel, at_once=partial(end_after, drain_seconds + 9)):
                 await working.run()
+    finally:
+        await store.close()
+
+
+async def _pool(
+    asked: dict[str, Any], url: str, key: str | None, project: str | None, drain_seconds: float, **options: Any
+) -> None:
+    from agentlightning.runner.pool import Pool, Size
+    from agentlightning.server.local_keys import local_key
+    from agentlightning.store.client import LightningStoreClient
+
+    each = options["concurrency"] or pools.EACH
+    key = key or local_key(url, make=True)
+    machines = pools.machines_of(asked, key, drain_seconds)
+    store = LightningStoreClient(url, api_key=key, patience=5.0)
+    size = Size(asked["least"], asked["most"], each)
+    idle = 60.0 if math.isinf(options["idle_seconds"]) else options["idle_seconds"]
+    tell = partial(click.echo, err=True)
+    timing = {"idle": idle, "lifetime": asked["lifetime"]}
+    pool = Pool(store, machines, size, pools.runner_arguments(each), project=project, tell=tell, **timing)
+    task = asyncio.current_task()
+    assert task is not None
+    tell(f"a pool of up to {size.most} runners for {url}, each of {each} rollouts at once")
+    try:
+        with _on_signal(pool.stop, then=task.cancel):
+            await pool.run()
     finally:
         await store.close()
 
