@@ -51,8 +51,8 @@ test: setup lint types contracts
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not slow and not soak"
 
 # The agents of examples/frameworks need environments of their own: without torch, and with versions that clash. So do
-# W&B and MLflow, which bring much with them.
-frameworks: .venv-frameworks/.setup .venv-crewai/.setup .venv-tracking/.setup .venv-experiments/.setup
+# W&B, MLflow and Ray, which bring much with them.
+frameworks: .venv-frameworks/.setup .venv-crewai/.setup .venv-tracking/.setup .venv-experiments/.setup .venv-ray/.setup
 
 .venv-%/.setup: constraints-%.txt pyproject.toml scripts/framework_env.sh | setup
 	scripts/framework_env.sh $* $(VENV)
@@ -125,4 +125,4 @@ benchmarks: setup .venv-trl/.setup .venv-experiments/.setup
 	.venv-experiments/bin/python benchmarks/retrieval.py
 
 clean:
-	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-tracking .venv-trl .venv-experiments .venv-vllm .venv-sglang .venv-tinker site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-tracking .venv-trl .venv-experiments .venv-vllm .venv-sglang .venv-tinker .venv-ray site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -13,35 +13,31 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from agentlightning.errors import ConfigError, UnavailableError
+from agentlightning.errors import ConfigError
 from agentlightning.runner.pool import Seen
 
 _LEAVING_SECONDS: Final = 15.0  # beyond its drain a runner takes nine
-_MAIN: Final = """
-import os, signal, threading
+_MAIN: Final = """import os, signal, threading
 def follow():
-    while os.read(0, 1): pass
+    os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
 threading.Thread(target=follow, daemon=True).start()
-from agentlightning.cli.main import main; main()
-"""
+from agentlightning.cli.main import main; main()"""
 
 
 class Keeper:
-    """An actor. The key is in the process's environment alone. It has a session of its own, so that neither Ray nor a
+    """An actor. The key is in its process's environment alone. That has a session of its own, so that neither Ray nor a
     Ctrl-C before a terminal ends it in the middle of a rollout."""
 
     def __init__(self, arguments: Sequence[str], key: str | None, directory: str) -> None:
+        command = [sys.executable, "-c", _MAIN, "runner", *arguments]
+        environment = os.environ if key is None else {**os.environ, "AGL_KEY": key}
+        place = directory if os.path.isdir(directory) else None  # on another machine: that of Ray's working_dir
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN, "runner", *arguments],
-            env=os.environ if key is None else {**os.environ, "AGL_KEY": key},
-            cwd=directory if os.path.isdir(directory) else None,  # on another machine: that of Ray's working_dir
-            stdin=subprocess.PIPE,
-            start_new_session=True,
+            command, env=environment, cwd=place, stdin=subprocess.PIPE, start_new_session=True
         )
 
     def wait(self) -> int:
-        """The exit code, once there is one."""
         return self._process.wait()
 
     def drain(self) -> None:
@@ -54,17 +50,15 @@ class RayActors:
     def __init__(self, key: str | None, drain: float) -> None:
         try:
             self._ray: Any = importlib.import_module("ray")
+            self._ray.init(logging_level="WARNING")
         except ModuleNotFoundError:
             raise ConfigError("Ray is not installed: pip install 'agent-lightning-next[ray]'") from None
-        try:
-            self._ray.init(logging_level="WARNING")
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(f"no Ray cluster can be joined (RAY_ADDRESS): {error}") from None
-        options = {"num_cpus": 1, "max_concurrency": 2, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
-        self._keeper = self._ray.remote(**options)(Keeper)
+        self._keeper = self._ray.remote(num_cpus=1, max_concurrency=2, scheduling_strategy="SPREAD")(Keeper)
         self._key, self._drain = key, drain
         self._actors: dict[str, tuple[Any, asyncio.Task[Seen]]] = {}
-        self._draining: set[str] = set()
+        self._draining: dict[str, Seen] = {}
 
     async def start(self, name: str, arguments: Sequence[str]) -> None:
         actor = self._keeper.remote(arguments, self._key, os.getcwd())
@@ -80,20 +74,16 @@ class RayActors:
         return Seen("ended") if code in (0, 130) else Seen("failed", f"exit code {code}")
 
     async def runners(self) -> Mapping[str, Seen]:
-        if not self._ray.is_initialized():
-            raise UnavailableError("Ray has ended")
-        seen = {
-            name: outcome.result() if outcome.done() else Seen("running") for name, (_, outcome) in self._actors.items()
-        }
-        return seen | dict.fromkeys(self._draining, Seen("ended"))
+        seen = {name: task.result() if task.done() else Seen("running") for name, (_, task) in self._actors.items()}
+        return seen | self._draining
 
     async def stop(self, name: str) -> None:
-        self._draining.add(name)
+        self._draining[name] = Seen("ended")
         self._actors[name][0].drain.remote()
 
     async def close(self) -> None:
         try:
-            if outcomes := [outcome for _, outcome in self._actors.values()]:
+            if outcomes := [task for _, task in self._actors.values()]:
                 await asyncio.wait(outcomes, timeout=self._drain + _LEAVING_SECONDS)
         finally:
             self._ray.shutdown()

@@ -11,7 +11,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
 from agentlightning.errors import AgentLightningError, UnavailableError
@@ -23,14 +23,14 @@ UNFINISHED: Final = Condition("status", "in", ["queuing", "preparing", "running"
 PERIOD_SECONDS: Final = 2.0
 PATIENCE_SECONDS: Final = 300.0  # with a server or machines that do not answer; runners go on meanwhile
 HEALTHY_SECONDS: Final = 60.0  # a runner that lived so long did not fail at its start
-TURNS_TO_FAIL: Final = 6  # one after the other; the pauses between them add up to a minute
+TURNS_TO_FAIL: Final = 6  # one after the other; the pauses between them add up to half a minute
 CLEAN_UP_SECONDS: Final = 20.0
 _LASTING: Final = "-stays"  # ends the names of runners that do not leave when they are idle
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A runner that was started: one that drains has ended, as far as a pool is concerned."""
+    """A runner that was started; one that drains has ended, as far as a pool is concerned."""
 
     state: Literal["running", "ended", "failed"]
     reason: str = ""
@@ -41,7 +41,6 @@ class Machines(Protocol):
 
     async def start(self, name: str, arguments: Sequence[str]) -> None:
         """Start `agl runner ARGUMENTS`. After an error it may have been started all the same."""
-        ...
 
     async def runners(self) -> Mapping[str, Seen]:
         """All that were started, by name, except for those that ended long ago."""
@@ -49,116 +48,103 @@ class Machines(Protocol):
 
     async def stop(self, name: str) -> None:
         """Let a runner drain and end; nothing for one that has."""
-        ...
 
     async def close(self) -> None:
         """Wait for those that drain, where they end with this process."""
-        ...
 
 
-@dataclass(frozen=True)
-class Size:
-    """How many runners there are: at least and at most so many, of `each` rollouts at once."""
+@dataclass(eq=False)
+class Pool:
+    """Keeps runners on `machines` until `stop` is called: one for each `each` rollouts, within `least` and `most`. A
+    runner leaves after `idle` seconds without work, unless it is one of the least, and is replaced after `lifetime`
+    seconds. AgentLightningError when they fail again and again. Whatever ends the pool, they are told to drain. `tell`
+    is given lines for people."""
 
+    store: LightningStore
+    machines: Machines
+    arguments: Sequence[str]
     least: int
     most: int
     each: int
+    idle: float
+    lifetime: float
+    project: str | None
+    tell: Callable[[str], object]
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _since: dict[str, float] = field(default_factory=dict[str, float])
+    _ended: set[str] | None = None
+    _failures: int = 0
+    _not_before: float = 0.0
 
     def wanted(self, rollouts: int) -> int:
-        """`Size(0, 4, 8)`: 0 → 0, 1 → 1, 9 → 2, 100 → 4."""
+        """With 0 to 4 of 8 rollouts each: 0 → 0, 1 → 1, 9 → 2, 100 → 4."""
         return min(max(math.ceil(rollouts / self.each), self.least), self.most)
 
-
-class Pool:
-    """Runs `agl runner ARGUMENTS` on `machines` until `stop` is called. A runner leaves after `idle` seconds without
-    work, unless it is one of the least, and is replaced after `lifetime` seconds. AgentLightningError when runners keep
-    ending in failure; whatever ends the pool, runners are told to drain. `tell` is given lines for people."""
-
-    def __init__(
-        self,
-        store: LightningStore,
-        machines: Machines,
-        size: Size,
-        arguments: Sequence[str],
-        *,
-        idle: float,
-        lifetime: float,
-        project: str | None,
-        tell: Callable[[str], object],
-    ) -> None:
-        self._store, self._machines, self._size, self._arguments = store, machines, size, tuple(arguments)
-        self._idle, self._lifetime, self._project, self._tell = idle, lifetime, project, tell
-        self._stopping = asyncio.Event()
-        self._reached: float | None = None  # when store and machines answered last
-        self._since: dict[str, float] = {}
-        self._ended: set[str] | None = None
-        self._failures, self._not_before = 0, 0.0
-
     def stop(self) -> None:
-        """End: runners lease nothing more, and those that need it are waited for."""
+        """End; runners drain."""
         self._stopping.set()
 
     async def run(self) -> None:
+        reached, stopping = None, asyncio.ensure_future(self._stopping.wait())
         try:
-            while not self._stopping.is_set():
+            while not stopping.done():
                 try:
                     await self._reconcile()
-                    self._reached = time.monotonic()
+                    reached = time.monotonic()
                 except UnavailableError as error:
-                    if self._reached is None or time.monotonic() - self._reached > PATIENCE_SECONDS:
+                    if reached is None or time.monotonic() - reached > PATIENCE_SECONDS:
                         raise
-                    self._tell(f"tried again: {error}")
-                await asyncio.wait({asyncio.ensure_future(self._stopping.wait())}, timeout=PERIOD_SECONDS)
+                    self.tell(f"tried again: {error}")
+                await asyncio.wait({stopping}, timeout=PERIOD_SECONDS)
         finally:
+            stopping.cancel()
             try:
                 await patiently(self._stop_all, CLEAN_UP_SECONDS)
             finally:
-                await self._machines.close()
+                await self.machines.close()
 
     async def _reconcile(self) -> None:
         """Make what runs what is wanted, as far as that can be done now."""
-        page = await self._store.page_rollouts(UNFINISHED, limit=1, with_total=True, project=self._project)
-        running = self._mind(await self._machines.runners())
-        for name in [name for name in running if time.monotonic() - self._since[name] > self._lifetime]:
-            self._tell(f"{name} drains, after {self._lifetime:g} s")
-            await self._machines.stop(name)
+        page = await self.store.page_rollouts(UNFINISHED, limit=1, with_total=True, project=self.project)
+        running = self._mind(await self.machines.runners())
+        for name in [name for name in running if time.monotonic() - self._since[name] > self.lifetime]:
+            self.tell(f"{name} drains, after {self.lifetime:g} s")
+            await self.machines.stop(name)
             running.remove(name)
-        missing = self._size.wanted(page.total or 0) - len(running)
+        missing = self.wanted(page.total or 0) - len(running)
         if missing <= 0 or time.monotonic() < self._not_before:
             return
-        self._tell(f"{page.total} rollouts, {len(running)} runners: starting {missing}")
+        self.tell(f"{page.total} rollouts, {len(running)} runners: starting {missing}")
         lasting = sum(name.endswith(_LASTING) for name in running)
-        for number in range(missing):
+        for number in range(lasting, lasting + missing):
             if not self._stopping.is_set():
-                stays = lasting + number < self._size.least
-                name = f"runner-{secrets.token_hex(4)}{_LASTING if stays else ''}"
-                await self._machines.start(name, [*self._arguments, *([] if stays else [f"--idle={self._idle:f}s"])])
+                name, idle = f"runner-{secrets.token_hex(4)}", [f"--idle={self.idle:f}s"]
+                if number < self.least:
+                    name, idle = name + _LASTING, []
+                await self.machines.start(name, [*self.arguments, *idle])
 
     def _mind(self, seen: Mapping[str, Seen]) -> list[str]:
-        """Which run; those that have failed since the last time put off the next start. Who had failed before this
-        process began to look does not count."""
-        running = [name for name, one in seen.items() if one.state == "running"]
-        now = time.monotonic()
+        """Which run. Those that failed since the last time put off the next start."""
+        running, now = [name for name, one in seen.items() if one.state == "running"], time.monotonic()
         self._since = {name: self._since.get(name, now) for name in running}
-        ended = set(seen) - set(running)
-        fresh = [(name, seen[name]) for name in (set() if self._ended is None else ended - self._ended)]
+        ended = seen.keys() - running
+        fresh = set[str]() if self._ended is None else ended - self._ended  # old failures are not this pool's
         self._ended = ended
-        failed = [(name, one.reason) for name, one in fresh if one.state == "failed"]
+        failed = sorted(name for name in fresh if seen[name].state == "failed")
         if left := len(fresh) - len(failed):
-            self._tell(f"{left} runners have left, {len(running)} run")
+            self.tell(f"{left} runners have left, {len(running)} run")
         if left or any(now - since > HEALTHY_SECONDS for since in self._since.values()):
             self._failures = 0
         if failed:
-            self._failures += 1
-            self._not_before = now + 2.0 ** (self._failures - 1)
-            what = "; ".join(f"{name} failed: {reason}" for name, reason in failed[:3])
+            what = "; ".join(f"{name} failed: {seen[name].reason}" for name in failed[:3])
+            self._not_before, self._failures = now + 2.0**self._failures, self._failures + 1
             if self._failures == TURNS_TO_FAIL:
                 raise AgentLightningError(f"runners fail again and again ({what}); their logs say why")
-            self._tell(what)
+            self.tell(what)
         return running
 
     async def _stop_all(self) -> None:
-        running = [name for name, one in (await self._machines.runners()).items() if one.state == "running"]
+        running = [name for name, one in (await self.machines.runners()).items() if one.state == "running"]
         if running:
-            self._tell(f"{len(running)} runners drain")
-        await asyncio.gather(*map(self._machines.stop, running))
+            self.tell(f"{len(running)} runners drain")
+        await asyncio.gather(*map(self.machines.stop, running))
