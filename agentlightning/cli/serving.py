@@ -240,7 +240,7 @@ async def _server(settings: ServerSettings, as_json: bool) -> None:
 @click.option("--max", "most", type=click.IntRange(min=1), metavar="N", help="At most so many Jobs.")
 @click.option("--min", "least", type=click.IntRange(min=0), metavar="N", default=0, help="So many stay when idle.")
 @click.option("--lifetime", type=Duration(), metavar="12h", default="12h", help="Replace runners after so long.")
-@click.option("--kube-api", metavar="URL", help="The Kubernetes API, if not that of the cluster whose pod this is.")
+@click.option("--kube-api", type=URL, metavar="URL", help="The Kubernetes API, if not that of the pod's own cluster.")
 @click.option("--kube-token", type=EXISTING, metavar="FILE", help="Holds the token for --kube-api.")
 @json_option
 def runner(
@@ -374,7 +374,7 @@ async def _pool(
         from agentlightning.runner.kubernetes import Api, KubernetesJobs, read_manifest
 
         manifest = read_manifest(asked["kubernetes"])
-        api = Api(URL(asked["kube_api"]), asked["kube_token"]) if asked["kube_api"] else Api.of_pod()
+        api = Api(asked["kube_api"], asked["kube_token"]) if asked["kube_api"] else Api.of_pod()
         machines = KubernetesJobs(manifest, api, asked["lifetime"], drain_seconds)
     each, idle = options["concurrency"] or 8, options["idle_seconds"]
     sizes = {name: asked[name] for name in ("least", "most", "lifetime")}

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning.errors import ConfigError
-from agentlightning.runner.pool import Seen
+from agentlightning.runner.pool import ENDED, RUNNING
 
 _LEAVING_SECONDS: Final = 15.0  # beyond its drain a runner takes nine
 _MAIN: Final = """import os, signal, threading
@@ -30,11 +30,12 @@ class Keeper:
     Ctrl-C before a terminal ends it in the middle of a rollout."""
 
     def __init__(self, arguments: Sequence[str], key: str | None, directory: str) -> None:
-        command = [sys.executable, "-c", _MAIN, "runner", *arguments]
-        environment = os.environ if key is None else {**os.environ, "AGL_KEY": key}
-        place = directory if os.path.isdir(directory) else None  # on another machine: that of Ray's working_dir
         self._process = subprocess.Popen(
-            command, env=environment, cwd=place, stdin=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-c", _MAIN, "runner", *arguments],
+            env=os.environ if key is None else {**os.environ, "AGL_KEY": key},
+            cwd=directory if os.path.isdir(directory) else None,  # on another machine: that of Ray's working_dir
+            stdin=subprocess.PIPE,
+            start_new_session=True,
         )
 
     def wait(self) -> int:
@@ -57,28 +58,28 @@ class RayActors:
             raise ConfigError(f"no Ray cluster can be joined (RAY_ADDRESS): {error}") from None
         self._keeper = self._ray.remote(num_cpus=1, max_concurrency=2, scheduling_strategy="SPREAD")(Keeper)
         self._key, self._drain = key, drain
-        self._actors: dict[str, tuple[Any, asyncio.Task[Seen]]] = {}
-        self._draining: dict[str, Seen] = {}
+        self._actors: dict[str, tuple[Any, asyncio.Task[str]]] = {}
+        self._draining: dict[str, str] = {}
 
     async def start(self, name: str, arguments: Sequence[str]) -> None:
         actor = self._keeper.remote(arguments, self._key, os.getcwd())
         self._actors[name] = actor, asyncio.create_task(self._outcome(actor))
 
-    async def _outcome(self, actor: Any) -> Seen:
+    async def _outcome(self, actor: Any) -> str:
         try:
             code: int = await actor.wait.remote()
         except self._ray.exceptions.RayError as error:
-            return Seen("failed", str(error).partition("\n")[0])
+            return str(error).partition("\n")[0]
         finally:
             self._ray.kill(actor)  # and gives its core back
-        return Seen("ended") if code in (0, 130) else Seen("failed", f"exit code {code}")
+        return ENDED if code in (0, 130) else f"exit code {code}"
 
-    async def runners(self) -> Mapping[str, Seen]:
-        seen = {name: task.result() if task.done() else Seen("running") for name, (_, task) in self._actors.items()}
+    async def runners(self) -> Mapping[str, str]:
+        seen = {name: task.result() if task.done() else RUNNING for name, (_, task) in self._actors.items()}
         return seen | self._draining
 
     async def stop(self, name: str) -> None:
-        self._draining[name] = Seen("ended")
+        self._draining[name] = ENDED
         self._actors[name][0].drain.remote()
 
     async def close(self) -> None:

@@ -22,7 +22,7 @@ import yaml
 from yarl import URL
 
 from agentlightning.errors import AgentLightningError, ConfigError, ForbiddenError, NotFoundError, UnavailableError
-from agentlightning.runner.pool import Seen
+from agentlightning.runner.pool import ENDED, RUNNING
 
 POOL_LABEL: Final = "agentlightning/pool"
 ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # in a pod
@@ -33,14 +33,18 @@ _GRACE_SECONDS: Final = 15  # beyond its drain a runner takes nine
 # What is read here of a manifest, and of a list of Jobs; the rest passes. With what is added a name has 63 characters.
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9]{0,30}[a-z0-9])?\Z")]
 _Named = TypedDict("_Named", {"name": _Name, "namespace": NotRequired[_Name], "labels": NotRequired[dict[str, str]]})
-_Env = NotRequired[list[dict[str, Any]]]
-_Container = TypedDict("_Container", {"image": str, "args": NotRequired[None], "env": _Env, "envFrom": _Env})
-_Pod = TypedDict("_Pod", {"containers": Annotated[list[_Container], msgspec.Meta(min_length=1)]})
+_Env = TypedDict("_Env", {"env": list[dict[str, Any]], "envFrom": list[Any], "args": None}, total=False)
+_Pod = TypedDict("_Pod", {"containers": Annotated[list[_Env], msgspec.Meta(min_length=1)]})
 _Template = TypedDict("_Template", {"spec": _Pod})
 _Spec = TypedDict("_Spec", {"template": _Template})
-_Manifest = TypedDict(
-    "_Manifest", {"apiVersion": Literal["batch/v1"], "kind": Literal["Job"], "metadata": _Named, "spec": _Spec}
-)
+_Kind = TypedDict("_Kind", {"apiVersion": Literal["batch/v1"], "kind": Literal["Job"]})
+
+
+class _Manifest(_Kind):
+    metadata: _Named
+    spec: _Spec
+
+
 _Metadata = TypedDict("_Metadata", {"name": str, "deletionTimestamp": NotRequired[str | None]})
 _Status = TypedDict("_Status", {"conditions": NotRequired[list[dict[str, str]] | None]})
 _Job = TypedDict("_Job", {"metadata": _Metadata, "status": NotRequired[_Status]})
@@ -55,11 +59,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError, msgspec.ValidationError) as error:
         raise ConfigError(f"{path} is no manifest of a Job for runners: {error}") from None
     keys = [one for one in runner.get("env", []) if one.get("name") == "AGL_KEY"]
-    if any("valueFrom" not in one for one in keys) or not (keys or runner.get("envFrom")):
-        raise ConfigError(
-            f"{path}: the first container needs the server's key from a Secret: "
-            "env: [{name: AGL_KEY, valueFrom: {secretKeyRef: {name: agl, key: AGL_KEY}}}]"
-        )
+    if any("valueFrom" not in one for one in keys) or not (keys or "envFrom" in runner):
+        needed = "env: [{name: AGL_KEY, valueFrom: {secretKeyRef: {name: agl, key: AGL_KEY}}}]"
+        raise ConfigError(f"{path}: the first container needs the server's key from a Secret: {needed}")
     return manifest
 
 
@@ -81,27 +83,19 @@ def job_of(manifest: dict[str, Any], name: str, arguments: Sequence[str], lifeti
 
 @dataclass(frozen=True)
 class Api:
-    """Where the Kubernetes API is, and a file with the token that it is shown, read for each request since it may be
-    replaced. ConfigError for a token that would be sent in the clear."""
+    """Where the Kubernetes API is, whom to trust, and a file with the token, read for each request: it may change."""
 
     url: URL
     token: Path | None = None
     authority: Path | None = None
     namespace: str = "default"
 
-    def __post_init__(self) -> None:
-        if not self.url.host or self.url.scheme not in ("https", "http"):
-            raise ConfigError(f"--kube-api is {str(self.url)!r}; expected a URL such as https://10.0.0.1:6443")
-        if self.token is not None and self.url.scheme != "https":
-            raise ConfigError("a token goes to an https:// URL alone; `kubectl proxy` needs none")
-
     @staticmethod
     def of_pod() -> Api:
         """That of the cluster whose pod this is, as its service account. ConfigError elsewhere."""
-        host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
-        if not host:
+        if not (host := os.environ.get("KUBERNETES_SERVICE_HOST")):
             raise ConfigError("this is no pod of a cluster: run `kubectl proxy`, give --kube-api http://127.0.0.1:8001")
-        url = URL.build(scheme="https", host=host, port=int(port))
+        url = URL.build(scheme="https", host=host, port=int(os.environ.get("KUBERNETES_SERVICE_PORT", "443")))
         return Api(url, ACCOUNT / "token", ACCOUNT / "ca.crt", (ACCOUNT / "namespace").read_text().strip())
 
 
@@ -109,6 +103,8 @@ class KubernetesJobs:
     """`Machines` of a cluster. What cannot be reached for a moment, or is over a quota, is an UnavailableError."""
 
     def __init__(self, manifest: dict[str, Any], api: Api, lifetime: float, drain: float) -> None:
+        if not api.url.host or (api.token is not None and api.url.scheme != "https"):
+            raise ConfigError(f"{api.url} is no URL of a Kubernetes API, or no https:// one, which a token needs")
         self._manifest, self._api, self._lifetime, self._drain = manifest, api, lifetime, drain
         self._pool: str = manifest["metadata"]["name"]
         namespace = manifest["metadata"].get("namespace", api.namespace)
@@ -121,7 +117,7 @@ class KubernetesJobs:
         name = f"{self._pool}-{name}"
         await self._ask("POST", self._jobs, job_of(self._manifest, name, arguments, self._lifetime, self._drain))
 
-    async def runners(self) -> Mapping[str, Seen]:
+    async def runners(self) -> Mapping[str, str]:
         said = await self._ask("GET", self._jobs.with_query(labelSelector=f"{POOL_LABEL}={self._pool}"))
         try:
             return {job["metadata"]["name"]: _seen(job) for job in msgspec.json.decode(said, type=_Jobs)["items"]}
@@ -150,10 +146,7 @@ class KubernetesJobs:
 
 
 def _refusal(status: int, what: str, said: bytes) -> AgentLightningError:
-    try:
-        what += f": {msgspec.json.decode(said, type=dict[str, Any])['message']}"
-    except (msgspec.DecodeError, KeyError):
-        what += f": {said[:200].decode(errors='replace')}"
+    what += f": {said[:2000].decode(errors='replace')}"  # a Status, with a message
     if status in (408, 409, 410, 429) or status >= 500 or "exceeded quota" in what:
         return UnavailableError(what)
     if status in (401, 403):
@@ -161,11 +154,11 @@ def _refusal(status: int, what: str, said: bytes) -> AgentLightningError:
     return (NotFoundError if status == 404 else ConfigError)(what)
 
 
-def _seen(job: _Job) -> Seen:
+def _seen(job: _Job) -> str:
     if job["metadata"].get("deletionTimestamp") is not None:
-        return Seen("ended")
+        return ENDED
     for one in job.get("status", _Status()).get("conditions") or []:
         if one["status"] == "True" and one["type"] in ("Complete", "Failed"):
             failed = one["type"] == "Failed" and one.get("reason") != "DeadlineExceeded"
-            return Seen("failed", f"{one.get('reason')}: {one.get('message')}") if failed else Seen("ended")
-    return Seen("running")
+            return f"{one.get('reason')}: {one.get('message')}" if failed else ENDED
+    return RUNNING

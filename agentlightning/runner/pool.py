@@ -1,7 +1,7 @@
 """Runners on many machines, as many as the queue needs: one loop starts them, replaces what died and ends the old.
 
-It knows how much work there is and which runners run. It knows neither Ray nor Kubernetes, which are `Machines`. Each
-runner is an `agl runner` that leaves once it is idle: it alone knows that it has not just leased a rollout.
+It knows how much work there is and which runners run; where they run is `Machines`. Each is an `agl runner` that leaves
+once it is idle: it alone knows that it has not just leased a rollout.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol
+from typing import Final, Protocol
 
 from agentlightning.errors import AgentLightningError, UnavailableError
 from agentlightning.runner.patience import patiently
@@ -25,32 +25,20 @@ PATIENCE_SECONDS: Final = 300.0  # with a server or machines that do not answer;
 HEALTHY_SECONDS: Final = 60.0  # a runner that lived so long did not fail at its start
 TURNS_TO_FAIL: Final = 6  # one after the other; the pauses between them add up to half a minute
 CLEAN_UP_SECONDS: Final = 20.0
+RUNNING: Final = "running"
+ENDED: Final = "ended"  # or drains
 _LASTING: Final = "-stays"  # ends the names of runners that do not leave when they are idle
 
 
-@dataclass(frozen=True)
-class Seen:
-    """A runner that was started; one that drains has ended, as far as a pool is concerned."""
-
-    state: Literal["running", "ended", "failed"]
-    reason: str = ""
-
-
 class Machines(Protocol):
-    """Where runners are started; UnavailableError for what may pass."""
+    """Where runners are started, under names; UnavailableError for what may pass. `runners` tells RUNNING, ENDED or the
+    reason why one failed; `stop` lets one drain; `close` waits for those that drain and would end with this process.
+    After an error of `start` there may be a runner all the same."""
 
-    async def start(self, name: str, arguments: Sequence[str]) -> None:
-        """Start `agl runner ARGUMENTS`. After an error it may have been started all the same."""
-
-    async def runners(self) -> Mapping[str, Seen]:
-        """All that were started, by name, except for those that ended long ago."""
-        ...
-
-    async def stop(self, name: str) -> None:
-        """Let a runner drain and end; nothing for one that has."""
-
-    async def close(self) -> None:
-        """Wait for those that drain, where they end with this process."""
+    async def start(self, name: str, arguments: Sequence[str]) -> None: ...
+    async def runners(self) -> Mapping[str, str]: ...
+    async def stop(self, name: str) -> None: ...
+    async def close(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -85,14 +73,14 @@ class Pool:
         self._stopping.set()
 
     async def run(self) -> None:
-        reached, stopping = None, asyncio.ensure_future(self._stopping.wait())
+        reached, stopping = time.monotonic(), asyncio.ensure_future(self._stopping.wait())
         try:
             while not stopping.done():
                 try:
                     await self._reconcile()
                     reached = time.monotonic()
                 except UnavailableError as error:
-                    if reached is None or time.monotonic() - reached > PATIENCE_SECONDS:
+                    if self._ended is None or time.monotonic() - reached > PATIENCE_SECONDS:
                         raise
                     self.tell(f"tried again: {error}")
                 await asyncio.wait({stopping}, timeout=PERIOD_SECONDS)
@@ -117,26 +105,25 @@ class Pool:
         self.tell(f"{page.total} rollouts, {len(running)} runners: starting {missing}")
         lasting = sum(name.endswith(_LASTING) for name in running)
         for number in range(lasting, lasting + missing):
+            stays, name = number < self.least, f"runner-{secrets.token_hex(4)}"
             if not self._stopping.is_set():
-                name, idle = f"runner-{secrets.token_hex(4)}", [f"--idle={self.idle:f}s"]
-                if number < self.least:
-                    name, idle = name + _LASTING, []
-                await self.machines.start(name, [*self.arguments, *idle])
+                idle = [] if stays else [f"--idle={self.idle:f}s"]
+                await self.machines.start(name + _LASTING * stays, [*self.arguments, *idle])
 
-    def _mind(self, seen: Mapping[str, Seen]) -> list[str]:
+    def _mind(self, seen: Mapping[str, str]) -> list[str]:
         """Which run. Those that failed since the last time put off the next start."""
-        running, now = [name for name, one in seen.items() if one.state == "running"], time.monotonic()
+        running, now = [name for name, state in seen.items() if state == RUNNING], time.monotonic()
         self._since = {name: self._since.get(name, now) for name in running}
         ended = seen.keys() - running
         fresh = set[str]() if self._ended is None else ended - self._ended  # old failures are not this pool's
         self._ended = ended
-        failed = sorted(name for name in fresh if seen[name].state == "failed")
+        failed = sorted(name for name in fresh if seen[name] != ENDED)
         if left := len(fresh) - len(failed):
             self.tell(f"{left} runners have left, {len(running)} run")
         if left or any(now - since > HEALTHY_SECONDS for since in self._since.values()):
             self._failures = 0
         if failed:
-            what = "; ".join(f"{name} failed: {seen[name].reason}" for name in failed[:3])
+            what = "; ".join(f"{name} failed: {seen[name]}" for name in failed[:3])
             self._not_before, self._failures = now + 2.0**self._failures, self._failures + 1
             if self._failures == TURNS_TO_FAIL:
                 raise AgentLightningError(f"runners fail again and again ({what}); their logs say why")
@@ -144,7 +131,6 @@ class Pool:
         return running
 
     async def _stop_all(self) -> None:
-        running = [name for name, one in (await self.machines.runners()).items() if one.state == "running"]
-        if running:
-            self.tell(f"{len(running)} runners drain")
+        running = [name for name, state in (await self.machines.runners()).items() if state == RUNNING]
+        self.tell(f"{len(running)} runners drain")
         await asyncio.gather(*map(self.machines.stop, running))

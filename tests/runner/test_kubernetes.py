@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -13,11 +16,12 @@ import pytest
 import yaml
 from yarl import URL
 
+from agentlightning.cli.main import run
 from agentlightning.errors import AgentLightningError, ConfigError, ForbiddenError, UnavailableError
 from agentlightning.runner import kubernetes
 from agentlightning.runner import pool as pool_module
 from agentlightning.runner.kubernetes import POOL_LABEL, Api, KubernetesJobs, job_of, read_manifest
-from agentlightning.runner.pool import Pool, Seen
+from agentlightning.runner.pool import ENDED, Pool
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
@@ -229,8 +233,6 @@ async def test_what_passes_is_waited_out(store: SqlStore, cluster: Cluster, monk
 
 
 async def test_a_start_whose_answer_was_lost_is_not_made_twice(store: SqlStore, cluster: Cluster) -> None:
-    await store.enqueue_rollout(0)
-
     async def create_and_fail(request: Any) -> Any:
         if request.method == "GET":  # the list comes first
             cluster.faults = [create_and_fail]
@@ -239,7 +241,9 @@ async def test_a_start_whose_answer_was_lost_is_not_made_twice(store: SqlStore, 
         return await fault(504, "Timeout")(request)
 
     async with running(store, cluster) as said:
+        await until(lambda: cluster.asked)
         cluster.faults = [create_and_fail]
+        await store.enqueue_rollout(0)
         await until(lambda: cluster.jobs)
         await asyncio.sleep(0.5)
         assert len(cluster.jobs) == 1, said
@@ -321,15 +325,14 @@ async def test_one_that_is_gone_already_is_no_error_to_stop(cluster: Cluster) ->
     assert await jobs.runners() == {}
     await jobs.start("a", ARGUMENTS)
     cluster.jobs["my-agent-a"]["metadata"]["deletionTimestamp"] = "2026-11-23T12:00:00Z"
-    assert await jobs.runners() == {"my-agent-a": Seen("ended")}
+    assert await jobs.runners() == {"my-agent-a": ENDED}
     await jobs.close()
 
 
-def test_a_token_is_not_sent_in_the_clear(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="https"):
-        Api(URL("http://10.0.0.1:8001"), tmp_path / "token")
-    with pytest.raises(ConfigError, match="expected one such as"):
-        Api(URL("kubernetes"))
+@pytest.mark.parametrize("api", [Api(URL("http://10.0.0.1:8001"), Path("token")), Api(URL("kubernetes"))])
+async def test_a_token_is_not_sent_in_the_clear(api: Api) -> None:
+    with pytest.raises(ConfigError, match="no URL of a Kubernetes API"):
+        KubernetesJobs(MANIFEST, api, lifetime=3600, drain=20)
 
 
 def test_a_pod_knows_its_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,3 +368,61 @@ async def test_jobs_run_the_real_runner_to_the_last_rollout(brief_store: SqlStor
         pool.stop()
         await asyncio.wait_for(task, 30)
     assert len(cluster.processes) == 2 and not any("failed" in line for line in said)
+
+
+@pytest.mark.parametrize("agent", ['"; rm -rf / #\n$(AGL_KEY)', "--key=x", "agent.py:agent"])
+async def test_the_command_passes_its_options_on_and_cleans_up_at_ctrl_c(
+    store: SqlStore, cluster: Cluster, agent: str
+) -> None:
+    await store.enqueue_rollout(0)
+    async with HttpServer(create_app(store, admin_key="an admin's key"), port=0) as server:
+        options = ["--agent", agent, "--server", server.url, "--drain", "7s", "--isolation", "process", "--max", "3"]
+        there = ["--kube-api", str(cluster.api.url), "--kube-token", str(cluster.token)]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", "from agentlightning.cli.main import main; main()", "runner", *options, *there),
+            *("--kubernetes", str(EXAMPLES / "job.yaml")),
+            env={**os.environ, "SSL_CERT_FILE": str(cluster.authority), "AGL_KEY": "an admin's key"},
+        )
+        await until(lambda: cluster.jobs, 60)
+        (job,) = cluster.jobs.values()
+        pod = job["spec"]["template"]["spec"]
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+    assert pod["terminationGracePeriodSeconds"] == 22 and not cluster.jobs
+    runner = pod["containers"][0]["args"]
+    given = [
+        f"--agent={agent}".replace("$", "$$"),
+        f"--server={server.url}",
+        "--isolation=process",
+        "--drain=7.000000s",
+    ]
+    assert runner == ["runner", *given, "--drain=7.000000s", "--concurrency=8", "--idle=60.000000s"]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (["--ray", "2", "--kubernetes", str(EXAMPLES / "job.yaml")], 2, "a pool is --ray N, or --kubernetes"),
+        (["--max", "2"], 2, "a pool is --ray N, or --kubernetes"),
+        (["--ray", "2", "--max", "3"], 2, "a pool is --ray N, or --kubernetes"),
+        (["--ray", "1", "--min", "2"], 2, "not below --min"),
+        (["--kubernetes", str(EXAMPLES / "job.yaml")], 2, "say how many runners"),
+        (["--kubernetes", "nothing.yaml", "--max", "1"], 2, "does not exist"),
+        (["--kubernetes", str(EXAMPLES / "pool.yaml"), "--max", "1"], 1, "no manifest of a Job"),
+        (["--kubernetes", str(EXAMPLES / "job.yaml"), "--max", "1"], 1, "this is no pod of a cluster"),
+        (["--kubernetes", str(EXAMPLES / "job.yaml"), "--max", "1", "--kube-api", "kubernetes"], 1, "no URL of a Kub"),
+        (["--kubernetes", str(EXAMPLES / "job.yaml"), "--max", "1", "--kube-api", "http://a:b"], 2, "--kube-api"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_named(
+    options: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert run(["runner", "agent.py:agent", "--server", "http://127.0.0.1:9", "--key", "k" * 8, *options]) == code
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+def test_where_ray_is_missing_it_is_said_how_to_install_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["runner", "math:sqrt", "--server", "http://127.0.0.1:9", "--key", "k" * 8, "--ray", "1"]) == 1
+    assert "pip install 'agent-lightning-next[ray]'" in capsys.readouterr().err
