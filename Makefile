@@ -2,7 +2,7 @@
 # Chromium.
 #   make quickstart    train a small tool-using agent, start to end, in minutes
 #   make test          what must pass before a commit
-#   make engines       train with real engines, in environments of their own
+#   make engines       train with real engines, and run a pool on Ray, in environments of their own
 #   make frameworks    environments in which the agents of examples/frameworks, and trackers, are tested
 #   make dashboard     build the dashboard's page from its source; needs Node 20 or newer
 #   make ci            what must pass before a merge
@@ -51,8 +51,8 @@ test: setup lint types contracts
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not slow and not soak"
 
 # The agents of examples/frameworks need environments of their own: without torch, and with versions that clash. So do
-# W&B, MLflow and Ray, which bring much with them.
-frameworks: .venv-frameworks/.setup .venv-crewai/.setup .venv-tracking/.setup .venv-experiments/.setup .venv-ray/.setup
+# W&B and MLflow, which bring much with them.
+frameworks: .venv-frameworks/.setup .venv-crewai/.setup .venv-tracking/.setup .venv-experiments/.setup
 
 .venv-%/.setup: constraints-%.txt pyproject.toml scripts/framework_env.sh | setup
 	scripts/framework_env.sh $* $(VENV)
@@ -102,8 +102,8 @@ ci: packages setup frameworks lint types contracts docs smoke
 	scripts/check_dashboard.sh $(VENV)
 	AGL_REQUIRE_POSTGRES=1 AGL_REQUIRE_BROWSER=1 AGL_REQUIRE_NODE=1 AGL_REQUIRE_FRAMEWORKS=1 $(BIN)/pytest $(SIDE_BY_SIDE) -m "not soak"
 
-engines: setup .venv-vllm/.setup .venv-sglang/.setup .venv-tinker/.setup
-	AGL_ENGINES=1 $(BIN)/pytest -s tests/learner/test_vllm.py tests/learner/test_sglang.py
+engines: setup .venv-vllm/.setup .venv-sglang/.setup .venv-tinker/.setup .venv-ray/.setup
+	AGL_ENGINES=1 $(BIN)/pytest -s tests/learner/test_vllm.py tests/learner/test_sglang.py tests/runner/test_ray.py
 	AGL_ENGINES=1 .venv-tinker/bin/python -m pytest -s tests/learner/test_tinker.py
 
 soak: setup

@@ -28,6 +28,7 @@ POOL_LABEL: Final = "agentlightning/pool"
 ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # in a pod
 _ANSWER_SECONDS: Final = 30.0
 _KEPT_SECONDS: Final = 600  # of a Job that has ended, with its log
+_DELETE: Final = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
 _GRACE_SECONDS: Final = 15  # beyond its drain a runner takes nine
 
 # What is read here of a manifest, and of a list of Jobs; the rest passes. With what is added a name has 63 characters.
@@ -46,7 +47,7 @@ class _Manifest(_Kind):
 
 
 _Metadata = TypedDict("_Metadata", {"name": str, "deletionTimestamp": NotRequired[str | None]})
-_Status = TypedDict("_Status", {"conditions": NotRequired[list[dict[str, str]] | None]})
+_Status = TypedDict("_Status", {"conditions": NotRequired[list[dict[str, Any]] | None]})
 _Job = TypedDict("_Job", {"metadata": _Metadata, "status": NotRequired[_Status]})
 _Jobs = TypedDict("_Jobs", {"items": list[_Job]})
 
@@ -93,8 +94,10 @@ class Api:
     @staticmethod
     def of_pod() -> Api:
         """That of the cluster whose pod this is, as its service account. ConfigError elsewhere."""
-        if not (host := os.environ.get("KUBERNETES_SERVICE_HOST")):
-            raise ConfigError("this is no pod of a cluster: run `kubectl proxy`, give --kube-api http://127.0.0.1:8001")
+        if not (host := os.environ.get("KUBERNETES_SERVICE_HOST")) or not (ACCOUNT / "token").is_file():
+            raise ConfigError(
+                "no pod with a service account: run `kubectl proxy`, give --kube-api http://127.0.0.1:8001"
+            )
         url = URL.build(scheme="https", host=host, port=int(os.environ.get("KUBERNETES_SERVICE_PORT", "443")))
         return Api(url, ACCOUNT / "token", ACCOUNT / "ca.crt", (ACCOUNT / "namespace").read_text().strip())
 
@@ -126,7 +129,7 @@ class KubernetesJobs:
 
     async def stop(self, name: str) -> None:
         with contextlib.suppress(NotFoundError):  # its pod is told to end, and drains
-            await self._ask("DELETE", self._jobs / name, {"propagationPolicy": "Background"})
+            await self._ask("DELETE", self._jobs / name, _DELETE)
 
     async def close(self) -> None:
         await self._session.close()

@@ -93,22 +93,26 @@ class Pool:
 
     async def _reconcile(self) -> None:
         """Make what runs what is wanted, as far as that can be done now."""
-        page = await self.store.page_rollouts(UNFINISHED, limit=1, with_total=True, project=self.project)
+        rollouts = await patiently(self._rollouts, PERIOD_SECONDS)
         running = self._mind(await self.machines.runners())
         for name in [name for name in running if time.monotonic() - self._since[name] > self.lifetime]:
             self.tell(f"{name} drains, after {self.lifetime:g} s")
             await self.machines.stop(name)
             running.remove(name)
-        missing = self.wanted(page.total or 0) - len(running)
+        missing = self.wanted(rollouts) - len(running)
         if missing <= 0 or time.monotonic() < self._not_before:
             return
-        self.tell(f"{page.total} rollouts, {len(running)} runners: starting {missing}")
+        self.tell(f"{rollouts} rollouts, {len(running)} runners: starting {missing}")
         lasting = sum(name.endswith(_LASTING) for name in running)
         for number in range(lasting, lasting + missing):
             stays, name = number < self.least, f"runner-{secrets.token_hex(4)}"
             if not self._stopping.is_set():
                 idle = [] if stays else [f"--idle={self.idle:f}s"]
                 await self.machines.start(name + _LASTING * stays, [*self.arguments, *idle])
+
+    async def _rollouts(self) -> int:
+        page = await self.store.page_rollouts(UNFINISHED, limit=1, with_total=True, project=self.project)
+        return page.total or 0
 
     def _mind(self, seen: Mapping[str, str]) -> list[str]:
         """Which run. Those that failed since the last time put off the next start."""
@@ -132,5 +136,6 @@ class Pool:
 
     async def _stop_all(self) -> None:
         running = [name for name, state in (await self.machines.runners()).items() if state == RUNNING]
-        self.tell(f"{len(running)} runners drain")
+        if running:
+            self.tell(f"{len(running)} runners drain")
         await asyncio.gather(*map(self.machines.stop, running))

@@ -96,7 +96,12 @@ class Cluster:
 
     def end(self, name: str, failed: str | None = None) -> None:
         """A Job completes, or fails for a reason."""
-        condition = {"type": "Failed" if failed else "Complete", "status": "True", "reason": failed or ""}
+        condition = {
+            "type": "Failed" if failed else "Complete",
+            "status": "True",
+            "reason": failed or "",
+            "lastProbeTime": None,
+        }
         before = {"type": "SuccessCriteriaMet", "status": "True"}
         self.jobs[name]["status"] = {"conditions": [before, {**condition, "message": "as the pod ended"}]}
 

@@ -175,7 +175,7 @@ async def test_jobs_are_started_ended_and_replaced(store: SqlStore, cluster: Clu
         assert sum("failed" in line for line in said) == 1
         going = [name for name, job in cluster.jobs.items() if "conditions" not in job["status"]]
     assert sorted(name for name, _ in cluster.deleted) == sorted(going)
-    assert all(body == {"propagationPolicy": "Background"} for _, body in cluster.deleted)
+    assert all(body["propagationPolicy"] == "Background" for _, body in cluster.deleted)
     assert all(path.startswith(f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs") for _, path in cluster.asked)
 
 
@@ -340,8 +340,11 @@ def test_a_pod_knows_its_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="kubectl proxy"):
         Api.of_pod()
     monkeypatch.setattr(kubernetes, "ACCOUNT", tmp_path)
-    (tmp_path / "namespace").write_text("agents\n")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
+    with pytest.raises(ConfigError, match="no pod with a service account"):
+        Api.of_pod()
+    (tmp_path / "namespace").write_text("agents\n")
+    (tmp_path / "token").write_text("first\n")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
     api = Api.of_pod()
     assert (str(api.url), api.namespace) == ("https://[fd00::1]:6443", "agents")
@@ -409,7 +412,7 @@ async def test_the_command_passes_its_options_on_and_cleans_up_at_ctrl_c(
         (["--kubernetes", str(EXAMPLES / "job.yaml")], 2, "say how many runners"),
         (["--kubernetes", "nothing.yaml", "--max", "1"], 2, "does not exist"),
         (["--kubernetes", str(EXAMPLES / "pool.yaml"), "--max", "1"], 1, "no manifest of a Job"),
-        (["--kubernetes", str(EXAMPLES / "job.yaml"), "--max", "1"], 1, "this is no pod of a cluster"),
+        (["--kubernetes", str(EXAMPLES / "job.yaml"), "--max", "1"], 1, "no pod with a service account"),
         (["--kubernetes", str(EXAMPLES / "job.yaml"), "--max", "1", "--kube-api", "kubernetes"], 1, "no URL of a Kub"),
         (["--kubernetes", str(EXAMPLES / "job.yaml"), "--max", "1", "--kube-api", "http://a:b"], 2, "--kube-api"),
     ],

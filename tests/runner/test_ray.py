@@ -18,7 +18,10 @@ from agentlightning.store.sql import SqlStore
 from agentlightning.types import Rollout, RolloutConfig
 from tests.frameworks.world import bin_of
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif("AGL_ENGINES" not in os.environ, reason="`make engines` runs these"),
+]
 
 KEY = "an admin's key"
 AGAIN = RolloutConfig(max_attempts=3, retry_condition=("unresponsive",))
@@ -80,12 +83,14 @@ def parent_of(pid: int) -> int:
 
 
 @asynccontextmanager
-async def pool_of(store: SqlStore, folder: Path, *options: str) -> AsyncIterator[RunningPool]:
+async def pool_of(
+    store: SqlStore, folder: Path, *options: str, agent: str = "agent.py:agent"
+) -> AsyncIterator[RunningPool]:
     (folder / "agent.py").write_text(AGENT)
     programs = bin_of("ray")
     async with HttpServer(create_app(store, admin_key=KEY), port=0) as server:
         process = await asyncio.create_subprocess_exec(
-            *(programs / "agl", "runner", "agent.py:agent", "--server", server.url, "--isolation", "none", *options),
+            *(programs / "agl", "runner", agent, "--server", server.url, "--isolation", "none", *options),
             cwd=folder,
             env={
                 **os.environ,
@@ -176,10 +181,15 @@ async def test_a_pool_that_is_killed_takes_its_runners_along(brief_store: SqlSto
         await pool.until_runners(0)
 
 
-async def test_an_agent_that_is_not_there_is_said_before_anything_starts(store: SqlStore, tmp_path: Path) -> None:
-    async with pool_of(store, tmp_path, "--ray", "1", "--agent", "agnt.py:agent") as pool:
-        assert await asyncio.wait_for(pool.process.wait(), 30) == 2  # named twice
+async def test_a_mistake_is_said_before_anything_starts_or_in_the_runners_own_words(
+    store: SqlStore, tmp_path: Path
+) -> None:
+    await store.enqueue_rollout(0)
+    async with pool_of(store, tmp_path, "--ray", "1", agent="agnt.py:agent") as pool:
+        assert await asyncio.wait_for(pool.process.wait(), 30) == 1
+        await pool.until_said("agnt.py")
     async with pool_of(store, tmp_path, "--ray", "1", "--instrument", "nothing") as pool:
-        await pool.until_said("exit code")  # its log was passed on
+        await pool.until_said("failed: exit code 1")
+        await pool.until_said("did you mean")
         os.killpg(pool.process.pid, signal.SIGTERM)
         assert await asyncio.wait_for(pool.process.wait(), 60) == 0
