@@ -102,7 +102,7 @@ class Cluster:
             "reason": failed or "",
             "lastProbeTime": None,
         }
-        before = {"type": "SuccessCriteriaMet", "status": "True"}
+        before = {"type": "SuccessCriteriaMet", "status": "True", "lastProbeTime": None}
         self.jobs[name]["status"] = {"conditions": [before, {**condition, "message": "as the pod ended"}]}
 
 

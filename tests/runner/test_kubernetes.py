@@ -399,7 +399,7 @@ async def test_the_command_passes_its_options_on_and_cleans_up_at_ctrl_c(
         "--isolation=process",
         "--drain=7.000000s",
     ]
-    assert runner == ["runner", *given, "--drain=7.000000s", "--concurrency=8", "--idle=60.000000s"]
+    assert runner == ["runner", *given, "--concurrency=8", "--idle=60.000000s"]
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,7 @@ async def test_a_pool_that_is_killed_takes_its_runners_along(brief_store: SqlSto
     async with pool_of(brief_store, tmp_path, "--ray", "2", "--min", "1", "--concurrency", "1") as pool:
         (runner,) = await pool.until_runners(1)
         assert "--server=" in command_of(runner) and KEY not in command_of(runner)
+        await until_at_hand(brief_store, 1)
         pool.process.kill()
         await finished(brief_store, ids)  # by draining
         await pool.until_runners(0)
