@@ -142,7 +142,9 @@ class KubernetesJobs:
             async with request as response:
                 said = await response.read()
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is one
-            raise UnavailableError(f"no answer of the Kubernetes API at {self._api.url}: {error!r}") from None
+            raise UnavailableError(
+                f"no answer of the Kubernetes API at {self._api.url}: {str(error) or type(error).__name__}"
+            ) from None
         if response.status >= 300:
             raise _refusal(response.status, f"the Kubernetes API answered {response.status} to {method}", said)
         return said

@@ -87,7 +87,10 @@ class Pool:
         finally:
             stopping.cancel()
             try:
-                await patiently(self._stop_all, CLEAN_UP_SECONDS)
+                if self._ended is not None:  # else nothing was reached, and nothing started
+                    await patiently(self._stop_all, CLEAN_UP_SECONDS)
+            except AgentLightningError as error:  # which must not hide why the pool ends
+                self.tell(f"runners could not be told to drain; they leave when they are idle: {error}")
             finally:
                 await self.machines.close()
 

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -423,6 +424,21 @@ def test_a_mistake_on_the_command_line_is_named(
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     assert run(["runner", "agent.py:agent", "--server", "http://127.0.0.1:9", "--key", "k" * 8, *options]) == code
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+async def test_a_wrong_key_of_the_server_is_said_at_once(store: SqlStore, capfd: pytest.CaptureFixture[str]) -> None:
+    async with HttpServer(create_app(store, admin_key="an admin's key"), port=0) as server:
+        there = ["--kubernetes", str(EXAMPLES / "job.yaml"), "--max", "1", "--kube-api", "http://127.0.0.1:9"]
+        command = ["runner", "agent.py:agent", "--server", server.url, *there, "--key"]
+        assert await asyncio.to_thread(run_aside, [*command, "another key"]) == 1
+        assert "key" in (said := capfd.readouterr().err) and "Kubernetes" not in said
+        assert await asyncio.to_thread(run_aside, [*command, "an admin's key"]) == 1
+        assert "no answer of the Kubernetes API at http://127.0.0.1:9" in capfd.readouterr().err
+
+
+def run_aside(arguments: list[str]) -> int:
+    words = [sys.executable, "-c", "from agentlightning.cli.main import main; main()", *arguments]
+    return subprocess.run(words, timeout=30).returncode
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
