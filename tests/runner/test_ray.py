@@ -171,15 +171,19 @@ async def test_ctrl_c_lets_rollouts_at_hand_end_and_leaves_nothing_running(
     assert sorted(one.status for one in ended) == ["queuing", "succeeded", "succeeded"]
 
 
-async def test_a_pool_that_is_killed_takes_its_runners_along(brief_store: SqlStore, tmp_path: Path) -> None:
-    ids = await queued(brief_store, 1, 3.0)
+async def test_a_pool_that_is_killed_takes_its_runners_along_and_their_rollouts_are_queued_again(
+    brief_store: SqlStore, tmp_path: Path
+) -> None:
+    ids = await queued(brief_store, 1, 30.0)
     async with pool_of(brief_store, tmp_path, "--ray", "2", "--min", "1", "--concurrency", "1") as pool:
         (runner,) = await pool.until_runners(1)
         assert "--server=" in command_of(runner) and KEY not in command_of(runner)
         await until_at_hand(brief_store, 1)
         pool.process.kill()
-        await finished(brief_store, ids)  # by draining
         await pool.until_runners(0)
+        async with asyncio.timeout(60):  # once the lease has run out
+            while (await brief_store.query_rollouts(rollout_id_in=ids))[0].status != "requeuing":  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
 
 
 async def test_a_mistake_is_said_before_anything_starts_or_in_the_runners_own_words(
