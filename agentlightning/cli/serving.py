@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import math
 import re
-import signal
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
 import msgspec
-from click.core import ParameterSource
-from yarl import URL
 
 from agentlightning.cli.options import Duration, Option, json_option, print_json, together
+from agentlightning.cli.pool import pool_options, run_pool, take_pool
 from agentlightning.cli.training import isolation_option
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.attribution import api_key_of
-from agentlightning.runner.ending import run_to_end, watched
+from agentlightning.runner.ending import on_signal, run_to_end, watched
 
 if TYPE_CHECKING:
     from agentlightning.runner.command import RewardSource
     from agentlightning.server.service import ServerSettings
 
-_POOL: Final = ("ray", "kubernetes", "most", "least", "lifetime", "kube_api", "kube_token")
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 FILE = click.Path(dir_okay=False, path_type=Path)
-EXISTING = click.Path(dir_okay=False, exists=True, path_type=Path)
 KEY_HELP = "Key that callers must present; needed to listen anywhere but on this machine."
 
 
@@ -233,15 +228,7 @@ async def _server(settings: ServerSettings, as_json: bool) -> None:
               help="End an attempt when no span has come for so long: for agents that export them.")  # fmt: skip
 @click.option("--idle", "idle_seconds", type=Duration(), metavar="60s", default=math.inf,
               help="End after so long without a rollout (a pool's runners: 60s).")  # fmt: skip
-@click.option("--ray", type=click.IntRange(min=1), metavar="N",
-              help="Be a pool: up to N of these as actors of Ray, as many as the queue needs.")  # fmt: skip
-@click.option("--kubernetes", type=EXISTING, metavar="JOB.yaml",
-              help="Be a pool: up to --max of these as Jobs, made from this manifest.")  # fmt: skip
-@click.option("--max", "most", type=click.IntRange(min=1), metavar="N", help="At most so many Jobs.")
-@click.option("--min", "least", type=click.IntRange(min=0), metavar="N", default=0, help="So many stay when idle.")
-@click.option("--lifetime", type=Duration(), metavar="12h", default="12h", help="Replace runners after so long.")
-@click.option("--kube-api", type=URL, metavar="URL", help="The Kubernetes API, if not that of the pod's own cluster.")
-@click.option("--kube-token", type=EXISTING, metavar="FILE", help="Holds the token for --kube-api.")
+@pool_options
 @json_option
 def runner(
     agent: str | None,
@@ -253,7 +240,7 @@ def runner(
     key: str | None,
     instrument: str | None,
     **options: Any,
-) -> None:
+) -> int | None:
     """Lease rollouts from a server and run an agent on them, a Python object or a --command, until stopped.
 
     After Ctrl-C or SIGTERM it leases nothing more, and rollouts at hand may finish: exit code 0. Those that --drain
@@ -267,7 +254,7 @@ def runner(
     agent = agent or named
     if command is None and (grader is not None or reward != "auto"):
         raise click.UsageError("--reward and --grader are for --command; a Python agent returns its reward")
-    pool = _pool_asked(click.get_current_context(), options)
+    pool = take_pool(options)
     if instrument is not None and pool is None:
         if command is not None:
             raise click.UsageError("--instrument is for Python agents; take --command 'opentelemetry-instrument …'")
@@ -282,8 +269,7 @@ def runner(
     if pool is not None:
         if pool["ray"]:
             loaded.reads_environment()  # which imports it; for Kubernetes it may be in the image alone
-        arguments = _runner_arguments(click.get_current_context())
-        return run_to_end(_pool(pool, arguments, server, key, **options))
+        return run_to_end(run_pool(click.get_current_context(), **pool))
     options["isolation"] = place_of(loaded, options["isolation"])
     if instrument is not None and options["isolation"] == "process":
         raise click.UsageError("--instrument reaches no other process; call agentlightning.instrument() in FILE.py")
@@ -325,68 +311,8 @@ async def _runner(
                 working.stop()
                 limit.reschedule(asyncio.get_running_loop().time() + drain_seconds)
 
-            with _on_signal(drain, then=task.cancel, at_once=partial(end_after, drain_seconds + 9)):
+            with on_signal(drain, then=task.cancel, at_once=partial(end_after, drain_seconds + 9)):
                 await working.run()
-    finally:
-        await store.close()
-
-
-def _pool_asked(context: click.Context, options: dict[str, Any]) -> dict[str, Any] | None:
-    """The options of a pool, taken away from a runner's; None where none is asked for."""
-    given = {name for name in _POOL if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
-    pool = {name: options.pop(name) for name in _POOL}
-    if not given:
-        return None
-    if len(given & {"ray", "kubernetes"}) != 1 or ("ray" in given and given & {"most", "kube_api", "kube_token"}):
-        raise click.UsageError("a pool is --ray N, or --kubernetes JOB.yaml with --max N; --kube-… are for the latter")
-    pool["most"] = pool["ray"] or pool["most"]
-    if pool["most"] is None or pool["least"] > pool["most"]:
-        raise click.UsageError("say how many runners there may be: --max N, not below --min")
-    return pool
-
-
-def _runner_arguments(context: click.Context) -> list[str]:
-    """This command line for a runner of a pool, without the key. In `--name=value` no value is an option."""
-    arguments: list[str] = []
-    for option in context.command.params:
-        name, value = str(option.name), context.params[str(option.name)]
-        given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        if given and name not in (*_POOL, "idle_seconds", "key", "concurrency", "as_json"):
-            flag = "--agent" if name == "agent" else option.opts[0]
-            arguments.append(f"{flag}={value:f}s" if isinstance(option.type, Duration) else f"{flag}={value}")
-    return arguments
-
-
-async def _pool(
-    asked: dict[str, Any], arguments: list[str], url: str, key: str | None, drain_seconds: float, **options: Any
-) -> None:
-    from agentlightning.runner.pool import Pool
-    from agentlightning.server.local_keys import local_key
-    from agentlightning.store.client import LightningStoreClient
-
-    key, task = key or local_key(url, make=True), asyncio.current_task()
-    store = LightningStoreClient(url, api_key=key, patience=5.0)
-    if asked["ray"]:
-        from agentlightning.runner.actors import RayActors
-
-        machines = RayActors(key, drain_seconds)
-    else:
-        from agentlightning.runner.kubernetes import Api, KubernetesJobs, read_manifest
-
-        manifest = read_manifest(asked["kubernetes"])
-        api = Api(asked["kube_api"], asked["kube_token"]) if asked["kube_api"] else Api.of_pod()
-        machines = KubernetesJobs(manifest, api, asked["lifetime"], drain_seconds)
-    each, idle = options["concurrency"] or 8, options["idle_seconds"]
-    sizes = {name: asked[name] for name in ("least", "most", "lifetime")}
-    pool = Pool(
-        store, machines, [*arguments, f"--concurrency={each}"], each=each, idle=60.0 if math.isinf(idle) else idle,
-        project=options["project"], tell=partial(click.echo, err=True), **sizes,
-    )  # fmt: skip
-    pool.tell(f"a pool of up to {pool.most} runners for {url}, each of {each} rollouts at once")
-    assert task is not None
-    try:
-        with _on_signal(pool.stop, then=task.cancel):
-            await pool.run()
     finally:
         await store.close()
 
@@ -394,41 +320,9 @@ async def _pool(
 async def until_stopped(greeting: str, told: object = None) -> None:
     """Say that the server is there, with `told` as JSON too, and return at Ctrl-C or SIGTERM."""
     stopping = asyncio.Event()
-    with _on_signal(stopping.set):
+    with on_signal(stopping.set):
         click.echo(greeting, err=True)
         if told is not None:
             print_json(told)
         await stopping.wait()
     click.echo("stopping", err=True)
-
-
-@contextlib.contextmanager
-def _on_signal(
-    first: Callable[[], object],
-    then: Callable[[], object] | None = None,
-    at_once: Callable[[], object] | None = None,
-) -> Generator[None]:
-    """Call `first` at the first SIGINT or SIGTERM; afterwards call `then`, or let signals act as usual. `at_once` is
-    called before `first`, also while an agent blocks the event loop."""
-    loop = asyncio.get_running_loop()
-
-    signals = (signal.SIGINT, signal.SIGTERM)
-    actions = iter((first,))
-
-    def received() -> None:
-        action = next(actions, then)  # the handler stays: the next signal may come at this very moment
-        if then is None:
-            for each in signals:
-                loop.remove_signal_handler(each)
-        if action is not None:
-            action()
-
-    for each in signals:
-        loop.add_signal_handler(each, received)
-        if at_once is not None:
-            signal.signal(each, lambda number, frame: at_once())  # beside the loop, which hears of it by a descriptor
-    try:
-        yield
-    finally:
-        for each in signals:
-            loop.remove_signal_handler(each)

@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning.errors import ConfigError
-from agentlightning.runner.pool import ENDED, RUNNING
+from agentlightning.runner.pool import ENDED, LEAVING_SECONDS, RUNNING
 
-_LEAVING_SECONDS: Final = 15.0  # beyond its drain a runner takes nine
 _MAIN: Final = """import os, signal, threading
 def follow():
     os.read(0, 1)
@@ -32,7 +31,7 @@ class Keeper:
     def __init__(self, arguments: Sequence[str], key: str | None, directory: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", _MAIN, "runner", *arguments],
-            env=os.environ if key is None else {**os.environ, "AGL_KEY": key},
+            env={**os.environ, "AGL_KEY": key or ""},
             cwd=directory if os.path.isdir(directory) else None,  # on another machine: that of Ray's working_dir
             stdin=subprocess.PIPE,
             start_new_session=True,
@@ -46,20 +45,17 @@ class Keeper:
 
 
 class RayActors:
-    """`Machines` of the cluster at RAY_ADDRESS, or this machine alone. ConfigError where Ray is not installed."""
+    """`Machines` of the cluster at RAY_ADDRESS, or this machine alone."""
 
     def __init__(self, key: str | None, drain: float) -> None:
+        self._ray: Any = importlib.import_module("ray")
         try:
-            self._ray: Any = importlib.import_module("ray")
             self._ray.init(logging_level="WARNING")
-        except ModuleNotFoundError:
-            raise ConfigError("Ray is not installed: pip install 'agent-lightning-next[ray]'") from None
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(f"no Ray cluster can be joined (RAY_ADDRESS): {error}") from None
         self._keeper = self._ray.remote(num_cpus=1, max_concurrency=2, scheduling_strategy="SPREAD")(Keeper)
         self._key, self._drain = key, drain
         self._actors: dict[str, tuple[Any, asyncio.Task[str]]] = {}
-        self._draining: dict[str, str] = {}
 
     async def start(self, name: str, arguments: Sequence[str]) -> None:
         actor = self._keeper.remote(arguments, self._key, os.getcwd())
@@ -75,16 +71,15 @@ class RayActors:
         return ENDED if code in (0, 130) else f"exit code {code}"
 
     async def runners(self) -> Mapping[str, str]:
-        seen = {name: task.result() if task.done() else RUNNING for name, (_, task) in self._actors.items()}
-        return seen | self._draining
+        return {name: task.result() if task.done() else RUNNING for name, (_, task) in self._actors.items()}
 
-    async def stop(self, name: str) -> None:
-        self._draining[name] = ENDED
-        self._actors[name][0].drain.remote()
+    async def drain(self) -> None:
+        for actor, _ in self._actors.values():
+            actor.drain.remote()
 
     async def close(self) -> None:
         try:
             if outcomes := [task for _, task in self._actors.values()]:
-                await asyncio.wait(outcomes, timeout=self._drain + _LEAVING_SECONDS)
+                await asyncio.wait(outcomes, timeout=self._drain + LEAVING_SECONDS)
         finally:
             self._ray.shutdown()

@@ -2,6 +2,7 @@
 
 Its `faults` answer instead for as many requests as there are. With `run` a Job's pod is a process, started as a kubelet
 would: `$(NAME)` in arguments is replaced by the variable and `$$` by `$`, variables come from its Secrets alone.
+At `proxy` it asks for no token, as `kubectl proxy` does.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,6 @@ from typing import Any
 import trustme
 from aiohttp import web
 from yarl import URL
-
-from agentlightning.runner.kubernetes import Api
 
 NAMESPACE = "agents"
 VARIABLE = re.compile(r"\$\$|\$\(([-._a-zA-Z][-._a-zA-Z0-9]*)\)")
@@ -38,13 +37,16 @@ class Cluster:
         self.secrets: dict[tuple[str, str], str] = {}
         self.run: list[str] | None = None  # what stands for the image's `agl`
         self.processes: dict[str, asyncio.subprocess.Process] = {}
-        self.token, self.authority, self.folder = folder / "token", folder / "ca.pem", folder
+        self.folder, self.account = folder, folder / "account"
+        self.account.mkdir()
+        self.token = self.account / "token"
         self.token.write_text("first\n")
-        self.api: Api
+        (self.account / "namespace").write_text(f"{NAMESPACE}\n")
+        self.port, self.proxy = 0, URL()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.asked.append((request.method, request.path))
-        if request.headers.get("Authorization") != f"Bearer {self.token.read_text().strip()}":
+        if request.secure and request.headers.get("Authorization") != f"Bearer {self.token.read_text().strip()}":
             return failure(401, "Unauthorized")
         if self.faults:
             return await self.faults.pop(0)(request)
@@ -107,10 +109,10 @@ class Cluster:
 
 
 @asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[Cluster]:
+async def serving(folder: Path) -> AsyncGenerator[Cluster]:
     cluster = Cluster(folder)
     authority = trustme.CA()
-    authority.cert_pem.write_to_path(cluster.authority)
+    authority.cert_pem.write_to_path(cluster.account / "ca.crt")
     trust = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(trust)
     application = web.Application()
@@ -118,8 +120,9 @@ async def serving(folder: Path) -> AsyncIterator[Cluster]:
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=trust).start()
-    url = URL(f"https://127.0.0.1:{runner.addresses[0][1]}")
-    cluster.api = Api(url, cluster.token, cluster.authority, NAMESPACE)
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    cluster.port = runner.addresses[0][1]
+    cluster.proxy = URL(f"http://127.0.0.1:{runner.addresses[1][1]}")
     try:
         yield cluster
     finally:
