@@ -2,7 +2,7 @@
 # Chromium.
 #   make quickstart    train a small tool-using agent, start to end, in minutes
 #   make test          what must pass before a commit
-#   make engines       train with real engines, in environments of their own
+#   make engines       train with real engines, and run a pool on Ray, in environments of their own
 #   make frameworks    environments in which the agents of examples/frameworks, and trackers, are tested
 #   make dashboard     build the dashboard's page from its source; needs Node 20 or newer
 #   make ci            what must pass before a merge
@@ -107,8 +107,8 @@ ci: packages setup frameworks lint types contracts docs smoke
 	scripts/check_dashboard.sh $(VENV)
 	AGL_REQUIRE_POSTGRES=1 AGL_REQUIRE_BROWSER=1 AGL_REQUIRE_NODE=1 AGL_REQUIRE_FRAMEWORKS=1 $(BIN)/pytest $(SIDE_BY_SIDE) -m "not soak"
 
-engines: setup .venv-vllm/.setup .venv-sglang/.setup .venv-tinker/.setup .venv-verl/.setup
-	AGL_ENGINES=1 $(BIN)/pytest -s tests/learner/test_vllm.py tests/learner/test_sglang.py
+engines: setup .venv-vllm/.setup .venv-sglang/.setup .venv-tinker/.setup .venv-verl/.setup .venv-ray/.setup
+	AGL_ENGINES=1 $(BIN)/pytest -s tests/learner/test_vllm.py tests/learner/test_sglang.py tests/runner/test_ray.py
 	AGL_ENGINES=1 .venv-tinker/bin/python -m pytest -s tests/learner/test_tinker.py
 	AGL_ENGINES=1 .venv-verl/bin/python -m pytest -s tests/learner/test_verl.py
 
@@ -131,4 +131,4 @@ benchmarks: setup .venv-trl/.setup .venv-experiments/.setup
 	.venv-experiments/bin/python benchmarks/retrieval.py
 
 clean:
-	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-tracking .venv-trl .venv-experiments .venv-vllm .venv-sglang .venv-tinker .venv-verl site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-tracking .venv-trl .venv-experiments .venv-vllm .venv-sglang .venv-tinker .venv-verl .venv-ray site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

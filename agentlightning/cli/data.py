@@ -239,13 +239,13 @@ def check(file: Path, most: int, as_json: bool) -> int:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from None
     if as_json:
-        problems = [{"line": one.line, "problem": one.problem.what, "where": one.problem.where} for one in found]
+        problems = [{"line": line, "problem": one.what, "where": one.where} for line, one in found]
         print_json({"file": str(file), "problems": problems})
     elif not found:
         print(f"{file}: nothing wrong")
     else:
-        for one in found[:most]:
-            print(f"{file}{'' if one.line is None else f':{one.line}'}: {visible(str(one.problem))}")
+        for line, one in found[:most]:
+            print(f"{file}{'' if line is None else f':{line}'}: {visible(str(one))}")
         if len(found) > most:
             print(f"{len(found) - most:,} more")
     return WRONG if found else 0

@@ -42,6 +42,7 @@ COMMANDS = {
 
 # Extra → the packages that come with it alone, by the names they are imported under.
 EXTRAS = {
+    "ray": ("ray",),
     "server": ("google", "httptools", "opentelemetry", "prometheus_client", "starlette", "uvicorn", "uvloop"),
     "train": ("matplotlib", "numpy", "openai", "tokenizers", "torch", "transformers"),
 }

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
+import math
 import re
-import signal
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -16,10 +15,11 @@ import click
 import msgspec
 
 from agentlightning.cli.options import Duration, Option, json_option, print_json, together
+from agentlightning.cli.pool import pool_options, run_pool, take_pool
 from agentlightning.cli.training import isolation_option
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.attribution import api_key_of
-from agentlightning.runner.ending import run_to_end, watched
+from agentlightning.runner.ending import on_signal, run_to_end, watched
 
 if TYPE_CHECKING:
     from agentlightning.runner.command import RewardSource
@@ -222,6 +222,9 @@ async def _server(settings: ServerSettings, as_json: bool) -> None:
               help="Let frameworks report tools and agents: langchain,crewai,… or all that can be.")  # fmt: skip
 @click.option("--settle", "settle_seconds", type=Duration(zero=True), metavar="2s", default="0s", show_default=True,
               help="End an attempt when no span has come for so long: for agents that export them.")  # fmt: skip
+@click.option("--idle", "idle_seconds", type=Duration(), metavar="60s", default=math.inf,
+              help="End after so long without a rollout (a pool's runners: 60s).")  # fmt: skip
+@pool_options
 @json_option
 def runner(
     agent: str | None,
@@ -233,7 +236,7 @@ def runner(
     key: str | None,
     instrument: str | None,
     **options: Any,
-) -> None:
+) -> int | None:
     """Lease rollouts from a server and run an agent on them, a Python object or a --command, until stopped.
 
     After Ctrl-C or SIGTERM it leases nothing more, and rollouts at hand may finish: exit code 0. Those that --drain
@@ -247,7 +250,8 @@ def runner(
     agent = agent or named
     if command is None and (grader is not None or reward != "auto"):
         raise click.UsageError("--reward and --grader are for --command; a Python agent returns its reward")
-    if instrument is not None:
+    pool = take_pool(options)
+    if instrument is not None and pool is None:
         if command is not None:
             raise click.UsageError("--instrument is for Python agents; take --command 'opentelemetry-instrument …'")
         from agentlightning.tracing import instrument as instrumentation
@@ -258,6 +262,10 @@ def runner(
         loaded = as_agent(agent or "")
     else:
         loaded = CommandConfig(command=command, reward=reward, grader=grader).load()
+    if pool is not None:
+        if pool["ray"]:
+            loaded.reads_environment()  # which imports it; for Kubernetes it may be in the image alone
+        return run_to_end(run_pool(click.get_current_context(), **pool))
     options["isolation"] = place_of(loaded, options["isolation"])
     if instrument is not None and options["isolation"] == "process":
         raise click.UsageError("--instrument reaches no other process; call agentlightning.instrument() in FILE.py")
@@ -299,7 +307,7 @@ async def _runner(
                 working.stop()
                 limit.reschedule(asyncio.get_running_loop().time() + drain_seconds)
 
-            with _on_signal(drain, then=task.cancel, at_once=partial(end_after, drain_seconds + 9)):
+            with on_signal(drain, then=task.cancel, at_once=partial(end_after, drain_seconds + 9)):
                 await working.run()
     finally:
         await store.close()
@@ -308,41 +316,9 @@ async def _runner(
 async def until_stopped(greeting: str, told: object = None) -> None:
     """Say that the server is there, with `told` as JSON too, and return at Ctrl-C or SIGTERM."""
     stopping = asyncio.Event()
-    with _on_signal(stopping.set):
+    with on_signal(stopping.set):
         click.echo(greeting, err=True)
         if told is not None:
             print_json(told)
         await stopping.wait()
     click.echo("stopping", err=True)
-
-
-@contextlib.contextmanager
-def _on_signal(
-    first: Callable[[], object],
-    then: Callable[[], object] | None = None,
-    at_once: Callable[[], object] | None = None,
-) -> Generator[None]:
-    """Call `first` at the first SIGINT or SIGTERM; afterwards call `then`, or let signals act as usual. `at_once` is
-    called before `first`, also while an agent blocks the event loop."""
-    loop = asyncio.get_running_loop()
-
-    signals = (signal.SIGINT, signal.SIGTERM)
-    actions = iter((first,))
-
-    def received() -> None:
-        action = next(actions, then)  # the handler stays: the next signal may come at this very moment
-        if then is None:
-            for each in signals:
-                loop.remove_signal_handler(each)
-        if action is not None:
-            action()
-
-    for each in signals:
-        loop.add_signal_handler(each, received)
-        if at_once is not None:
-            signal.signal(each, lambda number, frame: at_once())  # beside the loop, which hears of it by a descriptor
-    try:
-        yield
-    finally:
-        for each in signals:
-            loop.remove_signal_handler(each)

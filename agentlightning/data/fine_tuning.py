@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -18,105 +18,55 @@ MOST_BYTES: Final = 512_000_000
 _MOST_TOOLS: Final = 128
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"  # which Azure asks for, and JSON does not know
 
-_Name: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
-_Id: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
-
 
 # --- the format --------------------------------------------------------------------------------------------------
 
 
-class _Strict(msgspec.Struct, forbid_unknown_fields=True):
-    """Hosts refuse what they do not know."""
+def _part(name: str, *fields: tuple[Any, ...], tag_field: str | None = None, strict: bool = True) -> Any:
+    """An object of the format: fields and what they hold; those with a third entry may be left out. `tag_field` holds
+    the name, by which it is told from others. Hosts refuse fields that they do not know, as a `strict` one does."""
+    tag = name if tag_field else None
+    return msgspec.defstruct(name, fields, forbid_unknown_fields=strict, tag_field=tag_field, tag=tag)
 
 
-class _Text(_Strict, tag_field="type", tag="text"):
-    text: str
+def _list(of: Any, least: int = 0, most: int | None = None) -> Any:
+    return Annotated[list[of], msgspec.Meta(min_length=least, max_length=most)]
 
 
-class _Url(_Strict):
-    url: _Id
-    detail: Literal["auto", "low", "high"] = "auto"
-
-
-class _Image(_Strict, tag_field="type", tag="image_url"):
-    image_url: _Url
-
-
-class _CalledFunction(_Strict):
-    name: _Name
-    arguments: str
-
-
-class _ToolCall(_Strict):
-    id: _Id
-    type: Literal["function"]
-    function: _CalledFunction
-
-
-class _System(_Strict, tag_field="role", tag="system"):
-    content: str | list[_Text]
-    name: str | None = None
-
-
-class _Developer(_System, tag_field="role", tag="developer"):
-    """The same, by another name."""
-
-
-class _User(_Strict, tag_field="role", tag="user"):
-    content: str | list[_Text | _Image]
-    name: str | None = None
-
-
-class _Assistant(_Strict, tag_field="role", tag="assistant"):
-    content: str | list[_Text] | None = None
-    tool_calls: list[_ToolCall] | None = None
-    refusal: str | None = None
-    name: str | None = None
-    weight: Literal[0, 1] = 1
-
-
-class _ToolResult(_Strict, tag_field="role", tag="tool"):
-    content: str | list[_Text]
-    tool_call_id: _Id
-    name: str | None = None
-
-
-class _Parameters(msgspec.Struct):
-    """A JSON Schema of an object; other keys than these may be anything."""
-
-    type: Literal["object"] = "object"
-    properties: dict[str, dict[str, Any] | bool] = {}
-    required: list[str] = []
-
-
-class _Function(_Strict):
-    name: _Name
-    description: str | None = None
-    parameters: _Parameters | None = None
-    strict: bool | None = None
-
-
-class _Tool(_Strict):
-    type: Literal["function"]
-    function: _Function
-
-
-_Message: TypeAlias = _System | _Developer | _User | _Assistant | _ToolResult
-
-
-class _Input(_Strict):
-    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
-    tools: Annotated[list[_Tool], msgspec.Meta(max_length=_MOST_TOOLS)] = []
-    parallel_tool_calls: bool | None = None
-
-
-_Answer: TypeAlias = Annotated[list[_Assistant], msgspec.Meta(min_length=1, max_length=1)]
-
-
-class _Pair(_Strict):
-    input: _Input
-    preferred_output: _Answer
-    non_preferred_output: _Answer
+_Name: Any = Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+_Id: Any = Annotated[str, msgspec.Meta(min_length=1)]
+_URL = _part("URL", ("url", _Id), ("detail", Literal["auto", "low", "high"], "auto"))
+_TEXT = _part("text", ("text", str), tag_field="type")
+_IMAGE = _part("image_url", ("image_url", _URL), tag_field="type")
+_CALLED = _part("Called", ("name", _Name), ("arguments", str))
+_CALL = _part("Call", ("id", _Id), ("type", Literal["function"]), ("function", _CALLED))
+_NAMED = ("name", str | None, None)
+_SAID = ("content", str | _list(_TEXT))
+_MESSAGE = (
+    _part("system", _SAID, _NAMED, tag_field="role")
+    | _part("developer", _SAID, _NAMED, tag_field="role")
+    | _part("user", ("content", str | _list(_TEXT | _IMAGE)), _NAMED, tag_field="role")
+    | _part("tool", _SAID, ("tool_call_id", _Id), _NAMED, tag_field="role")
+)
+_ANSWER = _part(
+    "assistant", ("content", str | _list(_TEXT) | None, None), ("tool_calls", _list(_CALL) | None, None),
+    ("refusal", str | None, None), _NAMED, ("weight", Literal[0, 1], 1), tag_field="role",
+)  # fmt: skip
+_SCHEMA = _part(
+    "Schema", ("type", Literal["object"], "object"), ("properties", dict[str, dict[str, Any] | bool], {}),
+    ("required", list[str], []), strict=False,
+)  # fmt: skip
+_FUNCTION = _part(
+    "Function", ("name", _Name), ("description", str | None, None), ("parameters", _SCHEMA | None, None),
+    ("strict", bool | None, None),
+)  # fmt: skip
+_TOOL = _part("Tool", ("type", Literal["function"]), ("function", _FUNCTION))
+_INPUT = _part(
+    "Input", ("messages", _list(_MESSAGE | _ANSWER, least=1)), ("tools", _list(_TOOL, most=_MOST_TOOLS), []),
+    ("parallel_tool_calls", bool | None, None),
+)  # fmt: skip
+_SIDES: Final = ("preferred_output", "non_preferred_output")
+_PAIR = _part("Pair", ("input", _INPUT), *((side, _list(_ANSWER, 1, 1)) for side in _SIDES))
 
 
 # --- one line ----------------------------------------------------------------------------------------------------
@@ -137,52 +87,50 @@ def line_problem(line: Any) -> Problem | None:
     """What is wrong with a line of JSON, a conversation or a pair; None where nothing is."""
     pair = isinstance(line, Mapping) and "input" in line
     try:
-        read = msgspec.convert(line, _Pair if pair else _Input)
+        msgspec.convert(line, _PAIR if pair else _INPUT)
     except msgspec.ValidationError as error:
         message, _, place = str(error).partition(" - at `$")
         return Problem(f"what the format does not have ({message[0].lower()}{message[1:]})", place.strip("`."))
-    if isinstance(read, _Input):
-        wrong = _conversation_problem(read.messages, read.tools)
-        learned = any(one.weight for one in read.messages if isinstance(one, _Assistant))
+    if not pair:
+        learned = any(one.get("weight", 1) for one in line["messages"] if one["role"] == "assistant")
+        wrong = _conversation_problem(line["messages"], line.get("tools", ()))
         return wrong or (None if learned else Problem("no answer of the assistant's that has weight"))
-    sides = ((name, getattr(read, name)) for name in ("preferred_output", "non_preferred_output"))
-    problems = ((name, _conversation_problem([*read.input.messages, *side], read.input.tools)) for name, side in sides)
+    asked, tools = line["input"]["messages"], line["input"].get("tools", ())
+    problems = ((name, _conversation_problem([*asked, *line[name]], tools)) for name in _SIDES)
     return next((Problem(f"{found.what} ({name})", found.where) for name, found in problems if found), None)
 
 
-def _conversation_problem(messages: Sequence[_Message], tools: Sequence[_Tool]) -> Problem | None:
+def _conversation_problem(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> Problem | None:
     for index, tool in enumerate(tools):
-        if (schema := tool.function.parameters) and (unknown := set(schema.required) - schema.properties.keys()):
+        schema = tool["function"].get("parameters") or {}
+        if unknown := set(schema.get("required", ())) - schema.get("properties", {}).keys():
             return Problem(f"a tool that requires {sorted(unknown)[0]!r}, which it does not have", f"tools[{index}]")
-    names = {tool.function.name for tool in tools}
+    names = {tool["function"]["name"] for tool in tools}
     unanswered: set[str] = set()
     for index, message in enumerate(messages):
         if (what := _message_problem(message, unanswered, names)) is not None:
             return Problem(what, f"messages[{index}]")
-        if isinstance(message, _ToolResult):
-            unanswered.discard(message.tool_call_id)
-        elif isinstance(message, _Assistant):
-            unanswered |= {call.id for call in message.tool_calls or ()}
-    last = messages[-1]
-    return None if isinstance(last, _Assistant) else Problem("a last message that is not the assistant's")
+        unanswered -= {message.get("tool_call_id", "")}
+        unanswered |= {call["id"] for call in message.get("tool_calls") or ()}
+    return None if messages[-1]["role"] == "assistant" else Problem("a last message that is not the assistant's")
 
 
-def _message_problem(message: _Message, unanswered: set[str], tools: set[str]) -> str | None:
+def _message_problem(message: dict[str, Any], unanswered: set[str], tools: set[str]) -> str | None:
     """What is wrong with a message where these tool calls wait for their results; without `tools` any may be called."""
-    if isinstance(message, _ToolResult):
-        return None if message.tool_call_id in unanswered else "a tool result that answers no call"
+    if message["role"] == "tool":
+        return None if message["tool_call_id"] in unanswered else "a tool result that answers no call"
     if unanswered:
         return "a tool call that was not answered"
-    if not isinstance(message, _Assistant):
+    if message["role"] != "assistant":
         return None
-    calls = message.tool_calls or []
-    if not message.content and not calls and not message.refusal:
+    calls = message.get("tool_calls") or []
+    if not (message.get("content") or calls or message.get("refusal")):
         return "an assistant's message that is empty"
-    if len({call.id for call in calls}) < len(calls):
+    if len({call["id"] for call in calls}) < len(calls):
         return "two tool calls of one id"
-    if any(not isinstance(json_of(call.function.arguments), dict) for call in calls):
+    if any(not isinstance(json_of(call["function"]["arguments"]), dict) for call in calls):
         return "a tool call whose arguments are no JSON object"
-    if tools and any(call.function.name not in tools for call in calls):
+    if tools and any(call["function"]["name"] not in tools for call in calls):
         return "a call of a tool that was not offered"
     return None
 
@@ -190,16 +138,8 @@ def _message_problem(message: _Message, unanswered: set[str], tools: set[str]) -
 # --- a file ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What is wrong with a line (from 1), or, where it is None, with the file."""
-
-    line: int | None
-    problem: Problem
-
-
-def file_problems(lines: Iterable[bytes]) -> Iterator[Finding]:
-    """What is wrong with a file, line by line in order, then with the whole of it."""
+def file_problems(lines: Iterable[bytes]) -> Iterator[tuple[int | None, Problem]]:
+    """What is wrong with a file: with which line (from 1), in order, then with the whole of it (None)."""
     count, size, first = 0, 0, None
     for count, text in enumerate(lines, start=1):
         size += len(text)
@@ -208,11 +148,11 @@ def file_problems(lines: Iterable[bytes]) -> Iterator[Finding]:
         if problem is None and kind != first:
             problem = Problem(f"{kind} in a file that began with {first}")
         if problem is not None:
-            yield Finding(count, problem)
+            yield (count, problem)
     if count < FEWEST_LINES:
-        yield Finding(None, Problem(f"{count} lines; OpenAI and Azure take no fewer than {FEWEST_LINES}"))
+        yield (None, Problem(f"{count} lines; OpenAI and Azure take no fewer than {FEWEST_LINES}"))
     if size > MOST_BYTES:
-        yield Finding(None, Problem(f"{size / 1e6:g} MB; OpenAI and Azure take no more than {MOST_BYTES / 1e6:g}"))
+        yield (None, Problem(f"{size / 1e6:g} MB; OpenAI and Azure take no more than {MOST_BYTES / 1e6:g}"))
 
 
 def _read_line(text: bytes) -> tuple[Problem | None, str | None]:

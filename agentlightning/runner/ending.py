@@ -157,3 +157,35 @@ def stopping_at_interrupt(stop: asyncio.Event) -> Generator[None]:
     finally:
         for number in installed:
             loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def on_signal(
+    first: Callable[[], object],
+    then: Callable[[], object] | None = None,
+    at_once: Callable[[], object] | None = None,
+) -> Generator[None]:
+    """Call `first` at the first SIGINT or SIGTERM; afterwards call `then`, or let signals act as usual. `at_once` is
+    called before `first`, also while an agent blocks the event loop."""
+    loop = asyncio.get_running_loop()
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    actions = iter((first,))
+
+    def received() -> None:
+        action = next(actions, then)  # the handler stays: the next signal may come at this very moment
+        if then is None:
+            for each in signals:
+                loop.remove_signal_handler(each)
+        if action is not None:
+            action()
+
+    for each in signals:
+        loop.add_signal_handler(each, received)
+        if at_once is not None:
+            signal.signal(each, lambda number, frame: at_once())  # beside the loop, which hears of it by a descriptor
+    try:
+        yield
+    finally:
+        for each in signals:
+            loop.remove_signal_handler(each)

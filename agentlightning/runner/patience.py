@@ -28,8 +28,8 @@ async def patiently(call: Callable[[], Awaitable[T]], seconds: float) -> T:
                 raise
             if time.monotonic() + pause > deadline:
                 raise UnavailableError(
-                    f"the store did not answer for {seconds:g} s: {error}. "
-                    "Attempts in flight are retried by whoever finds them, once the store is back"
+                    f"it did not answer for {seconds:g} s: {error}. "
+                    "Attempts in flight are retried by whoever finds them, once it is back"
                 ) from error
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, _LAST_RETRY_SECONDS)

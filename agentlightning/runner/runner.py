@@ -97,7 +97,8 @@ class Runner:
 
     `tracer` is explained at `choose_tracer`. Where programs outside this process export spans of the attempt by
     themselves, `settle_seconds` is how long none must have reached the store, after the agent's end, before the attempt
-    ends (at most ten times that long; it counts towards the attempt's timeout).
+    ends (at most ten times that long; it counts towards the attempt's timeout). After `idle_seconds` without work, seen
+    at a heartbeat, `run` returns.
 
     With `isolation="process"` attempts run in `concurrency` processes, each used for up to `max_attempts_per_process`,
     one after the other, so that an agent that blocks, crashes or leaks harms no other attempt and can be killed. The
@@ -117,6 +118,7 @@ class Runner:
         patience_seconds: float = 60.0,
         tracer: TracerKind = "auto",
         settle_seconds: float = 0.0,
+        idle_seconds: float = math.inf,
         isolation: Isolation = "auto",
         max_attempts_per_process: int | None = 100,
     ) -> None:
@@ -135,11 +137,11 @@ class Runner:
         self._own_agent = own_copies(self.agent) if self._boot is None else None
         self.isolation, self._most_attempts = isolation, max_attempts_per_process
         self._process_names = (f"{self.worker_id}/{number}" for number in count(1))
-        self._settle_seconds = settle_seconds
+        self._settle_seconds, self._idle_seconds = settle_seconds, idle_seconds
         self._resources = ResourceCache(store, endpoint_override)
         self._logs = AttemptLogs()
         self._flights: set[Flight] = set()
-        self._finished = 0
+        self._finished, self._idle_since = 0, time.monotonic()
         self._unlucky: Counter[str] = Counter()
         self._stopping = asyncio.Event()
         self._landed = asyncio.Event()
@@ -251,6 +253,7 @@ class Runner:
     def _land(self, flight: Flight) -> None:
         self._flights.remove(flight)
         self._finished += 1
+        self._idle_since = time.monotonic()
         self._landed.set()
 
     async def _execute(self, flight: Flight) -> Outcome:
@@ -396,6 +399,8 @@ class Runner:
                     async with asyncio.timeout(self._heartbeat_seconds):
                         await self._shorter_lease.wait()
                 except TimeoutError:
+                    if not self._flights and time.monotonic() - self._idle_since > self._idle_seconds:
+                        self.stop()
                     running = {call: task for call, task in running.items() if not task.done()}
                     for call in [*product((self._beat, self._deliver), self._flights), (self._report,)]:
                         if call not in running:

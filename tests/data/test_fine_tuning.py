@@ -86,7 +86,7 @@ def test_both_sides_of_a_pair_are_checked() -> None:
 
 def found_in(*lines: Any) -> list[tuple[int | None, str]]:
     encoded = [line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines]
-    return [(one.line, str(one.problem)) for one in file_problems(encoded)]
+    return [(line, str(one)) for line, one in file_problems(encoded)]
 
 
 def test_a_file_is_checked_line_by_line_and_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:

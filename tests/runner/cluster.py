@@ -1,0 +1,145 @@
+"""A Kubernetes API on loopback that answers for Jobs as Kubernetes does: bodies, codes, reasons, TLS and tokens.
+
+Its `faults` answer instead for as many requests as there are. With `run` a Job's pod is a process, started as a kubelet
+would: `$(NAME)` in arguments is replaced by the variable and `$$` by `$`, variables come from its Secrets alone.
+At `proxy` it asks for no token, as `kubectl proxy` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import ssl
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import trustme
+from aiohttp import web
+from yarl import URL
+
+NAMESPACE = "agents"
+VARIABLE = re.compile(r"\$\$|\$\(([-._a-zA-Z][-._a-zA-Z0-9]*)\)")
+
+
+def failure(code: int, reason: str, message: str = "") -> web.Response:
+    status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
+    return web.json_response({**status, "message": message or reason, "reason": reason, "code": code}, status=code)
+
+
+class Cluster:
+    def __init__(self, folder: Path) -> None:
+        self.jobs: dict[str, dict[str, Any]] = {}
+        self.asked: list[tuple[str, str]] = []
+        self.deleted: list[tuple[str, dict[str, Any]]] = []
+        self.faults: list[Callable[[web.Request], Awaitable[web.Response]]] = []
+        self.secrets: dict[tuple[str, str], str] = {}
+        self.run: list[str] | None = None  # what stands for the image's `agl`
+        self.processes: dict[str, asyncio.subprocess.Process] = {}
+        self.folder, self.account = folder, folder / "account"
+        self.account.mkdir()
+        self.token = self.account / "token"
+        self.token.write_text("first\n")
+        (self.account / "namespace").write_text(f"{NAMESPACE}\n")
+        self.port, self.proxy = 0, URL()
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append((request.method, request.path))
+        if request.secure and request.headers.get("Authorization") != f"Bearer {self.token.read_text().strip()}":
+            return failure(401, "Unauthorized")
+        if self.faults:
+            return await self.faults.pop(0)(request)
+        root = f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs"
+        if request.path == root and request.method == "POST":
+            return await self.create(await request.json())
+        if request.path == root and request.method == "GET":
+            return self.listed(request)
+        name = request.path.removeprefix(f"{root}/")
+        if request.method == "DELETE" and name in self.jobs:
+            self.deleted.append((name, await request.json()))
+            del self.jobs[name]
+            if name in self.processes and self.processes[name].returncode is None:
+                self.processes[name].terminate()
+            return web.json_response({"kind": "Status", "status": "Success"})
+        return failure(404, "NotFound", f'jobs.batch "{name}" not found')
+
+    def listed(self, request: web.Request) -> web.Response:
+        key, _, value = request.query["labelSelector"].partition("=")
+        found = [job for job in self.jobs.values() if job["metadata"]["labels"].get(key) == value]
+        return web.json_response({"kind": "JobList", "apiVersion": "batch/v1", "metadata": {}, "items": found})
+
+    async def create(self, job: dict[str, Any]) -> web.Response:
+        name = job["metadata"]["name"]
+        if name in self.jobs:
+            return failure(409, "AlreadyExists", f'jobs.batch "{name}" already exists')
+        if len(name) > 63 or not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name):
+            return failure(422, "Invalid", f'Job.batch "{name}" is invalid')
+        self.jobs[name] = {**job, "status": {"active": 1}}
+        if self.run is not None:
+            container = job["spec"]["template"]["spec"]["containers"][0]
+            refs = {one["name"]: one["valueFrom"]["secretKeyRef"] for one in container["env"]}
+            variables = {name: self.secrets[ref["name"], ref["key"]] for name, ref in refs.items()}
+
+            def expanded(found: re.Match[str]) -> str:
+                return "$" if found[0] == "$$" else variables.get(found[1], found[0])
+
+            words = [VARIABLE.sub(expanded, word) for word in container["args"]]
+            assert container["command"] == ["agl"]
+            process = await asyncio.create_subprocess_exec(*self.run, *words, env=variables, cwd=self.folder)
+            self.processes[name] = process
+            asyncio.get_running_loop().create_task(self.follow(name, process))
+        return web.json_response(job, status=201)
+
+    async def follow(self, name: str, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
+        if name in self.jobs:
+            self.end(name, None if code == 0 else "BackoffLimitExceeded")
+
+    def end(self, name: str, failed: str | None = None) -> None:
+        """A Job completes, or fails for a reason."""
+        condition = {
+            "type": "Failed" if failed else "Complete",
+            "status": "True",
+            "reason": failed or "",
+            "lastProbeTime": None,
+        }
+        before = {"type": "SuccessCriteriaMet", "status": "True", "lastProbeTime": None}
+        self.jobs[name]["status"] = {"conditions": [before, {**condition, "message": "as the pod ended"}]}
+
+
+@asynccontextmanager
+async def serving(folder: Path) -> AsyncGenerator[Cluster]:
+    cluster = Cluster(folder)
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(cluster.account / "ca.crt")
+    trust = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(trust)
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", cluster.answer)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=trust).start()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    cluster.port = runner.addresses[0][1]
+    cluster.proxy = URL(f"http://127.0.0.1:{runner.addresses[1][1]}")
+    try:
+        yield cluster
+    finally:
+        for process in cluster.processes.values():
+            if process.returncode is None:
+                process.kill()
+        await runner.cleanup()
+
+
+async def late(request: web.Request) -> web.Response:
+    """No answer within a client's patience."""
+    await asyncio.sleep(3600)
+    return failure(504, "Timeout")
+
+
+def fault(code: int, reason: str, message: str = "") -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def answer(request: web.Request) -> web.Response:
+        return failure(code, reason, message)
+
+    return answer

@@ -1,0 +1,452 @@
+"""A pool of Kubernetes Jobs against an API on loopback: what is sent, what answers mean, and what stays data."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import web
+from yarl import URL
+
+from agentlightning.cli.main import run
+from agentlightning.errors import AgentLightningError, ConfigError, ForbiddenError, UnavailableError
+from agentlightning.runner import kubernetes
+from agentlightning.runner import pool as pool_module
+from agentlightning.runner.kubernetes import POOL_LABEL, KubernetesJobs, job_of, read_manifest
+from agentlightning.runner.pool import ENDED, RUNNING, Pool
+from agentlightning.server.app import create_app
+from agentlightning.server.serve import HttpServer
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import RolloutConfig
+from tests.runner.cluster import NAMESPACE, Cluster, fault, late, serving
+
+pytestmark = pytest.mark.anyio
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes"
+ARGUMENTS = ("--server=http://agl:8123", "--agent=agent.py:agent")
+SIZE = (3, 2)  # at most, rollouts of each
+HOSTILE = [
+    '"; rm -rf / #',
+    "a\nimage: evil",
+    "$(AGL_KEY)",
+    "$$(AGL_KEY)",
+    "$",
+    "$$",
+    "{{ x }}",
+    "ünï\u202e",
+    "--key=x",
+    "`id`",
+]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "PERIOD_SECONDS", 0.05)
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
+    """This process is in one of its pods."""
+    async with serving(tmp_path) as cluster:
+        monkeypatch.setattr(kubernetes, "ACCOUNT", cluster.account)
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(cluster.port))
+        yield cluster
+
+
+def jobs_of(api: URL | None = None) -> KubernetesJobs:
+    return KubernetesJobs(read_manifest(EXAMPLES / "job.yaml"), api, drain=20)
+
+
+def pool_of(
+    store: SqlStore, machines: KubernetesJobs, arguments: Sequence[str], size: tuple[int, int], said: list[str]
+) -> Pool:
+    return Pool(store, machines, arguments, *size, None, said.append)
+
+
+@asynccontextmanager
+async def running(store: SqlStore, size: tuple[int, int] = SIZE, *, told: bool = True) -> AsyncGenerator[list[str]]:
+    """A pool for the length of the block, and what it says; whether it `told` its runners to drain."""
+    said: list[str] = []
+    pool = pool_of(store, jobs_of(), ARGUMENTS, size, said)
+    task = asyncio.create_task(pool.run())
+    try:
+        yield said
+    finally:
+        pool.stop()
+        assert await asyncio.wait_for(task, 30) is told
+
+
+async def until(true: Any, seconds: float = 20) -> None:
+    async with asyncio.timeout(seconds):
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_wanted_is_what_the_queue_needs_within_bounds(store: SqlStore, cluster: Cluster) -> None:
+    jobs = jobs_of()
+    pool = pool_of(store, jobs, ARGUMENTS, (4, 8), [])
+    assert [pool.wanted(rollouts) for rollouts in (0, 1, 8, 9, 32, 33, 1000)] == [0, 1, 1, 2, 4, 4, 4]
+    await jobs.close()
+
+
+def test_a_job_is_the_manifest_with_a_few_leaves_more() -> None:
+    manifest = read_manifest(EXAMPLES / "job.yaml")
+    before = yaml.safe_load((EXAMPLES / "job.yaml").read_text())
+    job = job_of(manifest, "my-agent-runner-1", ARGUMENTS, drain=20)
+    assert manifest == before  # untouched
+    runner = job["spec"]["template"]["spec"]["containers"][0]
+    assert runner.pop("args") == ["runner", *ARGUMENTS] and runner.pop("command") == ["agl"]
+    pod = job["spec"].pop("template")["spec"]
+    assert pod.pop("restartPolicy") == "Never" and pod.pop("terminationGracePeriodSeconds") == 35
+    assert pod == before["spec"]["template"]["spec"]
+    limits = {"activeDeadlineSeconds": 43200, "ttlSecondsAfterFinished": 600}
+    assert job["spec"] == {"backoffLimit": 0, "completions": 1, "parallelism": 1, **limits}
+    assert job["metadata"] == {"name": "my-agent-runner-1", "namespace": "agents", "labels": {POOL_LABEL: "my-agent"}}
+
+
+async def test_hostile_words_stay_data(cluster: Cluster, tmp_path: Path) -> None:
+    """They reach the process as they are: a kubelet's own substitution is the only one there is."""
+    cluster.secrets["agl", "AGL_KEY"] = "the secret"
+    told = tmp_path / "told"
+    cluster.run = [sys.executable, "-c", f"import sys; open({str(told)!r}, 'w').write(repr(sys.argv[1:]))"]
+    jobs = jobs_of()
+    await jobs.start("runner-1", HOSTILE)
+    await until(lambda: told.exists() and told.read_text().endswith("]"))
+    await jobs.close()
+    assert told.read_text() == repr(["runner", *HOSTILE])
+
+
+MANIFEST = yaml.safe_load((EXAMPLES / "job.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (("metadata", "name"), 'x"; rm -rf /', "metadata.name"),
+        (("metadata", "name"), "x\n", "metadata.name"),
+        (("metadata", "name"), "Ünï", "metadata.name"),
+        (("metadata", "name"), "a" * 33, "metadata.name"),
+        (("metadata", "namespace"), "../../secrets", "metadata.namespace"),
+        (("kind",), "Deployment", "kind"),
+        (("spec", "template", "spec", "containers"), [], "containers"),
+        (("spec", "template", "spec", "containers", 0, "args"), ["sh"], "args"),
+        (("spec", "template", "spec", "containers", 0, "env"), [{"name": "AGL_KEY", "value": "plain"}], "Secret"),
+        (("spec", "template", "spec", "containers", 0, "env"), [], "Secret"),
+        (("spec", "template"), None, "template"),
+    ],
+)
+def test_a_manifest_that_cannot_be_one_is_refused(tmp_path: Path, path: tuple[Any, ...], value: Any, says: str) -> None:
+    manifest = yaml.safe_load(yaml.safe_dump(MANIFEST))
+    place = manifest
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(manifest))
+    with pytest.raises(ConfigError, match=says):
+        read_manifest(tmp_path / "job.yaml")
+
+
+async def test_jobs_are_started_ended_and_replaced(store: SqlStore, cluster: Cluster) -> None:
+    for _ in range(5):
+        await store.enqueue_rollout(0)
+    async with running(store) as said:
+        await until(lambda: len(cluster.jobs) == 3)
+        first, second, _ = cluster.jobs
+        cluster.end(first, "BackoffLimitExceeded")
+        await until(lambda: len(cluster.jobs) == 4)
+        assert any("BackoffLimitExceeded: as the pod ended" in line for line in said)
+        cluster.end(second, "DeadlineExceeded")  # as it was to be: no failure, no pause
+        await until(lambda: len(cluster.jobs) == 5)
+        assert sum("failed" in line for line in said) == 1
+        going = [name for name, job in cluster.jobs.items() if "conditions" not in job["status"]]
+    assert sorted(name for name, _ in cluster.deleted) == sorted(going)
+    assert all(body["propagationPolicy"] == "Background" for _, body in cluster.deleted)
+    assert all(path.startswith(f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs") for _, path in cluster.asked)
+
+
+async def test_jobs_of_an_earlier_pool_are_taken_up_and_old_failures_do_not_count(
+    store: SqlStore, cluster: Cluster
+) -> None:
+    jobs = jobs_of()
+    for name in ("one", "two", "three"):
+        await jobs.start(name, ARGUMENTS)
+    cluster.end("my-agent-three", "BackoffLimitExceeded")
+    await jobs.close()
+    for _ in range(4):
+        await store.enqueue_rollout(0)
+    async with running(store, (2, 2)) as said:
+        await asyncio.sleep(0.5)
+        assert len(cluster.jobs) == 3
+    assert said == []
+
+
+async def test_what_passes_is_waited_out(store: SqlStore, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes, "_ANSWER_SECONDS", 0.3)
+    async with running(store) as said:
+        await until(lambda: len(cluster.asked) > 1)
+        quota = fault(403, "Forbidden", "exceeded quota: compute, requested: cpu=1, used: cpu=9, limited: cpu=9")
+        cluster.faults = [
+            late,
+            fault(410, "Expired"),
+            fault(500, "InternalError"),
+            fault(429, "TooManyRequests"),
+            quota,
+        ]
+        await until(lambda: not cluster.faults)
+        await store.enqueue_rollout(0)
+        await until(lambda: len(cluster.jobs) == 1)
+    assert len([line for line in said if line.startswith("tried again")]) == 5
+    assert not cluster.jobs
+
+
+async def test_a_start_whose_answer_was_lost_is_not_made_twice(store: SqlStore, cluster: Cluster) -> None:
+    async def create_and_fail(request: Any) -> Any:
+        if request.method == "GET":  # the list comes first
+            cluster.faults = [create_and_fail]
+            return cluster.listed(request)
+        await cluster.create(await request.json())
+        return await fault(504, "Timeout")(request)
+
+    async with running(store) as said:
+        await until(lambda: cluster.asked)
+        cluster.faults = [create_and_fail]
+        await store.enqueue_rollout(0)
+        await until(lambda: cluster.jobs)
+        await asyncio.sleep(0.5)
+        assert len(cluster.jobs) == 1, said
+
+
+async def test_a_token_that_was_replaced_is_read_again(store: SqlStore, cluster: Cluster) -> None:
+    async with running(store) as said:
+        await until(lambda: len(cluster.asked) > 1)
+        cluster.token.write_text("second\n")
+        await store.enqueue_rollout(0)
+        await until(lambda: cluster.jobs)
+    assert not [line for line in said if "tried again" in line]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "says"),
+    [
+        (401, ForbiddenError, "create, list and delete jobs"),
+        (403, ForbiddenError, "create, list and delete jobs"),
+        (500, UnavailableError, "500"),
+        (302, ConfigError, "302"),
+    ],
+)
+async def test_what_cannot_be_from_the_start_ends_the_pool(
+    store: SqlStore, cluster: Cluster, code: int, kind: type[Exception], says: str
+) -> None:
+    cluster.faults = [fault(code, "Reason")]
+    with pytest.raises(kind, match=says):
+        async with running(store):
+            await asyncio.sleep(1)
+
+
+async def test_a_manifest_that_the_cluster_refuses_ends_the_pool_with_its_words(
+    store: SqlStore, cluster: Cluster
+) -> None:
+    await store.enqueue_rollout(0)
+    invalid = "spec.template.spec.containers[0].resources.limits: must be less than or equal to"
+
+    async def refuse(request: Any) -> Any:
+        return await fault(422, "Invalid", invalid)(request)
+
+    jobs = jobs_of()
+    cluster.faults = [refuse]
+    with pytest.raises(ConfigError, match="must be less"):
+        await jobs.start("runner-1", ARGUMENTS)
+    await jobs.close()
+
+
+async def test_runners_that_never_come_up_end_the_pool(
+    store: SqlStore, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "TURNS_TO_FAIL", 2)
+    await store.enqueue_rollout(0)
+    with pytest.raises(AgentLightningError, match=r"again and again .*BackoffLimitExceeded.*their logs say why"):
+        async with running(store, (1, 1)):
+            async with asyncio.timeout(15):
+                while True:
+                    for name, job in cluster.jobs.items():
+                        if "conditions" not in job["status"]:
+                            cluster.end(name, "BackoffLimitExceeded")
+                    await asyncio.sleep(0.05)
+                    if len(cluster.jobs) == 2 and all("conditions" in job["status"] for job in cluster.jobs.values()):
+                        await asyncio.sleep(0.5)
+                        break
+
+
+async def test_clean_up_outlasts_an_api_that_fails(store: SqlStore, cluster: Cluster) -> None:
+    for _ in range(4):
+        await store.enqueue_rollout(0)
+    async with running(store):
+        await until(lambda: len(cluster.jobs) == 2)
+        cluster.faults = [fault(500, "InternalError") for _ in range(4)]
+    assert not cluster.jobs
+
+
+async def test_a_pool_that_cannot_clean_up_says_so(
+    store: SqlStore, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "CLEAN_UP_SECONDS", 0.5)
+    for code in (403, 500):
+        async with running(store, told=False) as said:
+            await until(lambda: cluster.asked)
+            await asyncio.sleep(0.1)
+            monkeypatch.setattr(pool_module, "PERIOD_SECONDS", 5)
+            await asyncio.sleep(0.1)
+            cluster.faults = [fault(code, "Reason") for _ in range(99)]
+        assert "could not be told to drain" in said[-1] and str(code) in said[-1]
+        cluster.faults, cluster.asked = [], []
+
+
+async def test_one_that_is_gone_or_going_is_no_error_at_the_end(cluster: Cluster) -> None:
+    jobs = jobs_of()
+    await jobs.start("a", ARGUMENTS)
+    await jobs.start("b", ARGUMENTS)
+    cluster.jobs["my-agent-a"]["metadata"]["deletionTimestamp"] = "2026-11-23T12:00:00Z"
+    assert await jobs.runners() == {"my-agent-a": ENDED, "my-agent-b": RUNNING}
+
+    async def gone(request: Any) -> Any:
+        cluster.faults = [fault(404, "NotFound")]
+        return cluster.listed(request)
+
+    cluster.faults = [gone]
+    await jobs.drain()
+    assert not cluster.faults and not cluster.deleted
+    await jobs.close()
+
+
+async def test_what_is_no_kubernetes_is_named(cluster: Cluster) -> None:
+    async def other(request: Any) -> Any:
+        return web.json_response({"hello": "world"})
+
+    jobs = jobs_of(cluster.proxy)
+    cluster.faults = [other]
+    with pytest.raises(ConfigError, match="is not the Kubernetes API"):
+        await jobs.runners()
+    await jobs.close()
+
+
+@pytest.mark.parametrize("missing", ["KUBERNETES_SERVICE_HOST", "token"])
+async def test_outside_a_pod_the_api_has_to_be_given(
+    cluster: Cluster, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(missing, raising=False)
+    (cluster.account / missing).unlink(missing_ok=True)
+    with pytest.raises(ConfigError, match="no pod with a service account: run `kubectl proxy`"):
+        jobs_of()
+
+
+@pytest.mark.slow
+async def test_jobs_run_the_real_runner_to_the_last_rollout(brief_store: SqlStore, cluster: Cluster) -> None:
+    """The image's `agl` is a process here; all else is as it would be in a cluster."""
+    key = "an admin's key"
+    (cluster.folder / "agent.py").write_text("def agent(task):\n    return 1.0\n")
+    cluster.secrets["agl", "AGL_KEY"] = key
+    cluster.run = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(EXAMPLES.parents[1])!r}); "
+                   "from agentlightning.cli.main import main; main()"]  # fmt: skip
+    config = RolloutConfig(max_attempts=2, retry_condition=("unresponsive",))
+    ids = [(await brief_store.enqueue_rollout(0, config=config)).rollout_id for _ in range(6)]
+    async with HttpServer(create_app(brief_store, admin_key=key), port=0) as server:
+        arguments = [f"--server={server.url}", "--agent=agent.py:agent", "--isolation=none", "--concurrency=2"]
+        arguments += ["--idle=0.5s"]
+        said: list[str] = []
+        pool = pool_of(brief_store, jobs_of(), arguments, (2, 2), said)
+        task = asyncio.create_task(pool.run())
+        ended = await brief_store.wait_for_rollouts(ids, timeout=60)
+        assert [one.status for one in ended] == ["succeeded"] * 6
+        await until(lambda: all(one.returncode == 0 for one in cluster.processes.values()), 60)  # idle: all have left
+        pool.stop()
+        await asyncio.wait_for(task, 30)
+    assert len(cluster.processes) == 2 and not any("failed" in line for line in said)
+
+
+@pytest.mark.parametrize("agent", ['"; rm -rf / #\n$(AGL_KEY)', "--key=x", "agent.py:agent"])
+async def test_the_command_passes_its_options_on_and_cleans_up_at_ctrl_c(
+    store: SqlStore, cluster: Cluster, agent: str
+) -> None:
+    await store.enqueue_rollout(0)
+    async with HttpServer(create_app(store, admin_key="an admin's key"), port=0) as server:
+        options = ["--agent", agent, "--server", server.url, "--drain", "7s", "--isolation", "process", "--max", "3"]
+        there = ["--kube-api", str(cluster.proxy), "--json"]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", "from agentlightning.cli.main import main; main()", "runner", *options, *there),
+            *("--kubernetes", str(EXAMPLES / "job.yaml")),
+            env={**os.environ, "AGL_KEY": "an admin's key"},
+            stdout=subprocess.PIPE,
+        )
+        await until(lambda: cluster.jobs, 60)
+        (job,) = cluster.jobs.values()
+        pod = job["spec"]["template"]["spec"]
+        process.send_signal(signal.SIGINT)
+        said, _ = await asyncio.wait_for(process.communicate(), 30)
+        assert process.returncode == 0 and json.loads(said) == {"server": server.url, "runners": 3, "concurrency": 8}
+    assert pod["terminationGracePeriodSeconds"] == 22 and not cluster.jobs
+    runner = pod["containers"][0]["args"]
+    given = [
+        f"--agent={agent}".replace("$", "$$"),
+        f"--server={server.url}",
+        "--isolation=process",
+        "--drain=7.000000s",
+    ]
+    assert runner == ["runner", "--concurrency=8", "--idle=60.000000s", *given]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (["--ray", "2", "--kubernetes", str(EXAMPLES / "job.yaml")], 2, "a pool is --ray N, or --kubernetes"),
+        (["--max", "2"], 2, "a pool is --ray N, or --kubernetes"),
+        (["--ray", "2", "--max", "3"], 2, "a pool is --ray N, or --kubernetes"),
+        (["--ray", "1", "--kube-api", "http://127.0.0.1:9"], 2, "a pool is --ray N, or --kubernetes"),
+        (["--kubernetes", str(EXAMPLES / "job.yaml")], 2, "a pool is --ray N, or --kubernetes"),
+        (["--kubernetes", "nothing.yaml", "--max", "1"], 2, "does not exist"),
+        (["--kubernetes", str(EXAMPLES / "pool.yaml"), "--max", "1"], 1, "no manifest of a Job"),
+        (["--kubernetes", str(EXAMPLES / "job.yaml"), "--max", "1"], 1, "no pod with a service account"),
+        (["--kubernetes", str(EXAMPLES / "job.yaml"), "--max", "1", "--kube-api", "http://a:b"], 2, "--kube-api"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_named(
+    options: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert run(["runner", "agent.py:agent", "--server", "http://127.0.0.1:9", "--key", "k" * 8, *options]) == code
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+async def test_a_wrong_key_of_the_server_is_said_at_once(store: SqlStore, capfd: pytest.CaptureFixture[str]) -> None:
+    async with HttpServer(create_app(store, admin_key="an admin's key"), port=0) as server:
+        there = ["--kubernetes", str(EXAMPLES / "job.yaml"), "--max", "1", "--kube-api", "http://127.0.0.1:9"]
+        command = ["runner", "agent.py:agent", "--server", server.url, *there, "--key"]
+        assert await asyncio.to_thread(run_aside, [*command, "another key"]) == 1
+        assert "key" in (said := capfd.readouterr().err) and "Kubernetes" not in said
+        assert await asyncio.to_thread(run_aside, [*command, "an admin's key"]) == 1
+        assert "no answer of the Kubernetes API at http://127.0.0.1:9" in capfd.readouterr().err
+        command[command.index("http://127.0.0.1:9")] = "kubernetes"
+        assert await asyncio.to_thread(run_aside, [*command, "an admin's key"]) == 1
+        assert "no answer of the Kubernetes API at kubernetes" in capfd.readouterr().err
+
+
+def run_aside(arguments: list[str]) -> int:
+    words = [sys.executable, "-c", "from agentlightning.cli.main import main; main()", *arguments]
+    return subprocess.run(words, timeout=30).returncode
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+def test_where_ray_is_missing_it_is_said_how_to_install_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["runner", "math:sqrt", "--server", "http://127.0.0.1:9", "--key", "k" * 8, "--ray", "1"]) == 1
+    assert "pip install 'agent-lightning-next[ray]'" in capsys.readouterr().err
