@@ -1,8 +1,8 @@
 """How nouns are written into columns: JSON for what is open, typed binary for tokens.
 
 This module knows the encodings and refuses what they would not give back (NaN, infinities, ids that cannot stand in
-a URL). It does not know SQL or HTTP. Token ids are little-endian int32, logprobs little-endian float32: a logprob
-comes back as the float32 nearest to it.
+a URL). It does not know SQL or HTTP. Token ids are int32 and logprobs float32, little-endian like every machine
+that PyTorch runs on: a logprob comes back as the float32 nearest to it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 import secrets
-import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
@@ -35,7 +34,15 @@ _DEEPEST: Final = 200  # levels of nesting; the decoders of another process may 
 _INT32: Final = "i"
 _FLOAT32: Final = "f"
 _SIZE: Final = 4  # bytes of either
-_ORDER: Final = "<" if sys.byteorder == "little" else ">"
+
+
+class Tokens(NamedTuple):
+    """A `TokenCapture` as columns: all choices one after another, and a JSON table of where each ends."""
+
+    prompt_token_ids: bytes
+    token_ids: bytes
+    logprobs: bytes
+    choices: str
 
 
 class _Choice(msgspec.Struct, frozen=True, array_like=True):
@@ -46,8 +53,7 @@ class _Choice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SpanColumns(NamedTuple):
-    """One span as the columns of its row, in the order of the table. Tokens are those of all choices one after another,
-    and `choices` is a JSON table of where each ends."""
+    """One span as the columns of its row, in the order of the table."""
 
     span_id: str
     sequence_id: int
@@ -153,7 +159,7 @@ def span_columns(span: Span) -> SpanColumns:
         )
     if not (math.isfinite(span.start_time) and math.isfinite(span.end_time)):
         raise InvalidError(f"span {span.span_id} runs from {span.start_time} to {span.end_time}; both must be finite")
-    tokens = (None, None, None, None) if span.tokens is None else _token_columns(span.tokens)
+    tokens = (None, None, None, None) if span.tokens is None else token_columns(span.tokens)
     place = f"of span {span.name!r} ({span.span_id})"
     return SpanColumns(
         span.span_id,
@@ -187,6 +193,9 @@ def text_size(span: Span) -> int:
 def span_from_columns(rollout_id: str, attempt_id: str, columns: Sequence[Any]) -> Span:
     """The span of a row."""
     row = SpanColumns(*columns)
+    tokens = None
+    if row.prompt_token_ids is not None and row.token_ids is not None and row.logprobs is not None and row.choices:
+        tokens = tokens_from_columns(Tokens(row.prompt_token_ids, row.token_ids, row.logprobs, row.choices))
     return Span(
         rollout_id=rollout_id,
         attempt_id=attempt_id,
@@ -204,7 +213,7 @@ def span_from_columns(rollout_id: str, attempt_id: str, columns: Sequence[Any]) 
         events=_events.decode(row.events) if row.events else (),
         links=_links.decode(row.links) if row.links else (),
         resource=_attributes.decode(row.resource) if row.resource else {},
-        tokens=_tokens(row),
+        tokens=tokens,
     )
 
 
@@ -248,14 +257,14 @@ def _check_attributes(attributes: Attributes, place: str) -> None:
 # --- tokens ------------------------------------------------------------------------------------------------------
 
 
-def _token_columns(tokens: TokenCapture) -> tuple[bytes, bytes, bytes, str]:
-    """The last columns of a span. InvalidError if an id is not an int32."""
+def token_columns(tokens: TokenCapture) -> Tokens:
+    """Binary columns of a capture. InvalidError if an id is not an int32."""
     ids, logprobs, choices = b"", b"", list[_Choice]()
     for one in tokens.choices:
         ids += _pack(_INT32, one.token_ids)
         logprobs += _pack(_FLOAT32, one.logprobs)
         choices.append(_Choice(len(one.token_ids), len(one.logprobs), one.finish_reason, one.versions))
-    return _pack(_INT32, tokens.prompt_token_ids), ids, logprobs, to_json(choices, "the choices of a call")
+    return Tokens(_pack(_INT32, tokens.prompt_token_ids), ids, logprobs, to_json(choices, "the choices of a call"))
 
 
 class Column(Sequence[Any]):
@@ -267,13 +276,9 @@ class Column(Sequence[Any]):
     __slots__ = ("__array_interface__", "_numbers")
 
     def __init__(self, kind: str, data: bytes) -> None:
-        if sys.byteorder == "big":
-            numbers = array(kind, data)
-            numbers.byteswap()
-            data = numbers.tobytes()
         self._numbers = memoryview(data).cast(kind)  # type: ignore[call-overload]  # "i" or "f"
         shape = (len(self._numbers),)
-        self.__array_interface__ = {"version": 3, "shape": shape, "typestr": f"{_ORDER}{kind}{_SIZE}", "data": data}
+        self.__array_interface__ = {"version": 3, "shape": shape, "typestr": f"<{kind}{_SIZE}", "data": data}
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -304,32 +309,27 @@ def plain(value: object) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be encoded")
 
 
-def _tokens(row: SpanColumns) -> TokenCapture | None:
-    """The capture that `_token_columns` wrote; a `Column` takes the place of each tuple of numbers."""
-    if row.prompt_token_ids is None or row.token_ids is None or row.logprobs is None or not row.choices:
-        return None
+def tokens_from_columns(columns: Tokens) -> TokenCapture:
+    """The capture that `token_columns` wrote; a `Column` takes the place of each tuple of numbers."""
     choices: list[SampledChoice] = []
     token, logprob = 0, 0  # bytes
-    for choice in _choices.decode(row.choices):
+    for choice in _choices.decode(columns.choices):
         end, logprob_end = token + _SIZE * choice.tokens, logprob + _SIZE * choice.logprobs
         choices.append(
             SampledChoice(
-                token_ids=cast("tuple[int, ...]", Column(_INT32, row.token_ids[token:end])),
-                logprobs=cast("tuple[float, ...]", Column(_FLOAT32, row.logprobs[logprob:logprob_end])),
+                token_ids=cast("tuple[int, ...]", Column(_INT32, columns.token_ids[token:end])),
+                logprobs=cast("tuple[float, ...]", Column(_FLOAT32, columns.logprobs[logprob:logprob_end])),
                 finish_reason=choice.finish_reason,
                 versions=choice.versions,
             )
         )
         token, logprob = end, logprob_end
-    prompt = cast("tuple[int, ...]", Column(_INT32, row.prompt_token_ids))
+    prompt = cast("tuple[int, ...]", Column(_INT32, columns.prompt_token_ids))
     return TokenCapture(prompt_token_ids=prompt, choices=tuple(choices))
 
 
 def _pack(kind: str, values: Iterable[float]) -> bytes:
     try:
-        numbers = array(kind, values)
+        return array(kind, values).tobytes()
     except (OverflowError, TypeError) as error:
         raise InvalidError(f"token ids must fit 32 bits and logprobs must be numbers: {error}") from None
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers.tobytes()
