@@ -126,8 +126,9 @@ def test_what_cannot_be_used_is_refused_by_name(more: dict[str, Any], param: str
 
 
 def test_hints_to_anthropics_own_servers_are_dropped_by_name() -> None:
-    more = {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}, "speed": "fast"}
+    more: dict[str, Any] = {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}, "speed": "fast"}
     edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     read = Messages().read(json.dumps(asked(**more, context_management=edits)).encode())
     assert read.dropped == ("context_management", "speed")
-    assert read.extra == {"thinking": {"type": "adaptive"}, "reasoning_effort": "high"} and read.hints == read.extra.keys()
+    assert read.extra == {"thinking": {"type": "adaptive"}, "reasoning_effort": "high"}
+    assert read.hints == read.extra.keys()
