@@ -206,7 +206,7 @@ def _variant(config: TrainConfig, name: str) -> TrainConfig:
 
 
 async def _prompts(name: str, config: TrainConfig) -> dict[str, PromptTemplate]:
-    from agentlightning.cli.repeating import open_run
+    from agentlightning.cli.runs import open_run
 
     run_name, _, wanted = name.rpartition("@")
     async with open_run(run_name, Place(config.store, config.server, config.api_key)) as (store, run):
@@ -227,7 +227,7 @@ async def _prompts(name: str, config: TrainConfig) -> dict[str, PromptTemplate]:
 async def _stored(name: str, mode: Mode | None, place: Place, fields: Sequence[str]) -> list[Measured]:
     """The rollouts of `RUN`, or of its evaluation after step N, or with version N of its resources: `RUN@N`."""
     from agentlightning.algorithm.measures import measured
-    from agentlightning.cli.repeating import open_run
+    from agentlightning.cli.runs import open_run
     from agentlightning.data.transitions import trace_rollout
     from agentlightning.display import counting
 

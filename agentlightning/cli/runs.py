@@ -7,10 +7,11 @@ the metrics mean.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fnmatch
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -109,21 +110,42 @@ def _store_files(path: Path) -> list[str]:
 async def choose_runs(names: Sequence[str], place: Place) -> list[StoredRun]:
     """The runs of these names, each an id, the beginning of one, or a run's directory; without a name the newest run.
 
-    NotFoundError for a name that none has, or several."""
-    directories = _directories(names)
-    chosen: dict[str, StoredRun] = {}
-    for name in directories:
-        chosen[name] = _newest(await stored_runs(Path(name, STORE_FILE), Place()), name)
-    if not names or directories != set(names):
-        found = await stored_runs(RUNS, place)
-        if not names:
-            return [_newest(found, str(place))]
-        chosen |= {name: _called(name, found) for name in names if name not in directories}
-    return [chosen[name] for name in names]
+    NotFoundError for a name that none has, or several; ConfigError for the directory of a run that is stored elsewhere,
+    unless `place` says where."""
+    chosen: list[StoredRun] = []
+    found: list[StoredRun] | None = None
+    for name in names or [""]:
+        if (own := _in_directory(name)) is not None:
+            chosen.append(_newest(await stored_runs(own, Place()), name))
+        else:
+            found = found or await stored_runs(RUNS, place)
+            chosen.append(_called(_id_of(name, place), found) if name else _newest(found, str(place)))
+    return chosen
 
 
-def _directories(names: Sequence[str]) -> set[str]:
-    return {name for name in names if Path(name, STORE_FILE).is_file()}
+def _in_directory(name: str) -> Path | None:
+    """The store of a run's directory."""
+    path = Path(name, STORE_FILE)
+    return path if name and path.is_file() else None
+
+
+def _id_of(name: str, place: Place) -> str:
+    """`name`, or the id of the run whose directory that is."""
+    if not Path(name).is_dir():
+        return name
+    from agentlightning.algorithm.directory import read_mark
+
+    if not place.named:
+        raise ConfigError(f"the run in {name} is stored elsewhere; say where with --store or --server")
+    return read_mark(Path(name)).run_id
+
+
+@contextlib.asynccontextmanager
+async def open_run(name: str, place: Place) -> AsyncGenerator[tuple[LightningStore, Run]]:
+    """The run of this name, as `choose_runs` finds it, and the store that has it."""
+    (one,) = await choose_runs([name], place)
+    async with one.place.open(reading=True) as store:
+        yield store, one.run
 
 
 def _newest(found: Sequence[StoredRun], where: str) -> StoredRun:

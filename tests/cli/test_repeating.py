@@ -191,5 +191,6 @@ def test_a_command_line_that_cannot_be_followed_is_refused(
 
 
 def test_a_run_that_is_not_there_is_told_by_its_name(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (elsewhere / "runs").mkdir()
     assert run(["train", "--from", "nothing"]) == 1
-    assert "no run directory nothing, and no run of that id below runs/" in capsys.readouterr().err
+    assert "there is no run called 'nothing'" in capsys.readouterr().err
