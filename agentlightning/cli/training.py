@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 
 from agentlightning.cli.config import TrainConfig, build, kept, load_config
-from agentlightning.cli.options import Option, json_option, print_json, together
+from agentlightning.cli.options import Numbers, Option, json_option, print_json, together
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.types import LLM
 
@@ -47,23 +47,6 @@ INTERRUPTED = 130
 
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
-
-
-class Seeds(click.ParamType):
-    """`3` is 1, 2 and 3; `1,5,9` are these."""
-
-    name = "seeds"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        parts = str(value).split(",")
-        if not all(part.strip().isdecimal() for part in parts):
-            self.fail(f"{value!r} is no number of seeds and no list of them; write 3, or 1,5,9", param, ctx)
-        seeds = tuple(map(int, parts))
-        if len(seeds) == 1:
-            seeds = tuple(range(1, seeds[0] + 1))
-        if len(seeds) < 2 or len(set(seeds)) < len(seeds):
-            self.fail(f"{value!r} names fewer than two seeds, or one twice; for a single run give --seed", param, ctx)
-        return seeds
 
 
 def isolation_option(default: str | None) -> Option:
@@ -134,7 +117,9 @@ def answering(
 @click.command()
 @click.argument("run_file", type=FILE, required=False, metavar="[RUN.yaml]")
 @click.option("--from", "repeat", metavar="RUN_DIR|RUN_ID", help="Repeat this run: its settings instead of RUN.yaml's.")
-@click.option("--seeds", type=Seeds(), metavar="N|A,B,…", help="A run with each of N seeds, or of these; then a table.")
+@click.option(
+    "--seeds", type=Numbers(), metavar="N|A,B,…", help="A run with each of N seeds, or of these; then a table."
+)
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key: algorithm.group_size=4")
 @json_option
 @mirrored_flags
@@ -165,8 +150,11 @@ def train(
             run_file = RUN_FILE
         config = load_config(run_file, assignments, flags)
     if seeds is not None:
+        seeds = tuple(range(1, max(seeds) + 1)) if len(seeds) == 1 else seeds
         if flags["seed"] is not None:
             raise click.UsageError("give --seed or --seeds, not both")
+        if len(seeds) < 2 or len({*seeds}) < len(seeds):
+            raise click.UsageError("--seeds names fewer than two, or one twice; for a single run give --seed")
         from agentlightning.cli.seeds import train_seeds
 
         return train_seeds(config, seeds, console, as_json=as_json)
