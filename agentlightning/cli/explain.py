@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from agentlightning.cli.drift import load_chat, visible
+from agentlightning.cli.drift import visible
 from agentlightning.cli.options import print_json
 from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, with_place
 from agentlightning.errors import NotFoundError
@@ -41,6 +41,7 @@ async def explain(rollout_id: str, place: Place, source: str | None, as_json: bo
     from agentlightning.dashboard.tokens import Tokenizers, classifier_of
     from agentlightning.data.explanation import explain_rollout
     from agentlightning.data.transitions import trace_rollout
+    from agentlightning.gateway.backends.kinds import chat_template
 
     async with place.open(reading=True) as store:
         rollout = await store.get_rollout_by_id(rollout_id)
@@ -49,7 +50,7 @@ async def explain(rollout_id: str, place: Place, source: str | None, as_json: bo
         spans = await store.query_spans(rollout_id, "latest")
         trained = await trained_by(store, rollout.run_id)
     own = Tokenizers(place.address).find()  # that of the run, beside its store
-    classifier = classifier_of(load_chat(source).token_bytes if source else own and own[1])
+    classifier = classifier_of(chat_template(source).token_bytes if source else own and own[1])
     traced = trace_rollout(rollout, spans, calls=trained.calls, reward=trained.reward)
     explanation = explain_rollout(traced, spans, classifier)
     if as_json:
