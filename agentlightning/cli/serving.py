@@ -302,14 +302,15 @@ def runner(
         loaded = as_agent(agent or "")
     else:
         loaded = CommandConfig(command=command, reward=reward, grader=grader).load()
-    if pool is not None:
-        if pool["ray"]:
-            loaded.reads_environment()  # which imports it; for Kubernetes it may be in the image alone
-        return run_to_end(run_pool(click.get_current_context(), **pool))
-    options["isolation"] = place_of(loaded, options["isolation"])
-    if instrument is not None and options["isolation"] == "process":
-        raise click.UsageError("--instrument reaches no other process; call agentlightning.instrument() in FILE.py")
+    if pool is None:
+        options["isolation"] = place_of(loaded, options["isolation"])
+        if instrument is not None and options["isolation"] == "process":
+            raise click.UsageError("--instrument reaches no other process; call agentlightning.instrument() in FILE.py")
+    elif pool["ray"]:
+        loaded.reads_environment()  # which imports it; for Kubernetes it may be in the image alone
     try:
+        if pool is not None:
+            return run_to_end(run_pool(click.get_current_context(), **pool))
         with garbage_sought_seldom(), watched() as end_after:
             run_to_end(_runner(loaded, agent or f"`{command}`", server, key, end_after, **options))
     except (asyncio.CancelledError, TimeoutError):
