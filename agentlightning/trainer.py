@@ -465,6 +465,9 @@ class Trainer:
         status = "failed"
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if job not in done and isinstance(algorithm, Reinforcement):  # what it has trained is saved
+                context.stop.set()
+                await asyncio.wait({job})
             for task in done:
                 task.result()
             status = "cancelled" if context.stop.is_set() else "succeeded"
@@ -478,6 +481,7 @@ class Trainer:
     def _config(self, algorithm: Algorithm) -> dict[str, Any]:
         """The resolved settings, for the run's manifest."""
         settings = dataclasses.asdict(algorithm) if dataclasses.is_dataclass(algorithm) else {}
+        as_given = ("dtype", "max_sequence_length", "device", "threads", "deterministic", "time_limit", "run_file")
         return {
             "models": {
                 name: str(model) if isinstance(model, str | Path) else type(model).__name__
@@ -489,12 +493,6 @@ class Trainer:
             "optimizer": dataclasses.asdict(self._optimizer(algorithm)),
             "lora": None if self.lora is None else dataclasses.asdict(self.lora),
             "learner": self.learner or "torch",
-            "dtype": self.dtype,
             "n_runners": self._concurrency,
-            "max_sequence_length": self.max_sequence_length,
-            "device": self.device,
-            "threads": self.threads,
-            "deterministic": self.deterministic,
-            "time_limit": self.time_limit,
-            "run_file": self.run_file,
+            **{name: getattr(self, name) for name in as_given},
         }

@@ -25,7 +25,6 @@ KeyScope: TypeAlias = Literal["read", "worker", "grader", "trainer", "admin"]
 AttributeValue: TypeAlias = str | bool | int | float | Sequence[str | bool | int | float]
 Attributes: TypeAlias = dict[str, AttributeValue]
 
-DEFAULT_PROJECT: Final = "default"
 UNATTRIBUTED: Final = "unattributed"
 """The rollout, and its only attempt, that hold the spans and calls nobody could attribute."""
 
@@ -58,12 +57,11 @@ class RolloutConfig(Noun, frozen=True, kw_only=True):
 
 
 class EnqueueRolloutRequest(Noun, frozen=True, kw_only=True):
-    """One rollout to be queued. `rollout_id` may be given by the caller to make a repeated request harmless; without a
-    `project` it is that of its run. Rollouts of a higher `priority` are leased first."""
+    """One rollout to be queued. `rollout_id` may be given by the caller to make a repeated request harmless.
+    Rollouts of a higher `priority` are leased first."""
 
     input: Any
     rollout_id: str | None = None
-    project: str | None = None
     priority: int = 0
     mode: Mode = "train"
     resources_id: str | None = None
@@ -82,7 +80,6 @@ class Rollout(Noun, frozen=True, kw_only=True):
     start_time: float
     end_time: float | None = None
     status: RolloutStatus = "queuing"
-    project: str = DEFAULT_PROJECT
     priority: int = 0
     mode: Mode = "train"
     resources_id: str | None = None
@@ -287,14 +284,13 @@ NamedResources: TypeAlias = dict[str, Resource]
 
 
 class ResourcesUpdate(Noun, frozen=True, kw_only=True):
-    """One immutable version of the named resources of a project. `parent_id` names the version it was made from,
-    `run_id` the run that made it."""
+    """One immutable version of the named resources. `parent_id` names the version it was made from, `run_id` the run
+    that made it."""
 
     resources_id: str
     resources: NamedResources
     version: int
     create_time: float
-    project: str = DEFAULT_PROJECT
     run_id: str | None = None
     parent_id: str | None = None
     metadata: dict[str, Any] = {}
@@ -309,7 +305,6 @@ class Run(Noun, frozen=True, kw_only=True):
     run_id: str
     kind: str
     start_time: float
-    project: str = DEFAULT_PROJECT
     status: RunStatus = "running"
     end_time: float | None = None
     policy_version: int = 0
@@ -325,17 +320,6 @@ class Metrics(Noun, frozen=True, kw_only=True):
     values: dict[str, float]
 
 
-class Checkpoint(Noun, frozen=True, kw_only=True):
-    """Where the weights and state of a run after a step are kept."""
-
-    run_id: str
-    step: int
-    path: str
-    time: float
-    policy_version: int = 0
-    metadata: dict[str, Any] = {}
-
-
 class Worker(Noun, frozen=True, kw_only=True):
     worker_id: str
     status: Literal["idle", "busy", "gone"] = "idle"
@@ -349,13 +333,12 @@ class Worker(Noun, frozen=True, kw_only=True):
 
 
 class ApiKey(Noun, frozen=True, kw_only=True):
-    """A key that was issued, without its secret. A key of a `project` reaches nothing outside it."""
+    """A key that was issued, without its secret."""
 
     key_id: str
     name: str
     scopes: tuple[KeyScope, ...]
     create_time: float
-    project: str | None = None
     expire_time: float | None = None
     revoke_time: float | None = None
 
@@ -368,22 +351,20 @@ class IssuedKey(ApiKey, frozen=True, kw_only=True):
 
 class Credential(Noun, frozen=True, kw_only=True):
     """What the holder of a key may do. One of an `attempt`, (rollout_id, attempt_id), may call the gateway for it and
-    add its spans, those with rewards only if `rewards`; one without may do what its scopes say, in its `project` or,
-    if that is None, everywhere. With a `worker_id` the attempt is the one that this worker holds at present."""
+    add its spans, those with rewards only if `rewards`; one without may do what its scopes say. With a
+    `worker_id` the attempt is the one that this worker holds at present."""
 
     name: str
     scopes: tuple[KeyScope, ...] = ()
-    project: str | None = None
     attempt: tuple[str, str] | None = None
     rewards: bool = False
     worker_id: str | None = None
 
 
 class Deleted(Noun, frozen=True, kw_only=True):
-    """How much was removed. Rollouts whose rewards were kept count in `rollouts_trimmed`."""
+    """How much was removed."""
 
     rollouts: int = 0
-    rollouts_trimmed: int = 0
     attempts: int = 0
     spans: int = 0
 

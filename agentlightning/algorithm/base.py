@@ -71,7 +71,7 @@ class RunContext:
     """Everything a job needs, wired by the trainer.
 
     `run_time` is when this process began its part of the run, before its runner, by the store's clock.
-    Rollouts are enqueued with `resources_id`; None is the latest of their project. `policies` are the
+    Rollouts are enqueued with `resources_id`; None is the latest. `policies` are the
     models trained here, by the name that agents call them by. Inside `calls_held()` agents' calls of them
     wait before their engines, and the clocks of their attempts stand still. `stop` is set when the job should end;
     `deadline` is a loop time (seconds of `asyncio.get_running_loop().time()`) or None. What is measured is told to

@@ -286,6 +286,8 @@ def _convert(value: Any, type_: Any, where: str) -> Any:
                 _convert(one, inner[0], f"{where}[{index}]")
     if unknown := re.fullmatch("object contains unknown field `(.*)`", message):
         message = f"unknown key {unknown[1]!r}; {nearest(unknown[1], known)}"
+        if type_ is TrainConfig:
+            message += ". The algorithm's own, such as max_staleness, go below it: algorithm.max_staleness"
     elif message.startswith("invalid enum value"):
         message = f"{value!r} is none of its values; {nearest(str(value), known)}"
     raise ConfigError(f"{where.removesuffix(': ')}: {message}") from None

@@ -195,8 +195,8 @@ async def _prompts(name: str, config: TrainConfig) -> dict[str, PromptTemplate]:
     from agentlightning.cli.runs import open_run
 
     run_name, _, wanted = name.rpartition("@")
-    async with open_run(run_name, Place(config.store, config.server, config.api_key)) as (store, run):
-        versions = await store.query_resources(run.project)
+    async with open_run(run_name, Place(config.store, config.server, config.api_key)) as (store, _):
+        versions = await store.query_resources()
     version = next((one for one in versions if wanted in (str(one.version), one.resources_id)), None)
     if version is None:
         known = ", ".join(str(one.version) for one in versions)
@@ -223,7 +223,7 @@ async def _stored(name: str, mode: Mode | None, place: Place, fields: Sequence[s
         if not rollouts:
             which = f"rollouts of mode {mode}" if mode else "held-out rollouts; --mode train takes those of training"
             raise ConfigError(f"{run_name} has no {which}")
-        parts = await _parts(store, run.project, rollouts)
+        parts = await _parts(store, rollouts)
         chosen = parts.get(wanted) or [one for one in rollouts if wanted and one.resources_id == wanted]
         if not chosen and not wanted:
             chosen = _last(run_name, parts)
@@ -238,11 +238,11 @@ async def _stored(name: str, mode: Mode | None, place: Place, fields: Sequence[s
     return found
 
 
-async def _parts(store: LightningStore, project: str, rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+async def _parts(store: LightningStore, rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
     """Rollouts by the training step after which they were made, or else by the number of their resources version."""
     from agentlightning.algorithm.evaluation import EVALUATED_STEP
 
-    versions = {one.resources_id: str(one.version) for one in await store.query_resources(project)}
+    versions = {one.resources_id: str(one.version) for one in await store.query_resources()}
     parts: dict[str, list[Rollout]] = {}
     for one in rollouts:
         version = versions.get(one.resources_id or "", "")

@@ -32,7 +32,6 @@ def keys() -> None:
 @click.argument("name")
 @click.option("--scope", "scopes", multiple=True, required=True, type=click.Choice(_SCOPES),
               help="What the key opens; may be given several times.")  # fmt: skip
-@click.option("--project", help="The only project it reaches.")
 @click.option("--lifetime", type=Duration(), help="How long it is valid: 30d, 12h. Without it, until it is revoked.")
 @on_store()
 async def issue(
@@ -40,13 +39,12 @@ async def issue(
     name: str,
     as_json: bool,
     scopes: tuple[Any, ...],
-    project: str | None,
     lifetime: float | None,
 ) -> None:
     """Make a key called NAME and print its secret."""
     from agentlightning.store import calls
 
-    call = calls.IssueKey(name=name, scopes=list(scopes), project=project, lifetime_seconds=lifetime)
+    call = calls.IssueKey(name=name, scopes=list(scopes), lifetime_seconds=lifetime)
     _hand_out(await store.perform(call), as_json)
 
 
@@ -69,11 +67,8 @@ async def list_(store: LightningStore, as_json: bool) -> None:
             print_json(one)
         return
     now = time.time()
-    rows = [
-        (one.key_id, one.name, " ".join(one.scopes), one.project or "all", _date(one.create_time), _state(one, now))
-        for one in found
-    ]
-    print_table(make_table(("key", "name", "scopes", "project", "issued", "state"), rows))
+    rows = [(one.key_id, one.name, " ".join(one.scopes), _date(one.create_time), _state(one, now)) for one in found]
+    print_table(make_table(("key", "name", "scopes", "issued", "state"), rows))
 
 
 def _state(key: ApiKey, now: float) -> str:
@@ -103,7 +98,7 @@ async def revoke(store: LightningStore, key_id: str, as_json: bool) -> None:
 async def rotate(store: LightningStore, key_id: str, as_json: bool, grace: float) -> None:
     """Replace a key by a new one, whose secret is printed.
 
-    It has the same name, scopes, project and lifetime; the old one ends."""
+    It has the same name, scopes and lifetime; the old one ends."""
     from agentlightning.store import calls
 
     old = next((one for one in await store.perform(calls.QueryKeys()) if one.key_id == key_id), None)
@@ -113,7 +108,7 @@ async def rotate(store: LightningStore, key_id: str, as_json: bool, grace: float
         raise ConflictError(f"key {key_id} was revoked; issue a new one with `agl keys issue`")
     lifetime = None if old.expire_time is None else old.expire_time - old.create_time
     # The new key first: whatever happens in between, somebody holds a key that is valid.
-    call = calls.IssueKey(name=old.name, scopes=list(old.scopes), project=old.project, lifetime_seconds=lifetime)
+    call = calls.IssueKey(name=old.name, scopes=list(old.scopes), lifetime_seconds=lifetime)
     _hand_out(await store.perform(call), as_json)
     ended = await store.perform(calls.RevokeKey(key_id=key_id, after_seconds=grace))
     click.echo(f"{ended.key_id}, the old one: {_state(ended, time.time())}", err=True)

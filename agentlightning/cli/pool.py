@@ -69,7 +69,7 @@ async def run_pool(context: click.Context, ray: int | None, kubernetes: Path, mo
 
         machines = KubernetesJobs(read_manifest(kubernetes), kube_api, drain)
     arguments, tell = _arguments(context, each), partial(click.echo, err=True)
-    pool = Pool(store, machines, arguments, ray or most, each, options["project"], tell)
+    pool = Pool(store, machines, arguments, ray or most, each, tell)
     tell(f"a pool of up to {pool.most} runners for {url}, each of {each} rollouts at once")
     if options["as_json"]:
         print_json({"server": url, "runners": pool.most, "concurrency": each})

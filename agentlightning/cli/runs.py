@@ -103,31 +103,28 @@ async def choose_runs(names: Sequence[str], place: Place) -> list[StoredRun]:
     NotFoundError for a name that none has, or several; ConfigError for the directory of a run that is stored elsewhere,
     unless `place` says where."""
     chosen: list[StoredRun] = []
-    found: list[StoredRun] | None = None
+    found: dict[Place, list[StoredRun]] = {}
     for name in names or [""]:
-        if (own := _in_directory(name)) is not None:
-            chosen.append(_newest(await stored_runs(own, Place()), name))
-        else:
-            found = found or await stored_runs(RUNS, place)
-            chosen.append(_called(_id_of(name, place), found) if name else _newest(found, str(place)))
+        where, run_id = _located(name, place)
+        if where not in found:
+            found[where] = await stored_runs(RUNS, where)
+        chosen.append(_called(run_id, found[where]) if run_id else _newest(found[where], name or str(place)))
     return chosen
 
 
-def _in_directory(name: str) -> Path | None:
-    """The store of a run's directory."""
-    path = Path(name, STORE_FILE)
-    return path if name and path.is_file() else None
+def _located(name: str, place: Place) -> tuple[Place, str]:
+    """Where a run is stored, and its id or the beginning of one; without that the newest there is meant."""
+    from agentlightning.algorithm.directory import MARK, read_mark
 
-
-def _id_of(name: str, place: Place) -> str:
-    """`name`, or the id of the run whose directory that is."""
-    if not Path(name).is_dir():
-        return name
-    from agentlightning.algorithm.directory import read_mark
-
+    directory = Path(name)
+    if not name or not directory.is_dir():
+        return place, name
+    own = directory / STORE_FILE
+    if own.is_file():  # which may hold others beside it
+        return Place(str(own)), read_mark(directory).run_id if (directory / MARK).is_file() else ""
     if not place.named:
         raise ConfigError(f"the run in {name} is stored elsewhere; say where with --store or --server")
-    return read_mark(Path(name)).run_id
+    return place, read_mark(directory).run_id
 
 
 @contextlib.asynccontextmanager

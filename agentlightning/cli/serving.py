@@ -163,7 +163,6 @@ async def _serve(
               help="What of LLM calls and spans is kept: all, token ids without any text, or neither.")  # fmt: skip
 @click.option("--redact", metavar="FILE.py:NAME", help="Function that sees each span before it is written.")
 @click.option("--retain", type=Duration(), metavar="30d", help="Remove rollouts that ended longer ago than this.")
-@click.option("--retain-rewards", is_flag=True, help="Keep their rewards.")
 @json_option
 def server(
     address: str,
@@ -181,8 +180,6 @@ def server(
     itself at URL/docs. At Ctrl-C or SIGTERM requests at hand are answered first; nothing acknowledged is lost."""
     from agentlightning.data.references import load_reference
 
-    if others["retain_rewards"] and retain is None:
-        raise click.UsageError("--retain-rewards says what --retain leaves; give --retain too")
     others |= {"body_limit": body_limit * 1024 * 1024, "retain_seconds": retain}
     _run_server(backend, as_json, log_format, store=address, hook=redact and load_reference(redact), **others)
 
@@ -249,7 +246,6 @@ async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, A
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
 @click.option("--endpoint", "endpoint_override", metavar="URL",
               help="Where agents call models, if not at the URL that the trainer knows the server by.")  # fmt: skip
-@click.option("--project", metavar="NAME", help="Lease only rollouts of this project.")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Rollouts at once: 64, or of processes one per core.")
 @isolation_option("auto")
 @click.option("--max-attempts-per-process", type=click.IntRange(min=1), metavar="N", default=100, show_default=True,

@@ -34,24 +34,20 @@ def store() -> None:
 
 @store.command()
 @click.option("--older-than", "age", type=Duration(), required=True, help="How long ago rollouts ended: 30d, 12h, 45m.")
-@click.option("--keep-rewards", is_flag=True, help="Keep rollouts, attempts and rewards; remove inputs, other spans.")
-@click.option("--project", help="Only rollouts of this project.")
 @click.option("--dry-run", is_flag=True, help="Only count.")
 @on_store()
-async def gc(
-    store: LightningStore, age: float, as_json: bool, keep_rewards: bool, project: str | None, dry_run: bool
-) -> None:
+async def gc(store: LightningStore, age: float, as_json: bool, dry_run: bool) -> None:
     """Remove rollouts that ended long ago, with their attempts and spans; those of a group when all of it did."""
     from agentlightning.store import calls
     from agentlightning.store.retention import ended_before
 
     where = ended_before(await store.perform(calls.GetTime()) - age)
     if dry_run:
-        page = await store.page_rollouts(where, limit=0, with_total=True, project=project)
+        page = await store.page_rollouts(where, limit=0, with_total=True)
         words = f"{page.total} rollouts ended before that; nothing was removed"
         tell(as_json, {"rollouts_found": page.total, **msgspec.structs.asdict(Deleted())}, words)
         return
-    deleted = await _delete(store, calls.DeleteRollouts(where=where, keep_rewards=keep_rewards, project=project))
+    deleted = await _delete(store, calls.DeleteRollouts(where=where))
     tell(as_json, deleted, _removed(deleted))
 
 
@@ -59,7 +55,6 @@ async def gc(
 @click.option("--task", metavar="TEXT", help="Rollouts whose input contains this.")
 @click.option("--rollout", "rollout_id", metavar="ID", help="This rollout.")
 @click.option("--run", "run_id", metavar="ID", help="All rollouts of this run.")
-@click.option("--project", help="Only rollouts of this project.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @on_store()
 async def erase(
@@ -67,7 +62,6 @@ async def erase(
     task: str | None,
     rollout_id: str | None,
     run_id: str | None,
-    project: str | None,
     yes: bool,
     as_json: bool,
 ) -> int:
@@ -86,7 +80,7 @@ async def erase(
     if len(given) != 1 or task == "":
         raise click.UsageError("say what to erase: one of --task TEXT, --rollout ID, --run ID")
     (where,) = given
-    total = (await store.page_rollouts(where, limit=0, with_total=True, project=project)).total
+    total = (await store.page_rollouts(where, limit=0, with_total=True)).total
     if not total:
         tell(as_json, Deleted(), "no rollout matches; nothing was removed")
         return 0
@@ -95,30 +89,28 @@ async def erase(
     ):
         tell(as_json, Deleted(), "nothing was removed")
         return 1
-    deleted = await _delete(store, calls.DeleteRollouts(where=where, unfinished=True, scrub=True, project=project))
+    deleted = await _delete(store, calls.DeleteRollouts(where=where, unfinished=True, scrub=True))
     tell(as_json, deleted, _removed(deleted))
     return 0
 
 
 async def _delete(opened: LightningStore, call: DeleteRollouts) -> Deleted:
-    """Perform it and show meanwhile how far it is, which the number of those left tells, unless rewards are kept."""
+    """Perform it and show meanwhile how far it is, which the number of those left tells."""
     from agentlightning.display import counting
 
     async def left() -> int:
-        return (await opened.page_rollouts(call.where, limit=0, with_total=True, project=call.project)).total or 0
+        return (await opened.page_rollouts(call.where, limit=0, with_total=True)).total or 0
 
-    total = None if call.keep_rewards else await left()
+    total = await left()
     work = asyncio.ensure_future(opened.perform(call))
     with counting("rollouts", total) as advance:
         while not (await asyncio.wait([work], timeout=_LOOK_SECONDS))[0]:
-            if total is not None:
-                advance(total - await left())
+            advance(total - await left())
     return await work
 
 
 def _removed(deleted: Deleted) -> str:
-    trimmed = f", trimmed {deleted.rollouts_trimmed} to their rewards" if deleted.rollouts_trimmed else ""
-    return f"removed {deleted.rollouts} rollouts, {deleted.attempts} attempts, {deleted.spans} spans{trimmed}"
+    return f"removed {deleted.rollouts} rollouts, {deleted.attempts} attempts, {deleted.spans} spans"
 
 
 # --- checking and copying ----------------------------------------------------------------------------------------
@@ -174,7 +166,6 @@ def restore(source: Path, destination: str, force: bool, as_json: bool) -> None:
 @click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
 @click.option("--where", metavar="JSON", help="Only rollouts that match this filter.")
 @click.option("--run", "run_id", metavar="ID", help="Only rollouts of this run.")
-@click.option("--project", help="Only rollouts of this project.")
 @click.option("--force", is_flag=True, help="Overwrite DEST.")
 @on_store(reading=True)
 async def export(
@@ -182,7 +173,6 @@ async def export(
     destination: Path,
     where: str | None,
     run_id: str | None,
-    project: str | None,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -193,11 +183,9 @@ async def export(
     if where is not None and run_id is not None:
         raise click.UsageError("give --where or --run; a filter can name the run: field `run_id`")
     wanted = Condition("run_id", "eq", run_id) if run_id is not None else _filter(where)
-    total = (await store.page_rollouts(wanted, limit=0, with_total=True, project=project)).total
+    total = (await store.page_rollouts(wanted, limit=0, with_total=True)).total
     with counting("rollouts", total) as advance:
-        done = await export_rollouts(
-            store, destination, where=wanted, project=project, overwrite=force, advance=advance
-        )
+        done = await export_rollouts(store, destination, where=wanted, overwrite=force, advance=advance)
     unfinished = f"; {done.unfinished} had not ended, and an import leaves them out" if done.unfinished else ""
     words = f"wrote {done.rollouts} rollouts, {done.attempts} attempts, {done.spans} spans{unfinished}"
     tell(as_json, done, words)

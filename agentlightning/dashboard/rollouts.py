@@ -59,7 +59,6 @@ class ListQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     limit: int = 50
     cursor: str | None = None
     with_total: bool = False
-    project: str | None = None
     agent: str | None = None
 
 
@@ -93,7 +92,7 @@ async def list_rollouts(store: LightningStore, query: ListQuery) -> RolloutList:
     for _ in range(1 if query.agent is None else _LOOKED_THROUGH):
         call = QueryRollouts(
             where=query.where, order=query.order, limit=query.limit - len(items), cursor=cursor,
-            with_total=query.with_total and total is None, project=query.project,
+            with_total=query.with_total and total is None,
         )  # fmt: skip
         page = await store.perform(call)
         total, cursor = page.total if total is None else total, page.next_cursor

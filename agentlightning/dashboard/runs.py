@@ -31,7 +31,6 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     kind: str
     status: RunStatus
-    project: str
     start_time: float
     end_time: float | None
     policy_version: int
@@ -76,9 +75,9 @@ class Runs:
             self._ended[key] = await store.query_metrics(run.run_id)
         return self._ended[key]
 
-    async def rows(self, store: LightningStore, project: str | None) -> list[RunRow]:
+    async def rows(self, store: LightningStore) -> list[RunRow]:
         """The newest first."""
-        runs = await store.query_runs(project)
+        runs = await store.query_runs()
         return [await asyncio.to_thread(_row, run, await self.metrics(store, run)) for run in reversed(runs)]
 
     async def series(
@@ -110,7 +109,6 @@ def _row(run: Run, measured: Sequence[Metrics]) -> RunRow:
         run_id=run.run_id,
         kind=run.kind,
         status=run.status,
-        project=run.project,
         start_time=run.start_time,
         end_time=run.end_time,
         policy_version=run.policy_version,
@@ -263,7 +261,7 @@ class Prompts(msgspec.Struct, frozen=True, kw_only=True):
 
 async def prompts(store: LightningStore, run: Run) -> Prompts:
     """What the run has stored as versions of its resources (`algorithm.apo.lineage` says how)."""
-    updates = [one for one in await store.query_resources(run.project) if one.run_id == run.run_id]
+    updates = [one for one in await store.query_resources() if one.run_id == run.run_id]
     rounds = [told for one in updates if (told := _read(one.metadata.get("round"), Round))]
     scores = {name: score for one in rounds for name, score in one.scores.items()}
     tried: dict[str, TriedPrompt] = {}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Iterator
 from typing import Any, Final
+from urllib.parse import unquote_to_bytes
 
 from agentlightning.tracing.dialects import items, json_of, mapping
 
@@ -14,7 +16,7 @@ _LONGEST_MARK: Final = max(map(len, _MARKS))
 
 def image_references(messages: str | None, without: str = "") -> tuple[str, ...]:
     """References of the images in a request's messages (JSON), in order: a URL or file id as it is, of inline data
-    `sha256:<hex>;<media type>` of its text. `without` are messages that hold none: in messages that go on from these
+    `sha256:<hex>;<media type>` of its bytes. `without` are messages that hold none: in messages that go on from these
     only the rest is looked through."""
     if messages is None:
         return ()
@@ -32,7 +34,7 @@ def _references(message: Any) -> Iterator[str]:
         source, url = mapping(part.get("source")), part.get("image_url")
         address = mapping(url).get("url") or url  # chat completions: {"url": …}, responses: the address itself
         if part.get("type") == "image" and source.get("type") == "base64":
-            yield _digest(str(source.get("data")), str(source.get("media_type")))
+            yield _digest(_decoded(str(source.get("data"))), str(source.get("media_type")))
         elif part.get("type") == "image":
             yield str(source.get("url") or source.get("file_id"))
         elif isinstance(address, str):
@@ -47,8 +49,16 @@ def _reference(address: str) -> str:
     if not address.startswith("data:"):
         return address
     kind, _, data = address.removeprefix("data:").partition(",")
-    return _digest(data, kind.partition(";")[0])
+    media_type, _, encoding = kind.partition(";")
+    return _digest(_decoded(data) if "base64" in encoding else unquote_to_bytes(data), media_type)
 
 
-def _digest(data: str, media_type: str) -> str:
-    return f"sha256:{hashlib.sha256(data.encode()).hexdigest()};{media_type}"
+def _decoded(data: str) -> bytes:
+    try:
+        return base64.b64decode(data)
+    except ValueError:
+        return data.encode()  # still the same reference for the same image
+
+
+def _digest(data: bytes, media_type: str) -> str:
+    return f"sha256:{hashlib.sha256(data).hexdigest()};{media_type}"

@@ -20,6 +20,7 @@ _PROMPT: Final = frozenset(
 """They change the prompt, which is recorded as it was rendered."""
 _MEANT: Final = frozenset({"response_format", "structured_outputs"})
 """They constrain what is sampled, and an answer without them would be another."""
+_LARGEST_GRAMMAR: Final = 64 * 1024  # bytes as JSON; a server compiles it between the tokens of others
 _UNTRAINED: Final = frozenset(
     {
         "allowed_token_ids",
@@ -94,6 +95,9 @@ def admit(request: CallRequest, *, trained: bool) -> Admitted:
         if name == "chat_template_kwargs" and isinstance(value, dict):
             extra[name] = {key: one for key, one in value.items() if key in _TEMPLATE_VARIABLES}
             dropped += [f"{name}.{key}" for key in value if key not in _TEMPLATE_VARIABLES]
+        elif name in _MEANT and len(msgspec.json.encode(value)) > _LARGEST_GRAMMAR:
+            limit = f"{name} may have {_LARGEST_GRAMMAR:,} bytes"
+            raise CallRefused(f"{limit}: larger ones hold up every other call", code="invalid_request", param=name)
         elif name in sent and value != _FREE.get(name):
             extra[name] = value
         elif name not in _FREE and name not in _REFUSED:

@@ -21,7 +21,7 @@ from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import FindKey
 from agentlightning.store.lifecycle import ENDS, TERMINAL
 from agentlightning.tracing.context import AttemptTracer
-from agentlightning.types import DEFAULT_PROJECT, UNATTRIBUTED, Attempt, Credential, Mode, Rollout
+from agentlightning.types import UNATTRIBUTED, Attempt, Credential, Mode, Rollout
 
 _ENDED = ENDS - {"unresponsive"}  # which a call revives while its retry has not started
 _ADMIN: Final = Credential(name="the admin key", scopes=("admin",))
@@ -41,7 +41,6 @@ class Caller:
     attempt_id: str
     trace_id: str
     mode: Mode | None
-    project: str = DEFAULT_PROJECT
     run_seed: int = 0
     sample: str = ""
     deterministic: bool = False
@@ -92,10 +91,7 @@ class Attributor:
         ids = path_ids or key_ids
         if ids is None:
             return NOBODY, credential
-        caller = await self._caller(self._store, *ids)
-        if credential and credential.project not in (None, caller.project):
-            _refuse(404, "rollout_not_found", f"there is no rollout {ids[0]!r} in the project of this key")
-        return caller, credential
+        return await self._caller(self._store, *ids), credential
 
     async def check_key(self, headers: Mapping[str, str]) -> Credential | None:
         """What the caller's key allows, None for a foreign one. CallRefused (401, 403) where one is required, and 403
@@ -169,7 +165,6 @@ class Attributor:
                 attempt_id=attempt.attempt_id,
                 trace_id=AttemptTracer(*ids).trace_id,  # the runner's spans and ours make one trace
                 mode=rollout.mode,
-                project=rollout.project,
                 run_seed=seed if isinstance(seed, int) else 0,
                 sample=str(rollout.metadata.get("sample", rollout.rollout_id)),
                 deterministic=rollout.metadata.get("deterministic") is True,

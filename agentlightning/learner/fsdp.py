@@ -66,6 +66,7 @@ class FsdpLearner:
         self.processes: list[subprocess.Popen[bytes]] = []
         command = (sys.executable, "-m", "agentlightning.learner.sharded", str(self._place / "trainer"))
         with socket.socket(socket.AF_UNIX) as listener, log.open("ab") as output:
+            self._log_begin = output.tell()
             listener.bind(command[-1])
             listener.listen(processes)
             try:
@@ -175,7 +176,7 @@ class FsdpLearner:
             self.close()
             raise TrainingError(
                 f"a process of the FSDP learner has ended ({', '.join(ends)}), and the others with it. "
-                f"`--resume` (resume=True) goes on from the latest checkpoint{end_of(self._log)}"
+                f"`--resume` (resume=True) goes on from the latest checkpoint{end_of(self._log, self._log_begin)}"
             ) from None
 
 

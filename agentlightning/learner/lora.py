@@ -70,6 +70,12 @@ class Adapter:
                 place.weight.copy_(base.float() + delta.float())
         return self.merged
 
+    def base(self) -> PreTrainedModel:
+        """`merged`, with the weights that the adapter is on."""
+        for name, layer in self._layers.items():
+            self.merged.get_submodule(name).weight = cast(Any, layer.get_base_layer()).weight
+        return self.merged
+
     @contextmanager
     def off(self) -> Generator[None]:
         """Inside, the model is what it was without the adapter."""

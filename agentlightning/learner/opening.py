@@ -83,11 +83,13 @@ class Opening:
 
     def check(self) -> None:
         """ConfigError where what it needs is not on this machine."""
+        if is_tinker(self.learner):
+            read_tinker(self.learner, self)
+        else:
+            choose_device(self.device)
         if self.sampling is not None and self.sampling.starts:
             find_program(self.sampling.kind, self.sampling.program)
             self._other_gpus()
-        if is_tinker(self.learner):
-            read_tinker(self.learner, self)
         if self.processes is not None and self.trained:
             check_devices(choose_device(self.device), self.processes)
 
@@ -188,7 +190,7 @@ class Opening:
         assert self.sampling is not None
         kind = self.sampling.kind
         if place is None:
-            place = self._written(policy, f"{kind}-model")
+            place = self._written(policy, f"{kind}-model", merged=kind != "vllm")  # which is given the adapter too
         _, length = engine_size(policy.model, 1, self.max_sequence_length)
         dtype = str(policy.model.dtype).removeprefix("torch.")
         flags = ["--dtype", dtype, ENGINES[kind].length, str(length), *share.flags]
@@ -206,9 +208,11 @@ class Opening:
         stack.callback(server.stop)
         return server
 
-    def _written(self, policy: Policy, name: str) -> str:
-        """A directory that holds the model, an adapter merged into it."""
-        model = policy.model if policy.adapter is None else policy.adapter.publish()
+    def _written(self, policy: Policy, name: str, *, merged: bool = True) -> str:
+        """A directory that holds the model, an adapter `merged` into it or left out."""
+        model, adapter = policy.model, policy.adapter
+        if adapter is not None:
+            model = adapter.publish() if merged else adapter.base()
         place = self.directory / name
         place.mkdir(parents=True, exist_ok=True)
         replace(policy, model=model, adapter=None).save(place)

@@ -56,6 +56,8 @@ class MasterWeights:
 
     def load(self, state: Sequence[Tensor]) -> None:
         """ValueError where these are not the copies of the same parameters."""
+        if len(state) != len(self._copied):
+            raise ValueError("it was trained in another dtype than this run is: give the same `dtype`")
         with torch.no_grad():
             for (_, master), saved in zip(self._copied, state, strict=True):
                 master.copy_(saved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from warnings import catch_warnings, simplefilter
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -47,11 +49,21 @@ class Policy:
         """Write a directory that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load; with
         an adapter, only what `peft` needs besides the model. `weights` are by name, default the model's own."""
         disable_progress_bar()  # of transformers: a bar per checkpoint would tear the display of the job
-        if self.adapter is not None:
-            self.adapter.save(directory)
-        else:
-            self.model.save_pretrained(directory, state_dict=weights)
-        self.tokenizer.save_pretrained(directory)
+        with written():
+            if self.adapter is not None:
+                self.adapter.save(directory)
+            else:
+                self.model.save_pretrained(directory, state_dict=weights)
+            self.tokenizer.save_pretrained(directory)
+
+
+@contextmanager
+def written() -> Generator[None]:
+    """OSError where a library says otherwise that the disk is full."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError) as error:
+        raise OSError(str(error)) from error
 
 
 def choose_device(device: str | None = None) -> str:
@@ -62,7 +74,8 @@ def choose_device(device: str | None = None) -> str:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # what torch raises for a device it was built without
         reason = str(error).partition(". ")[0]
-        raise ConfigError(f"device {device!r} cannot be used here ({reason}); choose cpu, cuda or mps") from None
+        reason = "" if reason.startswith("Expected one of") else f" ({reason})"  # 25 of which torch knows the names
+        raise ConfigError(f"device {device!r} cannot be used here{reason}; choose cpu, cuda or mps") from None
     return device
 
 
@@ -82,7 +95,12 @@ def open_policy(
     if isinstance(source, Policy):
         policy = source if device is None else _moved(source, device)
     elif is_reference(str(source)):
-        policy = load_reference(str(source))(seed)
+        make = load_reference(str(source))
+        try:
+            inspect.signature(make).bind(seed)
+        except TypeError as error:
+            raise ConfigError(f"{source} must be a function that takes a seed and returns a Policy: {error}") from None
+        policy = make(seed)
         if not isinstance(policy, Policy):
             raise ConfigError(f"{source} made a {type(policy).__name__}; it must return a Policy")
         policy = _moved(policy, device)

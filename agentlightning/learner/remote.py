@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from agentlightning.data.sequences import TrainingSequence
-from agentlightning.errors import BackendError, ConfigError, UnavailableError
+from agentlightning.errors import BackendError, ConfigError, UnavailableError, nearest
 from agentlightning.gateway.backend import Backend, BackendEvent, Delta, ModelCall, RelayedAnswer, RelayedCall, Sampling
 from agentlightning.gateway.backends.connection import Connection
 from agentlightning.gateway.backends.kinds import with_version
@@ -86,6 +86,13 @@ def read_sampler(
     try:
         sampling = msgspec.convert({given: START} if given in ("vllm", "sglang") else given, RemoteSampling)
     except msgspec.ValidationError as error:
+        if isinstance(given, str):
+            raise ConfigError(f"sampler is {given!r}; {forms}") from None
+        for key in given or ():
+            if key not in RemoteSampling.__struct_fields__:
+                raise ConfigError(
+                    f"sampler: unknown key {key!r}; {nearest(key, RemoteSampling.__struct_fields__)}"
+                ) from None
         raise ConfigError(f"sampler: {error}; {forms}") from None  # without the key in it
     if len([kind for kind in (sampling.vllm, sampling.sglang) if kind]) != 1:
         raise ConfigError(f"sampler names {', '.join(given) or 'nothing'}; {forms}")
@@ -98,6 +105,8 @@ def read_sampler(
     for url in () if sampling.starts else sampling.urls:
         if urlsplit(url).scheme not in ("http", "https"):
             raise ConfigError(f"sampler: {url!r} is no address of a server; {forms}")
+    if sampling.model and sampling.starts:
+        raise ConfigError("sampler: a server that is started has the run's model alone; leave `model` out")
     if sampling.api_key and sampling.starts:
         raise ConfigError("sampler: api_key is that of a server by URL; one that is started is reached by no one else")
     if models != 1:
@@ -227,6 +236,9 @@ class RemoteSampler:
                 continue
             if self._started is not None and await self._started.ended():
                 self._lost(self._servers[0])
+            for server in self._servers if self._started is None else ():
+                if not server.connection.unusable and await server.connection.deserted(_HEALTH_SECONDS):
+                    self._lost(server)  # what answers there next has other weights
             if self._usable.is_set():
                 await self._take_up()
             if not self._usable.is_set():

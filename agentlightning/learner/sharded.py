@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import socket
 import sys
 import threading
@@ -103,11 +104,10 @@ class ShardedLearner(TorchLearner):
 
     def save(self, directory: Path, resumable: bool = True) -> None:
         weights = self._gathered(self.model.state_dict(keep_vars=True))
+        # Before anything is written: where that fails the others would wait for this one.
+        optimizer = self._gathered(self.optimizer.state_dict()) if resumable else None
         self._write(directory, weights)
-        if not resumable:
-            return
-        optimizer = self._gathered(self.optimizer.state_dict())
-        if dist.get_rank() == 0:
+        if resumable and dist.get_rank() == 0:
             names = [] if self._dtype == torch.float32 else [name for name, _ in self.model.named_parameters()]
             self._save_state(directory, optimizer, [weights[name] for name in names])
 
@@ -179,7 +179,7 @@ def main(path: str) -> None:
     trainer.send_bytes(pickle.dumps(int(os.environ["RANK"])))
     settings: Settings = pickle.loads(trainer.recv_bytes())
     calls: SimpleQueue[tuple[str, Any]] = SimpleQueue()
-    threading.Thread(target=_read, args=(trainer, calls), daemon=True).start()
+    threading.Thread(target=_read, args=(trainer, calls, Path(path).parent), daemon=True).start()
     on_gpu = torch.device(settings.device).type == "cuda"
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -211,11 +211,12 @@ def _connected(path: str) -> Connection:
         return Connection(one.detach())
 
 
-def _read(trainer: Connection, calls: SimpleQueue[tuple[str, Any]]) -> None:
+def _read(trainer: Connection, calls: SimpleQueue[tuple[str, Any]], place: Path) -> None:
     try:
         while True:
             calls.put(pickle.loads(trainer.recv_bytes()))
     except (OSError, EOFError):  # the trainer has ended
+        shutil.rmtree(place, ignore_errors=True)
         os._exit(0)
     except Exception:  # noqa: BLE001 - importing a loss function of the user's may raise anything
         traceback.print_exc()

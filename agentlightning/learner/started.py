@@ -56,7 +56,7 @@ def find_program(kind: str, program: str | None) -> str:
     """The path of the program that starts a server of the kind. ConfigError where there is none."""
     engine = ENGINES[kind]
     program = program or engine.program
-    found = shutil.which(program)
+    found = shutil.which(os.path.expanduser(program))
     if found is None:
         raise ConfigError(
             f"there is no program {program!r} to start: install {engine.name} in an environment of its own and "
@@ -110,6 +110,7 @@ class StartedServer:
         if self.socket is not None:
             Path(self.socket).unlink(missing_ok=True)
         with self.log.open("ab") as output:
+            self._log_begin = output.tell()
             self._process = subprocess.Popen(
                 self._command,
                 env=self._environment,
@@ -120,7 +121,9 @@ class StartedServer:
             )
         # Where this process is killed its end of the pipe closes.
         watch = ("sh", "-c", _WATCH, "sh", str(self._process.pid), f"{self.end_seconds:g}", str(self._directory))
-        self._watcher = subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True)
+        self._watcher = subprocess.Popen(
+            watch, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        )
 
     async def ready(self, connection: Connection) -> None:
         """Wait until it answers. ConfigError, with the end of its log, where it ends before, or takes too long."""
@@ -129,13 +132,16 @@ class StartedServer:
                 while not await connection.healthy(2.0, control=True):
                     if self._process.poll() is not None:
                         raise ConfigError(
-                            f"{self._name} has ended with exit code {self._process.returncode}{end_of(self.log)}"
+                            f"{self._name} has ended with exit code {self._process.returncode}{self._end_of_log()}"
                         )
                     await asyncio.sleep(0.5)
         except TimeoutError:
             raise ConfigError(
-                f"{self._name} does not answer after {_READY_SECONDS:g} seconds{end_of(self.log)}"
+                f"{self._name} does not answer after {_READY_SECONDS:g} seconds{self._end_of_log()}"
             ) from None
+
+    def _end_of_log(self) -> str:
+        return end_of(self.log, self._log_begin)
 
     async def ended(self, seconds: float = 0.0) -> bool:
         """Whether its program has ended, or does within so many seconds."""
@@ -164,6 +170,7 @@ class StartedServer:
         self._watcher.communicate()
 
 
-def end_of(log: Path) -> str:
-    """What a message about a process ends with: the last that it said."""
-    return f". The end of {log}:\n{log.read_text(errors='replace')[-_SHOWN:]}"
+def end_of(log: Path, begin: int) -> str:
+    """What a message about a process ends with: the last that it said, whose log has `begin` bytes of those before."""
+    said = log.read_bytes()[begin:].decode(errors="replace")[-_SHOWN:]
+    return f". The end of {log}:\n{said}" if said.strip() else f", and nothing in {log}"

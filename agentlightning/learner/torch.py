@@ -38,7 +38,7 @@ from agentlightning.learner.distributions import (
 )
 from agentlightning.learner.forest import branching_pair, unsupported
 from agentlightning.learner.optimizer import MasterWeights, recomputed
-from agentlightning.learner.policy import Policy, saved_weights
+from agentlightning.learner.policy import Policy, saved_weights, written
 from agentlightning.learner.totals import Mismatch, Totals
 
 _log = logging.getLogger(__name__)
@@ -86,6 +86,7 @@ class TorchLearner:
             lr=self.config.learning_rate,
             betas=self.config.betas,
             weight_decay=self.config.weight_decay,
+            fused=self.model.device.type == "cuda",  # else a step there takes as much memory again as what it trains
         )
         self.steps = 0
         self._logits_at_once = max(1, LOGITS_AT_ONCE // int(self.model.config.get_text_config().vocab_size))
@@ -325,6 +326,7 @@ class TorchLearner:
 
     def export(self, directory: Path, form: WeightsForm) -> None:
         """See `Learner.export`."""
+        self._forget_gradient()  # on a GPU that is shared its memory is the sampler's until the next step
         directory.mkdir(parents=True)
         adapter = self.policy.adapter
         if form == "adapter" and adapter is None:
@@ -345,7 +347,8 @@ class TorchLearner:
 
     def _save_state(self, directory: Path, optimizer: Any, masters: Sequence[Tensor]) -> None:
         state = {"optimizer": optimizer, "steps": self.steps, "masters": masters, "reference": self._started_from}
-        torch.save(state, directory / OPTIMIZER_FILE)
+        with written():
+            torch.save(state, directory / OPTIMIZER_FILE)
 
     def load(self, directory: Path) -> None:
         """See `Learner.load`. Weights are copied into the live model, so that whoever shares it sees them."""

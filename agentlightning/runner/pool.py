@@ -50,7 +50,6 @@ class Pool:
     arguments: Sequence[str]
     most: int
     each: int
-    project: str | None
     tell: Callable[[str], object]
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _since: dict[str, float] = field(default_factory=dict[str, float])
@@ -111,7 +110,7 @@ class Pool:
                 await self.machines.start(f"runner-{secrets.token_hex(4)}", self.arguments)
 
     async def _rollouts(self) -> int:
-        page = await self.store.page_rollouts(UNFINISHED, limit=1, with_total=True, project=self.project)
+        page = await self.store.page_rollouts(UNFINISHED, limit=1, with_total=True)
         return page.total or 0
 
     def _mind(self, seen: Mapping[str, str]) -> list[str]:

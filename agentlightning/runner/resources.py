@@ -41,10 +41,10 @@ class ResourceCache:
         self._lookup = asyncio.Lock()  # a burst of leases asks the store once, not once each
 
     async def bound_to(self, rollout: AttemptedRollout) -> NamedResources:
-        """The resources of `rollout` (the latest of its project where it names none) for its present attempt.
+        """The resources of `rollout` (the latest where it names none) for its present attempt.
         NotFoundError for an id that the store does not have."""
         if rollout.resources_id is None:
-            latest = await self._store.get_latest_resources(rollout.project)
+            latest = await self._store.get_latest_resources()
             resources = latest.resources if latest else {}
         else:
             resources = await self._version(rollout.resources_id)

@@ -90,7 +90,7 @@ class Flight(Execution):
 class Runner:
     """Leases rollouts from a store and runs an agent on them, up to `concurrency` at once (64; processes: one a core).
 
-    `worker_id` names this worker and must be unique; the default is. With a `project` only its rollouts are leased.
+    `worker_id` names this worker and must be unique; the default is.
     `endpoint_override` is the gateway's URL as seen from here, where that differs from the one in the resources. While
     the store cannot be reached, or its server fails, calls are repeated for `patience_seconds`; then `run` ends with
     UnavailableError. ConfigError for an agent that cannot be run.
@@ -113,7 +113,6 @@ class Runner:
         *,
         concurrency: int | None = None,
         worker_id: str | None = None,
-        project: str | None = None,
         hooks: Sequence[Hook] = (),
         endpoint_override: str | None = None,
         patience_seconds: float = 60.0,
@@ -131,7 +130,6 @@ class Runner:
         self.store = store
         self.agent = as_agent(agent)
         self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._project = project
         self._hooks = tuple(hooks)
         self._patience = patience_seconds
         self._make_tracer = choose_tracer(tracer)
@@ -209,7 +207,7 @@ class Runner:
     async def _dequeue(self, process: AgentProcess | None) -> list[Flight]:
         free = self.concurrency - len(self._flights) if process is None else 1
         worker_id = self.worker_id if process is None else process.worker_id
-        leased = await self.store.dequeue_many_rollouts(free, worker_id, POLL_SECONDS, project=self._project)
+        leased = await self.store.dequeue_many_rollouts(free, worker_id, POLL_SECONDS)
         return [self._board(rollout, process) for rollout in leased]
 
     def _process(self) -> AbstractAsyncContextManager[AgentProcess | None]:

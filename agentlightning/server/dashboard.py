@@ -52,12 +52,11 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
-    """Who looks, and what they may do. `admin`: everything, everywhere. `protected`: a key is needed here."""
+    """Who looks, and what they may do. `admin`: everything. `protected`: a key is needed here."""
 
     name: str
     admin: bool
     scopes: list[KeyScope]
-    project: str | None
     protected: bool
     version: str
 
@@ -75,14 +74,13 @@ class CreditAsked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class ConfinedStore(LightningStore):
     """The store as one caller may use it."""
 
-    def __init__(self, store: LightningStore, access: Access, scope: Scope) -> None:
+    def __init__(self, store: LightningStore, scope: Scope) -> None:
         self._store = store
-        self._access = access
         self.scope = scope
 
     async def perform(self, call: Call[T]) -> T:
         self.scope.require(type(call))
-        return await self._store.perform(await self._access.confine(self.scope, call))
+        return await self._store.perform(self.scope.checked(call))
 
     async def close(self) -> None:
         """The store belongs to the server."""
@@ -122,7 +120,7 @@ class DashboardRoutes:
     def routes(self) -> list[BaseRoute]:
         """The data, below `/api/v1`."""
         reads: Mapping[str, Callable[[ConfinedStore, Request], Awaitable[Any]]] = {
-            "GET /runs": lambda store, request: self._runs.rows(store, request.query_params.get("project")),
+            "GET /runs": lambda store, request: self._runs.rows(store),
             "GET /series": self._series,
             "GET /quality": self._quality,
             "GET /prompts": self._prompts,
@@ -156,7 +154,7 @@ class DashboardRoutes:
     async def _confined(self, request: Request) -> ConfinedStore:
         scope = await caller_of(request, self._access)
         scope.require(QueryRollouts)
-        return ConfinedStore(self._store, self._access, scope)
+        return ConfinedStore(self._store, scope)
 
     # --- sessions ---
 
@@ -194,7 +192,6 @@ class DashboardRoutes:
                 name=scope.name,
                 admin=scope.is_admin,
                 scopes=sorted(scope.opens),
-                project=scope.project,
                 protected=self._protected,
                 version=importlib.metadata.version("agent-lightning-next"),
             ),

@@ -1,14 +1,14 @@
 """What happens in the store, as it happens: server-sent events at `/events`, for whoever shows it to people.
 
-This module turns the store's changes into events and keeps a key to its project. It does not know who listens, and
-remembers nothing for those who come back: each stream begins with `reset`, which says to read the store afresh.
+This module turns the store's changes into events. It does not know who listens, and remembers nothing for those who
+come back: each stream begins with `reset`, which says to read the store afresh.
 
-    event: rollout    data: {"rollout_id": …, "status": …, "project": …, …}    a rollout looks different now
-    event: spans      data: {"rollout_id": …}                                  spans were added to it
-    event: groups     data: {"run_id": …}                                      groups of this run became complete
-    event: metrics    data: {"run_id": …}                                      this run began, ended or was measured
-    event: queued     data: {"project": …, "count": …}                         rollouts began to wait for a worker
-    event: reset      data: {}                                                 anything may have changed
+    event: rollout    data: {"rollout_id": …, "status": …, …}    a rollout looks different now
+    event: spans      data: {"rollout_id": …}                    spans were added to it
+    event: groups     data: {"run_id": …}                        groups of this run became complete
+    event: metrics    data: {"run_id": …}                        this run began, ended or was measured
+    event: queued     data: {"count": …}                         rollouts began to wait for a worker
+    event: reset      data: {}                                   anything may have changed
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from agentlightning.errors import ForbiddenError, UnavailableError
-from agentlightning.server.access import Access, Scope
+from agentlightning.server.access import Access
 from agentlightning.server.requests import caller_of
 from agentlightning.store.calls import QueryRollouts
 from agentlightning.store.sql import SqlStore
@@ -34,7 +34,7 @@ from agentlightning.types import Rollout
 HEARTBEAT_SECONDS: Final = 15.0
 _HEARTBEAT: Final = b": alive\n\n"
 _RESET: Final = b"event: reset\ndata: {}\n\n"
-_SHOWN: Final = ("rollout_id", "status", "project", "mode", "run_id", "group_id", "start_time", "end_time")
+_SHOWN: Final = ("rollout_id", "status", "mode", "run_id", "group_id", "start_time", "end_time")
 
 
 class EventRoutes:
@@ -54,18 +54,16 @@ class EventRoutes:
         self._stopping.set()
 
     async def _listen(self, request: Request) -> Response:
-        scope = await self._admit(request)
+        await self._admit(request)
         # Proxies that would hold events back (nginx) are told not to.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        return StreamingResponse(self._stream(request, scope), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(self._stream(request), media_type="text/event-stream", headers=headers)
 
-    async def _admit(self, request: Request) -> Scope:
+    async def _admit(self, request: Request) -> None:
         """Whoever may query rollouts may hear of them."""
-        scope = await caller_of(request, self._access)
-        scope.require(QueryRollouts)
-        return scope
+        (await caller_of(request, self._access)).require(QueryRollouts)
 
-    async def _stream(self, request: Request, scope: Scope) -> AsyncGenerator[bytes, None]:
+    async def _stream(self, request: Request) -> AsyncGenerator[bytes, None]:
         self.open += 1
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
@@ -74,9 +72,9 @@ class EventRoutes:
                 checked = time.monotonic()
                 while (several := await self._next(queue, stopping)) is not None:
                     if any(one is None or one.keys for one in several) or _due(checked, self._heartbeat):
-                        scope = await self._admit(request)  # the key may have been revoked, or have expired
+                        await self._admit(request)  # the key may have been revoked, or have expired
                         checked = time.monotonic()
-                    events = [event async for event in self._events(several, scope)] if several else [_HEARTBEAT]
+                    events = [event async for event in self._events(several)] if several else [_HEARTBEAT]
                     if events:
                         yield b"".join(events)
         except (ForbiddenError, UnavailableError):
@@ -103,8 +101,8 @@ class EventRoutes:
             several.append(queue.get_nowait())
         return several
 
-    async def _events(self, several: list[Changes | None], scope: Scope) -> AsyncIterator[bytes]:
-        """The events of changes, each said once, as far as the caller may hear of them."""
+    async def _events(self, several: list[Changes | None]) -> AsyncIterator[bytes]:
+        """The events of changes, each said once."""
         if None in several:
             yield _RESET
             return
@@ -112,30 +110,19 @@ class EventRoutes:
         changed = dict.fromkeys([*changes.touched, *changes.finished])
         with_spans = dict.fromkeys(changes.spans)
         found = await self._look_up([*changed, *with_spans])
-        seen = {rollout_id: one for rollout_id, one in found.items() if scope.project in (None, one.project)}
-        for project, count in changes.queued.items():
-            if scope.project in (None, project):
-                yield _event("queued", {"project": project, "count": count})
+        if changes.queued:
+            yield _event("queued", {"count": changes.queued})
         for rollout_id in changed:
-            if rollout_id in seen:
-                yield _event("rollout", {name: getattr(seen[rollout_id], name) for name in _SHOWN})
-            elif rollout_id not in found and scope.project is None:
+            if rollout_id in found:
+                yield _event("rollout", {name: getattr(found[rollout_id], name) for name in _SHOWN})
+            else:
                 yield _event("rollout", {"rollout_id": rollout_id, "status": "deleted"})
-        if scope.project is not None and not found.keys() >= changed.keys():
-            yield _RESET  # whose the deleted ones were cannot be told any more
         for rollout_id in with_spans:
-            if rollout_id in seen:
+            if rollout_id in found:
                 yield _event("spans", {"rollout_id": rollout_id})
-        complete = dict.fromkeys(run_id for one in several if one is not None for run_id in one.runs_with_groups)
-        # In one project, runs show only by a rollout of theirs in it, the one that finished just now.
-        runs = {seen[name].run_id for name in changes.finished if name in seen}
-        measured = dict.fromkeys(changes.runs)
-        if measured and scope.project is not None:
-            own = {run.run_id for run in await self._store.query_runs(scope.project)}
-            measured = dict.fromkeys(filter(own.__contains__, measured))
-        for run_id in measured:
+        for run_id in dict.fromkeys(changes.runs):
             yield _event("metrics", {"run_id": run_id})
-        for run_id in complete if scope.project is None else filter(runs.__contains__, complete):
+        for run_id in dict.fromkeys(run_id for one in several if one is not None for run_id in one.runs_with_groups):
             yield _event("groups", {"run_id": run_id})
 
     async def _look_up(self, rollout_ids: Iterable[str]) -> dict[str, Rollout]:

@@ -7,10 +7,8 @@ A registry per application and no globals. This module knows how things are coun
 from __future__ import annotations
 
 import asyncio
-import math
-import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Final, Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -21,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from agentlightning.errors import AgentLightningError, UnavailableError
+from agentlightning.errors import AgentLightningError
 from agentlightning.gateway.app import Gateway
 from agentlightning.server.access import Access
 from agentlightning.server.logs import Finished
@@ -29,35 +27,9 @@ from agentlightning.server.requests import caller_of, in_json
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import GetResources, Statistics
 
-T = TypeVar("T")
-
 _PATIENCE: Final = 2.0
-_ASKED_EVERY: Final = 1.0  # seconds, at most: anybody may ask
-_COUNTED_EVERY: Final = 10.0  # seconds: counting what a large store holds takes a while
 _SECONDS: Final[Sequence[float]] = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0)
 _QUEUED: Final = ("rollouts_queuing", "rollouts_requeuing")
-
-
-class Remembered(Generic[T]):
-    """What `ask` last returned, for `seconds`; whoever comes while it is asked waits for the same answer. An error goes
-    to those who wait, and is not remembered."""
-
-    def __init__(self, ask: Callable[[], Awaitable[T]], seconds: float) -> None:
-        self._ask = ask
-        self._seconds = seconds
-        self._answered = -math.inf
-        self._asking: asyncio.Future[T] | None = None
-
-    async def get(self) -> T:
-        asking = self._asking
-        if asking is None or (asking.done() and time.monotonic() - self._answered >= self._seconds):
-            self._asking = asking = asyncio.ensure_future(self._ask())
-            asking.add_done_callback(self._note)
-        return await asyncio.shield(asking)
-
-    def _note(self, asked: asyncio.Future[T]) -> None:
-        failed = asked.cancelled() or asked.exception() is not None
-        self._answered = -math.inf if failed else time.monotonic()
 
 
 class HealthRoutes:
@@ -65,7 +37,6 @@ class HealthRoutes:
 
     def __init__(self, store: LightningStore | None) -> None:
         self._store = store
-        self._trouble = Remembered(self._ask, _ASKED_EVERY)
 
     def routes(self) -> list[BaseRoute]:
         return [Route("/health", self._health, methods=["GET"]), Route("/ready", self._ready, methods=["GET"])]
@@ -74,12 +45,12 @@ class HealthRoutes:
         return in_json({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
-        trouble = await self._trouble.get()
+        trouble = await self._trouble()
         if trouble is None:
             return in_json({"status": "ready"})
         return in_json({"status": "unready", "reason": trouble}, 503)
 
-    async def _ask(self) -> str | None:
+    async def _trouble(self) -> str | None:
         """What is wrong, or None."""
         if self._store is None:
             return None
@@ -104,8 +75,8 @@ class ServerMetrics:
         gauges: Mapping[str, tuple[str, Callable[[], int]]],
         collectors: Iterable[Collector] = (),
     ) -> None:
+        self._store = store
         self._access = access
-        self._statistics = None if store is None else Remembered(lambda: store.perform(Statistics()), _COUNTED_EVERY)
         self._registry = registry = CollectorRegistry()
         self._answered = Counter("agl_requests", "Requests answered.", ["method", "route", "status"], registry=registry)
         meaning = "How long requests took; long polls include the wait."
@@ -127,10 +98,10 @@ class ServerMetrics:
     async def _show(self, request: Request) -> Response:
         if self._access is not None:
             (await caller_of(request, self._access)).require(Statistics)
-        if self._statistics is not None:
+        if self._store is not None:
             try:
-                self._stored.statistics = await self._statistics.get()
-            except UnavailableError:
+                self._stored.statistics = await self._store.statistics()
+            except AgentLightningError:
                 self._stored.statistics = None  # the rest is worth showing, then more than ever
         return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
 

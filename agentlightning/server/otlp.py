@@ -23,9 +23,9 @@ from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID
 from agentlightning.server.access import Access, Scope
 from agentlightning.server.requests import TooLargeError, failure_of, receive_body
 from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import AddSpans, QueryAttempts
+from agentlightning.store.calls import AddSpans
 from agentlightning.tracing.otlp import JSON, PROTOBUF, UnsupportedMediaError, decode_traces, encode_response, resolve
-from agentlightning.types import DEFAULT_PROJECT, UNATTRIBUTED, Span
+from agentlightning.types import UNATTRIBUTED, Span
 
 _RETRY_AFTER_SECONDS: Final = 1
 _WINDOW_BITS: Final = {"gzip": 31, "deflate": 15}  # as zlib wants to be told which header to expect
@@ -67,7 +67,7 @@ class OtlpRoutes:
         add; why not, of each of these. ForbiddenError where that is all of them.
 
         An attempt's key decides: a span without ids is that attempt's, one that names another attempt is a
-        ForbiddenError. Otherwise a span belongs to whom it names; if that is nobody the caller can reach, it is kept as
+        ForbiddenError. Otherwise a span belongs to whom it names; if the store knows nobody of that name, it is kept as
         unattributed, with the names it gave as attributes."""
         nobody = scope.attempt or (UNATTRIBUTED, UNATTRIBUTED)
         verdicts = [(span, scope.refuses(span)) for span in spans]
@@ -82,27 +82,22 @@ class OtlpRoutes:
         except NotFoundError:
             if scope.attempt is not None:
                 raise
-            known = await self._known(scope, {span.rollout_id for span in assigned})
+            known = await self._known({span.rollout_id for span in assigned})
             await self._add(scope, [span if _ids(span) in known else _unattributed(span) for span in assigned])
         return refused
 
     async def _add(self, scope: Scope, spans: list[Span]) -> None:
-        if scope.project not in (None, DEFAULT_PROJECT) and any(_ids(span)[0] == UNATTRIBUTED for span in spans):
-            # The unattributed are in the default project; what one project traces is not for the readers of another.
-            raise ForbiddenError(
-                f"{scope.name} is of project {scope.project}: each of its spans must name an attempt in that project"
-            )
-        await self._store.perform(await self._access.confine(scope, AddSpans(spans=spans)))
+        await self._store.perform(scope.checked(AddSpans(spans=spans)))
 
-    async def _known(self, scope: Scope, rollout_ids: set[str]) -> set[tuple[str, str]]:
-        """The attempts of those rollouts that the caller can reach."""
+    async def _known(self, rollout_ids: set[str]) -> set[tuple[str, str]]:
+        """The attempts of those rollouts that the store knows."""
         known = {(UNATTRIBUTED, UNATTRIBUTED)}  # also before the store has made it
         for rollout_id in rollout_ids:
             try:
-                call = await self._access.confine(scope, QueryAttempts(rollout_id=rollout_id))
-                known |= {(rollout_id, attempt.attempt_id) for attempt in await self._store.perform(call)}
+                attempts = await self._store.query_attempts(rollout_id)
             except NotFoundError:
                 continue
+            known |= {(rollout_id, attempt.attempt_id) for attempt in attempts}
         return known
 
 

@@ -181,7 +181,7 @@ class StoreRest:
             asked = endpoint.decode(fields, data, _MSGPACK in headers.get("content-type", ""))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidError(f"{scope['method']} {scope['path']}: {error}") from None
-        call = _bounded(await self._access.confine(caller, asked))
+        call = _bounded(caller.checked(asked))
         if endpoint.waits:
             result = await self._polls.answer(receive, self._store.perform(self._polls.bounded(call)))
         else:

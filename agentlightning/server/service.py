@@ -39,9 +39,8 @@ _log: Final = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class ServerSettings:
     """What a server is told. `store` is a path or a `postgresql://` URL. What ended more than `retain_seconds` ago is
-    removed, down to its rewards with `retain_rewards`. `hook` sees every span before it is written. `models` are there
-    from the beginning; with `record="queue"` no call waits for the store (see `Gateway`).
-    What is stored goes on to the collector at `otlp_forward`."""
+    removed. `hook` sees every span before it is written. `models` are there from the beginning; with `record="queue"`
+    no call waits for the store (see `Gateway`). What is stored goes on to the collector at `otlp_forward`."""
 
     store: str
     synchronous: Synchronous = "FULL"
@@ -56,7 +55,6 @@ class ServerSettings:
     capture: Capture = "full"
     hook: Redact | None = None
     retain_seconds: float | None = None
-    retain_rewards: bool = False
     models: tuple[ModelEntry, ...] = ()
     record: Literal["commit", "queue"] = "commit"
     otlp_forward: str | None = None
@@ -110,8 +108,8 @@ async def running_server(settings: ServerSettings) -> AsyncGenerator[Running]:
         )
         await stack.enter_async_context(http)
         if settings.retain_seconds is not None:
-            work = retain(store, settings.retain_seconds, keep_rewards=settings.retain_rewards)
-            stack.push_async_callback(_cancel, asyncio.create_task(work, name="retention"))
+            work = asyncio.create_task(retain(store, settings.retain_seconds), name="retention")
+            stack.push_async_callback(_cancel, work)
         yield Running(http.url, gateway)
 
 
@@ -129,30 +127,20 @@ def _forwarder(settings: ServerSettings) -> Forwarder | None:
     return forwarder
 
 
-async def retain(
-    store: LightningStore, older_than_seconds: float, *, keep_rewards: bool = False, every_seconds: float = HOURLY
-) -> None:
+async def retain(store: LightningStore, older_than_seconds: float, *, every_seconds: float = HOURLY) -> None:
     """Remove the rollouts that ended longer ago than that by the store's clock, each when all of its group did, at once
     and then again and again, until cancelled.
 
-    With `keep_rewards` they stay, without their inputs and with no spans but the rewards. While the store cannot be
-    written nothing is removed, and the next round tries again."""
+    While the store cannot be written nothing is removed, and the next round tries again."""
     while True:
         try:
             where = ended_before(await store.perform(calls.GetTime()) - older_than_seconds)
-            deleted = await store.perform(
-                calls.DeleteRollouts(where=where, keep_rewards=keep_rewards, actor="retention")
-            )
+            deleted = await store.perform(calls.DeleteRollouts(where=where, actor="retention"))
         except UnavailableError as error:
             _log.warning("old rollouts could not be removed, trying again in %g s: %s", every_seconds, error)
         else:
-            if deleted.rollouts or deleted.rollouts_trimmed:
-                _log.info(
-                    "removed %d rollouts and trimmed %d to their rewards, with %d spans in all",
-                    deleted.rollouts,
-                    deleted.rollouts_trimmed,
-                    deleted.spans,
-                )
+            if deleted.rollouts:
+                _log.info("removed %d rollouts, with %d spans", deleted.rollouts, deleted.spans)
         await asyncio.sleep(every_seconds)
 
 

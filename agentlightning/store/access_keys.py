@@ -46,7 +46,6 @@ def issue(tx: Transaction, call: calls.IssueKey) -> IssuedKey:
         key_id=codec.new_id("key"),
         name=call.name,
         scopes=tuple(dict.fromkeys(call.scopes)),
-        project=None if call.project is None else codec.check_id(call.project, "project"),
         create_time=tx.now,
         expire_time=None if call.lifetime_seconds is None else tx.now + call.lifetime_seconds,
     )

@@ -139,16 +139,13 @@ def lease(tx: Transaction, call: calls.LeaseRollouts) -> list[AttemptedRollout]:
     limit = min(call.limit, _MOST_LEASED)
     if call.lease_id is not None:
         codec.check_id(call.lease_id, "lease_id")
-        earlier = _handed_out_again(tx, f"{call.lease_id}.0", project=call.project)
+        earlier = _handed_out_again(tx, f"{call.lease_id}.0")
         if earlier is not None:
             names = (f"{call.lease_id}.{index}" for index in range(1, limit))
-            rest = (_handed_out_again(tx, name, project=call.project) for name in names)
+            rest = (_handed_out_again(tx, name) for name in names)
             return [earlier, *(rollout for rollout in rest if rollout is not None)]
-    of_project, values = ("", ()) if call.project is None else ("AND project = ? ", (call.project,))
     rollouts = ROLLOUTS.all(
-        tx.connection,
-        f"WHERE status IN {_QUEUED} {of_project}ORDER BY priority DESC, number LIMIT ?",
-        (*values, limit),
+        tx.connection, f"WHERE status IN {_QUEUED} ORDER BY priority DESC, number LIMIT ?", (limit,)
     )
     names = (None if call.lease_id is None else f"{call.lease_id}.{index}" for index in range(len(rollouts)))
     return [_start(tx, rollout, call.worker_id, name) for rollout, name in zip(rollouts, names, strict=True)]
@@ -157,9 +154,7 @@ def lease(tx: Transaction, call: calls.LeaseRollouts) -> list[AttemptedRollout]:
 def start_rollout(tx: Transaction, call: calls.StartRollout) -> AttemptedRollout:
     """Create a rollout and start its first attempt."""
     touch_worker(tx, call.worker_id)
-    earlier = None
-    if call.attempt_id is not None:
-        earlier = _handed_out_again(tx, call.attempt_id, call.request.rollout_id, call.request.project)
+    earlier = _handed_out_again(tx, call.attempt_id, call.request.rollout_id)
     if earlier is not None:
         return earlier
     return _start(tx, create_rollout(tx, call.request, queued=False), call.worker_id, call.attempt_id)
@@ -168,24 +163,22 @@ def start_rollout(tx: Transaction, call: calls.StartRollout) -> AttemptedRollout
 def start_attempt(tx: Transaction, call: calls.StartAttempt) -> AttemptedRollout:
     """Start a further attempt, which from now on is the one that moves the rollout."""
     touch_worker(tx, call.worker_id)
-    earlier = None if call.attempt_id is None else _handed_out_again(tx, call.attempt_id, call.rollout_id)
-    if earlier is not None:
-        return earlier
-    rollout = require_rollout(tx.connection, call.rollout_id)
-    return _start(tx, rollout, call.worker_id, call.attempt_id)
+    earlier = _handed_out_again(tx, call.attempt_id, call.rollout_id)
+    return earlier or _start(tx, require_rollout(tx.connection, call.rollout_id), call.worker_id, call.attempt_id)
 
 
 def _handed_out_again(
-    tx: Transaction, attempt_id: str, rollout_id: str | None = None, project: str | None = None
+    tx: Transaction, attempt_id: str | None, rollout_id: str | None = None
 ) -> AttemptedRollout | None:
     """An attempt handed out before under this id, for a caller that did not hear of it. Asking is a sign of life of
-    its worker. ConflictError if it is one of another rollout or project."""
+    its worker. ConflictError if it is one of another rollout."""
+    if attempt_id is None:
+        return None
     row = tx.connection.execute(_STANDING + "WHERE a.attempt_id = ?", (attempt_id,)).fetchone()
     if row is None:
         return None
     number, before = _standing(row)
-    rollout = require_rollout(tx.connection, before.rollout_id)
-    if rollout_id not in (None, rollout.rollout_id) or project not in (None, rollout.project):
+    if rollout_id not in (None, before.rollout_id):
         raise ConflictError(f"attempt {attempt_id} is stored already, of another rollout; choose another id")
     after = lifecycle.beat(before, tx.now, tx.lease_seconds)
     save_standing(tx, number, before, after)

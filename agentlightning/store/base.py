@@ -21,7 +21,6 @@ from agentlightning.types import (
     Attempt,
     AttemptedRollout,
     AttemptStatus,
-    Checkpoint,
     Condition,
     EnqueueRolloutRequest,
     Filter,
@@ -95,7 +94,6 @@ class LightningStore(abc.ABC):
         worker_id: str | None = None,
         timeout: float = 0.0,
         *,
-        project: str | None = None,
         lease_id: str | None = None,
     ) -> list[AttemptedRollout]:
         """Lease up to `limit` queued rollouts, at most 1,000, of the highest priority and then the oldest first, each
@@ -104,7 +102,7 @@ class LightningStore(abc.ABC):
         With nothing queued, wait up to `timeout` seconds for work (a long poll), then return an empty list. Asked again
         with the same `lease_id`, the store answers with what it leased the first time."""
         return await self.perform(
-            calls.LeaseRollouts(limit=limit, worker_id=worker_id, timeout=timeout, project=project, lease_id=lease_id)
+            calls.LeaseRollouts(limit=limit, worker_id=worker_id, timeout=timeout, lease_id=lease_id)
         )
 
     async def dequeue_rollout(self, worker_id: str | None = None, timeout: float = 0.0) -> AttemptedRollout | None:
@@ -169,19 +167,11 @@ class LightningStore(abc.ABC):
         return await self.perform(calls.WaitForRollouts(rollout_ids=list(rollout_ids), timeout=timeout))
 
     async def finished_after(
-        self,
-        cursor: int = 0,
-        limit: int = 100,
-        timeout: float = 0.0,
-        *,
-        run_id: str | None = None,
-        project: str | None = None,
+        self, cursor: int = 0, limit: int = 100, timeout: float = 0.0, *, run_id: str | None = None
     ) -> FinishedRollouts:
         """Rollouts that became terminal after `cursor`, in that order: nothing ever appears behind a cursor that has
         passed it. Waits up to `timeout` seconds for the first."""
-        return await self.perform(
-            calls.FinishedAfter(cursor=cursor, limit=limit, timeout=timeout, run_id=run_id, project=project)
-        )
+        return await self.perform(calls.FinishedAfter(cursor=cursor, limit=limit, timeout=timeout, run_id=run_id))
 
     # --- attempts ---
 
@@ -266,15 +256,12 @@ class LightningStore(abc.ABC):
         resources: NamedResources,
         metadata: Mapping[str, Any] | None = None,
         *,
-        project: str | None = None,
         run_id: str | None = None,
         parent_id: str | None = None,
     ) -> ResourcesUpdate:
-        """Store a new immutable version; it becomes the latest of its project (without one, of its run's)."""
+        """Store a new immutable version; it becomes the latest."""
         return await self.perform(
-            calls.AddResources(
-                resources=resources, metadata=_dict(metadata), project=project, run_id=run_id, parent_id=parent_id
-            )
+            calls.AddResources(resources=resources, metadata=_dict(metadata), run_id=run_id, parent_id=parent_id)
         )
 
     async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
@@ -282,28 +269,26 @@ class LightningStore(abc.ABC):
         ConflictError, since versions are immutable."""
         return await self.perform(calls.AddResources(resources=resources, resources_id=resources_id))
 
-    async def query_resources(self, project: str | None = None) -> list[ResourcesUpdate]:
-        return await self.perform(calls.QueryResources(project=project))
+    async def query_resources(self) -> list[ResourcesUpdate]:
+        return await self.perform(calls.QueryResources())
 
     async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
         return await self.perform(calls.GetResources(resources_id=resources_id))
 
-    async def get_latest_resources(self, project: str | None = None) -> ResourcesUpdate | None:
-        return await self.perform(calls.GetLatestResources(project=project))
+    async def get_latest_resources(self) -> ResourcesUpdate | None:
+        return await self.perform(calls.GetLatestResources())
 
     # --- runs and groups ---
 
-    async def start_run(
-        self, kind: str, manifest: Mapping[str, Any], run_id: str | None = None, *, project: str | None = None
-    ) -> Run:
+    async def start_run(self, kind: str, manifest: Mapping[str, Any], run_id: str | None = None) -> Run:
         """Record a new run, or return the stored one of that id (a resumed run) set back to running."""
-        return await self.perform(calls.StartRun(kind=kind, manifest=dict(manifest), run_id=run_id, project=project))
+        return await self.perform(calls.StartRun(kind=kind, manifest=dict(manifest), run_id=run_id))
 
     async def update_run(self, run_id: str, status: RunStatus) -> Run:
         return await self.perform(calls.UpdateRun(run_id=run_id, status=status))
 
-    async def query_runs(self, project: str | None = None) -> list[Run]:
-        return await self.perform(calls.QueryRuns(project=project))
+    async def query_runs(self) -> list[Run]:
+        return await self.perform(calls.QueryRuns())
 
     async def add_metrics(self, metrics: Metrics) -> None:
         """Record (or replace) what a run measured at one step. Values must be finite."""
@@ -312,14 +297,6 @@ class LightningStore(abc.ABC):
     async def query_metrics(self, run_id: str) -> list[Metrics]:
         """All metrics of a run by step."""
         return await self.perform(calls.QueryMetrics(run_id=run_id))
-
-    async def add_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Record (or replace) where the state of a run after one step is kept."""
-        await self.perform(calls.AddCheckpoint(run_id=checkpoint.run_id, checkpoint=checkpoint))
-
-    async def query_checkpoints(self, run_id: str) -> list[Checkpoint]:
-        """All checkpoints of a run by step."""
-        return await self.perform(calls.QueryCheckpoints(run_id=run_id))
 
     async def next_policy_version(self, run_id: str) -> int:
         """Allocate the number of the next publication of weights: 1, 2, 3 …, never given twice, not after a crash."""

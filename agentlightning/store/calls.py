@@ -15,7 +15,6 @@ from agentlightning.types import (
     Attempt,
     AttemptedRollout,
     AttemptStatus,
-    Checkpoint,
     Credential,
     Deleted,
     EnqueueRolloutRequest,
@@ -74,7 +73,6 @@ class PageCall(Call[T], frozen=True, kw_only=True):
     offset: int = 0
     cursor: str | None = None
     with_total: bool = False
-    project: str | None = None
 
 
 class Page(TypedDict, total=False):
@@ -83,7 +81,6 @@ class Page(TypedDict, total=False):
     cursor: str | None
     offset: int
     with_total: bool
-    project: str | None
 
 
 # --- rollouts ----------------------------------------------------------------------------------------------------
@@ -111,7 +108,6 @@ class LeaseRollouts(Call[list[AttemptedRollout]], frozen=True, kw_only=True):
     limit: int = 1
     worker_id: str | None = None
     timeout: float = 0.0
-    project: str | None = None
     lease_id: str | None = None
 
 
@@ -133,7 +129,6 @@ class FinishedAfter(Call[FinishedRollouts], frozen=True, kw_only=True):
     limit: int = 100
     timeout: float = 0.0
     run_id: str | None = None
-    project: str | None = None
 
 
 class GetRollout(Call[Rollout | None], frozen=True, kw_only=True):
@@ -246,7 +241,6 @@ class AddResources(Call[ResourcesUpdate], frozen=True, kw_only=True):
     route = "POST /resources"
     resources: NamedResources
     resources_id: str | None = None
-    project: str | None = None
     run_id: str | None = None
     parent_id: str | None = None
     metadata: dict[str, Any] | None = None
@@ -255,13 +249,11 @@ class AddResources(Call[ResourcesUpdate], frozen=True, kw_only=True):
 class QueryResources(Call[list[ResourcesUpdate]], frozen=True, kw_only=True):
     route = "GET /resources"
     scope = "read"
-    project: str | None = None
 
 
 class GetLatestResources(Call[ResourcesUpdate | None], frozen=True, kw_only=True):
     route = "GET /latest-resources"
     scope = "read"
-    project: str | None = None
 
 
 class GetResources(Call[ResourcesUpdate | None], frozen=True, kw_only=True):
@@ -278,13 +270,11 @@ class StartRun(Call[Run], frozen=True, kw_only=True):
     kind: str
     manifest: dict[str, Any]
     run_id: str | None = None
-    project: str | None = None
 
 
 class QueryRuns(Call[list[Run]], frozen=True, kw_only=True):
     route = "GET /runs"
     scope = "read"
-    project: str | None = None
 
 
 class UpdateRun(Call[Run], frozen=True, kw_only=True):
@@ -307,18 +297,6 @@ class AddMetrics(Call[None], frozen=True, kw_only=True):
 
 class QueryMetrics(Call[list[Metrics]], frozen=True, kw_only=True):
     route = "GET /runs/{run_id}/metrics"
-    scope = "read"
-    run_id: str
-
-
-class AddCheckpoint(Call[None], frozen=True, kw_only=True):
-    route = "POST /runs/{run_id}/checkpoints"
-    run_id: str
-    checkpoint: Checkpoint
-
-
-class QueryCheckpoints(Call[list[Checkpoint]], frozen=True, kw_only=True):
-    route = "GET /runs/{run_id}/checkpoints"
     scope = "read"
     run_id: str
 
@@ -394,16 +372,13 @@ class AdminCall(Call[T], frozen=True, kw_only=True):
 
 class DeleteRollouts(AdminCall[Deleted], frozen=True, kw_only=True):
     """Remove what belongs to the rollouts that match; those not yet terminal are left, or cancelled first if
-    `unfinished`. `keep_rewards` keeps the rollouts, their attempts and reward spans, without inputs and other spans.
-    `scrub` leaves no trace of what was removed in a SQLite file, which is written anew, a little at a time between
-    other writes."""
+    `unfinished`. `scrub` leaves no trace of what was removed in a SQLite file, which is written anew, a little at a
+    time between other writes."""
 
     route = "POST /rollouts/delete"
     where: Filter
-    keep_rewards: bool = False
     unfinished: bool = False
     scrub: bool = False
-    project: str | None = None
 
 
 class IssueKey(AdminCall[IssuedKey], frozen=True, kw_only=True):
@@ -411,7 +386,6 @@ class IssueKey(AdminCall[IssuedKey], frozen=True, kw_only=True):
     repeatable = False
     name: str
     scopes: list[KeyScope]
-    project: str | None = None
     lifetime_seconds: float | None = None
 
 

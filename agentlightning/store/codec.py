@@ -1,8 +1,8 @@
 """How nouns are written into columns: JSON for what is open, typed binary for tokens.
 
 This module knows the encodings and refuses what they would not give back (NaN, infinities, ids that cannot stand in
-a URL). It does not know SQL or HTTP. Token ids are little-endian int32, logprobs little-endian float32: a logprob
-comes back as the float32 nearest to it.
+a URL). It does not know SQL or HTTP. Token ids are int32 and logprobs float32, little-endian like every machine
+that PyTorch runs on: a logprob comes back as the float32 nearest to it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 import secrets
-import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
@@ -35,7 +34,6 @@ _DEEPEST: Final = 200  # levels of nesting; the decoders of another process may 
 _INT32: Final = "i"
 _FLOAT32: Final = "f"
 _SIZE: Final = 4  # bytes of either
-_ORDER: Final = "<" if sys.byteorder == "little" else ">"
 
 
 class Tokens(NamedTuple):
@@ -278,13 +276,9 @@ class Column(Sequence[Any]):
     __slots__ = ("__array_interface__", "_numbers")
 
     def __init__(self, kind: str, data: bytes) -> None:
-        if sys.byteorder == "big":
-            numbers = array(kind, data)
-            numbers.byteswap()
-            data = numbers.tobytes()
         self._numbers = memoryview(data).cast(kind)  # type: ignore[call-overload]  # "i" or "f"
         shape = (len(self._numbers),)
-        self.__array_interface__ = {"version": 3, "shape": shape, "typestr": f"{_ORDER}{kind}{_SIZE}", "data": data}
+        self.__array_interface__ = {"version": 3, "shape": shape, "typestr": f"<{kind}{_SIZE}", "data": data}
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -336,9 +330,6 @@ def tokens_from_columns(columns: Tokens) -> TokenCapture:
 
 def _pack(kind: str, values: Iterable[float]) -> bytes:
     try:
-        numbers = array(kind, values)
+        return array(kind, values).tobytes()
     except (OverflowError, TypeError) as error:
         raise InvalidError(f"token ids must fit 32 bits and logprobs must be numbers: {error}") from None
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers.tobytes()

@@ -241,7 +241,7 @@ def _typed(trouble: Trouble | None, error: Exception, seconds: float | None) -> 
         return InvalidError(f"the database cannot hold this: {error}")
     if trouble == "overdue":
         return InvalidError(
-            f"this query takes longer than {seconds} s and was ended; narrow it by a run, a project, ids or times, ask "
+            f"this query takes longer than {seconds} s and was ended; narrow it by a run, ids or times, ask "
             "for columns instead of JSON paths, or do without the total"
         )
     if trouble == "conflict":

@@ -49,11 +49,10 @@ def page(
     """These columns of the rows of a page, the count of all that match where it is asked for, and the cursor of what
     comes after them. InvalidError names what cannot be asked or sorted by."""
     check_page(call.limit, call.offset)
-    where = query.in_project(call.where, call.project)
-    matching = Query(where, of, tx.connection)
+    matching = Query(call.where, of, tx.connection)
     total = matching.count() if call.with_total else None
     keys = _keys(call.order, of, tx.connection.dialect)
-    signed = _Signed(tx.secret, where, call.order, of)
+    signed = _Signed(tx.secret, call.where, call.order, of)
     rest, parameters = ("", []) if call.cursor is None else _after(keys, signed.keys(call.cursor))
     names = [f"key_{index}" for index in range(1, len(keys) + 1)]
     by = ", ".join(f"{name} DESC" if key.descending else name for key, name in zip(keys, names, strict=True))

@@ -21,7 +21,7 @@ import msgspec
 
 from agentlightning.errors import InvalidError, nearest
 from agentlightning.store.database import Connection, Dialect
-from agentlightning.types import And, Condition, Filter, Not, Or
+from agentlightning.types import And, Filter, Not, Or
 
 Kind: TypeAlias = Literal["text", "number", "boolean", "null"]
 
@@ -96,7 +96,6 @@ ROLLOUTS: Final = Fields(
         "run_id": Column("rollouts.run_id", nullable=True),
         "group_id": Column("rollouts.group_id", nullable=True),
         "group_index": Column("rollouts.group_index", "number", nullable=True),
-        "project": Column("rollouts.project"),
         "priority": Column("rollouts.priority", "number"),
         "number": Column("rollouts.number", "number"),
         "reward": Column("rollouts.reward", "number", nullable=True),
@@ -129,7 +128,6 @@ SPANS: Final = Fields(
         "status_code": Column("spans.status_code"),
         "sequence_id": Column("spans.sequence_id", "number"),
         "has_tokens": Column("(CASE WHEN spans.prompt_token_ids IS NULL THEN 0 ELSE 1 END)", "boolean"),
-        "project": Column("rollouts.project"),
         "run_id": Column("rollouts.run_id", nullable=True),
     },
     document="attributes",
@@ -138,20 +136,11 @@ SPANS: Final = Fields(
 )
 
 
-def in_project(where: Filter | None, project: str | None) -> Filter | None:
-    """The filter, within one project. InvalidError unless it has at most 200 conditions, at most 10 deep."""
-    _check_size(where)
-    if project is None:
-        return where
-    own = Condition("project", "eq", project)
-    return own if where is None else And([own, where])
-
-
 # --- what may be asked -------------------------------------------------------------------------------------------
 
 
-def _check_size(filter: Filter | None) -> None:
-    level, depth, count = [] if filter is None else [filter], 0, 0
+def _check_size(filter: Filter) -> None:
+    level, depth, count = [filter], 0, 0
     while level:
         depth, count = depth + 1, count + len(level)
         if depth > _DEEPEST or count > _MOST_CONDITIONS:
@@ -241,12 +230,14 @@ class Query:
     """The rows `of` some tables that match a filter. Where it names paths, `_sql` may let more through than match, and
     `_matches` decides by the values of `_read`.
 
-    InvalidError names an unknown field or op, or a value that the field or op does not take."""
+    InvalidError names an unknown field or op, or a value that the field or op does not take; a filter may have 200
+    conditions at most, 10 deep."""
 
     def __init__(self, where: Filter | None, of: Fields, connection: Connection) -> None:
         self._of = of
         self._connection = connection
         where = And([]) if where is None else where
+        _check_size(where)
         conditions = list(_conditions(where))
         for one in conditions:
             _check(one, of)

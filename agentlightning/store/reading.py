@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import msgspec
-
 from agentlightning.errors import ConflictError
 from agentlightning.store import calls, rollouts, sqlite
 from agentlightning.store.base import LightningStore
@@ -22,21 +20,16 @@ from agentlightning.store.database import Connection, DatabaseThread
 from agentlightning.store.opening import is_postgres, psycopg_store
 from agentlightning.store.sql import LEASE_SECONDS, READS
 from agentlightning.store.transaction import Transaction
-from agentlightning.types import FinishedRollouts
 
 T = TypeVar("T")
 
 _LOOK_AGAIN_SECONDS: Final = 0.5
 
 
-def _finished(tx: Transaction, call: calls.FinishedAfter) -> FinishedRollouts:
-    page, more = rollouts.finished_after(tx, call)
-    while more and not page.rollouts:
-        page, more = rollouts.finished_after(tx, msgspec.structs.replace(call, cursor=page.cursor))
-    return page
-
-
-_READS: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {**READS, calls.FinishedAfter: _finished}
+_READS: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
+    **READS,
+    calls.FinishedAfter: rollouts.finished_after,
+}
 
 
 class StoreReader(LightningStore):

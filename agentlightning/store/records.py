@@ -1,4 +1,4 @@
-"""Resources, runs, metrics, checkpoints and workers as rows.
+"""Resources, runs, metrics and workers as rows.
 
 A function that writes takes a `Transaction`. This module does not know threads, event loops or HTTP.
 """
@@ -13,10 +13,10 @@ from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store import calls, codec, lifecycle
 from agentlightning.store.attempts import touch_worker
 from agentlightning.store.database import Connection
-from agentlightning.store.rollouts import project_of, require
-from agentlightning.store.tables import CHECKPOINTS, RESOURCES, RUNS
+from agentlightning.store.rollouts import require
+from agentlightning.store.tables import RESOURCES, RUNS
 from agentlightning.store.transaction import Transaction
-from agentlightning.types import DEFAULT_PROJECT, Checkpoint, Metrics, Resource, ResourcesUpdate, Run, Worker
+from agentlightning.types import Metrics, Resource, ResourcesUpdate, Run, Worker
 
 # --- resources ---------------------------------------------------------------------------------------------------
 
@@ -37,14 +37,14 @@ def add_resources(tx: Transaction, call: calls.AddResources) -> ResourcesUpdate:
             return stored
     if call.parent_id is not None:
         require(tx.connection, "resources", "resources_id", call.parent_id)
-    project = project_of(tx.connection, call.project, call.run_id)
+    if call.run_id is not None:
+        require(tx.connection, "runs", "run_id", call.run_id)
     (version,) = tx.connection.execute("SELECT COALESCE(MAX(version), 0) + 1 FROM resources").fetchone()
     update = ResourcesUpdate(
         resources_id=call.resources_id or codec.new_id("rs"),
         resources=call.resources,
         version=version,
         create_time=tx.now,
-        project=project,
         run_id=call.run_id,
         parent_id=call.parent_id,
         metadata=call.metadata or {},
@@ -58,17 +58,11 @@ def get_resources(tx: Transaction, call: calls.GetResources) -> ResourcesUpdate 
 
 
 def latest_resources(tx: Transaction, call: calls.GetLatestResources) -> ResourcesUpdate | None:
-    of_project, values = _of_project(call.project)
-    return RESOURCES.one(tx.connection, f"{of_project} ORDER BY version DESC LIMIT 1", *values)
+    return RESOURCES.one(tx.connection, "ORDER BY version DESC LIMIT 1")
 
 
 def query_resources(tx: Transaction, call: calls.QueryResources) -> list[ResourcesUpdate]:
-    of_project, values = _of_project(call.project)
-    return RESOURCES.all(tx.connection, f"{of_project} ORDER BY version", values)
-
-
-def _of_project(project: str | None) -> tuple[str, tuple[str, ...]]:
-    return ("", ()) if project is None else ("WHERE project = ?", (project,))
+    return RESOURCES.all(tx.connection, "ORDER BY version")
 
 
 def _find_resources(connection: Connection, resources_id: str) -> ResourcesUpdate | None:
@@ -84,17 +78,13 @@ def start_run(tx: Transaction, call: calls.StartRun) -> Run:
         run_id=codec.new_id("run") if call.run_id is None else codec.check_id(call.run_id, "run_id"),
         kind=call.kind,
         start_time=tx.now,
-        project=DEFAULT_PROJECT if call.project is None else codec.check_id(call.project, "project"),
         manifest=call.manifest,
     )
     RUNS.insert(tx.connection, run, "ON CONFLICT (run_id) DO UPDATE SET status = 'running', end_time = NULL")
     tx.changes.runs.append(run.run_id)
     stored = _run(tx.connection, run.run_id)
-    if (stored.kind, stored.project) != (run.kind, run.project):
-        raise ConflictError(
-            f"run {run.run_id} is stored already, of kind {stored.kind!r} in project {stored.project}, not "
-            f"{run.kind!r} in {run.project}"
-        )
+    if stored.kind != run.kind:
+        raise ConflictError(f"run {run.run_id} is stored already, of kind {stored.kind!r}, not {run.kind!r}")
     return stored
 
 
@@ -108,8 +98,7 @@ def update_run(tx: Transaction, call: calls.UpdateRun) -> Run:
 
 
 def query_runs(tx: Transaction, call: calls.QueryRuns) -> list[Run]:
-    of_project, values = _of_project(call.project)
-    return RUNS.all(tx.connection, f"{of_project} ORDER BY start_time, run_id", values)
+    return RUNS.all(tx.connection, "ORDER BY start_time, run_id")
 
 
 def _run(connection: Connection, run_id: str) -> Run:
@@ -130,7 +119,9 @@ def next_policy_version(tx: Transaction, call: calls.NextPolicyVersion) -> int:
 
 def add_metrics(tx: Transaction, call: calls.AddMetrics) -> None:
     metrics = call.metrics
-    _check_run(tx.connection, call.run_id, metrics.run_id)
+    if metrics.run_id != call.run_id:
+        raise InvalidError(f"the metrics for run {call.run_id} name run {metrics.run_id}")
+    require(tx.connection, "runs", "run_id", call.run_id)
     codec.check_finite(metrics.time, f"the time of step {metrics.step}")
     text = codec.to_json(metrics.values, f"metrics of step {metrics.step}")
     tx.connection.execute(
@@ -150,27 +141,6 @@ def query_metrics(tx: Transaction, call: calls.QueryMetrics) -> list[Metrics]:
         Metrics(run_id=call.run_id, step=step, time=time, values=msgspec.json.decode(measured, type=dict[str, float]))
         for step, time, measured in rows
     ]
-
-
-def add_checkpoint(tx: Transaction, call: calls.AddCheckpoint) -> None:
-    _check_run(tx.connection, call.run_id, call.checkpoint.run_id)
-    CHECKPOINTS.insert(
-        tx.connection,
-        call.checkpoint,
-        "ON CONFLICT (run_id, step) DO UPDATE SET path = excluded.path, time = excluded.time, "
-        "policy_version = excluded.policy_version, metadata = excluded.metadata",
-    )
-
-
-def query_checkpoints(tx: Transaction, call: calls.QueryCheckpoints) -> list[Checkpoint]:
-    require(tx.connection, "runs", "run_id", call.run_id)
-    return CHECKPOINTS.all(tx.connection, "WHERE run_id = ? ORDER BY step", (call.run_id,))
-
-
-def _check_run(connection: Connection, run_id: str, named: str) -> None:
-    if named != run_id:
-        raise InvalidError(f"what is to be recorded for run {run_id} names run {named}")
-    require(connection, "runs", "run_id", run_id)
 
 
 # --- workers and the whole ---------------------------------------------------------------------------------------

@@ -13,12 +13,12 @@ from typing import Any, Final
 import msgspec
 
 from agentlightning.errors import ConflictError, InvalidError
-from agentlightning.semconv import CALL_FLAG, REWARD
+from agentlightning.semconv import CALL_FLAG
 from agentlightning.store import calls, codec, lifecycle, query
 from agentlightning.store.attempts import cancel_rollout, insert_attempt
 from agentlightning.store.database import Connection
 from agentlightning.store.outcomes import note_error
-from agentlightning.store.query import FIND, Query, in_project
+from agentlightning.store.query import Query
 from agentlightning.store.rollouts import TERMINAL_STATUSES, find_rollout
 from agentlightning.store.spans import add_spans
 from agentlightning.store.tables import ROLLOUTS
@@ -70,13 +70,9 @@ def delete_rollouts(
     give_up = time.monotonic() + _SECONDS_AT_ONCE
     deleted = Deleted()
     for done, (_, rollout_id, _, group_id) in enumerate(matching, start=1):
-        if call.keep_rewards:
-            removed = _trim(tx.connection, rollout_id)
-        else:
-            removed = _remove(tx.connection, rollout_id, group_id)
-            tx.changes.removed.append(rollout_id)
+        deleted = summed(deleted, _remove(tx.connection, rollout_id, group_id))
+        tx.changes.removed.append(rollout_id)
         tx.changes.touched.append(rollout_id)
-        deleted = summed(deleted, removed)
         if time.monotonic() > give_up:
             return deleted, [row[0] for row in matching[done:]]
     return deleted, ()
@@ -86,9 +82,7 @@ def _matching(tx: Transaction, call: calls.DeleteRollouts, condition: str) -> li
     """The number, id, status and group of the first rollouts that match and that a call may remove."""
     if not call.unfinished:
         condition += f" AND status IN {TERMINAL_STATUSES}"
-    if call.keep_rewards:
-        condition += " AND trimmed = 0"
-    matching = Query(in_project(call.where, call.project), query.ROLLOUTS, tx.connection)
+    matching = Query(call.where, query.ROLLOUTS, tx.connection)
     rest = f" AND {condition} ORDER BY number"
     return list(matching.rows("number, rollout_id, status, group_id", rest, most=_AT_ONCE))
 
@@ -96,17 +90,15 @@ def _matching(tx: Transaction, call: calls.DeleteRollouts, condition: str) -> li
 def summed(one: Deleted, other: Deleted) -> Deleted:
     return Deleted(
         rollouts=one.rollouts + other.rollouts,
-        rollouts_trimmed=one.rollouts_trimmed + other.rollouts_trimmed,
         attempts=one.attempts + other.attempts,
         spans=one.spans + other.spans,
     )
 
 
-_SPANS_OF: Final = "attempt IN (SELECT number FROM attempts WHERE rollout_id = ?)"
-
-
 def _remove(connection: Connection, rollout_id: str, group_id: str | None) -> Deleted:
-    spans = connection.execute(f"DELETE FROM spans WHERE {_SPANS_OF}", (rollout_id,)).rowcount
+    spans = connection.execute(
+        "DELETE FROM spans WHERE attempt IN (SELECT number FROM attempts WHERE rollout_id = ?)", (rollout_id,)
+    ).rowcount
     attempts = connection.execute("DELETE FROM attempts WHERE rollout_id = ?", (rollout_id,)).rowcount
     connection.execute("DELETE FROM rollouts WHERE rollout_id = ?", (rollout_id,))
     if group_id is not None:
@@ -116,15 +108,6 @@ def _remove(connection: Connection, rollout_id: str, group_id: str | None) -> De
             (group_id,),
         )
     return Deleted(rollouts=1, attempts=attempts, spans=spans)
-
-
-def _trim(connection: Connection, rollout_id: str) -> Deleted:
-    spans = connection.execute(
-        f"DELETE FROM spans WHERE {_SPANS_OF} AND name <> ? AND {FIND[connection.dialect]}(attributes, ?) = 0",
-        (rollout_id, REWARD, f'"{REWARD}.'),
-    ).rowcount
-    connection.execute("UPDATE rollouts SET input = 'null', trimmed = 1 WHERE rollout_id = ?", (rollout_id,))
-    return Deleted(rollouts_trimmed=1, spans=spans)
 
 
 # --- bringing in -------------------------------------------------------------------------------------------------
@@ -157,7 +140,7 @@ def _check_whole(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[
     """InvalidError unless these are a finished rollout, its finished attempts and their spans."""
     if rollout.status not in lifecycle.TERMINAL or rollout.end_time is None:
         raise InvalidError(f"rollout {rollout.rollout_id} is {rollout.status}; only finished rollouts can be imported")
-    for name in ("rollout_id", "project", "run_id", "group_id", "resources_id"):
+    for name in ("rollout_id", "run_id", "group_id", "resources_id"):
         value = getattr(rollout, name)
         if value is not None:
             codec.check_id(value, name)

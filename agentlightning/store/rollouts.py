@@ -15,7 +15,6 @@ from agentlightning.store.database import Connection, take_rows
 from agentlightning.store.tables import ROLLOUTS
 from agentlightning.store.transaction import Changes, Transaction
 from agentlightning.types import (
-    DEFAULT_PROJECT,
     UNATTRIBUTED,
     EnqueueRolloutRequest,
     FinishedRollouts,
@@ -25,19 +24,18 @@ from agentlightning.types import (
 )
 
 MOST_BYTES: Final = 16 * 1024 * 1024  # of one page, after the row that exceeds it
-_LOOKED_AT: Final = 10_000  # finishes at a time
 TERMINAL_STATUSES: Final = "('succeeded', 'failed', 'cancelled')"
 
 
 def set_status(tx: Transaction, rollout_id: str, status: RolloutStatus) -> None:
     end_time = tx.now if status in lifecycle.TERMINAL else None
-    group_id, project = tx.connection.execute(
-        "UPDATE rollouts SET status = ?, end_time = ? WHERE rollout_id = ? RETURNING group_id, project",
+    (group_id,) = tx.connection.execute(
+        "UPDATE rollouts SET status = ?, end_time = ? WHERE rollout_id = ? RETURNING group_id",
         (status, end_time, rollout_id),
     ).fetchone()
     tx.changes.touched.append(rollout_id)
     if status in lifecycle.QUEUED:
-        tx.changes.queue(project)
+        tx.changes.queued += 1
     if status in lifecycle.TERMINAL:
         tx.changes.finished.append(rollout_id)
         if group_id is not None:
@@ -87,28 +85,21 @@ def _complete_group(connection: Connection, group_id: str, changes: Changes) -> 
     changes.runs_with_groups.append(row[0])
 
 
-def finished_after(tx: Transaction, call: calls.FinishedAfter) -> tuple[FinishedRollouts, bool]:
-    """Rollouts finished after a cursor, oldest first, and whether there may be more behind the new cursor. Of a project
-    it looks at 10,000 finishes at a time, so that the cursor advances however quiet the project is."""
+def finished_after(tx: Transaction, call: calls.FinishedAfter) -> FinishedRollouts:
+    """Rollouts finished after a cursor, oldest first."""
     check_page(call.limit, 0)
     if call.cursor < 0:
         raise InvalidError(f"cursor is {call.cursor}; the first is 0, and each answer names the next")
     (last,) = tx.connection.execute("SELECT value FROM counters WHERE name = 'finished'").fetchone()
-    upto = min(last, call.cursor + _LOOKED_AT) if call.run_id is None else last
-    conditions = ["finished_index > ?", "finished_index <= ?"]
-    values: list[Any] = [call.cursor, upto]
-    for column, value in (("run_id", call.run_id), ("project", call.project)):
-        if value is not None:
-            conditions.append(f"{column} = ?")
-            values.append(value)
+    of_run, values = ("", ()) if call.run_id is None else ("AND run_id = ? ", (call.run_id,))
     found = tx.connection.stream(
-        f"SELECT {ROLLOUTS.columns}, finished_index FROM rollouts WHERE {' AND '.join(conditions)} "
-        "ORDER BY finished_index LIMIT ?",
-        (*values, call.limit),
+        f"SELECT {ROLLOUTS.columns}, finished_index FROM rollouts WHERE finished_index > ? AND finished_index <= ? "
+        f"{of_run}ORDER BY finished_index LIMIT ?",
+        (call.cursor, last, *values, call.limit),
     )
     rows, whole = take_rows(found, MOST_BYTES)
-    cursor = max(call.cursor, upto) if whole and len(rows) < call.limit else rows[-1][-1] if rows else call.cursor
-    return FinishedRollouts(rollouts=tuple(map(ROLLOUTS.noun, rows)), cursor=cursor), call.limit > 0 and cursor < last
+    cursor = max(call.cursor, last) if whole and len(rows) < call.limit else rows[-1][-1] if rows else call.cursor
+    return FinishedRollouts(rollouts=tuple(map(ROLLOUTS.noun, rows)), cursor=cursor)
 
 
 # --- rollouts ----------------------------------------------------------------------------------------------------
@@ -120,16 +111,14 @@ def enqueue(tx: Transaction, call: calls.EnqueueRollouts) -> list[Rollout]:
 
 
 def create_rollout(tx: Transaction, request: EnqueueRolloutRequest, *, queued: bool = True) -> Rollout:
-    """Store a rollout, waiting for a worker; or give the stored one of that id, if it has the same input, or nothing is
-    left of its input but that it was there."""
+    """Store a rollout, waiting for a worker; or give the stored one of that id, if it has the same input."""
     if request.rollout_id is not None:
         codec.check_id(request.rollout_id, "rollout_id")
         if request.rollout_id == UNATTRIBUTED:
             raise InvalidError(f"rollout_id {UNATTRIBUTED!r} is reserved for what nobody could attribute; use another")
         stored = find_rollout(tx.connection, request.rollout_id)
         if stored is not None:
-            same = codec.same(stored.input, request.input, "the input of the rollout")
-            if not (same or _is_trimmed(tx.connection, stored)):
+            if not codec.same(stored.input, request.input, "the input of the rollout"):
                 raise ConflictError(f"rollout {request.rollout_id} is stored already, with another input")
             return stored
     run_id = _run_of(tx, request)
@@ -137,7 +126,6 @@ def create_rollout(tx: Transaction, request: EnqueueRolloutRequest, *, queued: b
         rollout_id=request.rollout_id or codec.new_id("ro"),
         input=request.input,
         start_time=tx.now,
-        project=project_of(tx.connection, request.project, run_id),
         priority=request.priority,
         mode=request.mode,
         resources_id=request.resources_id,
@@ -151,13 +139,8 @@ def create_rollout(tx: Transaction, request: EnqueueRolloutRequest, *, queued: b
         require(tx.connection, "resources", "resources_id", request.resources_id)
     ROLLOUTS.insert(tx.connection, rollout, attempts=0)
     if queued:
-        tx.changes.queue(rollout.project)
+        tx.changes.queued += 1
     return rollout
-
-
-def _is_trimmed(connection: Connection, rollout: Rollout) -> bool:
-    row = connection.execute("SELECT trimmed FROM rollouts WHERE rollout_id = ?", (rollout.rollout_id,)).fetchone()
-    return bool(row[0])
 
 
 def _run_of(tx: Transaction, request: EnqueueRolloutRequest) -> str | None:
@@ -183,18 +166,6 @@ def _run_of(tx: Transaction, request: EnqueueRolloutRequest) -> str | None:
     if taken is not None:
         raise ConflictError(f"index {request.group_index} of group {request.group_id} is taken by rollout {taken[0]}")
     return run_id
-
-
-def project_of(connection: Connection, project: str | None, run_id: str | None) -> str:
-    """The project of what belongs to a run: the run's. NotFoundError if there is no such run."""
-    if run_id is None:
-        return DEFAULT_PROJECT if project is None else codec.check_id(project, "project")
-    row = connection.execute("SELECT project FROM runs WHERE run_id = ?", (run_id,)).fetchone()
-    if row is None:
-        raise NotFoundError(f"there is no run_id {run_id!r} in the store")
-    if project not in (None, row[0]):
-        raise InvalidError(f"run {run_id} belongs to project {row[0]}, not to {project}")
-    return row[0]
 
 
 def require(connection: Connection, table: str, column: str, value: str) -> None:

@@ -39,8 +39,7 @@ CREATE TABLE runs (
     start_time {real} NOT NULL,
     end_time {real},
     policy_version {integer} NOT NULL,
-    manifest TEXT NOT NULL,
-    project TEXT NOT NULL DEFAULT 'default'
+    manifest TEXT NOT NULL
 );
 CREATE TABLE metrics (
     run_id TEXT NOT NULL,
@@ -71,17 +70,13 @@ CREATE TABLE rollouts (
     config TEXT NOT NULL,
     metadata TEXT NOT NULL,
     attempts {integer} NOT NULL,
-    project TEXT NOT NULL DEFAULT 'default',
     priority {integer} NOT NULL DEFAULT 0,
     finished_index {integer},
-    trimmed {integer} NOT NULL DEFAULT 0,
     reward {real},
     reward_order {real},
     error TEXT
 );
 CREATE INDEX rollouts_queued ON rollouts (priority DESC, number) WHERE status IN ('queuing', 'requeuing');
-CREATE INDEX rollouts_queued_by_project ON rollouts (project, priority DESC, number)
-    WHERE status IN ('queuing', 'requeuing');
 CREATE UNIQUE INDEX rollouts_by_finish ON rollouts (finished_index) WHERE finished_index IS NOT NULL;
 CREATE INDEX rollouts_of_run_by_finish ON rollouts (run_id, finished_index) WHERE finished_index IS NOT NULL;
 CREATE INDEX rollouts_by_run ON rollouts (run_id, number);
@@ -133,11 +128,9 @@ CREATE TABLE resources (
     resources TEXT NOT NULL,
     create_time {real} NOT NULL,
     metadata TEXT NOT NULL,
-    project TEXT NOT NULL DEFAULT 'default',
     run_id TEXT,
     parent_id TEXT
 );
-CREATE INDEX resources_by_project ON resources (project, version);
 CREATE TABLE workers (
     worker_id TEXT PRIMARY KEY,
     last_heartbeat_time {real} NOT NULL,
@@ -148,28 +141,18 @@ CREATE TABLE counters (
     value {integer} NOT NULL
 );
 INSERT INTO counters (name, value) VALUES ('finished', 0);
-CREATE TABLE checkpoints (
-    run_id TEXT NOT NULL,
-    step {integer} NOT NULL,
-    path TEXT NOT NULL,
-    time {real} NOT NULL,
-    policy_version {integer} NOT NULL,
-    metadata TEXT NOT NULL,
-    PRIMARY KEY (run_id, step)
-);
 CREATE TABLE api_keys (
     key_id TEXT PRIMARY KEY,
     digest TEXT NOT NULL UNIQUE,
     name TEXT NOT NULL,
     scopes TEXT NOT NULL,
-    project TEXT,
     create_time {real} NOT NULL,
     expire_time {real},
     revoke_time {real}
 );
 """
 
-VERSION: Final = 5
+VERSION: Final = 6
 """The layout of these tables."""
 
 

@@ -68,7 +68,6 @@ _WRITES: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
     calls.UpdateRun: records.update_run,
     calls.NextPolicyVersion: records.next_policy_version,
     calls.AddMetrics: records.add_metrics,
-    calls.AddCheckpoint: records.add_checkpoint,
     calls.CreateGroup: rollouts.create_group,
     calls.UpdateWorker: records.update_worker,
     calls.IssueKey: access_keys.issue,
@@ -88,7 +87,6 @@ READS: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
     calls.GetResources: records.get_resources,
     calls.QueryRuns: records.query_runs,
     calls.QueryMetrics: records.query_metrics,
-    calls.QueryCheckpoints: records.query_checkpoints,
     calls.GetGroup: rollouts.get_group,
     calls.QueryWorkers: records.query_workers,
     calls.Statistics: records.statistics,
@@ -120,7 +118,7 @@ class SqlStore(LightningStore):
         self._lease_seconds = lease_seconds
         self._redact = redact
         self._stored = stored
-        self._queued: Waiters[str | None] = Waiters()  # for rollouts of a project, or of any
+        self._queued: Waiters[None] = Waiters()  # for rollouts
         self._finished: Waiters[None] = Waiters()
         self._complete: Waiters[None] = Waiters()  # for groups
         self._finishes: Waiters[set[str]] = Waiters()  # for all of these rollouts
@@ -278,8 +276,7 @@ class SqlStore(LightningStore):
             self._keys = {}
         for rollout_id in (*changes.touched, *changes.removed):
             self._latest.pop(rollout_id, None)
-        for project, count in changes.queued.items():
-            self._queued.wake(lambda wants, project=project: wants in (None, project), count)
+        self._queued.wake(most=changes.queued)
         if changes.finished:
             self._finished.wake()
             finished = set(changes.finished)
@@ -319,7 +316,7 @@ class SqlStore(LightningStore):
             raise InvalidError(f"limit is {call.limit}; it must be at least 1")
         give_up = _give_up(call.timeout)
         while True:
-            with self._queued.waiting(call.project) as waiter:
+            with self._queued.waiting(None) as waiter:
                 again = False
                 try:
                     leased = await self._lease(call)
@@ -328,7 +325,7 @@ class SqlStore(LightningStore):
                         return leased
                 finally:
                     if waiter.done() and not again:  # what it was woken for is still there, for another
-                        self._queued.wake(lambda wants: call.project is None or wants in (None, call.project), 1)
+                        self._queued.wake(most=1)
 
     async def _lease(self, call: calls.LeaseRollouts) -> list[AttemptedRollout]:
         leasing = self._write(lambda tx: attempts.lease(tx, call))
@@ -364,8 +361,8 @@ class SqlStore(LightningStore):
         give_up = _give_up(call.timeout)
         while True:
             with self._finished.waiting(None) as waiter:
-                page, more = await self._read(lambda tx, call=call: rollouts.finished_after(tx, call))
-                if page.rollouts or not (more or await woken_within(waiter, give_up - time.monotonic())):
+                page = await self._read(lambda tx, call=call: rollouts.finished_after(tx, call))
+                if page.rollouts or not await woken_within(waiter, give_up - time.monotonic()):
                     return page
                 call = msgspec.structs.replace(call, cursor=page.cursor)
 
@@ -427,7 +424,7 @@ class SqlStore(LightningStore):
         if key.expire_time is not None and key.expire_time <= self._clock():
             return None
         valid[call.api_key] = key
-        return Credential(name=key.key_id, scopes=key.scopes, project=key.project)
+        return Credential(name=key.key_id, scopes=key.scopes)
 
     async def _find_worker(self, worker_id: str) -> Credential:
         held = await self._read(lambda tx: access_keys.held_by(tx.connection, worker_id))

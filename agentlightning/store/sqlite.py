@@ -238,9 +238,7 @@ def rewrite(connection: SqliteConnection, table: str, after: int) -> int | None:
 
 
 def shrink(connection: SqliteConnection) -> bool:
-    """Give some free pages of the file back; whether there are more. A file that was not made for that keeps them."""
-    if connection.execute("PRAGMA auto_vacuum").fetchone() != (2,):
-        return False
+    """Give some free pages of the file back; whether there are more."""
     connection.execute(f"PRAGMA incremental_vacuum({_PAGES})").fetchall()
     return connection.execute("PRAGMA freelist_count").fetchone() != (0,)
 

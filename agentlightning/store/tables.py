@@ -12,7 +12,7 @@ import msgspec
 
 from agentlightning.store import codec
 from agentlightning.store.database import Connection, Cursor
-from agentlightning.types import ApiKey, Attempt, Checkpoint, Noun, ResourcesUpdate, Rollout, Run
+from agentlightning.types import ApiKey, Attempt, Noun, ResourcesUpdate, Rollout, Run
 
 N = TypeVar("N", bound=Noun)
 
@@ -74,5 +74,4 @@ ROLLOUTS: Final = Table("rollouts", Rollout, "the rollout", json=["input", "conf
 ATTEMPTS: Final = Table("attempts", Attempt, "the attempt", json=["metadata"])
 RESOURCES: Final = Table("resources", ResourcesUpdate, "the update", json=["resources", "metadata"])
 RUNS: Final = Table("runs", Run, "the run", json=["manifest"])
-CHECKPOINTS: Final = Table("checkpoints", Checkpoint, "the checkpoint", json=["metadata"])
 KEYS: Final = Table("api_keys", ApiKey, "the key", words=["scopes"])

@@ -12,9 +12,9 @@ from agentlightning.store.database import Connection
 
 
 class Changes(msgspec.Struct):
-    """What operations changed that somebody may be waiting for. `queued` counts rollouts by project."""
+    """What operations changed that somebody may be waiting for."""
 
-    queued: dict[str, int] = {}
+    queued: int = 0  # rollouts
     finished: list[str] = []  # rollout ids
     groups: list[str] = []  # groups of which a member finished
     runs_with_groups: list[str] = []  # runs of which a group became complete
@@ -24,9 +24,6 @@ class Changes(msgspec.Struct):
     runs: list[str] = []  # runs that began, ended or measured something
     keys: bool = False  # a key was revoked
     deadline: float = math.inf  # the earliest clock that was set
-
-    def queue(self, project: str) -> None:
-        self.queued[project] = self.queued.get(project, 0) + 1
 
     def set_deadline(self, when: float) -> None:
         self.deadline = min(self.deadline, when)
@@ -40,8 +37,7 @@ class Changes(msgspec.Struct):
     def merged(cls, several: Iterable[Changes]) -> Changes:
         whole = cls()
         for one in several:
-            for project, count in one.queued.items():
-                whole.queued[project] = whole.queued.get(project, 0) + count
+            whole.queued += one.queued
             for name in ("finished", "groups", "touched", "spans", "removed", "runs"):
                 getattr(whole, name).extend(getattr(one, name))
             whole.keys = whole.keys or one.keys

@@ -62,7 +62,6 @@ async def export_rollouts(
     path: Path,
     *,
     where: Filter | None = None,
-    project: str | None = None,
     overwrite: bool = False,
     advance: Callable[[int], None] = lambda rollouts: None,
 ) -> Exported:
@@ -75,7 +74,7 @@ async def export_rollouts(
     with _writing(path, overwrite) as file:
         cursor = None
         while True:
-            page = await store.page_rollouts(where, limit=_AT_ONCE, cursor=cursor, project=project)
+            page = await store.page_rollouts(where, limit=_AT_ONCE, cursor=cursor)
             found = await asyncio.gather(*(_record(store, rollout) for rollout in page.items))
             batch = [record for record in found if record is not None]
             await asyncio.to_thread(_write, file, batch)

@@ -4,7 +4,6 @@ export interface Session {
   name: string;
   admin: boolean;
   scopes: ("read" | "worker" | "grader" | "trainer" | "admin")[];
-  project: string | null;
   protected: boolean;
   version: string;
 }
@@ -15,7 +14,6 @@ export interface RunRow {
   run_id: string;
   kind: string;
   status: RunStatus;
-  project: string;
   start_time: number;
   end_time: number | null;
   policy_version: number;
@@ -58,7 +56,6 @@ export interface Rollout {
   start_time: number;
   end_time: number | null;
   status: "queuing" | "preparing" | "running" | "requeuing" | "succeeded" | "failed" | "cancelled";
-  project: string;
   priority: number;
   mode: "train" | "val" | "test";
   resources_id: string | null;
@@ -329,7 +326,6 @@ export interface ResourcesUpdate {
   resources: Record<string, Resource>;
   version: number;
   create_time: number;
-  project: string;
   run_id: string | null;
   parent_id: string | null;
   metadata: Record<string, unknown>;

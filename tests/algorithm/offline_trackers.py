@@ -59,7 +59,7 @@ def of_mlflow() -> dict[str, Any]:
 def of_wandb() -> list[dict[str, Any]]:
     """What its file of a run holds to be sent."""
     rows: list[dict[str, Any]] = []
-    for file in sorted(DIRECTORY.glob("wandb/offline-run-*/*.wandb")):
+    for file in sorted(DIRECTORY.glob("wandb/offline-run-*/*.wandb"), key=lambda one: one.stat().st_mtime_ns):
         for data in records(file.read_bytes()):
             record = wandb_internal_pb2.Record.FromString(data)
             if record.WhichOneof("record_type") == "history":

@@ -66,12 +66,12 @@ def issue(agl, *options: str) -> tuple[str, str]:
 
 
 def test_the_secret_is_alone_on_stdout_and_nowhere_else(agl, path: Path) -> None:
-    code, out, err = agl("issue", "ci", "--scope", "read", "--scope", "grader", "--project", "p", "--lifetime", "30d")
+    code, out, err = agl("issue", "ci", "--scope", "read", "--scope", "grader", "--lifetime", "30d")
     secret = out.strip()
     assert code == 0 and out == f"{secret}\n" and secret.startswith("aglk-")
     assert secret not in err and "not shown again" in err
     credential = opens(path, secret)
-    assert credential is not None and (credential.scopes, credential.project) == (("read", "grader"), "p")
+    assert credential is not None and credential.scopes == ("read", "grader")
     assert opens(path, secret, later=31 * 86400) is None
     code, listed, _ = agl("list")
     assert "ci" in listed and "valid until" in listed and secret not in listed
@@ -107,13 +107,13 @@ def test_a_key_that_is_not_there_is_named(agl, command: str) -> None:
 
 
 def test_a_rotated_key_is_replaced_by_one_like_it(agl, path: Path) -> None:
-    old, key_id = issue(agl, "--project", "p", "--lifetime", "30d")
+    old, key_id = issue(agl, "--lifetime", "30d")
     code, out, err = agl("rotate", key_id)
     new = out.strip()
     assert code == 0 and new != old and new not in err
     assert opens(path, old) is None
     credential = opens(path, new)
-    assert credential is not None and (credential.scopes, credential.project) == (("worker",), "p")
+    assert credential is not None and credential.scopes == ("worker",)
     assert opens(path, new, later=31 * 86400) is None
     code, _, err = agl("rotate", key_id)
     assert code == 1 and "was revoked" in err

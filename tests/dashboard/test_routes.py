@@ -90,7 +90,6 @@ async def place(anyio_backend) -> AsyncIterator[Place]:
 async def record(
     store: SqlStore,
     rewards: list[float | None],
-    project: str | None = None,
     sampling: str | None = None,
     algorithm: dict[str, Any] | None = None,
 ) -> list[Rollout]:
@@ -99,7 +98,7 @@ async def record(
     config = MANIFEST["config"] | {"algorithm": told, "credit_by_settings": told.get("name") != "mine"}
     if told.get("name") in ("ppo", "sft"):
         config.pop("credit_by_settings")  # as runs of before have it
-    run = await store.start_run("grpo", MANIFEST | {"config": config}, project=project)
+    run = await store.start_run("grpo", MANIFEST | {"config": config})
     group = await store.create_group(len(rewards), run_id=run.run_id)
     await store.enqueue_many_rollouts(
         [
@@ -109,7 +108,7 @@ async def record(
     )
     question = [SYSTEM, says("user", HOSTILE)]
     for n, value in enumerate(rewards):
-        leased = (await store.dequeue_many_rollouts(limit=1, project=project))[0]
+        leased = (await store.dequeue_many_rollouts(limit=1))[0]
         ids = leased.rollout_id, leased.attempt.attempt_id
         result = tool_says("t", '{"is_error": true}' if n == 0 else "sunny")
         spans = [
@@ -205,20 +204,13 @@ async def test_another_sites_page_cannot_use_a_session(place, sent):
     await browser.get("/runs", origin=place.url, **{"sec-fetch-site": "same-origin"})
 
 
-async def test_a_project_key_sees_its_project_alone(place):
-    ours, theirs = [await record(place.store, [1.0, 0.0], project) for project in ("ours", "theirs")]
-    issued = await place.store.perform(calls.IssueKey(name="reader", scopes=["read"], project="ours"))
+async def test_a_key_that_reads_gives_no_score(place):
+    rollout = (await record(place.store, [1.0, 0.0]))[0]
+    issued = await place.store.perform(calls.IssueKey(name="reader", scopes=["read"]))
     browser = await place.logged_in(issued.api_key)
-    seen = await browser.post("/rollouts", {})
-    assert {row["rollout"]["rollout_id"] for row in seen["items"]} == {one.rollout_id for one in ours}
-    assert [run["project"] for run in await browser.get("/runs")] == ["ours"]
-    other = theirs[0]
-    for path in (f"/rollouts/{other.rollout_id}", f"/rollouts/{other.rollout_id}/tokens", f"/groups/{other.group_id}"):
-        await browser.get(path, status=404)
-    await browser.get(f"/quality?run={other.run_id}", status=404)
-    await browser.post(f"/rollouts/{ours[0].rollout_id}/score", {"reward": 1.0}, status=403)
-    exported = await browser.post("/export", {"format": "csv"})
-    assert other.rollout_id.encode() not in exported and ours[0].rollout_id.encode() in exported
+    assert len((await browser.post("/rollouts", {}))["items"]) == 2
+    await browser.post(f"/rollouts/{rollout.rollout_id}/score", {"reward": 1.0}, status=403)
+    assert rollout.rollout_id.encode() in await browser.post("/export", {"format": "csv"})
 
 
 # --- rollouts -----------------------------------------------------------------------------------------------------

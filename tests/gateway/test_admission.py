@@ -103,6 +103,13 @@ async def test_what_changes_the_meaning_of_an_answer_is_sent_and_not_trained(
     assert span.attributes[semconv.CALL_FLAG] == "constrained by a grammar"
 
 
+async def test_a_grammar_that_would_hold_up_the_engine_is_refused(tmp_path: Path) -> None:
+    async with served(tmp_path) as (front, upstream):
+        with pytest.raises(openai.BadRequestError, match="structured_outputs may have 65,536 bytes"):
+            await ask(front, structured_outputs={"choice": [f"choice {number}" for number in range(10_000)]})
+    assert upstream.asked == []
+
+
 @pytest.mark.parametrize("name", ["guided_json", "functions", "audio", "web_search_options"])
 async def test_what_cannot_be_had_and_would_be_missed_is_refused_by_name(tmp_path: Path, name: str) -> None:
     async with served(tmp_path) as (front, upstream):

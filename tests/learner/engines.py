@@ -75,7 +75,8 @@ def answers(url: str) -> bool:
 def fit(directory: Path, model: Path, sampler: Any, *, resume: bool = False, **changes: Any) -> FitResult:
     lora, steps = changes.pop("lora", None), changes.pop("steps", 6)
     six = GRPO(steps=steps, tasks_per_step=6, group_size=8, max_tokens=6, checkpoint_every=1, **changes)
-    settings: dict[str, Any] = {"algorithm": six, "lora": lora, "n_runners": 32, "optimizer": AdamW(learning_rate=3e-3)}
+    optimizer = AdamW(learning_rate=3e-3 if lora is None else 1e-2)
+    settings: dict[str, Any] = {"algorithm": six, "lora": lora, "n_runners": 32, "optimizer": optimizer}
     return trainer(directory, model=model, sampler=sampler, **settings).fit(agents.vowels, TASKS, TASKS, resume=resume)
 
 

@@ -128,6 +128,29 @@ async def test_one_that_dies_asleep_is_started_again_when_the_step_is_over(tmp_p
         server.stop()
 
 
+@pytest.mark.anyio
+async def test_one_that_is_started_anew_while_nobody_calls_is_given_the_weights_again(
+    tmp_path: Path, model: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tests.learner.vllm_standin", "serve", model, "--port", str(port)]
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with server(command, port, environment, tmp_path / "first") as (url, first):
+        sampler = RemoteSampler(RemoteSampling(vllm=url), load_policy(model))
+        await sampler.check(Sampling())
+        await sampler.publish(Weights(1, model))
+        watching = asyncio.create_task(sampler.watch(nullcontext))
+        first.kill()
+        await asyncio.sleep(2.5)
+        with server(command, port, environment, tmp_path / "second"):
+            await asyncio.sleep(5)
+            assert "/collective_rpc" in (tmp_path / "second").read_text()
+            assert (await sampler.sample())[0].logprobs.size
+            watching.cancel()
+            await sampler.close()
+
+
 def test_one_that_dies_again_and_again_ends_the_run_which_resumes(tmp_path: Path, model: Path) -> None:
     with pytest.raises(BackendError, match=r"has ended 4 times since weights were published.*agl train --resume"):
         fit(tmp_path, model, started(tmp_path, f"{UPDATE} 1"))

@@ -111,6 +111,15 @@ def test_a_batch_that_cannot_be_trained_is_refused_and_the_next_is_not(two: Fsdp
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_a_checkpoint_that_cannot_be_written_holds_up_no_process(two: FsdpLearner, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(OSError):
+        two.save(tmp_path / "file" / "checkpoint")
+    assert two.logprobs(batch())
+
+
+@pytest.mark.slow
 def test_a_checkpoint_of_two_is_resumed_by_one(two: FsdpLearner, model: Path, tmp_path: Path) -> None:
     two.step(batch(), LOSS)
     (tmp_path / "saved").mkdir()

@@ -106,7 +106,9 @@ async def test_a_run_whose_server_is_gone_ends_with_the_reason_and_goes_on_later
     [
         ("tpu", {}, "write embedded"),
         ({"vllm": "http://a/v1", "sglang": "http://b"}, {}, "write embedded"),
-        ({"url": "http://a/v1"}, {}, "write embedded"),
+        ({"url": "http://a/v1"}, {}, "unknown key 'url'"),
+        ({"vllm": "start", "flag": ["--x"]}, {}, "did you mean 'flags'"),
+        ({"vllm": "start", "model": "m"}, {}, "leave `model` out"),
         ({"sglang": "http://a", "model": "m"}, {}, "has one model"),
         ({"vllm": "http://a"}, {"models": 2}, "2 are trained"),
         ({"vllm": "http://a"}, {"deterministic": True}, "needs the embedded sampler"),

@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,13 @@ import torch
 import agentlightning as agl
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.errors import ConfigError
+from agentlightning.gateway.backend import Sampling
+from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.generation import GenerationRequest
 from agentlightning.learner.base import AdamW, LoRA, Loss
 from agentlightning.learner.opening import Opening
 from agentlightning.learner.policy import open_policy
-from agentlightning.learner.tinker import TinkerLearner, _ending, read_handle
+from agentlightning.learner.tinker import TinkerLearner, TinkerSampler, _ending, _with_first_weights, read_handle
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.trainer import FitResult
 from tests import agents
@@ -93,6 +96,69 @@ def test_a_call_that_samples_otherwise_is_not_trained() -> None:
     assert _ending(GenerationRequest((1,))).untrainable is None
     for other in ({"temperature": 0.3}, {"top_p": 0.5}, {"top_k": 3}):
         assert "temperature 1" in str(_ending(GenerationRequest((1,), **other)).untrainable)
+
+
+class Client:
+    """A sampling client whose server ends every answer with `told`."""
+
+    def __init__(self, tokens: list[int], told: str) -> None:
+        self.tokens, self.told = tokens, told
+
+    async def sample_async(self, prompt: Any, **settings: Any) -> Any:
+        one = SimpleNamespace(tokens=self.tokens, logprobs=[-1.0] * len(self.tokens), stop_reason=self.told)
+        return SimpleNamespace(sequences=[one])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "told", "known"),
+    [
+        ([5, 6, 7], 3, "stop", "length"),  # verl's server says stop, and has been cut short
+        ([5, 6, 9], 3, "stop", "stop"),  # the last token that fits is one that stops
+        ([5, 6], 3, "stop", "stop"),  # a stop that is not among the answer's tokens
+        ([5, 6, 7], 3, "length", "length"),
+        ([5, 6, 7], None, "stop", "length"),  # the room of the context is full
+    ],
+)
+@pytest.mark.anyio
+async def test_an_answer_that_was_cut_short_is_no_whole_one(
+    tmp_path: Path, tokens: list[int], most: int | None, told: str, known: str
+) -> None:
+    client = Client(tokens, told)
+
+    async def created(base_model: str) -> Client:
+        return client
+
+    kinds = SimpleNamespace(SamplingParams=dict, ModelInput=SimpleNamespace(from_ints=list))
+    sdk = SimpleNamespace(TinkerError=OSError, types=kinds)
+    service = SimpleNamespace(create_sampling_client_async=created)
+    chat = ChatTemplate.from_pretrained(policy().tokenizer)
+    sampler = TinkerSampler(sdk, service, "model", chat, "server", 7)
+    await sampler.check(Sampling())
+    answer = await sampler.complete(GenerationRequest([1, 2, 3, 4], max_tokens=most, stop_token_ids=frozenset({9})))
+    assert [one.finish_reason for one in answer] == [None] * (len(tokens) - 1) + [known]
+
+
+def test_a_server_of_verl_that_was_trained_before_is_refused() -> None:
+    made: list[str] = []
+
+    class Trained:
+        def sample(self, *_: Any) -> Any:
+            raise OSError("the newest publication is another")
+
+    class Untrained:
+        def sample(self, *_: Any) -> Any:
+            return SimpleNamespace(result=lambda: None)
+
+    kinds = SimpleNamespace(SamplingParams=dict, ModelInput=SimpleNamespace(from_ints=list))
+    sdk = SimpleNamespace(TinkerError=OSError, types=kinds)
+    for sampler in (Trained(), Untrained()):
+        service = SimpleNamespace(create_sampling_client=lambda base_model, sampler=sampler: sampler)
+        if isinstance(sampler, Trained):
+            with pytest.raises(ConfigError, match=r"start it anew, with a rollout, or go on with --resume"):
+                _with_first_weights(sdk, service, "model", lambda: made.append("client"))
+        else:
+            _with_first_weights(sdk, service, "model", lambda: made.append("client"))
+    assert made == ["client"]
 
 
 def test_a_server_that_is_not_there_is_said(tmp_path: Path) -> None:

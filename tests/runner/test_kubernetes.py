@@ -72,7 +72,7 @@ def jobs_of(api: URL | None = None) -> KubernetesJobs:
 def pool_of(
     store: SqlStore, machines: KubernetesJobs, arguments: Sequence[str], size: tuple[int, int], said: list[str]
 ) -> Pool:
-    return Pool(store, machines, arguments, *size, None, said.append)
+    return Pool(store, machines, arguments, *size, said.append)
 
 
 @asynccontextmanager

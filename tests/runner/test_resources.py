@@ -8,7 +8,7 @@ import pytest
 from agentlightning.errors import NotFoundError
 from agentlightning.runner.resources import ResourceCache
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import LLM, EnqueueRolloutRequest, NamedResources, PromptTemplate
+from agentlightning.types import LLM, NamedResources, PromptTemplate
 
 pytestmark = pytest.mark.anyio
 
@@ -50,15 +50,6 @@ async def test_a_rollout_keeps_the_version_it_names_and_others_get_the_latest(st
     await store.add_resources({"prompt": PROMPT})
     assert (await cache.bound_to(named))["prompt"] == PromptTemplate(template="old")
     assert (await cache.bound_to(await store.start_rollout("task")))["prompt"] == PROMPT
-
-
-async def test_the_latest_are_those_of_the_rollouts_project(store: SqlStore) -> None:
-    await store.add_resources({"prompt": PROMPT}, project="mine")
-    await store.add_resources({"prompt": PromptTemplate(template="another's")})
-    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="task", project="mine")])
-    rollout = await store.dequeue_rollout()
-    assert rollout is not None
-    assert (await ResourceCache(store).bound_to(rollout))["prompt"] == PROMPT
 
 
 async def test_no_resources_at_all_are_an_empty_view_and_an_unknown_id_is_an_error(store: SqlStore) -> None:

@@ -127,20 +127,6 @@ async def test_hundreds_of_concurrent_attempts_are_attributed_right(store: SqlSt
     assert sum(endpoint.calls.values()) == 400
 
 
-async def test_a_runner_of_a_project_leaves_the_others_alone(store: SqlStore) -> None:
-    others = await enqueue(store, ["task"])
-    (own,) = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="task", project="mine")])
-
-    @agl.rollout
-    async def agent(task: str) -> float:
-        return 1.0
-
-    async with running(Runner(store, agent, project="mine")):
-        assert len(await store.wait_for_rollouts([own.rollout_id], timeout=20)) == 1
-    (left,) = await store.query_rollouts(rollout_id_in=others)
-    assert left.status == "queuing"
-
-
 async def test_no_more_than_concurrency_run_at_once(store: SqlStore) -> None:
     now, most = 0, 0
 

@@ -15,7 +15,6 @@ from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.otlp import PROTOBUF, encode_traces
 from agentlightning.types import (
     Attempt,
-    Checkpoint,
     Condition,
     EnqueueRolloutRequest,
     Metrics,
@@ -39,7 +38,6 @@ READ = {
     calls.GetResources,
     calls.QueryRuns,
     calls.QueryMetrics,
-    calls.QueryCheckpoints,
     calls.CompleteGroupsAfter,
     calls.GetGroup,
     calls.QueryWorkers,
@@ -67,7 +65,6 @@ TRAINER = WORKER | {
     calls.UpdateRun,
     calls.NextPolicyVersion,
     calls.AddMetrics,
-    calls.AddCheckpoint,
     calls.CreateGroup,
 }
 ADMIN = TRAINER | {
@@ -81,16 +78,6 @@ ADMIN = TRAINER | {
     calls.ImportRollout,
 }
 OPENS = {"read": READ, "grader": GRADER, "worker": WORKER, "trainer": TRAINER, "admin": ADMIN}
-OF_THE_WHOLE = {
-    calls.ExtendAttempts,
-    calls.QueryWorkers,
-    calls.Statistics,
-    calls.RevokeKey,
-    calls.FindKey,
-    calls.QueryKeys,
-    calls.CheckStore,
-    calls.ImportRollout,
-}
 
 
 # --- a furnished store -------------------------------------------------------------------------------------------
@@ -98,10 +85,9 @@ OF_THE_WHOLE = {
 
 @dataclass
 class Place:
-    """One of everything, in one project; `tag` is in every id."""
+    """One of everything; `tag` is in every id."""
 
     tag: str
-    project: str
     lease: int = 0
     key_id: str = "key-0"
     attempt_key: str = ""
@@ -119,11 +105,11 @@ def span_of(place: Place, number: int = 1, **fields: Any) -> Span:
     )
 
 
-async def furnish(store: SqlStore, tag: str, project: str) -> Place:
-    place = Place(tag, project)
+async def furnish(store: SqlStore, tag: str) -> Place:
+    place = Place(tag)
     perform = store.perform
-    await perform(calls.StartRun(kind="train", manifest={}, run_id=place.run_id, project=project))
-    await perform(calls.AddResources(resources={}, resources_id=place.resources_id, project=project))
+    await perform(calls.StartRun(kind="train", manifest={}, run_id=place.run_id))
+    await perform(calls.AddResources(resources={}, resources_id=place.resources_id))
     await perform(calls.CreateGroup(size=1, run_id=place.run_id, group_id=place.group_id))
     request = EnqueueRolloutRequest(
         input=f"input of {tag}",
@@ -139,12 +125,11 @@ async def furnish(store: SqlStore, tag: str, project: str) -> Place:
     assert attempted.lease is not None
     await perform(calls.AddSpans(spans=[span_of(place)]))
     await perform(calls.AddMetrics(run_id=place.run_id, metrics=metrics_of(place)))
-    await perform(calls.AddCheckpoint(run_id=place.run_id, checkpoint=checkpoint_of(place)))
     of_attempt = {"rollout_id": place.rollout_id, "attempt_id": place.attempt_id}
     return replace(
         place,
         lease=attempted.lease.token,
-        key_id=(await perform(calls.IssueKey(name="any", scopes=["read"], project=project))).key_id,
+        key_id=(await perform(calls.IssueKey(name="any", scopes=["read"]))).key_id,
         attempt_key=attempted.api_key,
         grading_key=await perform(calls.IssueAttemptKey(**of_attempt, rewards=True)),
     )
@@ -154,10 +139,6 @@ def metrics_of(place: Place) -> Metrics:
     return Metrics(run_id=place.run_id, step=1, time=1.0, values={"reward": 0.5})
 
 
-def checkpoint_of(place: Place) -> Checkpoint:
-    return Checkpoint(run_id=place.run_id, step=1, path="p", time=1.0)
-
-
 def terminal(place: Place) -> Rollout:
     return Rollout(
         rollout_id=f"imported-{place.tag}",
@@ -165,7 +146,6 @@ def terminal(place: Place) -> Rollout:
         start_time=1.0,
         end_time=2.0,
         status="succeeded",
-        project=place.project,
     )
 
 
@@ -200,8 +180,6 @@ NAMING: dict[type[Call[Any]], Callable[[Place], Call[Any]]] = {
     calls.NextPolicyVersion: lambda p: calls.NextPolicyVersion(run_id=p.run_id),
     calls.AddMetrics: lambda p: calls.AddMetrics(run_id=p.run_id, metrics=metrics_of(p)),
     calls.QueryMetrics: lambda p: calls.QueryMetrics(run_id=p.run_id),
-    calls.AddCheckpoint: lambda p: calls.AddCheckpoint(run_id=p.run_id, checkpoint=checkpoint_of(p)),
-    calls.QueryCheckpoints: lambda p: calls.QueryCheckpoints(run_id=p.run_id),
     calls.CompleteGroupsAfter: lambda p: calls.CompleteGroupsAfter(run_id=p.run_id),
     calls.CreateGroup: lambda p: calls.CreateGroup(size=1, run_id=p.run_id),
     calls.GetGroup: lambda p: calls.GetGroup(group_id=p.group_id),
@@ -264,8 +242,8 @@ class Caller:
             return answer.status, await answer.text(errors="replace")
 
 
-async def issue(store: SqlStore, *scopes: str, project: str | None = None, **more: Any) -> str:
-    return (await store.perform(calls.IssueKey(name="k", scopes=list(scopes), project=project, **more))).api_key
+async def issue(store: SqlStore, *scopes: str, **more: Any) -> str:
+    return (await store.perform(calls.IssueKey(name="k", scopes=list(scopes), **more))).api_key
 
 
 def otlp(*spans: Span) -> dict[str, Any]:

@@ -34,7 +34,6 @@ from tests.server.conftest import ADMIN_KEY
 from tests.server.places import (
     ADMIN,
     EVERY,
-    OF_THE_WHOLE,
     OPENS,
     WORKER,
     Caller,
@@ -69,12 +68,12 @@ def test_the_rules_speak_of_every_call():
 
 
 async def statuses(store: SqlStore, caller: Caller, key_of: Callable[[Place], str] | None = None) -> dict[Any, int]:
-    """What each call is answered, each in a place of its own in project `a`."""
+    """What each call is answered, each in a place of its own."""
     found: dict[Any, int] = {}
     for number, (kind, make) in enumerate(EVERY.items()):
-        place = await furnish(store, f"a-{number}", "a")
+        place = await furnish(store, f"a-{number}")
         if kind is calls.LeaseRollouts:
-            await store.perform(calls.EnqueueRollouts(requests=[EnqueueRolloutRequest(input=1, project="a")]))
+            await store.perform(calls.EnqueueRollouts(requests=[EnqueueRolloutRequest(input=1)]))
         if key_of is not None:
             caller.key = key_of(place)
         found[kind], _ = await caller(make(place))
@@ -88,12 +87,6 @@ def expected(opens: set[type[Call[Any]]], otherwise: int = 403) -> dict[Any, int
 @pytest.mark.parametrize("scope", OPENS)
 async def test_a_key_opens_what_its_scope_says(store, http, scope):
     assert await statuses(store, Caller(http, await issue(store, scope))) == expected(OPENS[scope])
-
-
-@pytest.mark.parametrize("scope", OPENS)
-async def test_a_key_of_a_project_opens_nothing_that_concerns_several(store, http, scope):
-    caller = Caller(http, await issue(store, scope, project="a"))
-    assert await statuses(store, caller) == expected(OPENS[scope] - OF_THE_WHOLE)
 
 
 async def test_a_key_of_two_scopes_opens_what_either_does(store, http):
@@ -112,12 +105,12 @@ async def test_without_a_valid_key_nothing_opens(store, http, clock):
     await store.perform(calls.RevokeKey(key_id=ended.key_id))
     clock.now += 11
     elsewhere = await SqlStore.open(":memory:")
-    foreign = (await furnish(elsewhere, "f", "a")).attempt_key
+    foreign = (await furnish(elsewhere, "f")).attempt_key
     await elsewhere.close()
     for key in (None, "", "wrong", revoked, expired, foreign, ADMIN_KEY[:-1], ADMIN_KEY + "x", f"aglk-{'x' * 43}"):
         caller = Caller(http, key)
         for kind, make in EVERY.items():
-            assert (await caller(make(Place("nowhere", "a"))))[0] == 401, (key, kind)
+            assert (await caller(make(Place("nowhere"))))[0] == 401, (key, kind)
 
 
 @pytest.mark.parametrize("which", ["attempt_key", "grading_key"])
@@ -136,7 +129,6 @@ async def test_an_attempts_key_adds_spans_and_nothing_else(store, http, which):
         ({"lifetime_seconds": 0.0}, "positive"),
         ({"lifetime_seconds": math.nan}, "positive"),
         ({"lifetime_seconds": 1e30}, "at most"),
-        ({"project": ""}, "letters"),
     ],
 )
 async def test_a_key_that_nobody_could_make_sense_of_is_not_issued(store, fields, hint):
@@ -172,7 +164,7 @@ async def test_the_scheme_may_be_written_as_one_likes(http, header):
 
 
 async def test_an_agents_own_key_gives_no_rewards_unless_it_was_issued_with_them(store, http):
-    place = await furnish(store, "a", "a")
+    place = await furnish(store, "a")
     agent, grader = Caller(http, place.attempt_key), Caller(http, place.grading_key)
     rewarded = [
         span_of(place, 2, name=REWARD),
@@ -190,7 +182,7 @@ async def test_an_agents_own_key_gives_no_rewards_unless_it_was_issued_with_them
 
 
 async def test_an_attempts_key_writes_no_tokens_to_train_on(store, http):
-    place = await furnish(store, "a", "a")
+    place = await furnish(store, "a")
     choice = SampledChoice(token_ids=(1,), logprobs=(0.0,), finish_reason="stop")
     forged = span_of(place, 2, tokens=TokenCapture(prompt_token_ids=(1,), choices=(choice,)))
     for key in (place.attempt_key, place.grading_key):
@@ -199,7 +191,7 @@ async def test_an_attempts_key_writes_no_tokens_to_train_on(store, http):
 
 
 async def test_an_attempts_key_does_not_speak_for_the_gateway(store, http):
-    place = await furnish(store, "a", "a")
+    place = await furnish(store, "a")
     forged = [
         span_of(place, 2, name=semconv.UNDELIVERED),
         span_of(place, 3, attributes={semconv.CALL_DISCARDS: [0]}),
@@ -215,7 +207,7 @@ async def test_an_attempts_key_does_not_speak_for_the_gateway(store, http):
 
 async def test_an_attempts_key_leaves_room_for_what_is_recorded_later(store, http):
     """In numbers, and in the server's memory."""
-    place = await furnish(store, "a", "a")
+    place = await furnish(store, "a")
     caller = Caller(http, place.attempt_key)
     status, text = await caller(calls.AddSpans(spans=[span_of(place, 2, sequence_id=2**53)]))
     assert status == 422 and "sequence_id" in text
@@ -225,12 +217,12 @@ async def test_an_attempts_key_leaves_room_for_what_is_recorded_later(store, htt
         caller = Caller(roomy, place.attempt_key)
         assert (await caller(calls.AddSpans(spans=[large])))[0] == 413
         assert (await caller.request("POST", "/v1/traces", **otlp(large)))[0] == 413
-        worker = Caller(roomy, await issue(store, "worker", project="a"))
+        worker = Caller(roomy, await issue(store, "worker"))
         assert (await worker(calls.AddSpans(spans=[large])))[0] == 200
 
 
 async def test_an_attempts_key_touches_no_other_attempt(store, http):
-    own, other = await furnish(store, "a", "a"), await furnish(store, "b", "a")
+    own, other = await furnish(store, "a"), await furnish(store, "b")
     mixed = span_of(own, 2, attempt_id=other.attempt_id)
     for key in (own.attempt_key, own.grading_key):
         for span in (span_of(other, 2), mixed):
@@ -241,8 +233,8 @@ async def test_an_attempts_key_touches_no_other_attempt(store, http):
 
 
 async def test_a_worker_gives_rewards_for_what_it_runs(store, server):
-    client = LightningStoreClient(server.url, await issue(store, "worker", project="a"))
-    place = await furnish(store, "a", "a")
+    client = LightningStoreClient(server.url, await issue(store, "worker"))
+    place = await furnish(store, "a")
     await client.add_span(span_of(place, 2, name=REWARD, attributes={reward_value(0): 1.0}))
     await client.close()
     assert len(await store.query_spans(place.rollout_id)) == 2
@@ -256,7 +248,7 @@ async def test_every_use_of_an_administrative_call_names_who_made_it(store, http
     issued = await store.perform(calls.IssueKey(name="ops", scopes=["admin"]))
     caller, audited = Caller(http, issued.api_key), [kind for kind in EVERY if issubclass(kind, calls.AdminCall)]
     for number, kind in enumerate(audited):
-        place = await furnish(store, str(number), "a")
+        place = await furnish(store, str(number))
         call = msgspec.structs.replace(EVERY[kind](place), actor="somebody else")
         assert (await caller(call))[0] == 200
         assert caplog.records[-1].getMessage().startswith(f"{kind.__name__} by {issued.key_id}: ")
@@ -267,14 +259,13 @@ async def test_every_use_of_an_administrative_call_names_who_made_it(store, http
     assert not caplog.records
 
 
-async def test_models_of_the_gateway_are_for_admins_of_the_whole(store):
+async def test_models_of_the_gateway_are_for_admins(store):
     app = create_app(store, gateway=Gateway(ModelTable(), store, admin_key=ADMIN_KEY), admin_key=ADMIN_KEY)
-    place = await furnish(store, "a", "a")
+    place = await furnish(store, "a")
     async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
         for key, status in (
             (ADMIN_KEY, 200),
             (await issue(store, "admin"), 200),
-            (await issue(store, "admin", project="a"), 403),
             (await issue(store, "trainer"), 403),
             (place.attempt_key, 403),
             (None, 401),
@@ -287,7 +278,7 @@ async def test_models_of_the_gateway_are_for_admins_of_the_whole(store):
 
 async def test_a_key_that_may_work_calls_without_an_attempt(store):
     """With keys required, one that may only read is refused and a placeholder unknown; without, any is ignored."""
-    place = await furnish(store, "a", "a")
+    place = await furnish(store, "a")
     path = f"/rollout/{place.rollout_id}/attempt/{place.attempt_id}/v1/chat/completions"
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
     keys = {await issue(store, "worker"): 404, ADMIN_KEY: 404, await issue(store, "read"): 403, "EMPTY": 401}
@@ -311,7 +302,7 @@ async def test_the_gateway_turns_away_agents_whose_attempt_is_over(store):
             lambda p: calls.StartAttempt(rollout_id=p.rollout_id),
         )
         for number, end in enumerate(ends):
-            place = await furnish(store, str(number), "a")
+            place = await furnish(store, str(number))
             await store.perform(end(place))
             for key in (place.attempt_key, place.grading_key):
                 headers = {"authorization": f"Bearer {key}"}
@@ -352,7 +343,7 @@ async def test_an_issued_key_stays_narrow_without_an_admin_key(store):
     ],
 )
 async def test_models_answer_whom_the_store_would(store, headers, let_in):
-    place = await furnish(store, "a", "a")
+    place = await furnish(store, "a")
     attempt = f"/rollout/{place.rollout_id}/attempt/{place.attempt_id}"
     body = b'{"model": "policy", "messages": [{"role": "user", "content": "hi"}]}'
     paths = ("chat/completions", "messages/count_tokens")
@@ -370,7 +361,7 @@ async def test_models_answer_whom_the_store_would(store, headers, let_in):
 
 
 async def test_a_key_that_may_call_models_does_so_from_anywhere(store):
-    place = await furnish(store, "a", "a")
+    place = await furnish(store, "a")
     keys = {place.attempt_key: 404, await issue(store, "worker"): 404, await issue(store, "read"): 403}
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
     app = create_app(store, gateway=Gateway(ModelTable(), store))

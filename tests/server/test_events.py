@@ -15,8 +15,7 @@ from agentlightning.server.app import create_app
 from agentlightning.server.events import EventRoutes
 from agentlightning.server.serve import HttpServer
 from agentlightning.store import calls
-from agentlightning.store.sql import SqlStore
-from agentlightning.types import AttemptedRollout, Condition, EnqueueRolloutRequest, Metrics, Span
+from agentlightning.types import Condition, EnqueueRolloutRequest, Metrics, Span
 from tests.server.conftest import ADMIN_KEY, until
 
 pytestmark = pytest.mark.anyio
@@ -66,17 +65,13 @@ def span(rollout_id: str, attempt_id: str) -> Span:
     )  # fmt: skip
 
 
-async def started(store: SqlStore, project: str) -> AttemptedRollout:
-    return await store.perform(calls.StartRollout(request=EnqueueRolloutRequest(input=1, project=project)))
-
-
 async def test_the_life_of_a_rollout_is_heard(http, store):
     async with listening(http) as listener:
         await store.enqueue_rollout("task")
-        await listener.until("queued", project="default", count=1)
+        await listener.until("queued", count=1)
         leased = await store.dequeue_rollout()
         (*_, (_, event)) = await listener.until("rollout", status="preparing")
-        assert (event["rollout_id"], event["project"]) == (leased.rollout_id, "default")
+        assert event["rollout_id"] == leased.rollout_id
         await store.add_span(span(leased.rollout_id, leased.attempt.attempt_id))
         await listener.until("spans", rollout_id=leased.rollout_id)
         await store.update_attempt(leased.rollout_id, leased.attempt.attempt_id, status="succeeded")
@@ -107,20 +102,6 @@ async def test_what_happens_at_once_is_said_once(http, store):
         await store.enqueue_rollout("the next thing")
         passed += await listener.until("queued")
         assert 1 <= sum(name == "spans" for name, _ in passed) <= 2
-
-
-async def test_the_key_of_a_project_hears_only_of_it(http, store):
-    issued = await store.perform(calls.IssueKey(name="reader", scopes=["read"], project="ours"))
-    async with listening(http, issued.api_key) as listener:
-        other = await started(store, "theirs")
-        await store.add_span(span(other.rollout_id, other.attempt.attempt_id))
-        await store.cancel_rollout(other.rollout_id)
-        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="secret too", project="theirs")])
-        own = await started(store, "ours")
-        passed = await listener.until("rollout", rollout_id=own.rollout_id)
-        assert {name for name, _ in passed} == {"rollout"}
-        assert "theirs" not in str(passed)
-        assert other.rollout_id not in str(passed)
 
 
 async def test_listening_needs_a_key_that_may_read(http, store):
@@ -170,12 +151,9 @@ async def test_a_stopping_server_ends_its_streams_and_a_client_that_leaves_is_fo
             await listener.next()
 
 
-async def test_what_a_run_measures_is_told_to_its_project(http, store):
-    issued = [await store.perform(calls.IssueKey(name=n, scopes=["read"], project=n)) for n in ("ours", "theirs")]
-    async with listening(http, issued[0].api_key) as ours, listening(http, issued[1].api_key) as theirs:
-        run = await store.start_run("grpo", {}, project="ours")
-        await ours.until("metrics", run_id=run.run_id)
+async def test_what_a_run_measures_is_heard(http, store):
+    async with listening(http) as listener:
+        run = await store.start_run("grpo", {})
+        await listener.until("metrics", run_id=run.run_id)
         await store.add_metrics(Metrics(run_id=run.run_id, step=1, time=0.0, values={"reward": 1.0}))
-        await ours.until("metrics", run_id=run.run_id)
-        other = await store.start_run("grpo", {}, project="theirs")
-        assert await theirs.until("metrics") == [("metrics", {"run_id": other.run_id})]
+        assert await listener.until("metrics") == [("metrics", {"run_id": run.run_id})]

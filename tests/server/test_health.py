@@ -9,7 +9,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from agentlightning.server.app import create_app
-from agentlightning.server.health import Remembered
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.client import LightningStoreClient
 from tests.server.conftest import ADMIN_KEY, until
@@ -92,29 +91,3 @@ async def test_a_poll_whose_client_left_is_no_failure_of_the_server(http, server
         return ("agl_requests_total", "GET", "/api/v1/finished-rollouts", "499") in await metrics(http)
 
     await until(it_was_counted)
-
-
-async def test_an_answer_is_asked_for_once_however_many_want_it():
-    asked = 0
-
-    async def ask() -> int:
-        nonlocal asked
-        asked += 1
-        await anyio.lowlevel.checkpoint()
-        if asked == 1:
-            raise LookupError("at first")
-        return asked
-
-    remembered = Remembered(ask, 1000)
-    with pytest.raises(LookupError):
-        await remembered.get()
-    found: list[int] = []
-
-    async def want() -> None:
-        found.append(await remembered.get())
-
-    async with anyio.create_task_group() as tasks:
-        for _ in range(5):
-            tasks.start_soon(want)
-    assert found == [2] * 5
-    assert await remembered.get() == 2

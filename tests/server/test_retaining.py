@@ -95,17 +95,6 @@ async def test_what_is_young_by_the_stores_clock_stays(caplog):
     await store.close()
 
 
-async def test_rewards_are_kept_where_that_is_wanted(store):
-    rollout_id = await ended(store)
-
-    async def trimmed() -> bool:
-        rollout = await store.get_rollout_by_id(rollout_id)
-        return rollout is not None and rollout.input is None
-
-    async with retaining(store, 1e-6, keep_rewards=True):
-        await until(store, trimmed)
-
-
 class Away(LightningStore):
     """A store behind a connection that is lost for the first calls."""
 

@@ -51,7 +51,6 @@ class AttemptModel:
 class RolloutModel:
     id: str
     config: RolloutConfig
-    project: str = "default"
     priority: int = 0
     group: tuple[str, int] | None = None
     status: str = "queuing"

@@ -62,9 +62,8 @@ def rollout_rows() -> list[Row]:
         named = {
             "rollout_id": f"ro-{number}",
             "status": draw.choice(["failed", "succeeded", "running"]),
-            "mode": draw.choice(["train", "val"]),
+            "mode": draw.choice(TEXTS),
             "group_index": draw.choice([None, 0, 1, 2]),
-            "project": draw.choice(TEXTS),
             "priority": draw.choice([-5, 0, 3]),
             "start_time": draw.choice(TIMES),
             "end_time": draw.choice([None, *TIMES]),
@@ -95,7 +94,6 @@ def span_rows(rollouts: Sequence[Row]) -> list[Row]:
             "start_time": start,
             "end_time": start + draw.choice([0.0, 0.25, 3.0]),
             "has_tokens": draw.random() < 0.5,
-            "project": rollout["project"],
             "run_id": rollout["run_id"],
             "parent_id": draw.choice(OPTIONAL_TEXTS),
         }

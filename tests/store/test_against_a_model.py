@@ -118,23 +118,16 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
     # --- rollouts ---
 
-    @rule(
-        config=configs,
-        project=st.sampled_from(["default", "other"]),
-        priority=st.integers(0, 1),
-        count=st.integers(1, 3),
-    )
-    def enqueue(self, config, project, priority, count) -> None:
+    @rule(config=configs, priority=st.integers(0, 1), count=st.integers(1, 3))
+    def enqueue(self, config, priority, count) -> None:
         requests = [
-            EnqueueRolloutRequest(
-                input=1, rollout_id=f"r{next(self.number)}", config=config, project=project, priority=priority
-            )
+            EnqueueRolloutRequest(input=1, rollout_id=f"r{next(self.number)}", config=config, priority=priority)
             for _ in range(count)
         ]
         for _ in range(2):
             rollouts = self.wait(self.store.enqueue_many_rollouts(requests))
             assert [rollout.rollout_id for rollout in rollouts] == [request.rollout_id for request in requests]
-        self.rollouts += [RolloutModel(request.rollout_id, config, project, priority) for request in requests]
+        self.rollouts += [RolloutModel(request.rollout_id, config, priority) for request in requests]
 
     @rule(config=configs, data=st.data())
     def enqueue_into_a_group(self, config, data) -> None:
@@ -162,11 +155,11 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.note_attempt(self.rollouts[-1], leased)
         self.note_repeated(call.attempt_id, self.wait(self.store.perform(call)))
 
-    @rule(limit=st.integers(1, 3), project=st.sampled_from([None, "default", "other"]))
-    def lease(self, limit, project) -> None:
+    @rule(limit=st.integers(1, 3))
+    def lease(self, limit) -> None:
         name = f"l{next(self.number)}"
-        leased = self.wait(self.store.dequeue_many_rollouts(limit, project=project, lease_id=name))
-        queued = [one for one in self.rollouts if one.status in QUEUED and project in (None, one.project)]
+        leased = self.wait(self.store.dequeue_many_rollouts(limit, lease_id=name))
+        queued = [one for one in self.rollouts if one.status in QUEUED]
         queued.sort(key=lambda one: -one.priority)
         assert [one.rollout_id for one in leased] == [one.id for one in queued[:limit]]
         for rollout, one in zip(queued, leased, strict=False):

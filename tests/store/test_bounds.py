@@ -14,7 +14,7 @@ import pytest
 from agentlightning.errors import InvalidError
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
-from agentlightning.store import calls, rollouts
+from agentlightning.store import calls
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Condition, EnqueueRolloutRequest, Filter, Or
 
@@ -94,23 +94,23 @@ async def test_a_page_over_http_is_bounded_in_rows_and_bytes_and_the_client_puts
     assert len((await store.perform(large)).items) == 3
 
 
-async def test_the_feed_of_a_quiet_project_says_how_far_it_looked(store, monkeypatch) -> None:
-    monkeypatch.setattr(rollouts, "_LOOKED_AT", 10)
+async def test_the_feed_of_a_quiet_run_says_how_far_it_looked(store) -> None:
+    busy, quiet = [(await store.start_run("train", {})).run_id for _ in range(2)]
 
-    async def finish(project: str) -> str:
-        (one,) = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, project=project)])
+    async def finish(run_id: str) -> str:
+        (one,) = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, run_id=run_id)])
         await store.cancel_rollout(one.rollout_id)
         return one.rollout_id
 
     for _ in range(25):
-        await finish("busy")
-    page = await store.finished_after(project="quiet")
+        await finish(busy)
+    page = await store.finished_after(run_id=quiet)
     assert (page.rollouts, page.cursor) == ((), 25)
-    waiting = asyncio.create_task(store.finished_after(project="quiet", timeout=30))
-    await finish("busy")
-    last = await finish("quiet")
+    waiting = asyncio.create_task(store.finished_after(run_id=quiet, timeout=30))
+    await finish(busy)
+    last = await finish(quiet)
     assert [one.rollout_id for one in (await waiting).rollouts] == [last]
-    assert ((await waiting).cursor, (await store.finished_after(99, project="quiet")).cursor) == (27, 99)
-    assert (await store.finished_after(limit=0, project="quiet")).rollouts == ()
-    with pytest.raises(InvalidError, match="cursor is -562949953421311"):  # it would be looked at 10,000 at a time
+    assert ((await waiting).cursor, (await store.finished_after(99, run_id=quiet)).cursor) == (27, 99)
+    assert (await store.finished_after(limit=0, run_id=quiet)).rollouts == ()
+    with pytest.raises(InvalidError, match="cursor is -562949953421311"):
         await store.finished_after(-562949953421311)

@@ -33,7 +33,7 @@ def with_each_text(value: Any, text: str) -> Iterator[Any]:
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 async def test_every_call_takes_or_refuses_a_text_and_harms_nothing(store, text):
-    place = await furnish(store, "a", "project")
+    place = await furnish(store, "a")
     details = {
         calls.UpdateAttempt: calls.UpdateAttempt(
             rollout_id=place.rollout_id, attempt_id=place.attempt_id, metadata={"reason": "because"}
@@ -55,7 +55,7 @@ async def test_every_call_takes_or_refuses_a_text_and_harms_nothing(store, text)
             except (InvalidError, NotFoundError, ConflictError) as error:
                 assert len(str(error)) < 2**21
     assert await store.perform(calls.CheckStore()) == []
-    for kind in (calls.GetRollout, calls.QueryAttempts, calls.GetSpans, calls.QueryMetrics, calls.QueryCheckpoints):
+    for kind in (calls.GetRollout, calls.QueryAttempts, calls.GetSpans, calls.QueryMetrics):
         assert await store.perform(NAMING[kind](place))
     for kind in (calls.QueryRollouts, calls.QuerySpans, calls.QueryRuns, calls.QueryWorkers, calls.QueryKeys):
         assert await store.perform(NAMELESS[kind](place))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from agentlightning.errors import InvalidError
 from agentlightning.store import calls, paging
-from agentlightning.store.query import ROLLOUTS, SPANS, Fields, Query, in_project
+from agentlightning.store.query import ROLLOUTS, SPANS, Fields, Query
 from agentlightning.store.transaction import Transaction
 from agentlightning.types import And, Condition, Filter, Not, Or, Order
 from tests.store.query_model import (
@@ -32,7 +32,7 @@ from tests.store.query_model import (
 LAYOUT = """
 CREATE TABLE rollouts (
     number BIGINT, rollout_id TEXT, input TEXT, start_time DOUBLE PRECISION, end_time DOUBLE PRECISION, status TEXT,
-    mode TEXT, resources_id TEXT, run_id TEXT, group_id TEXT, group_index BIGINT, project TEXT, priority BIGINT,
+    mode TEXT, resources_id TEXT, run_id TEXT, group_id TEXT, group_index BIGINT, priority BIGINT,
     metadata TEXT
 );
 CREATE TABLE attempts (number BIGINT, attempt_id TEXT, rollout_id TEXT);
@@ -87,7 +87,7 @@ def fill(database: Database) -> None:
     for attempt in range(20):
         rollout_id = ROLLOUT_ROWS[attempt // 2].named["rollout_id"]
         database.insert("attempts", {"number": attempt, "attempt_id": f"at-{attempt}", "rollout_id": rollout_id})
-    elsewhere = ("rollout_id", "attempt_id", "project", "run_id", "duration", "has_tokens")
+    elsewhere = ("rollout_id", "attempt_id", "run_id", "duration", "has_tokens")
     for row in SPAN_ROWS:
         columns = {name: value for name, value in row.named.items() if name not in elsewhere}
         attributes = msgspec.json.encode(row.document).decode()
@@ -194,7 +194,7 @@ def test_ten_thousand_values_fit_one_in(database):
 @pytest.mark.parametrize(
     "condition",
     [
-        Condition("project", "eq", "a"),
+        Condition("mode", "eq", "a"),
         Condition("metadata.nested.deep.x", "gt", 0.5),
         Condition("metadata.absent.a.b.c.d.e.f.g.h", "contains", "a"),
         Condition("tag", "in", ["a", "b"]),
@@ -216,13 +216,13 @@ def test_the_largest_filters_fit_every_database(database, condition):
 
 def test_a_filter_has_at_most_200_conditions_and_is_at_most_10_deep():
     with pytest.raises(InvalidError, match="at most 200 conditions"):
-        in_project(Or([Condition("project", "eq", "a")] * 200), None)
-    filter = Condition("project", "ne", "a")
+        Query(Or([Condition("mode", "eq", "a")] * 200), ROLLOUTS, NO_DATABASE)
+    filter = Condition("mode", "ne", "a")
     for _ in range(9):
         filter = Not(filter)
-    Query(in_project(filter, "a"), ROLLOUTS, NO_DATABASE)
+    Query(filter, ROLLOUTS, NO_DATABASE)
     with pytest.raises(InvalidError, match="at most 10 deep"):
-        in_project(Not(filter), "a")
+        Query(Not(filter), ROLLOUTS, NO_DATABASE)
 
 
 def test_a_path_leads_to_the_key_of_that_name_or_else_inwards(database):
@@ -319,12 +319,12 @@ def test_rows_are_not_sorted_by_what_has_no_order(field):
 
 
 def test_a_cursor_of_another_query_is_refused(database):
-    filter, orders = Condition("project", "exists"), [Order(field="start_time")]
+    filter, orders = Condition("rollout_id", "exists"), [Order(field="start_time")]
     _, cursor = database.page(ROLLOUTS, filter, orders, 5)
     assert database.page(ROLLOUTS, filter, orders, 5, cursor)[0]
     others = [
         (ROLLOUTS, None, orders),
-        (ROLLOUTS, Condition("project", "exists", False), orders),
+        (ROLLOUTS, Condition("rollout_id", "exists", False), orders),
         (ROLLOUTS, filter, []),
         (ROLLOUTS, filter, [Order(field="start_time", descending=True)]),
         (SPANS, filter, orders),

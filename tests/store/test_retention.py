@@ -137,13 +137,6 @@ async def test_unfinished_rollouts_can_be_chosen_by_their_status(store):
     assert await store.get_rollout_by_id(queued.rollout_id) is None
 
 
-async def test_rollouts_of_another_project_are_left(store):
-    await finish(store, project="mine")
-    yours = await finish(store, project="yours")
-    assert (await delete(store, project="mine")).rollouts == 1
-    assert [rollout.rollout_id for rollout in await store.query_rollouts()] == [yours.rollout_id]
-
-
 async def test_a_group_goes_with_its_last_rollout(store):
     group = await store.create_group(2)
     members = [await finish(store, group_id=group.group_id, group_index=index) for index in range(2)]
@@ -197,7 +190,7 @@ async def test_a_rollout_is_not_old_while_one_of_its_group_is_not(store):
     assert (await delete(store, young)).rollouts == 1
     assert await store.get_rollout_by_id(alone.rollout_id) is None
     assert (await store.get_group(group.group_id)).rollout_ids == (done.rollout_id, working.rollout_id)
-    assert await delete(store, young, keep_rewards=True) == Deleted()
+    assert await delete(store, young) == Deleted()
     await store.update_attempt(working.rollout_id, working.attempt.attempt_id, status="failed")
     last = await store.get_rollout_by_id(working.rollout_id)
     assert await delete(store, ended_before(last.end_time)) == Deleted()
@@ -225,27 +218,6 @@ async def test_whoever_waits_for_several_rollouts_is_told_that_one_was_removed(s
     await store.update_attempt(working.rollout_id, working.attempt.attempt_id, status="succeeded")
     with anyio.fail_after(30), pytest.raises(NotFoundError):
         await waiting
-
-
-async def test_rewards_can_outlive_everything_else(store):
-    rollout = await finish(store, {"question": SECRET})
-    attempts = await store.query_attempts(rollout.rollout_id)
-    assert await delete(store, keep_rewards=True) == Deleted(rollouts_trimmed=1, spans=1)
-    (reward,) = await store.query_spans(rollout.rollout_id)
-    assert reward.attributes == {reward_value(0): 0.3}
-    assert await store.get_rollout_by_id(rollout.rollout_id) == msgspec.structs.replace(rollout, input=None)
-    assert await store.query_attempts(rollout.rollout_id) == attempts
-    again = EnqueueRolloutRequest(input={"question": SECRET}, rollout_id=rollout.rollout_id)
-    assert await store.enqueue_many_rollouts([again]) == [msgspec.structs.replace(rollout, input=None)]
-    assert await delete(store, keep_rewards=True) == Deleted()
-    assert (await delete(store)).rollouts == 1
-
-
-async def test_an_unfinished_rollout_is_ended_before_it_is_trimmed(store):
-    working = await start(store)
-    assert (await delete(store, keep_rewards=True, unfinished=True)).rollouts_trimmed == 1
-    trimmed = await store.get_rollout_by_id(working.rollout_id)
-    assert trimmed is not None and (trimmed.status, trimmed.input) == ("cancelled", None)
 
 
 # --- leaving no trace --------------------------------------------------------------------------------------------

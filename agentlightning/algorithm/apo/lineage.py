@@ -67,7 +67,7 @@ class Lineage:
     async def open(self) -> None:
         """Read what the run has stored before."""
         run_id = self._context.run.run_id
-        for update in await self._context.store.query_resources(self._context.run.project):
+        for update in await self._context.store.query_resources():
             if update.run_id != run_id:
                 continue
             if CANDIDATE in update.metadata:

@@ -35,7 +35,7 @@ from agentlightning.algorithm.rl.batch import (
     rollout_metrics,
 )
 from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups, Ticket, draw, withdraw_rollouts
-from agentlightning.algorithm.rl.policies import EXPLOSION, FAR, GradientNorms, Policies, Usage, over_steps
+from agentlightning.algorithm.rl.policies import EXPLOSION, FAR, FAR_KL, GradientNorms, Policies, Usage, over_steps
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.rewards import RewardSpec
 from agentlightning.data.sequences import TrainingSequence
@@ -280,7 +280,7 @@ class Loop:
         self.learning = False
         measured = {name: over_steps(steps) for name, steps in history.items()}
         for name, metrics in measured.items():
-            self._check_mismatch(name, metrics.get("inference_mismatch", 0.0), step)
+            self._check_mismatch(name, metrics, step)
         return self.policies.named(measured)
 
     def _optimiser_steps(self, batches: Mapping[str, Sequence[TrainingSequence]]) -> int:
@@ -296,16 +296,17 @@ class Loop:
             async with self.context.calls_held(), self.policies.alone():
                 yield
 
-    def _check_mismatch(self, name: str, mismatch: float, step: int) -> None:
+    def _check_mismatch(self, name: str, metrics: Mapping[str, float], step: int) -> None:
         """Of what these very weights sampled, learner and sampler differ by rounding alone. TrainingError where no
         rounding explains it."""
         tolerance = self.policies.learners[name].mismatch_tolerance
+        mismatch, kl = metrics.get("inference_mismatch", 0.0), metrics.get("inference_kl", 0.0)
         told = (
             f"step {step}: sampler and learner differ by {mismatch:.2g} in the probability of a token (expected at "
             f"most {tolerance:.2g}): what is trained is not what was sampled"
         )
-        if mismatch > FAR * tolerance:
-            raise TrainingError(f"{told}. Does the sampler have the learner's weights?")
+        if mismatch > FAR * tolerance or kl > FAR_KL:
+            raise TrainingError(f"{told}, with a KL of {kl:.2g}. Does the sampler have the learner's weights?")
         if mismatch > tolerance:
             self.context.progress.note(f"{told}. Try float32")
 

@@ -118,13 +118,15 @@ class Policies:
         await self.in_thread(partial(_export, self.learners[name], place, sampler.takes))
         await sampler.publish(Weights(version, place.absolute()))
         for old in sorted(written.iterdir())[:-_EXPORTS_KEPT]:
-            await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
+            if old != place:  # of a run that went on from an earlier step there are later ones
+                await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
 
     async def _check_parity(self, name: str, sampler: Sampler) -> None:
         samples, learner = await sampler.sample(), self.learners[name]
         told = await self.in_thread(lambda: [logprobs.numpy() for logprobs in learner.logprobs(samples)])
         pairs = zip(told, samples, strict=True)
-        worst = max(float(np.abs(np.expm1(own - sample.logprobs)).max()) for own, sample in pairs)
+        differences = [float(np.abs(np.expm1(own - sample.logprobs)).max()) for own, sample in pairs]
+        worst = max(differences, default=0.0)  # with no server left there is nothing to compare yet
         if not worst <= learner.mismatch_tolerance:
             raise TrainingError(
                 f"the sampler was given the weights of {name!r} and does not sample with them: in the probability of a "
@@ -198,6 +200,7 @@ def over_steps(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 FAR: Final = 100.0  # tolerances: above that the weights are others
+FAR_KL: Final = 0.1  # nats a token: where the learner's probabilities are the lower ones, no ratio is far from 1
 EXPLOSION: Final = 20.0  # a gradient so many times as large as usual; from batch to batch it varies a few times
 USUAL: Final = 20  # the norms whose median is what is usual
 FEWEST: Final = 5  # before so many nothing is usual yet

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.gateway.backends.wire import UNREACHABLE, Response, UnreachableError, Wire
+from agentlightning.gateway.backends.wire import BROKE_OFF, UNREACHABLE, Response, UnreachableError, Wire
 from agentlightning.gateway.request import CallRefused
 
 _log = logging.getLogger(__name__)
@@ -114,6 +114,17 @@ class Connection:
                 return response.status < 500
         except (BackendError, TimeoutError):
             return False
+
+    async def deserted(self, timeout_seconds: float) -> bool:
+        """Whether nobody listens there any more. One that takes its time does."""
+        try:
+            async with asyncio.timeout(timeout_seconds), self.posted(self.health_url, None, retries=False) as response:
+                await response.read()
+        except BackendError as error:
+            return error.code in (UNREACHABLE, BROKE_OFF)
+        except TimeoutError:
+            pass
+        return False
 
     def enter(self) -> None:
         """A request is under way."""

@@ -37,6 +37,7 @@ from agentlightning.types import FinishReason
 
 _LONG: Final = 100_000  # characters, which take a tenth of a second to tokenise: other calls go on meanwhile
 # Fields that the chat template is given.
+_AHEAD: Final = 256  # events of an answer's choices that wait to be read
 _VARIABLES: Final = ("reasoning_effort", "documents")
 # Of fields that cannot be honoured, the values that state what holds here anyway.
 _NEUTRAL: Final[dict[str, Any]] = {
@@ -258,16 +259,16 @@ def _check(call: ModelCall) -> dict[str, Any]:
 
 async def _merged(choices: list[AsyncGenerator[BackendEvent, None]]) -> AsyncGenerator[BackendEvent, None]:
     """Events of several choices as they come. Closing it, or a failure of one, ends all."""
-    queue: asyncio.Queue[BackendEvent | Exception | None] = asyncio.Queue()
+    queue: asyncio.Queue[BackendEvent | Exception | None] = asyncio.Queue(_AHEAD)
 
     async def forward(choice: AsyncGenerator[BackendEvent, None]) -> None:
         try:
             async with aclosing(choice):
                 async for event in choice:
-                    queue.put_nowait(event)
-            queue.put_nowait(None)
+                    await queue.put(event)
+            await queue.put(None)
         except Exception as error:  # noqa: BLE001 - raised where the events are awaited
-            queue.put_nowait(error)
+            await queue.put(error)
 
     tasks = [asyncio.create_task(forward(choice)) for choice in choices]
     try:

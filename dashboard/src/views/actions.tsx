@@ -75,8 +75,8 @@ async function runAgain(rollout: Rollout, ended: boolean): Promise<void> {
     await request("PATCH", `rollouts/${encodeURIComponent(rollout.rollout_id)}`, { status: "requeuing" });
     return;
   }
-  const { input, mode, project, resources_id, config, metadata, rollout_id } = rollout;
-  const again = { input, mode, project, resources_id, config, metadata: { ...metadata, retry_of: rollout_id } };
+  const { input, mode, resources_id, config, metadata, rollout_id } = rollout;
+  const again = { input, mode, resources_id, config, metadata: { ...metadata, retry_of: rollout_id } };
   const [made] = await request<Rollout[]>("POST", "rollouts", { requests: [again] });
   if (made) go(href(["rollouts", made.rollout_id]));
 }

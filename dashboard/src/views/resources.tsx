@@ -11,7 +11,6 @@ const COLUMNS: Column<ResourcesUpdate>[] = [
   { name: "Id", width: "minmax(80px, 1fr)", cell: (row) => row.resources_id },
   { name: "Holds", width: "minmax(80px, 2fr)", cell: (row) => oneLine(Object.keys(row.resources).join(", "), 80) },
   { name: "Run", width: "minmax(60px, 1fr)", cell: (row) => oneLine(row.run_id ?? row.metadata["run_id"] ?? "", 80) },
-  { name: "Project", width: "70px", cell: (row) => row.project },
   { name: "Made", width: "90px", align: "end", cell: (row) => ago(row.create_time) },
 ];
 

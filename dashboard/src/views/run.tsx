@@ -30,7 +30,6 @@ export function RunDetails({ run }: { run: RunRow }) {
           ["Best validation", number(run.best_val)],
           ["Seed", run.seed === null ? null : String(run.seed)],
           ["Policy version", count(run.policy_version)],
-          ["Project", run.project],
           ["Started", time(run.start_time)],
           ["Took", duration(took(run))],
         ]}
