@@ -81,6 +81,18 @@ def test_a_run_is_named_by_id_its_beginning_or_its_directory(name: str, capsys: 
     assert "grpo-1b" in told(capsys, "runs", "show", name)
 
 
+def test_a_directory_is_the_run_that_it_was_made_for(capsys: pytest.CaptureFixture[str]) -> None:
+    async def work() -> None:
+        store = await SqlStore.open("runs/mine/store.sqlite")
+        for name in ("mine", "an-evaluation-of-it"):
+            await add_run(store, name)
+        await store.close()
+
+    asyncio.run(work())
+    Path("runs/mine/run.json").write_text('{"run_id": "mine", "kind": "grpo"}')
+    assert json.loads(told(capsys, "runs", "show", "runs/mine", "--json"))["run"]["run_id"] == "mine"
+
+
 @pytest.mark.parametrize(
     ("name", "says"), [("grp", "more than one run called 'grp'"), ("other", "no run called 'other'")]
 )
