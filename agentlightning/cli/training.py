@@ -135,7 +135,8 @@ def train(
 ) -> int:
     """Train an agent as RUN.yaml, or flags, or both say; a flag wins over --set, and --set over the file.
 
-    Without RUN.yaml, --from and --agent it is the run.yaml of this folder."""
+    Without RUN.yaml, --from and --agent it is the run.yaml of this folder, with --resume --run-dir what the run in
+    there began with."""
     if steps is not None:
         assignments = (*assignments, f"algorithm.steps={steps}")
     if max_usd is not None:
@@ -146,9 +147,15 @@ def train(
             raise click.UsageError("give RUN.yaml or --from, not both: either says what to train")
         config = _repeated(repeat, console, assignments, flags)
     else:
+        told = run_file is not None or flags["agent"] is not None or seeds is not None
+        kept_there = not told and flags["resume"] and (flags["run_dir"] or not RUN_FILE.is_file())
+        began = _to_resume(flags["run_dir"]) if kept_there else None
         if run_file is None and flags["agent"] is None and RUN_FILE.is_file():
             run_file = RUN_FILE
-        config = load_config(run_file, assignments, flags)
+        if began is not None:
+            config = _repeated(str(began), console, assignments, {**flags, "run_dir": str(began)})
+        else:
+            config = load_config(run_file, assignments, flags)
     if seeds is not None:
         seeds = tuple(range(1, max(seeds) + 1)) if len(seeds) == 1 else seeds
         if flags["seed"] is not None:
@@ -163,6 +170,16 @@ def train(
     if as_json:
         print_json(fit_summary(result, config))
     return exit_code(result.stopped_because)
+
+
+def _to_resume(run_dir: str | None) -> Path | None:
+    """The directory of the run to resume, default the newest, where its settings are stored there too."""
+    from agentlightning.algorithm.directory import MARK
+    from agentlightning.cli.place import RUNS, STORE_FILE
+
+    marks = [Path(run_dir) / MARK] if run_dir else sorted(RUNS.glob(f"*/{MARK}"), key=lambda one: one.stat().st_mtime)
+    found = [one.parent for one in marks if one.with_name(STORE_FILE).is_file()]
+    return found[-1] if found else None
 
 
 def _repeated(name: str, console: Console, assignments: tuple[str, ...], flags: Mapping[str, Any]) -> TrainConfig:
@@ -226,6 +243,8 @@ def show_fit(console: Console, result: FitResult) -> None:
     elif rewards:
         lines.append(f"Held-out reward: {rewards[0]}.")
     lines.append(f"Run:        {result.directory}")
+    if exit_code(result.stopped_because):
+        lines.append(f"Go on:      agl train --resume --run-dir {result.directory}")
     if result.checkpoint is not None:
         lines.append(f"Checkpoint: {result.checkpoint}")
         if not (result.checkpoint / "tinker.json").exists():  # its weights are on the server

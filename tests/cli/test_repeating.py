@@ -171,6 +171,19 @@ def test_seeds_are_trained_one_after_another_and_compared(
     assert "both holds runs already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_with_what_it_began_with(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("INTERRUPTED_SEED", "7")
+    changed = ("--set", "algorithm.steps=3", "--set", "deterministic=false", "--out", "cut")
+    assert run(["train", *changed]) == 130
+    assert "Go on:      agl train --resume --run-dir cut" in capsys.readouterr().out
+    assert run(["train", "--resume", "--run-dir", "cut"]) == 0
+    assert "step 3/3" in "".join(capsys.readouterr())
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
