@@ -38,10 +38,15 @@ if TYPE_CHECKING:
 
 _OUTPUT_SECONDS: Final = 1.0  # how long what the program left running may hold its output open
 _NO_CALLS: Final = (
-    "no call of a language model was recorded; the program must find its API by OPENAI_BASE_URL or ANTHROPIC_BASE_URL, "
-    "as the SDKs do where no other address is written into it"
+    "no call of a language model was recorded; the program must find its API by OPENAI_BASE_URL, ANTHROPIC_BASE_URL "
+    "or GOOGLE_GEMINI_BASE_URL, as the SDKs do where no other address is written into it"
 )
-_ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "AGL_MODEL")  # the program knows which models it asks for
+_ITS_OWN_CHOICE: Final = (
+    "OPENAI_MODEL",
+    "ANTHROPIC_MODEL",
+    "GEMINI_MODEL",
+    "AGL_MODEL",
+)  # the program knows which models it asks for
 
 
 @click.command(context_settings={"allow_interspersed_args": False})

@@ -180,11 +180,11 @@ class Attributor:
 
 
 def api_key_of(headers: Mapping[str, str]) -> str | None:
-    """The key in `Authorization: Bearer …` or `x-api-key`; `headers` has lower-case names."""
+    """The key in `Authorization: Bearer …`, `x-api-key` or `x-goog-api-key`; `headers` has lower-case names."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and token.strip():
         return token.strip()
-    return headers.get("x-api-key") or None
+    return headers.get("x-api-key") or headers.get("x-goog-api-key") or None
 
 
 def is_worker(credential: Credential | None) -> bool:

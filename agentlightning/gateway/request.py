@@ -112,6 +112,17 @@ def _position(decoder: msgspec.json.Decoder[Any], raw: msgspec.Raw) -> str:
     return "[...]"
 
 
+def converted(where: str, raw: Any, kind: Any, *, strict: bool = True) -> Any:
+    """The field `where`, as a value of another type. CallRefused (400) names what in it is of the wrong type or out of
+    range; without `strict`, numbers may be written as texts."""
+    try:
+        return msgspec.convert(raw, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at `$")
+        where = (where + place.removesuffix("`")).removeprefix(".")
+        raise CallRefused(f"{where or 'the request'} cannot be used: {what}", param=where) from None
+
+
 def given(**fields: Any) -> dict[str, Any]:
     """The fields that are not None."""
     return {name: value for name, value in fields.items() if value is not None}

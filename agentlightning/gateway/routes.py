@@ -32,6 +32,8 @@ from agentlightning.gateway.calls import CallOpener
 from agentlightning.gateway.capture import FAILED
 from agentlightning.gateway.endpoints.base import Endpoint, openai_error
 from agentlightning.gateway.endpoints.completions import ChatCompletions, Completions
+from agentlightning.gateway.endpoints.gemini import GenerateContent
+from agentlightning.gateway.endpoints.gemini_answer import google_error
 from agentlightning.gateway.endpoints.messages import CountTokens, Messages
 from agentlightning.gateway.endpoints.messages_answer import anthropic_error, model_card, model_list
 from agentlightning.gateway.endpoints.passed_through import HEADERS, AnswerCopy, Embeddings
@@ -65,10 +67,12 @@ def gateway_routes(calls: CallOpener, models: ModelTable, *, body_limit: int, at
         for endpoint in _ENDPOINTS:
             app = _App(partial(_answer, endpoint, calls, body_limit), endpoint.error)
             routes.append(Route(f"{prefix}/v1/{endpoint.path}", app, methods=["POST"]))
-        count = _App(partial(_count, calls, body_limit), _COUNT.error)
+        count = _App(partial(_count, _COUNT, "input_tokens", calls, body_limit), _COUNT.error)
+        generate = _App(partial(_generate, calls, body_limit), google_error)
         routes += [
             Route(f"{prefix}/v1/{_COUNT.path}", count, methods=["POST"]),
             Route(f"{prefix}/v1/responses", _App(partial(_no_websocket, calls)), methods=["GET"]),
+            *(Route(f"{prefix}/{one}/models/{{call:path}}", generate, methods=["POST"]) for one in ("v1beta", "v1")),
             Route(f"{prefix}/v1/models", shown, methods=["GET"]),
             Route(f"{prefix}/v1/models/{{name:path}}", shown, methods=["GET"]),
         ]
@@ -88,7 +92,7 @@ class Shortcut:
         for route in routes:
             if isinstance(route, Route) and route.methods == {"POST"}:
                 prefix, _, name = route.path.partition("/v1/")
-                {"": self._plain, _PREFIX: self._attributed}[prefix][name] = route
+                {"": self._plain, _PREFIX: self._attributed}.get(prefix, {})[name] = route
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] == "http" and scope["method"] == "POST":
@@ -214,11 +218,27 @@ async def _commit(call: RunningCall, watch: ClientWatch) -> bool:
     return not watch.gone
 
 
-async def _count(calls: CallOpener, body_limit: int, scope: Scope, receive: Receive, reply: Reply) -> None:
-    """`POST /v1/messages/count_tokens`."""
+async def _count(
+    endpoint: Endpoint, told_as: str, calls: CallOpener, body_limit: int, scope: Scope, receive: Receive, reply: Reply
+) -> None:
+    """`POST /v1/messages/count_tokens` and its like."""
     headers, body = await _received(calls, body_limit, scope, receive)
-    count = await calls.count_tokens(_COUNT, body, headers, path_ids_of(scope))
-    await reply.json(200, msgspec.json.encode({"input_tokens": count}))
+    count = await calls.count_tokens(endpoint, body, headers, path_ids_of(scope))
+    await reply.json(200, msgspec.json.encode({told_as: count}))
+
+
+async def _generate(calls: CallOpener, body_limit: int, scope: Scope, receive: Receive, reply: Reply) -> None:
+    """`POST /v1beta/models/{model}:{method}`: Google's protocol."""
+    model, _, method = scope["path_params"]["call"].rpartition(":")
+    if method == "countTokens":
+        await _count(GenerateContent(model), "totalTokens", calls, body_limit, scope, receive, reply)
+        return
+    if method not in ("generateContent", "streamGenerateContent"):
+        known = "generateContent, streamGenerateContent, countTokens"
+        raise CallRefused(f"models have no method {method!r} here; known: {known}", status=404, code="not_found")
+    streamed, as_events = method.startswith("stream"), b"alt=sse" in scope["query_string"].split(b"&")
+    endpoint = GenerateContent(model, stream=streamed and as_events, listed=streamed and not as_events)
+    await _answer(endpoint, calls, body_limit, scope, receive, reply)
 
 
 async def _no_websocket(calls: CallOpener, scope: Scope, receive: Receive, reply: Reply) -> None:

@@ -1,7 +1,7 @@
 """The environment variables by which a process is an attempt's agent, whatever it is written in.
 
-They are those that SDKs read by themselves (OpenAI's, Anthropic's, OpenTelemetry's) and a few of our own. This module
-knows names of variables; it does not start processes.
+They are those that SDKs read by themselves (OpenAI's, Anthropic's, Google's, OpenTelemetry's) and a few of our own.
+This module knows names of variables; it does not start processes.
 """
 
 from __future__ import annotations
@@ -50,9 +50,14 @@ def agent_environment(
             "ANTHROPIC_BASE_URL": endpoint.rstrip("/").removesuffix("/v1"),
             "ANTHROPIC_API_KEY": key,
             "ANTHROPIC_MODEL": llm.model,
+            "GOOGLE_GEMINI_BASE_URL": endpoint.rstrip("/").removesuffix("/v1"),
+            "GEMINI_API_KEY": key,
+            "GEMINI_MODEL": llm.model,
             "AGL_MODEL": llm.model,
             "OPENAI_AGENTS_DISABLE_TRACING": "1",  # it would send its traces to OpenAI, with a key not of theirs
         }
+        if "GOOGLE_API_KEY" in os.environ:  # Google's SDK prefers it, and warns where both are set
+            variables["GOOGLE_API_KEY"] = key
     if server_url is not None:
         root = server_url.rstrip("/").removesuffix("/v1")
         variables |= {

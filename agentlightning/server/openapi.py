@@ -71,6 +71,8 @@ _OF_A_GATEWAY: Final = {
     "POST /v1/embeddings": "OpenAI's embeddings, of servers that make them",
     "POST /v1/messages": "Anthropic's messages, streamed or whole",
     "POST /v1/messages/count_tokens": "How many tokens the prompt of a message has",
+    "POST /v1beta/models/{call}": "Google's `{model}:generateContent`, `:streamGenerateContent` and `:countTokens`",
+    "POST /v1/models/{call}": "The same",
     "GET /v1/models": "The models there are",
     "GET /v1/models/{name}": "One of them",
 }
@@ -124,7 +126,7 @@ def document(*, with_store: bool = True, with_gateway: bool = True, protected: b
     plain = _OF_EVERY_SERVER | (_OF_A_STORE if with_store else {}) | (_OF_A_GATEWAY if with_gateway else {})
     for route, about in plain.items():
         describe(route, _plain(route, about))
-        if with_store and " /v1/" in route:
+        if with_store and " /v1" in route:
             attributed = route.replace(" ", f" {_ATTEMPT}")
             describe(attributed, _plain(attributed, about))
     return {

@@ -16,7 +16,8 @@ def test_every_url_names_the_attempt() -> None:
     assert variables["OPENAI_BASE_URL"] == variables["OPENAI_API_BASE"] == "http://host:1/rollout/R/attempt/A/v1"
     assert variables["ANTHROPIC_BASE_URL"] == "http://host:1/rollout/R/attempt/A"  # its SDK adds /v1
     assert variables["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://host:1/rollout/R/attempt/A"
-    assert variables["OPENAI_API_KEY"] == variables["ANTHROPIC_API_KEY"] == "agl-key"
+    assert variables["GOOGLE_GEMINI_BASE_URL"] == variables["ANTHROPIC_BASE_URL"]  # /v1beta
+    assert variables["GEMINI_API_KEY"] == variables["OPENAI_API_KEY"] == variables["ANTHROPIC_API_KEY"] == "agl-key"
     assert variables["OTEL_EXPORTER_OTLP_HEADERS"] == "authorization=Bearer%20agl-key"
     assert variables["AGL_MODEL"] == "policy"
 

@@ -19,7 +19,7 @@ from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.endpoints.base import Endpoint, Head
 from agentlightning.gateway.endpoints.completions import SAMPLING_TYPES, TopLogprobs, sampling_fields
 from agentlightning.gateway.endpoints.responses_answer import Called, Original, ResponseWriter, whole_response
-from agentlightning.gateway.request import MANY, SOME, CallRefused, CallRequest, Fields, given, rest_json
+from agentlightning.gateway.request import MANY, SOME, CallRefused, CallRequest, Fields, converted, given, rest_json
 
 
 class _Tool(msgspec.Struct):
@@ -144,7 +144,7 @@ class Responses(Endpoint):
         for position, item in enumerate(items if isinstance(items, list) else []):
             if item.get("type") == "additional_tools":
                 where = f"input[{position}].tools"
-                offered.add(where, _converted(where, item.get("tools"), Annotated[list[_Tool], SOME]))
+                offered.add(where, converted(where, item.get("tools"), Annotated[list[_Tool], SOME]))
         instructions = [{"role": "system", "content": values["instructions"]}] if "instructions" in values else []
         return CallRequest(
             messages=[*instructions, *said],
@@ -339,16 +339,7 @@ def _item(where: str, raw: dict[str, Any]) -> _Item:
     kind = raw.get("type") or "message"
     if not isinstance(kind, str) or kind not in _ITEMS:
         raise CallRefused(f"{where} is of type {kind!r}; only {', '.join(_ITEMS)} can be read here", param=where)
-    return _converted(where, raw, _ITEMS[kind])
-
-
-def _converted(where: str, raw: Any, kind: Any) -> Any:
-    try:
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        what, _, place = str(error).partition(" - at `$")
-        where += place.removesuffix("`")
-        raise CallRefused(f"{where} cannot be used: {what}", param=where) from None
+    return converted(where, raw, _ITEMS[kind])
 
 
 def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:

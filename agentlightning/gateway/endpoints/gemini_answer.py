@@ -1,0 +1,144 @@
+"""Google's Gemini API: answers, whole and streamed, and errors.
+
+Knows the wire format of answers; `gemini` reads the requests. No backends, no rollouts, no HTTP server.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from agentlightning.errors import BackendError
+from agentlightning.gateway.answer import Answer, Choice
+from agentlightning.gateway.backend import Delta, Started, Usage
+from agentlightning.gateway.endpoints.base import Head, server_sent
+from agentlightning.gateway.request import NOT_JSON, CallRequest
+
+_STATUSES: Final = {
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    409: "ABORTED",
+    429: "RESOURCE_EXHAUSTED",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
+_REASONS: Final = {"length": "MAX_TOKENS", "content_filter": "SAFETY", "abort": "OTHER"}  # of the others it is STOP
+
+
+def google_error(error: BackendError) -> bytes:
+    """`{"error": {code, message, status}}`, as Google's SDKs read it."""
+    return msgspec.json.encode(_error(error))
+
+
+def _error(error: BackendError) -> dict[str, Any]:
+    status = _STATUSES.get(error.status, "INVALID_ARGUMENT" if error.status < 500 else "INTERNAL")
+    return {"error": {"code": error.status, "message": str(error), "status": status}}
+
+
+def whole_content(request: CallRequest, answer: Answer, head: Head) -> bytes:
+    """The body of an answer that is not streamed."""
+    candidates = [
+        _candidate(
+            index,
+            [
+                *_said(choice.string("reasoning_content") or choice.string("reasoning"), thought=True),
+                *_said(choice.string("content") or choice.string("refusal")),
+                *map(_call, choice.tool_calls),
+            ],
+            _end(request, choice),
+        )
+        for index, choice in enumerate(answer.choices)
+    ]
+    return msgspec.json.encode(_response(head, candidates, usageMetadata=_usage(answer.token_counts())))
+
+
+def _response(head: Head, candidates: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    return {"candidates": candidates, **more, "modelVersion": head.model, "responseId": head.response_id}
+
+
+def _candidate(index: int, parts: list[dict[str, Any]], end: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"content": {"role": "model", "parts": parts or [{"text": ""}]}, **(end or {}), "index": index}
+
+
+def _said(text: str | None, **more: bool) -> list[dict[str, Any]]:
+    return [{"text": text, **more}] if text else []
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are no JSON object has no form in this protocol: it stays the text it is."""
+    name, arguments = call["function"]["name"], (call["function"]["arguments"] or "{}").encode()
+    try:
+        msgspec.json.decode(arguments, type=dict[str, Any])
+    except NOT_JSON:
+        return {"text": f'{{"name": {msgspec.json.encode(name).decode()}, "arguments": {arguments.decode()}}}'}
+    return {"functionCall": {"id": call["id"], "name": name, "args": msgspec.Raw(arguments)}}
+
+
+def _end(request: CallRequest, choice: Choice) -> dict[str, Any]:
+    """How a choice finished, and its logprobs where they were asked for."""
+    reason = "SAFETY" if choice.string("refusal") else _REASONS.get(choice.finish_reason or "abort", "STOP")
+    if not request.logprobs:
+        return {"finishReason": reason}
+    entries = msgspec.json.decode(msgspec.json.encode(choice.logprob_entries), type=list[_Entry])  # some may be JSON
+    chosen = [
+        _logprob(entry) | {"tokenId": token_id} for entry, token_id in zip(entries, choice.token_ids, strict=False)
+    ]
+    result: dict[str, Any] = {"chosenCandidates": chosen or [_logprob(entry) for entry in entries]}
+    if request.top_logprobs:
+        result["topCandidates"] = [{"candidates": [_logprob(top) for top in one.top_logprobs]} for one in entries]
+    return {"finishReason": reason, "logprobsResult": result}
+
+
+class _TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float | None = None
+
+
+class _Entry(_TokenLogprob):
+    top_logprobs: list[_TokenLogprob] = []
+
+
+def _logprob(entry: _TokenLogprob) -> dict[str, Any]:
+    return {"token": entry.token, "logProbability": entry.logprob}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Here the tokens of thoughts are not among those of the candidates, but beside them."""
+    cached = (usage.details.get("prompt_tokens_details") or {}).get("cached_tokens")
+    thought = (usage.details.get("completion_tokens_details") or {}).get("reasoning_tokens")
+    return {
+        "promptTokenCount": usage.prompt_tokens,
+        "candidatesTokenCount": usage.completion_tokens - (thought or 0),
+        "totalTokenCount": usage.prompt_tokens + usage.completion_tokens,
+        **({"cachedContentTokenCount": cached} if cached else {}),
+        **({"thoughtsTokenCount": thought} if thought else {}),
+    }
+
+
+class ContentWriter:
+    """Writes one streamed answer: texts as they come, function calls, which this protocol has whole, at the end."""
+
+    def __init__(self, request: CallRequest, head: Head) -> None:
+        self._request = request
+        self._head = head
+
+    def started(self, event: Started) -> bytes:
+        return b""
+
+    def delta(self, event: Delta) -> bytes:
+        said = event.delta
+        parts = _said(said.get("reasoning_content") or said.get("reasoning"), thought=True)
+        parts += _said(said.get("content") or said.get("refusal"))
+        return server_sent(_response(self._head, [_candidate(event.index, parts)])) if parts else b""
+
+    def end(self, answer: Answer) -> bytes:
+        ends = [
+            _candidate(index, [*map(_call, choice.tool_calls)], _end(self._request, choice))
+            for index, choice in enumerate(answer.choices)
+        ]
+        return server_sent(_response(self._head, ends, usageMetadata=_usage(answer.token_counts())))
+
+    def error(self, error: BackendError) -> bytes:
+        return server_sent(_error(error))
