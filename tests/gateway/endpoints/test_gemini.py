@@ -257,13 +257,11 @@ async def test_how_an_answer_ends(
 
 
 async def test_logprobs_and_several_candidates(gateway_world: World) -> None:
-    config = {"candidateCount": 2, "responseLogprobs": True, "logprobs": 2}
+    config = {"candidateCount": 2, "responseLogprobs": True}
     _, told = await post(gateway_world, asked(generationConfig=config))
-    assert "candidates" in told, told
     assert [one["index"] for one in told["candidates"]] == [0, 1]
     result = told["candidates"][1]["logprobsResult"]
     assert all(one["logProbability"] <= 0 and one["tokenId"] >= 0 for one in result["chosenCandidates"])
-    assert {len(one["candidates"]) for one in result["topCandidates"]} == {2}
 
 
 async def test_a_stream_without_events_is_a_list_of_one(gateway_world: World) -> None:
