@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,7 +138,7 @@ class Scoring:
 
 
 @asynccontextmanager
-async def scoring(teacher: Policy) -> AsyncIterator[Scoring]:
+async def scoring(teacher: Policy) -> AsyncGenerator[Scoring]:
     server = Scoring(teacher)
     app = web.Application()
     app.router.add_get("/v1/models", server.models)
