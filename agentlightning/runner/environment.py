@@ -1,7 +1,8 @@
 """The environment variables by which a process is an attempt's agent, whatever it is written in.
 
-They are those that SDKs read by themselves (OpenAI's, Anthropic's, Google's, OpenTelemetry's) and a few of our own.
-This module knows names of variables; it does not start processes.
+They are those that SDKs read by themselves (OpenAI's, Anthropic's, Google's, OpenTelemetry's), a few of our own, and
+those of Agent Lightning 1.0 (AGL_OPENAI_BASE_URL, AGL_KEY, AGL_EVENT_URL). This module knows names of variables; it does
+not start processes.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ def agent_environment(
             "GEMINI_API_KEY": key,
             "GEMINI_MODEL": llm.model,
             "AGL_MODEL": llm.model,
+            "AGL_OPENAI_BASE_URL": endpoint,
+            "AGL_KEY": key,
             "OPENAI_AGENTS_DISABLE_TRACING": "1",  # it would send its traces to OpenAI, with a key not of theirs
         }
         if "GOOGLE_API_KEY" in os.environ:  # Google's SDK prefers it, and warns where both are set
@@ -67,7 +70,7 @@ def agent_environment(
             **_OPENTELEMETRY,
         }
         if reward_key is not None:
-            variables["AGL_REWARD_URL"] = f"{root}/rewards/{reward_key}"
+            variables |= dict.fromkeys(("AGL_REWARD_URL", "AGL_EVENT_URL"), f"{root}/rewards/{reward_key}")
     return variables
 
 
