@@ -301,7 +301,7 @@ async def _sequences(
     batch: RecordedBatch, store: LightningStore, algorithm: Reinforcement, policies: Policies
 ) -> dict[str, list[TrainingSequence]]:
     """What the step trained each model on, made as the loop makes it."""
-    ids = [name for group in (*batch.groups, *batch.replayed) for name in group]
+    ids = [name for group in batch.groups for name in group]
     there = {rollout.rollout_id for rollout in await store.query_rollouts(rollout_id_in=ids)}
     gone = [name for name in ids if name not in there]
     if gone:
@@ -309,12 +309,9 @@ async def _sequences(
             f"step {batch.step} cannot be trained again: {len(gone)} of its {len(ids)} rollouts are not in the store "
             f"any more: {', '.join(gone[:_SHOWN])}{' …' if len(gone) > _SHOWN else ''}"
         )
-    sequences: dict[str, list[TrainingSequence]] = {model: [] for model in policies.names}
-    for groups in (batch.groups, batch.replayed):
-        traced = [await trace_group(store, group, algorithm, policies.names) for group in groups]
-        for model, made in make_batches(algorithm, traced, policies.critics(algorithm)).items():
-            sequences[model] += made.sequences
-    return sequences
+    traced = [await trace_group(store, group, algorithm, policies.names) for group in batch.groups]
+    batches = make_batches(algorithm, traced, policies.critics(algorithm))
+    return {model: made.sequences for model, made in batches.items()}
 
 
 def _recorded(directory: Path) -> dict[int, RecordedBatch]:

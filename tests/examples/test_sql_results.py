@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning import rewards
 from agentlightning.errors import ConfigError, InvalidError
+from tests.examples.loading import load_example
+
+rewards = load_example("text_to_sql", "sql_results").sql_results
 
 GOLD = "SELECT name, age FROM people"
 
