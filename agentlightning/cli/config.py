@@ -46,9 +46,11 @@ class CommandConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What `agl train` needs to know, with the defaults and meanings of `Trainer`. `algorithm` holds a `name` and that
     algorithm's own fields (a run file may give the bare name), `optimizer` those of AdamW, `lora` those of LoRA. Paths
-    in a run file are relative to it, paths in flags to the current directory."""
+    in a run file are relative to it, paths in flags to the current directory. `environment` is an agent with its tasks,
+    `HUB:NAME` or a mapping of `name` and what else the hub takes."""
 
-    agent: str | CommandConfig
+    agent: str | CommandConfig | None = None
+    environment: str | dict[str, Any] | None = None
     model: str | dict[str, str] | None = None
     models: dict[str, FrozenModel] = msgspec.field(default_factory=dict[str, FrozenModel])
     model_name: str = "policy"
@@ -111,10 +113,11 @@ def load_config(
     values = _read_run_file(source) if isinstance(source, Path) else copy.deepcopy(dict(source or {}))
     for assignment in assignments:
         _assign(values, assignment)
-    if isinstance(values.get("algorithm"), str):
-        values["algorithm"] = {"name": values["algorithm"]}
+    for key in ("algorithm", "environment"):
+        if isinstance(values.get(key), str):
+            values[key] = {"name": values[key]}
     for key, value in (flags or {}).items():
-        if value is not None and key == "algorithm":
+        if value is not None and key in ("algorithm", "environment"):
             values[key] = {**(values.get(key) or {}), "name": value}
         elif value is not None:
             values[key] = value
@@ -134,6 +137,10 @@ def _needed(values: Mapping[str, Any]) -> tuple[str, ...]:
     """The keys without which nothing can be trained; recorded rollouts take the place of tasks."""
     algorithm = values.get("algorithm")
     recorded = isinstance(algorithm, dict) and "traces" in algorithm
+    if values.get("environment") is not None:
+        if values.get("agent") is not None:
+            raise ConfigError("give agent or environment, not both: an environment is an agent that brings its tasks")
+        return ()
     return ("agent",) if recorded else ("agent", "train_dataset")
 
 
@@ -207,6 +214,13 @@ def _seen_from(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     algorithm = values.get("algorithm")
     if isinstance(algorithm, dict) and "traces" in algorithm:
         values["algorithm"] = {**algorithm, "traces": _beside(path, algorithm["traces"], must_exist=True)}
+    environment = values.get("environment")
+    if isinstance(environment, str):
+        environment = {"name": environment}
+    if isinstance(environment, dict) and isinstance(environment.get("name"), str):
+        hub, colon, name = environment["name"].partition(":")
+        file, at, task = name.partition("@")
+        values["environment"] = {**environment, "name": f"{hub}{colon}{_beside(path, file, must_exist=True)}{at}{task}"}
     agent = values.get("agent")
     if isinstance(agent, str):
         values["agent"] = _beside(path, agent)
@@ -256,7 +270,7 @@ def _assign(values: dict[str, Any], assignment: str) -> None:
     inner: dict[str, Any] = values
     for parent in parents:
         outer: Any = inner.setdefault(parent, {})
-        if parent == "algorithm" and isinstance(outer, str):
+        if parent in ("algorithm", "environment") and isinstance(outer, str):
             outer = inner[parent] = {"name": outer}
         elif parent in ("sampler", "learner") and (isinstance(outer, str) or (last in _ENGINES and last not in outer)):
             outer = inner[parent] = {}  # another one than the file names

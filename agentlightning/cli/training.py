@@ -14,7 +14,7 @@ import click
 import msgspec
 from rich.console import Console
 
-from agentlightning.cli.config import TrainConfig, build, kept, load_config
+from agentlightning.cli.config import CommandConfig, TrainConfig, build, kept, load_config
 from agentlightning.cli.options import Option, json_option, print_json, together
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.types import LLM
@@ -96,6 +96,7 @@ running_flags = together(
 # One flag per key of a run file.
 mirrored_flags = together(
     click.option("--agent", metavar="FILE.py:NAME", help="The agent: file.py:name or module:name."),
+    click.option("--environment", metavar="HUB:NAME", help="An agent with its tasks: verifiers:NAME, inspect:…"),
     click.option("--model", metavar="ID|DIR|FILE.py:NAME", help="Model to train: id, directory or maker."),
     click.option("--model-name", metavar="NAME", help="What agents call it by; default policy."),
     click.option("--train-dataset", metavar="DATA", help="Tasks to learn from: a file, or file.py:name."),
@@ -150,7 +151,7 @@ def train(
 ) -> int:
     """Train an agent as RUN.yaml, or flags, or both say; a flag wins over --set, and --set over the file.
 
-    Without RUN.yaml, --from and --agent it is the run.yaml of this folder."""
+    Without RUN.yaml, --from, --agent and --environment it is the run.yaml of this folder."""
     if steps is not None:
         assignments = (*assignments, f"algorithm.steps={steps}")
     if max_usd is not None:
@@ -161,7 +162,7 @@ def train(
             raise click.UsageError("give RUN.yaml or --from, not both: either says what to train")
         config = _repeated(repeat, console, assignments, flags)
     else:
-        if run_file is None and flags["agent"] is None and RUN_FILE.is_file():
+        if run_file is None and flags["agent"] is None and flags["environment"] is None and RUN_FILE.is_file():
             run_file = RUN_FILE
         config = load_config(run_file, assignments, flags)
     if seeds is not None:
@@ -200,15 +201,25 @@ def fit(config: TrainConfig, console: Console) -> FitResult:
     hide_library_progress()
     optimizer = build(AdamW, config.optimizer, typing.get_type_hints(AdamW), "optimizer")
     lora = None if config.lora is None else build(LoRA, config.lora, typing.get_type_hints(LoRA), "lora")
-    elsewhere = {"agent", "train_dataset", "val_dataset", "algorithm", "optimizer", "lora", "resume"}
+    elsewhere = {"agent", "environment", "train_dataset", "val_dataset", "algorithm", "optimizer", "lora", "resume"}
     passed = {key: value for key, value in msgspec.structs.asdict(config).items() if key not in elsewhere}
     with LiveProgress(console, steps=getattr(algorithm, "steps", None), time_limit=config.time_limit) as progress:
         trainer = Trainer(
             algorithm=algorithm, optimizer=optimizer, lora=lora, progress=progress, run_file=kept(config), **passed
         )
-        agent = config.agent if isinstance(config.agent, str) else config.agent.load()
+        agent = load_agent(config)
         with watched():
             return trainer.fit(agent, config.train_dataset, config.val_dataset, resume=config.resume)
+
+
+def load_agent(config: TrainConfig) -> Any:
+    """The agent, or the environment. ConfigError where there is no such hub, or it does not take what is given."""
+    if config.environment is not None:
+        from agentlightning.environments import open_environment
+
+        fields = {"name": config.environment} if isinstance(config.environment, str) else dict(config.environment)
+        return open_environment(str(fields.pop("name", "")), fields)
+    return config.agent.load() if isinstance(config.agent, CommandConfig) else config.agent
 
 
 def make_algorithm(spec: Mapping[str, Any]) -> Any:
