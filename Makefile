@@ -55,9 +55,9 @@ test: setup lint types contracts
 frameworks: .venv-frameworks/.setup .venv-crewai/.setup .venv-tracking/.setup .venv-experiments/.setup environments
 
 # Hubs of environments, whose packages clash with ours and with each other's.
-environments: .venv-verifiers/.setup .venv-inspect/.setup
+environments: .venv-verifiers/.setup .venv-inspect/.setup .venv-openenv/.setup
 
-.venv-verifiers/.setup .venv-inspect/.setup: .venv-%/.setup: constraints-%.txt scripts/own_environment.sh scripts/environment_env.sh | setup
+.venv-verifiers/.setup .venv-inspect/.setup .venv-openenv/.setup: .venv-%/.setup: constraints-%.txt scripts/own_environment.sh scripts/environment_env.sh | setup
 	scripts/environment_env.sh $* $(VENV)
 	@touch $@
 
@@ -138,4 +138,4 @@ benchmarks: setup .venv-trl/.setup .venv-experiments/.setup
 	.venv-experiments/bin/python benchmarks/retrieval.py
 
 clean:
-	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-tracking .venv-trl .venv-experiments .venv-verifiers .venv-inspect .venv-vllm .venv-sglang .venv-tinker .venv-verl .venv-ray site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-tracking .venv-trl .venv-experiments .venv-verifiers .venv-inspect .venv-openenv .venv-vllm .venv-sglang .venv-tinker .venv-verl .venv-ray site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

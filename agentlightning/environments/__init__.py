@@ -14,12 +14,13 @@ from typing import Any, Final
 
 from agentlightning.environments.base import Environment as Environment
 from agentlightning.environments.inspect_tasks import InspectTask as inspect
+from agentlightning.environments.openenv_servers import OpenEnvServer as openenv
 from agentlightning.environments.verifiers_tasksets import VerifiersTaskset as verifiers
 from agentlightning.errors import ConfigError, nearest
 
-__all__ = ["Environment", "inspect", "open_environment", "verifiers"]
+__all__ = ["Environment", "inspect", "open_environment", "openenv", "verifiers"]
 
-HUBS: Final[Mapping[str, type[Environment]]] = {"verifiers": verifiers, "inspect": inspect}
+HUBS: Final[Mapping[str, type[Environment]]] = {"verifiers": verifiers, "inspect": inspect, "openenv": openenv}
 
 
 def open_environment(name: str, settings: Mapping[str, Any]) -> Environment:

@@ -1,0 +1,170 @@
+"""Environments with the real packages of their hubs, each in an environment of its own, and the embedded engine."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.cli.config import load_config
+from agentlightning.data.transitions import trace_rollout
+from agentlightning.environments import open_environment
+from agentlightning.environments.base import Environment
+from agentlightning.errors import ConfigError
+from agentlightning.types import Rollout, Span
+from tests.examples.loading import EXAMPLES
+from tests.frameworks.world import bin_of
+
+HERE = Path(__file__).parent
+SHOP = EXAMPLES / "environments"
+SMALL = ("algorithm.steps=1", "algorithm.tasks_per_step=2", "algorithm.group_size=2", "environment.limit=4")
+
+
+def train(hub: str, directory: Path, run_file: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    given = [word for one in (*SMALL, *settings) for word in ("--set", one)]
+    command = [bin_of(hub) / "python", "-m", "agentlightning.cli.main", "train", run_file, "--out", directory, *given]
+    return subprocess.run(command, cwd=directory.parent, capture_output=True, text=True, timeout=280, check=False)
+
+
+def stored(directory: Path) -> list[tuple[Rollout, list[Span]]]:
+    async def read() -> list[tuple[Rollout, list[Span]]]:
+        store = await agl.SqlStore.open(directory / "store.sqlite")
+        try:
+            return [(one, list(await store.query_spans(one.rollout_id))) for one in await store.query_rollouts()]
+        finally:
+            await store.close()
+
+    return asyncio.run(read())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hub", "reward", "metric"), [("verifiers", "right", "looked_up"), ("inspect", "match", "seconds")]
+)
+def test_one_file_trains_on_a_hubs_tasks_with_exact_tokens_named_rewards_and_metrics(
+    tmp_path: Path, hub: str, reward: str, metric: str
+) -> None:
+    done = train(hub, tmp_path / "run", SHOP / f"{hub}.yaml")
+    assert done.returncode == 0, done.stderr
+    ended = stored(tmp_path / "run")
+    assert {rollout.mode for rollout, _ in ended} == {"train", "val"}
+    trained = {str(rollout.input) for rollout, _ in ended if rollout.mode == "train"}
+    assert not trained & {str(rollout.input) for rollout, _ in ended if rollout.mode == "val"}
+    for rollout, spans in ended:
+        assert rollout.status == "succeeded"
+        (rewarded,) = agl.find_reward_spans(spans)
+        assert [one.name for one in agl.get_rewards_from_span(rewarded)] == [reward]
+        assert any(f"metrics.{metric}" in span.attributes for span in spans)
+        learned = trace_rollout(rollout, spans)
+        assert learned.transitions and not learned.excluded
+        assert all(len(one.logprobs) == len(one.response_ids) > 0 for one in learned.transitions)
+
+
+FAILING = """
+import verifiers.v1 as vf
+__all__ = ["Harness", "Failing"]
+class Task(vf.Task[vf.TaskData]): ...
+class Failing(vf.Taskset[Task, vf.TasksetConfig]):
+    def load(self):
+        return [Task(vf.TaskData(prompt=str(n)), self.config.task) for n in range(4)]
+class Harness(vf.Harness[vf.HarnessConfig]):
+    EXECUTES_CODE = NEEDS_CONTAINER = False
+    async def launch(self, *given, **named):
+        raise ValueError("out of order")
+"""
+
+
+@pytest.mark.slow
+def test_what_a_hub_reports_as_failed_fails_the_attempt_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(
+        (SHOP / "verifiers.yaml").read_text().replace("shop_taskset", "failing").replace("..", str(EXAMPLES))
+    )
+    done = train("verifiers", tmp_path / "run", run_file, "environment.held_out=0.5")
+    assert done.returncode == 1
+    assert "HarnessError" in done.stderr and "out of order" in done.stderr
+
+
+@pytest.mark.parametrize("hub", ["verifiers", "inspect"])
+def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(hub: str) -> None:
+    with pytest.raises(ConfigError, match=rf"pip install 'agent-lightning-next\[{hub}\]'"):
+        open_environment(f"{hub}:anything", {}).tasks()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("verifier:shop", {}, "did you mean 'verifiers'"),
+        ("verifiers", {}, "write HUB:NAME"),
+        ("verifiers:shop", {"harnes": "bash"}, "did you mean 'harness'"),
+        ("openenv:an/image", {}, "docker run -p 8000:8000"),
+        ("inspect:shop", {"held_out": 1}, "at least 0 and below 1"),
+    ],
+)
+def test_what_names_no_environment_is_refused(name: str, settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_environment(name, settings)
+
+
+class Numbers(Environment):
+    def tasks(self, **settings: int) -> list[int]:
+        return list(range(settings.get("start", 0), settings.get("start", 0) + 10))
+
+
+def test_held_out_tasks_are_chosen_by_content_or_by_the_hubs_own_settings() -> None:
+    trained, held_out = Numbers("numbers").split()
+    assert len(held_out) == 2 and sorted(trained + held_out) == list(range(10))
+    assert Numbers("numbers", held_out={"start": 50}).split()[1] == list(range(50, 60))
+
+
+def test_a_run_file_names_an_environment_instead_of_agent_and_dataset(tmp_path: Path) -> None:
+    run_file = tmp_path / "run.yaml"
+    (tmp_path / "shop.py").touch()
+    run_file.write_text("environment: inspect:shop.py@shop\nmodel: some/model\n")
+    config = load_config(run_file, ["environment.limit=5"])
+    assert config.environment == {"name": f"inspect:{tmp_path}/shop.py@shop", "limit": 5}
+    with pytest.raises(ConfigError, match="not both"):
+        load_config(run_file, (), {"agent": "agent.py:agent"})
+
+
+@pytest.mark.slow
+def test_a_server_of_openenv_is_played_one_session_at_a_time(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    server = subprocess.Popen([bin_of("openenv") / "python", HERE / "number_server.py", url.rpartition(":")[2]])
+    try:
+        wait_for(url)
+        run_file = tmp_path / "run.yaml"
+        own = f"  name: openenv:{url}\n  observation: text\n  held_out: 0.5\n"
+        _, _, rest = (SHOP / "verifiers.yaml").read_text().partition("  held_out: {split: heldout}\n")
+        run_file.write_text(f"environment:\n{own}{rest.replace('..', str(EXAMPLES))}")
+        done = train("openenv", tmp_path / "run", run_file)
+    finally:
+        server.terminate()
+        server.wait()
+    assert done.returncode == 0, done.stderr
+    ended = stored(tmp_path / "run")
+    assert len(ended) >= 8
+    for rollout, spans in ended:
+        assert rollout.status == "succeeded", done.stderr
+        rewards = [agl.get_reward_value(span) for span in agl.find_reward_spans(spans)]
+        assert len(rewards) == 3 and sum(rewards[:2]) == rewards[2] == agl.find_final_reward(spans)
+        assert len(trace_rollout(rollout, spans).transitions) == 2
+
+
+def wait_for(url: str) -> None:
+    for _ in range(240):
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.25)
+    raise AssertionError(f"nothing answers at {url}")
