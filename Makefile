@@ -61,6 +61,11 @@ environments: .venv-verifiers/.setup .venv-inspect/.setup .venv-openenv/.setup
 	scripts/environment_env.sh $* $(VENV)
 	@touch $@
 
+# Harbor, which needs Python 3.12: its test is skipped where this was not made.
+.venv-harbor/.setup: constraints-harbor.txt scripts/harbor_env.sh | setup
+	scripts/harbor_env.sh $(VENV)
+	@touch $@
+
 .venv-%/.setup: constraints-%.txt pyproject.toml scripts/framework_env.sh | setup
 	scripts/framework_env.sh $* $(VENV)
 	@touch $@
@@ -138,4 +143,4 @@ benchmarks: setup .venv-trl/.setup .venv-experiments/.setup
 	.venv-experiments/bin/python benchmarks/retrieval.py
 
 clean:
-	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-tracking .venv-trl .venv-experiments .venv-verifiers .venv-inspect .venv-openenv .venv-vllm .venv-sglang .venv-tinker .venv-verl .venv-ray site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-tracking .venv-trl .venv-experiments .venv-verifiers .venv-inspect .venv-openenv .venv-harbor .venv-vllm .venv-sglang .venv-tinker .venv-verl .venv-ray site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -203,6 +203,7 @@ async def _server(settings: ServerSettings, as_json: bool) -> None:
 @click.argument("agent", metavar="[FILE.py:NAME]", required=False)
 @click.option("--agent", "named", metavar="FILE.py:NAME", help="Another way to say which.")
 @click.option("--command", metavar="LINE", help="Run this program instead: 'python my_agent.py --task {task}'.")
+@click.option("--environment", metavar="HUB:NAME|RUN.yaml", help="Run this environment, or that of a run file.")
 @click.option("--reward", type=click.Choice(["auto", "stdout", "file", "url"]), default="auto", show_default=True,
               help="Where the reward of --command is: its last line, $AGL_REWARD_FILE, $AGL_REWARD_URL.")  # fmt: skip
 @click.option("--grader", metavar="LINE|FILE.py:NAME", help="What grades --command, a program or a function.")
@@ -230,6 +231,7 @@ def runner(
     agent: str | None,
     named: str | None,
     command: str | None,
+    environment: str | None,
     reward: RewardSource,
     grader: str | None,
     server: str,
@@ -245,8 +247,8 @@ def runner(
     from agentlightning.runner.agent import as_agent
     from agentlightning.runner.processes import place_of
 
-    if [agent, named, command].count(None) != 2:
-        raise click.UsageError("give the agent to run, once: FILE.py:NAME, or --command with a program")
+    if [agent, named, command, environment].count(None) != 3:
+        raise click.UsageError("give what to run, once: FILE.py:NAME, --environment, or --command with a program")
     agent = agent or named
     if command is None and (grader is not None or reward != "auto"):
         raise click.UsageError("--reward and --grader are for --command; a Python agent returns its reward")
@@ -258,7 +260,15 @@ def runner(
 
         names = instrumentation.instrument(*filter(None, instrument.split(",")))
         click.echo(f"instrumented: {', '.join(names) or 'nothing, no instrumentation is installed'}", err=True)
-    if command is None:
+    if environment is not None:
+        from agentlightning.cli.config import load_config
+        from agentlightning.cli.training import load_agent
+
+        is_file = environment.endswith((".yaml", ".yml"))
+        loaded = load_agent(
+            load_config(Path(environment)) if is_file else load_config(None, (), {"environment": environment})
+        )
+    elif command is None:
         loaded = as_agent(agent or "")
     else:
         loaded = CommandConfig(command=command, reward=reward, grader=grader).load()
@@ -271,7 +281,7 @@ def runner(
         raise click.UsageError("--instrument reaches no other process; call agentlightning.instrument() in FILE.py")
     try:
         with garbage_sought_seldom(), watched() as end_after:
-            run_to_end(_runner(loaded, agent or f"`{command}`", server, key, end_after, **options))
+            run_to_end(_runner(loaded, agent or environment or f"`{command}`", server, key, end_after, **options))
     except (asyncio.CancelledError, TimeoutError):
         raise click.Abort from None
 

@@ -13,14 +13,20 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from agentlightning.environments.base import Environment as Environment
+from agentlightning.environments.harbor_datasets import HarborTasks as harbor
 from agentlightning.environments.inspect_tasks import InspectTask as inspect
 from agentlightning.environments.openenv_servers import OpenEnvServer as openenv
 from agentlightning.environments.verifiers_tasksets import VerifiersTaskset as verifiers
 from agentlightning.errors import ConfigError, nearest
 
-__all__ = ["Environment", "inspect", "open_environment", "openenv", "verifiers"]
+__all__ = ["Environment", "harbor", "inspect", "open_environment", "openenv", "verifiers"]
 
-HUBS: Final[Mapping[str, type[Environment]]] = {"verifiers": verifiers, "inspect": inspect, "openenv": openenv}
+HUBS: Final[Mapping[str, type[Environment]]] = {
+    "verifiers": verifiers,
+    "inspect": inspect,
+    "openenv": openenv,
+    "harbor": harbor,
+}
 
 
 def open_environment(name: str, settings: Mapping[str, Any]) -> Environment:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
+import sys
 import time
-import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 
 import agentlightning as agl
 from agentlightning.cli.config import load_config
@@ -26,9 +29,10 @@ SHOP = EXAMPLES / "environments"
 SMALL = ("algorithm.steps=1", "algorithm.tasks_per_step=2", "algorithm.group_size=2", "environment.limit=4")
 
 
-def train(hub: str, directory: Path, run_file: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+def train(hub: str | None, directory: Path, run_file: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     given = [word for one in (*SMALL, *settings) for word in ("--set", one)]
-    command = [bin_of(hub) / "python", "-m", "agentlightning.cli.main", "train", run_file, "--out", directory, *given]
+    python = sys.executable if hub is None else bin_of(hub) / "python"
+    command = [python, "-m", "agentlightning.cli.main", "train", run_file, "--out", directory, *given]
     return subprocess.run(command, cwd=directory.parent, capture_output=True, text=True, timeout=280, check=False)
 
 
@@ -136,14 +140,12 @@ def test_a_run_file_names_an_environment_instead_of_agent_and_dataset(tmp_path: 
 
 @pytest.mark.slow
 def test_a_server_of_openenv_is_played_one_session_at_a_time(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    server = subprocess.Popen([bin_of("openenv") / "python", HERE / "number_server.py", url.rpartition(":")[2]])
+    port = free_port()
+    server = subprocess.Popen([bin_of("openenv") / "python", HERE / "number_server.py", str(port)])
     try:
-        wait_for(url)
+        wait_for(port)
         run_file = tmp_path / "run.yaml"
-        own = f"  name: openenv:{url}\n  observation: text\n  held_out: 0.5\n"
+        own = f"  name: openenv:http://127.0.0.1:{port}\n  observation: text\n  held_out: 0.5\n"
         _, _, rest = (SHOP / "verifiers.yaml").read_text().partition("  held_out: {split: heldout}\n")
         run_file.write_text(f"environment:\n{own}{rest.replace('..', str(EXAMPLES))}")
         done = train("openenv", tmp_path / "run", run_file)
@@ -160,11 +162,58 @@ def test_a_server_of_openenv_is_played_one_session_at_a_time(tmp_path: Path) -> 
         assert len(trace_rollout(rollout, spans).transitions) == 2
 
 
-def wait_for(url: str) -> None:
-    for _ in range(240):
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def wait_for(port: int) -> None:
+    for _ in range(480):
+        with socket.socket() as asked:
+            if asked.connect_ex(("127.0.0.1", port)) == 0:
                 return
-        except OSError:
-            time.sleep(0.25)
-    raise AssertionError(f"nothing answers at {url}")
+        time.sleep(0.25)
+    raise AssertionError(f"nobody listens at port {port}")
+
+
+@pytest.mark.slow
+def test_a_folder_of_harbors_tasks_is_played_by_a_runner_in_its_own_environment(tmp_path: Path) -> None:
+    programs = bin_of("harbor", required=False)  # it needs Python 3.12, which not every machine has
+    for number in (10, 11, 12, 13):
+        folder = tmp_path / "tasks" / f"say-{number}"
+        (folder / "tests").mkdir(parents=True)
+        (folder / "environment").mkdir()
+        (folder / "task.toml").write_text('version = "1.0"\n')
+        (folder / "instruction.md").write_text(f"How many of the lamp: {number}?")
+        test = """test -f answer.txt && echo '{"right": 0.5, "written": 1}' > "$(dirname "$0")/../logs/verifier/reward.json"\n"""
+        (folder / "tests" / "test.sh").write_text(test)
+    port = free_port()
+    own = {"name": f"harbor:{tmp_path / 'tasks'}", "held_out": 0.5, "reward": "right"}
+    own |= {
+        "agent": {"import_path": "local_harbor:Asking"},
+        "environment": {"import_path": "local_harbor:LocalEnvironment"},
+    }
+    settings = yaml.safe_load((SHOP / "verifiers.yaml").read_text().replace("..", str(EXAMPLES)))
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(
+        yaml.dump({**settings, "environment": own, "n_runners": 0, "port": port, "api_key": "a key of ours"})
+    )
+    command = [programs / "agl", "runner", "--environment", run_file, "--server", f"http://127.0.0.1:{port}"]
+    keys = {**os.environ, "AGL_KEY": "a key of ours", "PYTHONPATH": str(HERE)}
+    with ThreadPoolExecutor() as pool:
+        training = pool.submit(train, None, tmp_path / "run", run_file)
+        wait_for(port)
+        runner = subprocess.Popen(command, env=keys)
+        try:
+            done = training.result()
+        finally:
+            runner.terminate()
+            runner.wait()
+    assert done.returncode == 0, done.stderr
+    for rollout, spans in stored(tmp_path / "run"):
+        assert rollout.status == "succeeded"
+        (rewarded,) = agl.find_reward_spans(spans)
+        rewards = {one.name: one.value for one in agl.get_rewards_from_span(rewarded)}
+        assert rewards == {"reward": 0.5, "right": 0.5, "written": 1.0}
+        assert len(trace_rollout(rollout, spans).transitions) == 1
