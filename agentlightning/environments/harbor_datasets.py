@@ -42,7 +42,7 @@ class HarborTasks(Environment):
     async def play(self, task: Any, llm: LLM, attempt_id: str) -> Played:
         trials, configs = imported("harbor.trial.trial", self.extra), imported("harbor.models.trial.config", self.extra)
         variables = agent_environment(llm, "", attempt_id, None, "none")
-        agent = {"name": self.agent} if isinstance(self.agent, str) else dict(self.agent)
+        agent: dict[str, Any] = {"name": self.agent} if isinstance(self.agent, str) else dict(self.agent)
         agent = {"model_name": f"openai/{llm.model}", **agent, "env": {**variables, **agent.get("env", {})}}
         place = {"type": self.environment} if isinstance(self.environment, str) else dict(self.environment)
         with tempfile.TemporaryDirectory(prefix="agl-harbor-") as kept:

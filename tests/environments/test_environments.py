@@ -186,8 +186,8 @@ def test_a_folder_of_harbors_tasks_is_played_by_a_runner_in_its_own_environment(
         (folder / "environment").mkdir()
         (folder / "task.toml").write_text('version = "1.0"\n')
         (folder / "instruction.md").write_text(f"How many of the lamp: {number}?")
-        test = """test -f answer.txt && echo '{"right": 0.5, "written": 1}' > "$(dirname "$0")/../logs/verifier/reward.json"\n"""
-        (folder / "tests" / "test.sh").write_text(test)
+        rewarded = """echo '{"right": 0.5, "written": 1}' > "$(dirname "$0")/../logs/verifier/reward.json"\n"""
+        (folder / "tests" / "test.sh").write_text(f"test -f answer.txt && {rewarded}")
     port = free_port()
     own = {"name": f"harbor:{tmp_path / 'tasks'}", "held_out": 0.5, "reward": "right"}
     own |= {
