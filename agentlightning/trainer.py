@@ -282,7 +282,7 @@ class Trainer:
             boot_of(agent, self._place, self.tracer, None)  # before anything is made for it
             self._concurrency = self.n_runners or usual_concurrency(self._place)
         if self.models or self.sampler is not None:
-            self._opening(algorithm, Path()).check()
+            self._opening(algorithm, Path()).check(self.models.values())
         directory = RunDirectory(
             self.run_dir or "runs", algorithm.name, named=self.run_dir is not None, resume=resume, seed=self.seed
         )
@@ -483,6 +483,7 @@ class Trainer:
     def _config(self, algorithm: Algorithm) -> dict[str, Any]:
         """The resolved settings, for the run's manifest."""
         settings = dataclasses.asdict(algorithm) if dataclasses.is_dataclass(algorithm) else {}
+        sampler = self.sampler if isinstance(self.sampler, Mapping) else {self.sampler or "embedded": "start"}
         as_given = ("dtype", "max_sequence_length", "device", "threads", "deterministic", "time_limit", "run_file")
         return {
             "models": {
@@ -495,6 +496,7 @@ class Trainer:
             "optimizer": dataclasses.asdict(self._optimizer(algorithm)),
             "lora": None if self.lora is None else dataclasses.asdict(self.lora),
             "learner": self.learner or "torch",
+            "sampler": {key: value for key, value in sampler.items() if key in ("embedded", "vllm", "sglang", "model")},
             "n_runners": self._concurrency,
             **{name: getattr(self, name) for name in as_given},
         }

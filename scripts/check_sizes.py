@@ -12,7 +12,7 @@ from pathlib import Path
 
 FILE_LINES = 500
 FUNCTION_LINES = 60
-PACKAGE_LINES = 48_480  # 46,670, 1,300 for engines elsewhere, 510 for environments; lower it when it shrinks
+PACKAGE_LINES = 47_970  # 46,670 and 1,300 for engines elsewhere; lower it when the package shrinks
 
 
 def oversized(path: Path) -> Iterator[str]:

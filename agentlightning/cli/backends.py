@@ -61,7 +61,7 @@ def with_backend(
     *, required: bool, left_out: str = "it is what OPENAI_BASE_URL, OPENAI_API_KEY and their like say"
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """`--backend` and what says more of it, handed to the command as one `backend`, an `Upstream` or None."""
-    address = "The server, such as http://localhost:8000/v1."
+    address = "Who answers, such as http://localhost:8000/v1."
     if not required:
         address += f" Left out, {left_out}."
     options = together(
@@ -69,7 +69,7 @@ def with_backend(
         click.option("--kind", type=click.Choice(["vllm", "sglang", "openai", "azure", "anthropic"]),
                      help="What it is. Left out, it is told by its address, or else asked whether it is vLLM."),
         click.option("--backend-key", metavar="KEY", envvar="AGL_BACKEND_KEY", show_envvar=True,
-                     help="The server's key; else OPENAI_API_KEY, AZURE_OPENAI_API_KEY or ANTHROPIC_API_KEY."),
+                     help="That server's key; else OPENAI_API_KEY, AZURE_OPENAI_API_KEY or ANTHROPIC_API_KEY."),
         click.option("--tokenizer", metavar="ID|DIR",
                      help="Of a model on vLLM or SGLang: chats are rendered here. SGLang tells its own."),
     )  # fmt: skip

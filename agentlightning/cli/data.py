@@ -85,7 +85,7 @@ class _Exported:
     left_out: Counter[str] = field(default_factory=Counter[str])
 
 
-_UNITS: Final = {"parquet": "rows", "sft": "conversations", "sharegpt": "conversations", "dpo": "pairs"}
+_UNITS: Final = {"parquet": "rows", "sft": "conversations", "dpo": "pairs"}
 
 
 @data.command("export")
@@ -94,7 +94,7 @@ _UNITS: Final = {"parquet": "rows", "sft": "conversations", "sharegpt": "convers
     "kind",
     type=click.Choice(list(_UNITS)),
     required=True,
-    help="parquet: transitions; sft, sharegpt: conversations to imitate; dpo: pairs to prefer.",
+    help="parquet: transitions; sft: conversations to imitate; dpo: pairs to prefer.",
 )
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", required=True)
 @click.option("--run", "run_id", metavar="ID", help="Only rollouts of this run.")
@@ -115,7 +115,7 @@ _UNITS: Final = {"parquet": "rows", "sft": "conversations", "sharegpt": "convers
 @click.option("--model", "models", multiple=True, metavar="NAME", help="Learn only from this model, frozen or not.")
 @click.option("--agents", metavar="PATTERN", help="Learn only from these agents: 'writer|rewriter'.")
 @click.option("--min-reward", type=float, metavar="X", help="Only rollouts of at least this reward.")
-@click.option("--best-of-group", is_flag=True, help="sft, sharegpt: only the best rollout of each group.")
+@click.option("--best-of-group", is_flag=True, help="sft: only the best rollout of each group.")
 @click.option(
     "--pairs",
     type=click.Choice(["best", "all"]),
@@ -143,8 +143,8 @@ async def export(
     """Write recorded rollouts as a dataset.
 
     STORE is a SQLite file or a postgresql:// URL; default the newest of agentlightning.sqlite and runs/*."""
-    if best_of_group and kind not in ("sft", "sharegpt"):
-        raise click.UsageError("--best-of-group goes with --format sft and sharegpt")
+    if best_of_group and kind != "sft":
+        raise click.UsageError("--best-of-group goes with --format sft")
     if pairs == "all" and kind != "dpo":
         raise click.UsageError("--pairs goes with --format dpo")
     from agentlightning.data.agents import agent_pattern
@@ -181,7 +181,7 @@ async def _export(store: LightningStore, where: Filter, wanted: Wanted, kind: st
     from agentlightning.data.transition_table import TransitionFile, transition_lines
     from agentlightning.display import counting
 
-    formats = {"sft": export.sft_lines, "sharegpt": export.sharegpt_lines, "dpo": export.dpo_lines}
+    formats = {"sft": export.sft_lines, "dpo": export.dpo_lines}
     lines_of = formats.get(kind, transition_lines)
     done, total = _Exported(), (await store.page_rollouts(where, limit=0, with_total=True)).total
     with _writing(out, force) as (file, keep):

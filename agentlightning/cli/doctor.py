@@ -240,18 +240,18 @@ async def _writing() -> Check:
 
 async def _server(url: str, key: str | None) -> AsyncGenerator[Check]:
     try:
-        health = await _ask(url, "/health", None)
-        ready = (await _ask(url, "/ready", None)).body
+        _, date, here = await _ask(url, "/health", None)
+        ready, _, _ = await _ask(url, "/ready", None)
     except AgentLightningError as error:
         yield Check("server", "failed", str(error), "start it: agl server --store work.sqlite; or look at its log")
         return
     yield Check("server", "ok", f"{url} is {ready['status']}")
-    if health.date is not None:
-        yield _clock(health.date, health.time)
+    if date is not None:
+        yield _clock(date, here)
     try:
         await _ask(url, "/api/v1/statistics", key)
         yield Check("key", "ok", "the server takes it" if key else "the server needs none")
-        models = (await _ask(url, "/api/v1/models", key)).body
+        models, _, _ = await _ask(url, "/api/v1/models", key)
     except ForbiddenError as error:
         yield Check("key", "failed", str(error), "export AGL_KEY=…, the server's own; `agl keys issue` makes others")
         return
@@ -267,19 +267,10 @@ async def _server(url: str, key: str | None) -> AsyncGenerator[Check]:
             )
 
 
-@dataclass(frozen=True)
-class _Told:
-    """What a server answered: its JSON, the text of its Date header, and our time halfway between question and answer
-    (seconds since the epoch)."""
-
-    body: Any
-    date: str | None
-    time: float
-
-
-async def _ask(server: str, path: str, key: str | None) -> _Told:
-    """GET `path` of a server. UnavailableError where it cannot be reached, NotFoundError where it has no such
-    path, its own error where it refuses."""
+async def _ask(server: str, path: str, key: str | None) -> tuple[Any, str | None, float]:
+    """GET `path` of a server: its JSON, its Date header, and our time halfway between question and answer.
+    UnavailableError where it cannot be reached, NotFoundError where it has no such path, its own error where it
+    refuses."""
     url = f"{server.rstrip('/')}{path}"
     headers = {"authorization": f"Bearer {key}"} if key else {}
     asked = time.time()
@@ -299,7 +290,7 @@ async def _ask(server: str, path: str, key: str | None) -> _Told:
         body = msgspec.json.decode(said)
     except msgspec.DecodeError:
         raise UnavailableError(f"what answers at {url} is no `agl server`: it does not speak JSON") from None
-    return _Told(body, answer.headers.get("date"), (asked + time.time()) / 2)
+    return body, answer.headers.get("date"), (asked + time.time()) / 2
 
 
 def _clock(date: str, here: float) -> Check:
@@ -315,16 +306,6 @@ def _clock(date: str, here: float) -> Check:
 
 
 # --- a backend ---------------------------------------------------------------------------------------------------
-
-
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    """What every server of OpenAI's or Anthropic's API lists at `/models`."""
-
-    data: list[_Model]
 
 
 async def _backend(upstream: Upstream, model: str | None) -> AsyncGenerator[Check]:
@@ -348,12 +329,12 @@ async def _answers(backend: HttpBackend | SglangBackend, model: str | None) -> A
 
     try:
         async with backend.connection.posted(backend.connection.url("models"), None, accepted=True) as response:
-            listed = msgspec.json.decode(await response.read(), type=_Models)
-    except (BackendError, msgspec.DecodeError) as error:
+            listed = msgspec.json.decode(await response.read())
+        served = [str(one["id"]) for one in listed["data"]]
+    except (BackendError, msgspec.DecodeError, LookupError, TypeError) as error:
         fix = "see that the server runs, that the URL is right (it usually ends in /v1), and --backend-key"
         yield Check("backend", "failed", f"{backend.name}/models: {error}", fix)
         return
-    served = [one.id for one in listed.data]
     yield Check("backend", "ok", f"{backend.name}, {backend.kind}, serves {', '.join(served[:5]) or 'no model'}")
     model = model or next(iter(served), None)
     if model is None:

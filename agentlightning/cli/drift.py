@@ -6,8 +6,7 @@ This module reads a store page by page and prints; what drift is and how its kin
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -19,7 +18,6 @@ from agentlightning.types import And, Condition, Filter
 
 if TYPE_CHECKING:
     from agentlightning.gateway.chat.drift import Comparison, DriftCheck, DriftReport
-    from agentlightning.gateway.chat.template import ChatTemplate
 
 _AT_ONCE: Final = 32  # spans held in memory, each with a whole prompt
 _SEPARATOR: Final = "·"
@@ -39,7 +37,8 @@ async def drift(place: Place, source: str, run_id: str | None, model: str | None
 
     check, report = await _compare(place, source, _calls(run_id, model), examples)
     if as_json:
-        print_json(_summary(check, report))
+        told = {"compared": report.compared, "drift": report.found(), "refused_prompts": check.refused}
+        print_json(told | {"examples": report.examples()})
         return
     _show(check, report)
 
@@ -55,11 +54,11 @@ def _calls(run_id: str | None, model: str | None) -> Filter:
 
 async def _compare(place: Place, source: str, where: Filter, examples: int) -> tuple[DriftCheck, DriftReport]:
     async with place.open(reading=True) as store:
-        chat = load_chat(source)
         from agentlightning.display import counting
+        from agentlightning.gateway.backends.kinds import chat_template
         from agentlightning.gateway.chat.drift import DriftCheck, DriftReport, recorded_call
 
-        check, report = DriftCheck(chat), DriftReport(examples)
+        check, report = DriftCheck(chat_template(source)), DriftReport(examples)
         cursor, done = None, 0
         with counting("calls", (await store.page_spans(where, limit=0, with_total=True)).total) as advance:
             while True:
@@ -82,40 +81,7 @@ async def _compare(place: Place, source: str, where: Filter, examples: int) -> t
     return check, report
 
 
-def load_chat(source: str) -> ChatTemplate:
-    """ConfigError says why there is none."""
-    if source.startswith((".", "/", "~")) and not Path(source).exists():
-        raise ConfigError(f"tokenizer path {source} does not exist")
-    try:
-        from transformers import AutoTokenizer
-
-        from agentlightning.gateway.chat.template import ChatTemplate
-    except ImportError:
-        raise ConfigError(
-            "agl drift needs transformers; install it with: pip install 'agent-lightning-next[train]'"
-        ) from None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ConfigError(
-            f"cannot load the tokenizer {source!r}: {reason}. Give a model's or tokenizer's directory, or its id on "
-            "the Hugging Face hub (which must be reachable, or in its local cache)"
-        ) from None
-    return ChatTemplate.from_pretrained(tokenizer)
-
-
 # --- what is shown ------------------------------------------------------------------------------------------------
-
-
-def _summary(check: DriftCheck, report: DriftReport) -> dict[str, Any]:
-    """The object that `--json` prints."""
-    return {
-        "compared": report.compared,
-        "drift": report.found(),
-        "refused_prompts": check.refused,
-        "examples": report.examples(),
-    }
 
 
 def _show(check: DriftCheck, report: DriftReport) -> None:

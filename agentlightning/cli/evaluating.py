@@ -11,14 +11,14 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 import msgspec
 from rich.console import Console
 
 from agentlightning.cli.config import TrainConfig, load_config
-from agentlightning.cli.options import json_option, print_json
+from agentlightning.cli.options import Numbers, json_option, print_json
 from agentlightning.cli.place import Place
 from agentlightning.cli.training import INTERRUPTED, answering, answering_options, fit, running_flags
 from agentlightning.errors import ConfigError, NotFoundError
@@ -32,20 +32,6 @@ _READING: Final = {"rollouts", "mode", "compare", "ks", "threshold", "confidence
 _PLACE: Final = {"store", "server", "api_key"}
 
 
-class Counts(click.ParamType):
-    """`1,4,8`."""
-
-    name = "counts"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return cast("tuple[int, ...]", value)
-        parts = str(value).split(",")
-        if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-            self.fail(f"{value!r} is no list of numbers of attempts; write 1,4,8", param, ctx)
-        return tuple(sorted({int(part) for part in parts}))
-
-
 @click.command("eval")
 @click.argument("agent", metavar="[FILE.py:NAME|RUN.yaml]", required=False)
 @click.option("--dataset", metavar="DATA", help="Tasks: a file, or file.py:name; default the val_dataset of RUN.yaml.")
@@ -56,7 +42,7 @@ class Counts(click.ParamType):
     "--mode", type=click.Choice(["train", "val", "test"]), help="Of rollouts; default test, or what is stored."
 )
 @click.option("--compare", nargs=2, metavar="A B", help="Two models, prompts (NAME=FILE) or versions (RUN@N); or runs.")
-@click.option("-k", "ks", type=Counts(), metavar="1,4,8", help="Which pass@k; default 1 and --samples.")
+@click.option("-k", "ks", type=Numbers(1), metavar="1,4,8", help="Which pass@k; default 1 and --samples.")
 @click.option("--threshold", type=float, default=1.0, show_default=True, help="The least reward that passes.")
 @click.option("--confidence", type=float, default=0.95, show_default=True, help="Of the intervals.")
 @click.option("--by", multiple=True, metavar="FIELD", help="Break down by this field of tasks; default tags and kind.")
@@ -88,7 +74,7 @@ def eval(
     from agentlightning.algorithm.base import Stopped
     from agentlightning.algorithm.measures import TAG_FIELDS, Measures
 
-    measures = Measures(ks, threshold, confidence)
+    measures = Measures(ks and tuple(sorted({*ks})), threshold, confidence)
     console = Console(stderr=as_json, highlight=False)
     fields = by or TAG_FIELDS
     _check(ctx, agent, rollouts, compare)
@@ -127,8 +113,8 @@ def _config(agent: str, mode: Mode, ks: tuple[int, ...] | None, running: dict[st
     told = {name: running.pop(name) for name in ("model", "endpoint", "endpoint_model", "endpoint_key")}
     model, resources = answering(**told)
     samples, dataset = running.pop("samples"), running.pop("dataset")
-    if ks is not None and ks[-1] > samples:
-        raise click.UsageError(f"pass@{ks[-1]} needs {ks[-1]} attempts at each task: --samples {ks[-1]}")
+    if ks is not None and (most := max(ks)) > samples:
+        raise click.UsageError(f"pass@{most} needs {most} attempts at each task: --samples {most}")
     run_file = Path(agent) if agent.endswith((".yaml", ".yml")) else None
     flags = {**running, "agent": None if run_file else agent, "val_dataset": dataset, "train_dataset": []}
     config = load_config(run_file, (), flags)
@@ -206,7 +192,7 @@ def _variant(config: TrainConfig, name: str) -> TrainConfig:
 
 
 async def _prompts(name: str, config: TrainConfig) -> dict[str, PromptTemplate]:
-    from agentlightning.cli.repeating import open_run
+    from agentlightning.cli.runs import open_run
 
     run_name, _, wanted = name.rpartition("@")
     async with open_run(run_name, Place(config.store, config.server, config.api_key)) as (store, _):
@@ -227,7 +213,7 @@ async def _prompts(name: str, config: TrainConfig) -> dict[str, PromptTemplate]:
 async def _stored(name: str, mode: Mode | None, place: Place, fields: Sequence[str]) -> list[Measured]:
     """The rollouts of `RUN`, or of its evaluation after step N, or with version N of its resources: `RUN@N`."""
     from agentlightning.algorithm.measures import measured
-    from agentlightning.cli.repeating import open_run
+    from agentlightning.cli.runs import open_run
     from agentlightning.data.transitions import trace_rollout
     from agentlightning.display import counting
 

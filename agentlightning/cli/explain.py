@@ -5,29 +5,23 @@ This module reads a store and prints; what is explained is the business of `agen
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
 
-from agentlightning.cli.drift import load_chat, visible
+from agentlightning.cli.drift import visible
 from agentlightning.cli.options import print_json
 from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, with_place
 from agentlightning.errors import NotFoundError
-from agentlightning.types import Order, Rollout, Run
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from agentlightning.data.drift_kinds import Classifier
     from agentlightning.data.explanation import ExplainedBreak, ExplainedCall, Explanation
-    from agentlightning.store.base import LightningStore
 
-_LOOKED_THROUGH: Final = 1000  # rollouts, for one whose id is nearly that which was asked for
-_FILE: Final = "tokenizer.json"
 _COLUMNS: Final = (
     "call", "agent", "model", "prompt", "shared", "new", "sampled", "version", "trains", "reward", "tools",
 )  # fmt: skip
@@ -43,58 +37,26 @@ async def explain(rollout_id: str, place: Place, source: str | None, as_json: bo
 
     STORE is a SQLite file or a postgresql:// URL; default the newest of agentlightning.sqlite and runs/*."""
 
+    from agentlightning.dashboard.credit import trained_by
+    from agentlightning.dashboard.tokens import Tokenizers, classifier_of
+    from agentlightning.data.explanation import explain_rollout
+    from agentlightning.data.transitions import trace_rollout
+    from agentlightning.gateway.backends.kinds import chat_template
+
     async with place.open(reading=True) as store:
-        explanation, classifier = await _explanation(store, rollout_id, source or _own_tokenizer(place.address))
+        rollout = await store.get_rollout_by_id(rollout_id)
+        if rollout is None:
+            raise NotFoundError(f"there is no rollout {rollout_id!r} in this store; `agl rollouts ls` lists them")
+        spans = await store.query_spans(rollout_id, "latest")
+        trained = await trained_by(store, rollout.run_id)
+    own = Tokenizers(place.address).find()  # that of the run, beside its store
+    classifier = classifier_of(chat_template(source).token_bytes if source else own and own[1])
+    traced = trace_rollout(rollout, spans, calls=trained.calls, reward=trained.reward)
+    explanation = explain_rollout(traced, spans, classifier)
     if as_json:
         print_json(explanation)
-        return
-    _show(explanation, classifier)
-
-
-def _own_tokenizer(place: str | None) -> str | None:
-    """The directory with the weights that a run in this place started from."""
-    start = Path(place or "").parent / "start"
-    return str(start) if place and (start / _FILE).is_file() else None
-
-
-async def _explanation(
-    store: LightningStore, rollout_id: str, source: str | None
-) -> tuple[Explanation, Classifier | None]:
-    from agentlightning.data.explanation import explain_rollout
-    from agentlightning.data.recorded import training_of
-    from agentlightning.data.transitions import trace_rollout
-
-    rollout = await store.get_rollout_by_id(rollout_id)
-    if rollout is None:
-        raise NotFoundError(f"there is no rollout {rollout_id!r} in this store; {await _nearest(store, rollout_id)}")
-    spans = await store.query_spans(rollout_id, "latest")
-    trained = training_of(await _run_of(store, rollout))
-    classifier = None if source is None else _classifier(source)
-    traced = trace_rollout(rollout, spans, calls=trained.calls, reward=trained.reward)
-    return explain_rollout(traced, spans, classifier), classifier
-
-
-async def _nearest(store: LightningStore, rollout_id: str) -> str:
-    newest = Order(field="start_time", descending=True)
-    page = await store.page_rollouts(None, [newest], limit=_LOOKED_THROUGH)
-    close = difflib.get_close_matches(rollout_id, [one.rollout_id for one in page.items], n=1)
-    return f"did you mean {close[0]!r}?" if close else "`agl rollouts ls` lists them"
-
-
-async def _run_of(store: LightningStore, rollout: Rollout) -> Run | None:
-    return next((one for one in await store.query_runs() if one.run_id == rollout.run_id), None)
-
-
-def _classifier(source: str) -> Classifier:
-    from tokenizers import Tokenizer
-
-    from agentlightning.data.drift_kinds import Classifier
-    from agentlightning.data.token_bytes import TokenBytes
-
-    file = Path(source) / _FILE
-    if file.is_file():  # without transformers, which takes seconds to load
-        return Classifier(TokenBytes(Tokenizer.from_file(str(file))))
-    return Classifier(load_chat(source).token_bytes)
+    else:
+        _show(explanation, classifier)
 
 
 # --- what is shown ------------------------------------------------------------------------------------------------

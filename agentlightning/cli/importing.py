@@ -53,7 +53,7 @@ def import_(
         click.echo(f"… and {len(problems) - _PROBLEMS_SHOWN} more", err=True)
     spans = [span for one in read for span in one.spans]
     if problems and (strict or not spans):
-        raise InvalidError(f"{_parts(problems)} not be read; nothing was stored")
+        raise InvalidError(f"{_number(len(problems), 'part')} could not be read; nothing was stored")
     records = rollouts_of(spans, by=by, reward=reward, mode=mode)
     new = asyncio.run(_stored(place, records))
     _report(records, new, reward, problems, as_json)
@@ -85,21 +85,17 @@ def _report(
     from agentlightning.tracing.rewards import find_final_reward
 
     count = sum(len(record.spans) for record in new)
+    stored_already = len(records) - len(new)
     told = [f"stored {_number(len(new), 'rollout')} with {_number(count, 'span')}" if new else "stored nothing"]
-    if len(new) < len(records):
-        told.append(f"{len(records) - len(new)} stored already, left as they are")
+    if stored_already:
+        told.append(f"{stored_already} stored already, left as they are")
     if reward is not None and (without := sum(find_final_reward(record.spans) is None for record in new)):
         told.append(f"{without} without a number as {reward!r}, so without a reward")
     if problems:
-        told.append(f"{_parts(problems)} not be read")
-    stored_already = len(records) - len(new)
+        told.append(f"{_number(len(problems), 'part')} could not be read")
     what = {"rollouts": len(new), "spans": count, "stored_already": stored_already, "problems": list(problems)}
     tell(as_json, what, "; ".join(told))
 
 
 def _number(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
-def _parts(problems: Sequence[str]) -> str:
-    return "1 part could" if len(problems) == 1 else f"{len(problems)} parts could"

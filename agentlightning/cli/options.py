@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import click
 import msgspec
@@ -36,6 +36,23 @@ def tell(as_json: bool, what: object, words: str) -> None:
         print_json(what)
     else:
         click.echo(words)
+
+
+class Numbers(click.ParamType[tuple[int, ...]]):
+    """`"1,4,8"` → (1, 4, 8). A usage error for what is no list of whole numbers from `least` on."""
+
+    name = "numbers"
+
+    def __init__(self, least: int = 0) -> None:
+        self._least = least
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return cast("tuple[int, ...]", value)
+        parts = str(value).split(",")
+        if not all(part.strip().isdecimal() and int(part) >= self._least for part in parts):
+            self.fail(f"{value!r} is no list of numbers from {self._least} on; write 1,4,8", param, ctx)
+        return tuple(map(int, parts))
 
 
 # --- durations ---------------------------------------------------------------------------------------------------

@@ -1,70 +1,28 @@
 """`agl train --from RUN`: the manifest of a run → the configuration that repeats it, and what would be different.
 
-It finds the run and compares; that a run of this configuration is trained is the business of `training`.
+That a run of this configuration is trained is the business of `training`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
-from agentlightning.algorithm.directory import MARK, fingerprint, read_mark
+from agentlightning.algorithm.directory import fingerprint
 from agentlightning.cli.config import TrainConfig, load_config
-from agentlightning.cli.place import RUNS, STORE_FILE, Place
+from agentlightning.cli.place import Place
+from agentlightning.cli.runs import choose_runs
 from agentlightning.data.datasets import load_dataset
-from agentlightning.errors import ConfigError, NotFoundError
-from agentlightning.store.base import LightningStore
+from agentlightning.errors import ConfigError
 from agentlightning.types import Run
 
 
 def find_run(name: str, place: Place) -> Run:
-    """The run of a directory, or with an id: in the store or at the server that is named, else below `runs/`.
-
-    NotFoundError where there is none; ConfigError for a directory without a run."""
-
-    async def read() -> Run:
-        async with open_run(name, place) as (_, run):
-            return run
-
-    return asyncio.run(read())
-
-
-@contextlib.asynccontextmanager
-async def open_run(name: str, place: Place) -> AsyncGenerator[tuple[LightningStore, Run]]:
-    """The run that `find_run` finds, and the store that has it."""
-    run_id, place = _locate(name, place)
-    async with place.open(reading=True) as store:
-        found = next((run for run in await store.query_runs() if run.run_id == run_id), None)
-        if found is None:
-            raise NotFoundError(f"{place} has no run {run_id}; `agl runs {place.address or '--server …'}` lists them")
-        yield store, found
-
-
-def _locate(name: str, place: Place) -> tuple[str, Place]:
-    """The run's id, and where it is stored."""
-    directory = Path(name)
-    if not directory.is_dir() and not place.named:
-        marks = (mark.parent for mark in RUNS.glob(f"**/{MARK}"))
-        found = next((one for one in marks if read_mark(one).run_id == name), None)
-        if found is None:
-            raise NotFoundError(
-                f"there is no run directory {name}, and no run of that id below {RUNS}/; name its directory, or the "
-                "store that has it with --store or --server"
-            )
-        directory = found
-    if not directory.is_dir():
-        return name, place
-    run_id, own = read_mark(directory).run_id, directory / STORE_FILE
-    if own.is_file():
-        return run_id, Place(str(own))
-    if not place.named:
-        raise ConfigError(f"the run in {directory} is stored elsewhere; say where with --store or --server")
-    return run_id, place
+    """The run of this name, as `choose_runs` finds it."""
+    return asyncio.run(choose_runs([name], place))[0].run
 
 
 def repeated(run: Run, assignments: Iterable[str], flags: Mapping[str, Any]) -> TrainConfig:

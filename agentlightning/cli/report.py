@@ -20,7 +20,7 @@ import msgspec
 from agentlightning.cli.options import print_json
 from agentlightning.cli.place import READ_STORE, Place, with_place
 from agentlightning.cli.rollouts import ENDED, with_rewards
-from agentlightning.cli.runs import CURVES, StoredRun, choose_runs, count_rollouts
+from agentlightning.cli.runs import StoredRun, choose_runs, count_rollouts
 from agentlightning.errors import ConfigError
 from agentlightning.types import And, Condition, Order, Span
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 _TEMPLATE: Final = Path(__file__).with_name("report.html")
 _STYLE: Final = Path(__file__).with_name("report.css")
 _METRICS: Final = (
-    *CURVES,
+    "reward",
+    "val_reward",
     "entropy",
     "behaviour_kl",
     "reference_kl",

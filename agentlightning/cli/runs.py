@@ -1,4 +1,4 @@
-"""`agl runs`: what runs there are, what each measured, and curves of several side by side.
+"""`agl runs`: what runs there are, and what each measured.
 
 This module finds runs in the stores below a folder, in one store or at a server, and shows them. It does not know what
 the metrics mean.
@@ -7,14 +7,14 @@ the metrics mean.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fnmatch
-import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
     from agentlightning.store.base import LightningStore
 
-CURVES: Final = ("reward", "val_reward")
 STATUSES: Final = ("queuing", "preparing", "running", "requeuing", "succeeded", "failed", "cancelled")
-Axis: TypeAlias = Literal["step", "seconds", "rollouts", "tokens"]
-_COUNTED: Final = {"rollouts": "rollouts", "tokens": "sampled_tokens"}  # axis → what is added up along it
 
 
 @dataclass(frozen=True)
@@ -47,15 +44,9 @@ class StoredRun:
         """The last value of each metric."""
         return {name: value for metrics in self.history for name, value in metrics.values.items()}
 
-    def curve(self, name: str, axis: Axis = "step") -> list[tuple[float, float]]:
-        """A metric along an axis: training steps, or what the run had taken by then."""
-        counted = (one.values.get(_COUNTED.get(axis, ""), 0.0) for one in self.history)
-        places = zip(self.history, itertools.accumulate(counted), strict=True)
-        return [
-            (one.step if axis == "step" else one.time - self.run.start_time if axis == "seconds" else sum_, value)
-            for one, sum_ in places
-            if (value := one.values.get(name)) is not None
-        ]
+    def curve(self, name: str) -> list[tuple[float, float]]:
+        """A metric by training step."""
+        return [(one.step, value) for one in self.history if (value := one.values.get(name)) is not None]
 
 
 class ListingGroup(click.Group):
@@ -73,7 +64,7 @@ class ListingGroup(click.Group):
 
 @click.group(cls=ListingGroup)
 def runs() -> None:
-    """List runs, show what one measured, and compare several (without a command: ls)."""
+    """List runs, and show what one measured (without a command: ls)."""
 
 
 # --- finding -----------------------------------------------------------------------------------------------------
@@ -109,21 +100,39 @@ def _store_files(path: Path) -> list[str]:
 async def choose_runs(names: Sequence[str], place: Place) -> list[StoredRun]:
     """The runs of these names, each an id, the beginning of one, or a run's directory; without a name the newest run.
 
-    NotFoundError for a name that none has, or several."""
-    directories = _directories(names)
-    chosen: dict[str, StoredRun] = {}
-    for name in directories:
-        chosen[name] = _newest(await stored_runs(Path(name, STORE_FILE), Place()), name)
-    if not names or directories != set(names):
-        found = await stored_runs(RUNS, place)
-        if not names:
-            return [_newest(found, str(place))]
-        chosen |= {name: _called(name, found) for name in names if name not in directories}
-    return [chosen[name] for name in names]
+    NotFoundError for a name that none has, or several; ConfigError for the directory of a run that is stored elsewhere,
+    unless `place` says where."""
+    chosen: list[StoredRun] = []
+    found: dict[Place, list[StoredRun]] = {}
+    for name in names or [""]:
+        where, run_id = _located(name, place)
+        if where not in found:
+            found[where] = await stored_runs(RUNS, where)
+        chosen.append(_called(run_id, found[where]) if run_id else _newest(found[where], name or str(place)))
+    return chosen
 
 
-def _directories(names: Sequence[str]) -> set[str]:
-    return {name for name in names if Path(name, STORE_FILE).is_file()}
+def _located(name: str, place: Place) -> tuple[Place, str]:
+    """Where a run is stored, and its id or the beginning of one; without that the newest there is meant."""
+    from agentlightning.algorithm.directory import MARK, read_mark
+
+    directory = Path(name)
+    if not name or not directory.is_dir():
+        return place, name
+    own = directory / STORE_FILE
+    if own.is_file():  # which may hold others beside it
+        return Place(str(own)), read_mark(directory).run_id if (directory / MARK).is_file() else ""
+    if not place.named:
+        raise ConfigError(f"the run in {name} is stored elsewhere; say where with --store or --server")
+    return place, read_mark(directory).run_id
+
+
+@contextlib.asynccontextmanager
+async def open_run(name: str, place: Place) -> AsyncGenerator[tuple[LightningStore, Run]]:
+    """The run of this name, as `choose_runs` finds it, and the store that has it."""
+    (one,) = await choose_runs([name], place)
+    async with one.place.open(reading=True) as store:
+        yield store, one.run
 
 
 def _newest(found: Sequence[StoredRun], where: str) -> StoredRun:
@@ -267,65 +276,3 @@ def _metrics_table(one: StoredRun, patterns: Sequence[str]) -> Table:
             curve = sparkline(squeezed(values, 30), span=(low, high))
             rows.append((name, values[0], low, high, values[-1], curve))
     return make_table(("metric", "first", "least", "most", "last", ""), rows)
-
-
-# --- plot --------------------------------------------------------------------------------------------------------
-
-
-@runs.command()
-@click.argument("names", metavar="[RUN]…", nargs=-1)
-@click.option("--metric", "metrics", multiple=True, metavar="NAME", help="Repeatable; default reward and val_reward.")
-@click.option("--by", "axis", type=click.Choice(["step", "seconds", "rollouts", "tokens"]), default="step",
-              show_default=True, help="What the curves are drawn along.")  # fmt: skip
-@click.option("--smooth", type=click.IntRange(min=1), default=1, show_default=True, help="Mean over so many points.")
-@with_place(READ_STORE)
-async def plot(
-    names: tuple[str, ...], metrics: tuple[str, ...], axis: Axis, smooth: int, place: Place, as_json: bool
-) -> None:
-    """Draw metrics of one run or several over one another.
-
-    RUN is an id, the beginning of one, or a directory; default the newest below runs/."""
-
-    chosen = await choose_runs(names, place)
-    wanted = metrics or [name for name in CURVES if any(one.curve(name) for one in chosen)]
-    known = {name for one in chosen for name in one.newest}
-    for name in set(wanted) - known:
-        raise NotFoundError(f"no metric {name!r}; {nearest(name, known)}")
-    for name in wanted:
-        curves = [_smoothed(one.curve(name, axis), smooth) for one in chosen]
-        if as_json:
-            for one, points in zip(chosen, curves, strict=True):
-                print_json({"run_id": one.run.run_id, "metric": name, "by": axis, "points": points})
-        else:
-            _draw(name, axis, chosen, curves)
-    if not wanted:
-        click.echo("nothing was measured yet", err=True)
-
-
-def _smoothed(points: list[tuple[float, float]], over: int) -> list[tuple[float, float]]:
-    """Each value as the mean of itself and those before it, `over` in all."""
-    values = [value for _, value in points]
-    windows = (values[max(0, index - over + 1) : index + 1] for index in range(len(values)))
-    return [(x, sum(window) / len(window)) for (x, _), window in zip(points, windows, strict=True)]
-
-
-def _draw(name: str, axis: str, chosen: Sequence[StoredRun], curves: Sequence[list[tuple[float, float]]]) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    from agentlightning.cli.chart import COLOURS, draw_chart
-    from agentlightning.cli.tables import make_table, print_table, squeezed
-    from agentlightning.display import sparkline
-    from agentlightning.tracing.tree import printable
-
-    console = Console(highlight=False)
-    console.print(Text(f"{printable(name)} by {axis}", "bold"))
-    console.print(draw_chart({str(index): curve for index, curve in enumerate(curves)}, min(console.width, 100)))
-    span = (min(y for curve in curves for _, y in curve), max(y for curve in curves for _, y in curve))
-    rows: list[tuple[object, ...]] = []
-    for index, (one, curve) in enumerate(zip(chosen, curves, strict=True)):
-        values = [value for _, value in curve]
-        line = Text(sparkline(squeezed(values, 20), span=span), COLOURS[index % len(COLOURS)])
-        ends = (values[0], min(values), max(values), values[-1]) if values else (None,) * 4
-        rows.append((line, one.run.run_id, len(values), *ends))
-    print_table(make_table(("", "run", "points", "first", "least", "most", "last"), rows))

@@ -1,4 +1,5 @@
-"""The commands that stay up: `agl serve` (a checkpoint), `agl server` (store and gateway), `agl runner` (an agent)."""
+"""The commands that stay up: `agl serve` (a checkpoint), `agl server` (store and gateway), `agl proxy` (the same before
+another server), `agl runner` (an agent)."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import click
 import msgspec
 
+from agentlightning.cli.backends import Upstream, with_backend
 from agentlightning.cli.options import Duration, Option, json_option, print_json, together
 from agentlightning.cli.pool import pool_options, run_pool, take_pool
 from agentlightning.cli.training import isolation_option
@@ -23,11 +25,13 @@ from agentlightning.runner.ending import on_signal, run_to_end, watched
 
 if TYPE_CHECKING:
     from agentlightning.runner.command import RewardSource
-    from agentlightning.server.service import ServerSettings
 
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 FILE = click.Path(dir_okay=False, path_type=Path)
-KEY_HELP = "Key that callers must present; needed to listen anywhere but on this machine."
+KEY = click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True,
+                   help="Key that callers must present; needed to listen anywhere but on this machine.")  # fmt: skip
+STORE = click.option("--store", "address", metavar="PATH|URL", default="agentlightning.sqlite", show_default=True,
+                     help="SQLite file, created if there is none, or postgresql://user@host/database.")  # fmt: skip
 
 
 class RequireKey:
@@ -88,7 +92,7 @@ forwarding_options = together(
 @click.command()
 @click.argument("model", metavar="MODEL")
 @address_options(8000)
-@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help=KEY_HELP)
+@KEY
 @click.option("--model-name", default="policy", show_default=True, help="What clients ask for as `model`.")
 @click.option(
     "--concurrency", type=click.IntRange(min=1), default=64, show_default=True, help="Calls answered at once."
@@ -140,11 +144,11 @@ async def _serve(
 
 @click.command()
 @address_options(8123)
-@click.option("--store", "address", metavar="PATH|URL", default="agentlightning.sqlite", show_default=True,
-              help="SQLite file, created if there is none, or postgresql://user@host:port/database.")  # fmt: skip
+@STORE
+@with_backend(required=False, left_out="models are those that trainers name")
 @click.option("--synchronous", type=click.Choice(["FULL", "NORMAL"]), default="FULL", show_default=True,
               help="NORMAL: what was acknowledged last may be lost in a power cut.")  # fmt: skip
-@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help=KEY_HELP)
+@KEY
 @click.option("--tls-cert", type=FILE, help="Certificate and its chain (PEM), to speak HTTPS.")
 @click.option("--tls-key", type=FILE, help="Private key of --tls-cert (PEM).")
 @click.option("--rate-limit", type=click.FloatRange(min=0, min_open=True), metavar="N",
@@ -162,6 +166,7 @@ async def _serve(
 @json_option
 def server(
     address: str,
+    backend: Upstream | None,
     body_limit: int,
     log_format: Literal["text", "json"],
     redact: str | None,
@@ -174,29 +179,60 @@ def server(
     Trainers join with `agl train --server URL`, runners with `agl runner AGENT --server URL`. The interface describes
     itself at URL/docs. At Ctrl-C or SIGTERM requests at hand are answered first; nothing acknowledged is lost."""
     from agentlightning.data.references import load_reference
+
+    others |= {"body_limit": body_limit * 1024 * 1024, "retain_seconds": retain}
+    _run_server(backend, as_json, log_format, store=address, hook=redact and load_reference(redact), **others)
+
+
+@click.command()
+@with_backend(required=True)
+@STORE
+@address_options(8124)
+@KEY
+@forwarding_options
+@json_option
+def proxy(backend: Upstream, address: str, as_json: bool, **others: Any) -> None:
+    """Pass an agent's calls on to a server, and record them: `agl server --backend`, in fewer words.
+
+    Nothing is changed on the way, and recording never delays an answer. From vLLM the exact token ids are recorded too.
+    Models are asked for by the names that the server knows."""
+    _run_server(backend, as_json, "text", store=address, **others)
+
+
+def _run_server(upstream: Upstream | None, as_json: bool, log_format: Literal["text", "json"], **settings: Any) -> None:
+    """Run a server with these `ServerSettings`; where there is one, `upstream` answers all calls."""
     from agentlightning.server.logs import configure_logging
     from agentlightning.server.serve import run_on_fastest_loop
-    from agentlightning.server.service import ServerSettings
 
     configure_logging(log_format)
-    settings = ServerSettings(
-        store=address,
-        body_limit=body_limit * 1024 * 1024,
-        hook=None if redact is None else load_reference(redact),
-        retain_seconds=retain,
-        **others,
-    )
-    run_on_fastest_loop(_server(settings, as_json))
+    run_on_fastest_loop(_server(upstream, as_json, settings))
 
 
-async def _server(settings: ServerSettings, as_json: bool) -> None:
-    from agentlightning.server.service import running_server
+async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, Any]) -> None:
+    from agentlightning.gateway.models import ANY, ModelEntry
+    from agentlightning.server.service import ServerSettings, running_server
     from agentlightning.store.redaction import text_without_secrets
 
-    async with running_server(settings) as running:
-        store = text_without_secrets(settings.store)
-        greeting = f"store {store} at {running.url}\ndashboard: {running.url}/"
-        await until_stopped(greeting, {"url": running.url, "store": store} if as_json else None)
+    told = {"store": text_without_secrets(options["store"])}
+    greeting = "store {store} at {url}\ndashboard: {url}/"
+    if upstream is not None:
+        backend = await upstream.open()
+        options["models"] = (ModelEntry(ANY, backend, trainable=False),)
+        told |= {"backend": backend.name, "kind": backend.kind}
+        greeting = (
+            "calls to {backend} ({kind}) are recorded in {store}\n"
+            "    OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY=any python your_agent.py\n"
+            "    ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY=any python your_agent.py"
+        )
+    async with running_server(ServerSettings(**options)) as running:
+        told["url"] = running.url
+        await until_stopped(greeting.format_map(told), told if as_json else None)
+        calls = sum(running.gateway.statistics.calls.values())
+    if upstream is not None:
+        shed = running.gateway.shed
+        click.echo(f"calls: {calls}, recorded: {calls - shed}", err=True)
+        if as_json:
+            print_json({"calls": calls, "recorded": calls - shed})
 
 
 @click.command()
@@ -272,14 +308,15 @@ def runner(
         loaded = as_agent(agent or "")
     else:
         loaded = CommandConfig(command=command, reward=reward, grader=grader).load()
-    if pool is not None:
-        if pool["ray"]:
-            loaded.reads_environment()  # which imports it; for Kubernetes it may be in the image alone
-        return run_to_end(run_pool(click.get_current_context(), **pool))
-    options["isolation"] = place_of(loaded, options["isolation"])
-    if instrument is not None and options["isolation"] == "process":
-        raise click.UsageError("--instrument reaches no other process; call agentlightning.instrument() in FILE.py")
+    if pool is None:
+        options["isolation"] = place_of(loaded, options["isolation"])
+        if instrument is not None and options["isolation"] == "process":
+            raise click.UsageError("--instrument reaches no other process; call agentlightning.instrument() in FILE.py")
+    elif pool["ray"]:
+        loaded.reads_environment()  # which imports it; for Kubernetes it may be in the image alone
     try:
+        if pool is not None:
+            return run_to_end(run_pool(click.get_current_context(), **pool))
         with garbage_sought_seldom(), watched() as end_after:
             run_to_end(_runner(loaded, agent or environment or f"`{command}`", server, key, end_after, **options))
     except (asyncio.CancelledError, TimeoutError):

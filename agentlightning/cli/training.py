@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 
 from agentlightning.cli.config import CommandConfig, TrainConfig, build, kept, load_config
-from agentlightning.cli.options import Option, json_option, print_json, together
+from agentlightning.cli.options import Numbers, Option, json_option, print_json, together
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.types import LLM
 
@@ -47,23 +47,6 @@ INTERRUPTED = 130
 
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
-
-
-class Seeds(click.ParamType):
-    """`3` is 1, 2 and 3; `1,5,9` are these."""
-
-    name = "seeds"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        parts = str(value).split(",")
-        if not all(part.strip().isdecimal() for part in parts):
-            self.fail(f"{value!r} is no number of seeds and no list of them; write 3, or 1,5,9", param, ctx)
-        seeds = tuple(map(int, parts))
-        if len(seeds) == 1:
-            seeds = tuple(range(1, seeds[0] + 1))
-        if len(seeds) < 2 or len(set(seeds)) < len(seeds):
-            self.fail(f"{value!r} names fewer than two seeds, or one twice; for a single run give --seed", param, ctx)
-        return seeds
 
 
 def isolation_option(default: str | None) -> Option:
@@ -135,7 +118,9 @@ def answering(
 @click.command()
 @click.argument("run_file", type=FILE, required=False, metavar="[RUN.yaml]")
 @click.option("--from", "repeat", metavar="RUN_DIR|RUN_ID", help="Repeat this run: its settings instead of RUN.yaml's.")
-@click.option("--seeds", type=Seeds(), metavar="N|A,B,…", help="A run with each of N seeds, or of these; then a table.")
+@click.option(
+    "--seeds", type=Numbers(), metavar="N|A,B,…", help="A run with each of N seeds, or of these; then a table."
+)
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key: algorithm.group_size=4")
 @json_option
 @mirrored_flags
@@ -151,7 +136,8 @@ def train(
 ) -> int:
     """Train an agent as RUN.yaml, or flags, or both say; a flag wins over --set, and --set over the file.
 
-    Without RUN.yaml, --from, --agent and --environment it is the run.yaml of this folder."""
+    Without RUN.yaml, --from, --agent and --environment it is the run.yaml of this folder, with --resume --run-dir what
+    the run in there began with."""
     if steps is not None:
         assignments = (*assignments, f"algorithm.steps={steps}")
     if max_usd is not None:
@@ -162,12 +148,22 @@ def train(
             raise click.UsageError("give RUN.yaml or --from, not both: either says what to train")
         config = _repeated(repeat, console, assignments, flags)
     else:
-        if run_file is None and flags["agent"] is None and flags["environment"] is None and RUN_FILE.is_file():
+        named = flags["agent"] or flags["environment"]
+        told = run_file is not None or named is not None or seeds is not None
+        kept_there = not told and flags["resume"] and (flags["run_dir"] or not RUN_FILE.is_file())
+        began = _to_resume(flags["run_dir"]) if kept_there else None
+        if run_file is None and named is None and RUN_FILE.is_file():
             run_file = RUN_FILE
-        config = load_config(run_file, assignments, flags)
+        if began is not None:
+            config = _repeated(str(began), console, assignments, {**flags, "run_dir": str(began)})
+        else:
+            config = load_config(run_file, assignments, flags)
     if seeds is not None:
+        seeds = tuple(range(1, max(seeds) + 1)) if len(seeds) == 1 else seeds
         if flags["seed"] is not None:
             raise click.UsageError("give --seed or --seeds, not both")
+        if len(seeds) < 2 or len({*seeds}) < len(seeds):
+            raise click.UsageError("--seeds names fewer than two, or one twice; for a single run give --seed")
         from agentlightning.cli.seeds import train_seeds
 
         return train_seeds(config, seeds, console, as_json=as_json)
@@ -176,6 +172,16 @@ def train(
     if as_json:
         print_json(fit_summary(result, config))
     return exit_code(result.stopped_because)
+
+
+def _to_resume(run_dir: str | None) -> Path | None:
+    """The directory of the run to resume, default the newest, where its settings are stored there too."""
+    from agentlightning.algorithm.directory import MARK
+    from agentlightning.cli.place import RUNS, STORE_FILE
+
+    marks = [Path(run_dir) / MARK] if run_dir else sorted(RUNS.glob(f"*/{MARK}"), key=lambda one: one.stat().st_mtime)
+    found = [one.parent for one in marks if one.with_name(STORE_FILE).is_file()]
+    return found[-1] if found else None
 
 
 def _repeated(name: str, console: Console, assignments: tuple[str, ...], flags: Mapping[str, Any]) -> TrainConfig:
@@ -249,6 +255,8 @@ def show_fit(console: Console, result: FitResult) -> None:
     elif rewards:
         lines.append(f"Held-out reward: {rewards[0]}.")
     lines.append(f"Run:        {result.directory}")
+    if exit_code(result.stopped_because):
+        lines.append(f"Go on:      agl train --resume --run-dir {result.directory}")
     if result.checkpoint is not None:
         lines.append(f"Checkpoint: {result.checkpoint}")
         if not (result.checkpoint / "tinker.json").exists():  # its weights are on the server

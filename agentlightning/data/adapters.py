@@ -63,21 +63,15 @@ class TracerTraceToTriplet(TraceToTripletBase):
         reward_match: str = "first_occurrence",
         _skip_empty_token_spans: bool = True,
     ) -> None:
-        if not repair_hierarchy:
-            raise ConfigError(
-                "repair_hierarchy=False cannot be honoured: the agent of a call is found wherever its framework "
-                "reported it. Leave the argument out"
-            )
-        if not _skip_empty_token_spans:
-            raise ConfigError(
-                "_skip_empty_token_spans=False cannot be honoured: nothing is to be learned from calls without token "
-                "ids. agl.TraceToMessages reads what was said in them"
-            )
-        if not _pattern("llm_call_match", llm_call_match).search(_CALL_OF_0_3):
-            raise ConfigError(
-                f"llm_call_match is {llm_call_match!r}, but calls are what the gateway recorded, whatever spans are "
-                "called. Leave it out; agentlightning.data.transitions.trace_rollout selects calls by their model"
-            )
+        calls = _pattern("llm_call_match", llm_call_match)
+        for wrong, what, why in (
+            (not repair_hierarchy, "repair_hierarchy=False", "the agent of a call is where its framework reported it"),
+            (not _skip_empty_token_spans, "_skip_empty_token_spans=False", "only calls with token ids can be learned; "
+             "agl.TraceToMessages reads what was said in others"),
+            (not calls.search(_CALL_OF_0_3), "llm_call_match", "calls are what the gateway recorded, by whatever name"),
+        ):  # fmt: skip
+            if wrong:
+                raise ConfigError(f"{what} cannot be honoured: {why}. Leave it out")
         if reward_match not in ("first_occurrence", "first_sibling"):
             raise ConfigError(f"reward_match is {reward_match!r}; give 'first_occurrence' or 'first_sibling'")
         self.agent_match = agent_match

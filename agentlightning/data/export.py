@@ -1,7 +1,7 @@
 """Recorded rollouts → lines of fine-tuning files: conversations to imitate (SFT), pairs to prefer (DPO).
 
 The lines are those of OpenAI's chat fine-tuning: `{"messages", "tools"}`, and `{"input": {"messages", "tools"},
-"preferred_output", "non_preferred_output"}`; or ShareGPT's. Pure functions: this module knows rollouts, spans and
+"preferred_output", "non_preferred_output"}`. Pure functions: this module knows rollouts, spans and
 conversations, and neither stores nor files.
 """
 
@@ -14,10 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import msgspec
-
 from agentlightning.data.agents import agent_pattern
-from agentlightning.data.conversations import NOT_RECORDED, ChatCall, Message, conversations, read_calls
+from agentlightning.data.conversations import NOT_RECORDED, ChatCall, conversations, read_calls
 from agentlightning.data.fine_tuning import Problem, line_problem
 from agentlightning.data.recorded import Recorded
 
@@ -76,16 +74,6 @@ def sft_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
             }
             line |= _tools(chain[-1])
             _add(found, "conversations", line, line_problem(line))
-    return found
-
-
-def sharegpt_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
-    """The conversations of `sft_lines` in ShareGPT's words."""
-    read = sft_lines(group, wanted)
-    found = Lines(left_out=read.left_out)
-    for line in read.lines:
-        said = sharegpt(line["messages"], line.get("tools", ()))
-        _add(found, "conversations", said or {}, None if said else Problem(UNSAYABLE))
     return found
 
 
@@ -172,60 +160,3 @@ def _add(found: Lines, unit: str, line: dict[str, Any], wrong: Problem | None) -
         found.lines.append(line)
     else:
         found.left_out[f"{unit} with {wrong.what}"] += 1
-
-
-# --- ShareGPT ----------------------------------------------------------------------------------------------------
-
-UNSAYABLE: Final = "what ShareGPT cannot say: an image, or an answer that is not to be learned"
-
-_SPEAKERS: Final = {"system": "system", "developer": "system", "user": "human", "tool": "human", "assistant": "gpt"}
-_OFFER: Final = (
-    "You may call these tools; each line is one of them:\n<tools>\n{tools}\n</tools>\nTo call one, answer "
-    '<tool_call>\n{{"name": <its name>, "arguments": <a JSON object>}}\n</tool_call>'
-)
-
-
-def sharegpt(messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> dict[str, Any] | None:
-    """The line, `{"conversations": [{"from": "human", "value": …}, …]}`, None where ShareGPT cannot say it: it has no
-    weights and no images. Only `system`, `human` and `gpt` speak, by turns, in text: it is all that readers of this
-    format agree on. Tools, calls and results are text as the templates of Hermes and Qwen 2.5 have it.
-
-    [system S, user U, assistant calls f, tool T, assistant A] → [system S + tools, human U, gpt <tool_call> f, human
-    <tool_response> T, gpt A]. Messages of one speaker in a row are one turn."""
-    turns: list[dict[str, str]] = []
-    for message in messages:
-        text = _text(message)
-        if text is None or message.get("weight") == 0:
-            return None
-        speaker = _SPEAKERS[message["role"]]
-        if turns and turns[-1]["from"] == speaker:
-            turns[-1]["value"] += f"\n\n{text}"
-        else:
-            turns.append({"from": speaker, "value": text})
-    if tools:
-        if turns[0]["from"] != "system":
-            turns.insert(0, {"from": "system", "value": ""})
-        offer = _OFFER.format(tools="\n".join(map(_json, tools)))
-        turns[0]["value"] = "\n\n".join(filter(None, (turns[0]["value"], offer)))
-    return {"conversations": turns}
-
-
-def _text(message: Message) -> str | None:
-    """All that a message says; None for an image."""
-    content: Any = message.get("content") or ""
-    if not isinstance(content, str):
-        if any(part["type"] != "text" for part in content):
-            return None
-        content = "".join(part["text"] for part in content)
-    if message["role"] == "tool":
-        return f"<tool_response>\n{content}\n</tool_response>"
-    return "\n".join(filter(None, (content, *map(_call, message.get("tool_calls") or ()))))
-
-
-def _call(call: dict[str, Any]) -> str:
-    arguments = msgspec.json.decode(call["function"]["arguments"])
-    return f"<tool_call>\n{_json({'name': call['function']['name'], 'arguments': arguments})}\n</tool_call>"
-
-
-def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 from collections.abc import Iterator
 from typing import Any, Final
@@ -57,7 +56,7 @@ def _reference(address: str) -> str:
 def _decoded(data: str) -> bytes:
     try:
         return base64.b64decode(data)
-    except (binascii.Error, ValueError):
+    except ValueError:
         return data.encode()  # still the same reference for the same image
 
 

@@ -17,7 +17,7 @@ from agentlightning.data.call_filter import UNUSED_CHOICE, CallFilter
 from agentlightning.data.export import LOW_REWARD, NO_CALL, Lines, Wanted
 from agentlightning.data.images import image_references
 from agentlightning.data.recorded import Recorded
-from agentlightning.data.transitions import TracedRollout, Transition, trace_rollout
+from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import ConfigError
 from agentlightning.tracing.dialects import text_of
 from agentlightning.tracing.messages import finish_reasons, model_name
@@ -55,10 +55,6 @@ COLUMNS: Final[Mapping[str, tuple[str, str]]] = {
 }
 
 _OF_A_ROLLOUT: Final = ("rollout_id", "run_id", "group_id", "group_index", "mode", "status")
-_OF_A_TRANSITION: Final = (
-    "attempt_id", "span_id", "call_index", "choice", "agent", "model", "prompt_ids", "response_ids", "logprobs",
-    "versions", "finish_reason", "images",
-)  # fmt: skip
 
 
 def transition_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
@@ -82,36 +78,30 @@ def transition_rows(recorded: Recorded, wanted: Wanted) -> list[dict[str, Any]]:
     traced = trace_rollout(rollout, recorded.spans, calls=CallFilter(models=wanted.models, agents=wanted.agents))
     common = {name: getattr(rollout, name) for name in _OF_A_ROLLOUT}
     common |= {"input": msgspec.json.encode(rollout.input).decode(), "reward": traced.reward}
-    rows = [{**common, **_trained(transition)} for transition in traced.transitions]
-    rows += [{**common, **row} for row in _excluded(recorded.spans, traced)]
+    rows = [{**common, **row} for row in _calls(recorded.spans, traced)]
     return sorted(rows, key=lambda row: (row["call_index"], row["choice"]))
 
 
-def _trained(transition: Transition) -> dict[str, Any]:
-    fields = {name: getattr(transition, name) for name in _OF_A_TRANSITION}
-    return fields | {
-        "call_reward": transition.reward,
-        "tools": [asdict(tool) for tool in transition.tools],
-        "trained": True,
-        "excluded": None,
-    }
-
-
-def _excluded(spans: Sequence[Span], traced: TracedRollout) -> Iterator[dict[str, Any]]:
-    """What was sampled or called and does not train."""
-    calls = [step for step in read_steps(spans) if step.kind == "call"] if traced.left_out else []
-    names = agents_of(calls)
-    used = {transition.span_id: transition for transition in traced.transitions}
+def _calls(spans: Sequence[Span], traced: TracedRollout) -> Iterator[dict[str, Any]]:
+    """A row for each answer of a call: of those that train the first, which is the one that agents read."""
+    left_out = [step for step in read_steps(spans) if step.kind == "call"] if traced.left_out else []
+    agents = {span_id: found.name for span_id, found in agents_of(left_out).items()}
+    trained = {transition.span_id: transition for transition in traced.transitions}
     for span in spans:
-        if (reason := traced.left_out.get(span.span_id)) is not None:
-            for index, choice in enumerate(span.tokens.choices if span.tokens else [None]):
-                yield _row(span, index, choice, getattr(names.get(span.span_id), "name", None), reason)
-        elif span.span_id in used and span.tokens is not None:
-            for index, choice in enumerate(span.tokens.choices[1:], start=1):
-                yield _row(span, index, choice, used[span.span_id].agent, UNUSED_CHOICE)
+        transition, reason = trained.get(span.span_id), traced.left_out.get(span.span_id)
+        if transition is None and reason is None:
+            continue
+        agent = agents.get(span.span_id) if transition is None else transition.agent
+        for index, choice in enumerate(span.tokens.choices if span.tokens else [None]):
+            row = _row(span, index, choice, agent, reason or UNUSED_CHOICE)
+            if transition is not None and index == 0:
+                row |= {"trained": True, "excluded": None, "versions": transition.versions}
+                row |= {"call_reward": transition.reward, "tools": [asdict(tool) for tool in transition.tools]}
+            yield row
 
 
 def _row(span: Span, index: int, choice: SampledChoice | None, agent: str | None, reason: str) -> dict[str, Any]:
+    """Of an answer that does not train, for this reason."""
     ended = [*finish_reasons(span.attributes), ""]
     return {
         "attempt_id": span.attempt_id,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Hashable
 from contextlib import asynccontextmanager
-from typing import Final, Literal
+from typing import Final
 
 from starlette.routing import BaseRoute
 
@@ -24,11 +24,10 @@ _HOLD: Final = "hold"  # who holds where nobody else is named
 class Gateway:
     """Answers calls of OpenAI's and Anthropic's protocols from the models of a table and captures them into a store.
 
-    With `record="commit"` the call of an attempt is durable before the end of its answer is sent; with `"queue"`, and
-    always for calls that no attempt made, recording never delays an answer, and what does not fit is counted. Without
-    a store nothing is attributed or captured. With an `admin_key` every call needs a key. A request body above
-    `body_limit` bytes is refused with 413. A call that is held waits for at most `longest_hold` seconds. `close` writes
-    what is still queued."""
+    The call of an attempt is durable before the end of its answer is sent. Recording a call that no attempt made never
+    delays its answer, and what does not fit is counted. Without a store nothing is attributed or captured. With an
+    `admin_key` every call needs a key. A request body above `body_limit` bytes is refused with 413. A call that is held
+    waits for at most `longest_hold` seconds. `close` writes what is still queued."""
 
     def __init__(
         self,
@@ -37,14 +36,13 @@ class Gateway:
         *,
         admin_key: str | None = None,
         body_limit: int = 32 * 1024 * 1024,
-        record: Literal["commit", "queue"] = "commit",
         longest_hold: float = LONGEST_HOLD,
     ) -> None:
         self.models = models
         self._queue = recorders = None
         if store is not None:
             self._queue = Recorder(store, commit=False)
-            recorders = Recorder(store, commit=True) if record == "commit" else self._queue, self._queue
+            recorders = Recorder(store, commit=True), self._queue
         self._holding = Holding(store, models.gates, longest_hold)
         self._attributor = Attributor(store, admin_key=admin_key)
         self._calls = CallOpener(models, self._attributor, recorders, self._holding, Conversations(store))

@@ -36,7 +36,8 @@ async def probe(backend: RemoteBackend, model: str, train: Sampling | None) -> N
     except TimeoutError:
         raise _unfit(backend, f"did not answer within {_SECONDS:g} seconds") from None
     except BackendError as error:
-        raise _unfit(backend, f"failed at it: {error}") from None
+        other = "; is it vLLM rather than SGLang?" if backend.kind == "sglang" and error.status == 404 else ""
+        raise _unfit(backend, f"failed at it: {error}{other}") from None
     if reason is not None:
         raise _unfit(
             backend,

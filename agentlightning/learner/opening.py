@@ -5,7 +5,7 @@ Knows policies, engine and learner. It does not know algorithms, stores or gatew
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,13 +24,18 @@ from agentlightning.learner.remote import RemoteSampler, RemoteSampling, read_sa
 from agentlightning.learner.serving import EmbeddedSampler, choose_threads, engine_size, serve_policy
 from agentlightning.learner.sharing import Share, other_gpus, part_of_gpu, usual_sampler
 from agentlightning.learner.started import ENGINES, StartedServer, find_program
-from agentlightning.learner.tinker import TinkerLearner, TinkerSampler, open_tinker, read_tinker
+from agentlightning.learner.tinker import TinkerLearner, TinkerSampler, open_tinker, read_tinker, tinker_sdk
 from agentlightning.learner.torch import TorchLearner
 
 
 def on_gpu(device: str | None) -> bool:
     """Whether this, or what is taken where none is named, is one of CUDA."""
     return torch.device(choose_device(device)).type == "cuda"
+
+
+def _is_made(source: str | Path | Policy) -> bool:
+    """Whether a function has made it, or does."""
+    return isinstance(source, Policy) or is_reference(str(source))
 
 
 def read_engines(
@@ -49,8 +54,7 @@ def read_engines(
     one that a function made stays as it is."""
     common: dict[str, Any] = {"models": len(models), "deterministic": deterministic}
     processes = read_learner(learner, **common, **settings)
-    loaded = not any(isinstance(one, Policy) or is_reference(str(one)) for one in models.values())
-    if loaded and on_gpu(device) and not is_tinker(learner):
+    if not any(map(_is_made, models.values())) and on_gpu(device) and not is_tinker(learner):
         dtype = dtype or "bfloat16"
         if sampler is None:
             sampler = usual_sampler(**common, processes=processes, devices=torch.cuda.device_count())
@@ -81,10 +85,13 @@ class Opening:
     loss: Loss | None = None
     directory: Path = Path()
 
-    def check(self) -> None:
-        """ConfigError where what it needs is not on this machine."""
+    def check(self, sources: Iterable[str | Path | Policy]) -> None:
+        """ConfigError where what it needs is not on this machine, or where these models do not go with it."""
         if is_tinker(self.learner):
             read_tinker(self.learner, self)
+            if any(map(_is_made, sources)):
+                raise ConfigError("learner: a Tinker server trains a model of its own: give its name for it as `model`")
+            tinker_sdk()
         else:
             choose_device(self.device)
         if self.sampling is not None and self.sampling.starts:
@@ -111,11 +118,9 @@ class Opening:
         a learner in `processes` of its own it is what it was.
 
         ConfigError where it cannot be had, or would not fit into the memory there is."""
-        made = isinstance(source, Policy) or is_reference(str(source))
+        made = _is_made(source)
         if is_tinker(self.learner):
             learning = read_tinker(self.learner, self)
-            if made:
-                raise ConfigError("learner: a Tinker server trains a model of its own: give its name for it as `model`")
             phase("reach the Tinker server")
             with open_tinker(learning, str(source), self) as opened:
                 yield opened
@@ -166,7 +171,7 @@ class Opening:
         if self.sampling is not None:
             choose_threads(policy.model, self.threads)
             if not self.sampling.starts:
-                return RemoteSampler(self.sampling, policy)
+                return RemoteSampler(self.sampling, policy, max_sequence_length=self.max_sequence_length)
             share = self._other_gpus()
             if share is None:
                 weights = sum(one.numel() * one.itemsize for one in policy.model.parameters())

@@ -220,5 +220,5 @@ def _explained(source: str | Path) -> Generator[None]:
 
 
 def _checkpoints_below(path: Path) -> str:
-    found = sorted(path.glob("**/config.json"))
+    found = [one for one in sorted(path.glob("**/config.json")) if "published" not in one.parts]
     return f", such as {found[-1].parent}" if found else ""

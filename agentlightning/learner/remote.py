@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
 from typing import Any, Final, Literal
@@ -43,7 +44,7 @@ _HEALTH_SECONDS: Final = 2.0
 _END_SECONDS: Final = 3.0  # a server that dies breaks its connections before its process has ended
 _RESTARTS: Final = 3
 _REPEATED: Final = 1  # how often a call is made again whose server has died
-_ADAPTERS_KEPT: Final = 2  # on a server, for calls that began with the one before
+_ADAPTERS_KEPT: Final = 2  # on a server, beside those with which calls began that still run
 
 
 class RemoteSampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,10 +122,17 @@ def read_sampler(
 class RemoteSampler:
     """A `Sampler` on the servers that `sampling` names, or on the one that was `started`, for `policy`; and the backend
     of its calls. vLLM takes an adapter beside the model that it was started with, under a name for each version;
-    SGLang gets it merged. One that `sleeps` has no memory on its GPU while a step is computed."""
+    SGLang gets it merged. One that `sleeps` has no memory on its GPU while a step is computed. Prompt and answer have
+    `max_sequence_length` tokens at most, or what a server says that it takes."""
 
     def __init__(
-        self, sampling: RemoteSampling, policy: Policy, started: StartedServer | None = None, *, sleeps: bool = False
+        self,
+        sampling: RemoteSampling,
+        policy: Policy,
+        started: StartedServer | None = None,
+        *,
+        sleeps: bool = False,
+        max_sequence_length: int | None = None,
     ) -> None:
         self.takes: WeightsForm = "adapter" if policy.adapter is not None and sampling.vllm else "whole"
         chat = ChatTemplate.from_pretrained(policy.tokenizer)
@@ -133,6 +141,7 @@ class RemoteSampler:
         else:
             self._servers = [_server(sampling, started.url, started.api_key, chat, started.socket)]
         self._started, self._sleeps, self._sleeping = started, sleeps, False
+        self._max_sequence_length = max_sequence_length
         self._replicas = Replicas([Replica(server) for server in self._servers], lost=self._lost)
         self._weights: Weights | None = None  # the newest
         self._gone: set[RemoteBackend] = set()
@@ -140,6 +149,7 @@ class RemoteSampler:
         self._restarts = 0  # since the last publication
         self._run = f"policy-{secrets.token_hex(4)}"  # other runs may use the same server
         self._adapters: list[str] = []
+        self._calls_with: Counter[str] = Counter()  # of each adapter
         self._usable = asyncio.Event()  # calls wait for it before they begin
         self._usable.set()
         self._unused = asyncio.Event()
@@ -147,12 +157,9 @@ class RemoteSampler:
         self.name, self.relays = self._replicas.name, self._replicas.relays
         self.captures_tokens, self.seeded = self._replicas.captures_tokens, self._replicas.seeded
         self.generated_tokens = 0
+        self.pauses = sampling.kind == "vllm"  # calls go on through a publication; else they end before it
+        self.patience = _PATIENCE
         self._running, self._idle, self._idle_since = 0, 0.0, time.monotonic()
-
-    @property
-    def pauses(self) -> bool:
-        """Whether calls go on through a publication; else they end before it."""
-        return all(server.kind == "vllm" for server in self._servers)
 
     @property
     def backend(self) -> RemoteSampler:
@@ -168,8 +175,12 @@ class RemoteSampler:
         for server in self._servers:
             if self._started is not None:
                 await self._started.ready(server.connection)
-            if isinstance(server, VllmBackend) and server.model is None:
-                server.model = await _served_model(server)
+            served = await _served(server)
+            if isinstance(server, VllmBackend):
+                server.model = server.model or _only_model(server, served)
+            lengths = {one.max_model_len for one in served if one.max_model_len} | {self._max_sequence_length}
+            of_ids = server.of_ids if isinstance(server, VllmBackend) else server
+            of_ids.max_sequence_length = min((one for one in lengths if one is not None), default=None)
             await probe(server, "policy", train)
 
     def exclusive(self) -> AbstractAsyncContextManager[Any]:
@@ -196,17 +207,12 @@ class RemoteSampler:
     async def _told(self, route: str) -> None:
         assert self._started is not None
         try:
-            await self._post(route)
+            await _post(self._servers[0].connection, route, b"{}")
         except BackendError as error:
             if not await self._started.ended(_END_SECONDS):
                 raise
             _log.warning("the sampler has ended: %s", error)
             self._lost(self._servers[0])
-
-    async def _post(self, route: str) -> None:
-        connection = self._servers[0].connection
-        async with connection.posted(f"{connection.root}/{route}", b"{}", accepted=True, control=True) as response:
-            await response.read()
 
     async def publish(self, weights: Weights) -> None:
         async with self._changing:
@@ -328,8 +334,9 @@ class RemoteSampler:
         if len(failures) == len(servers):
             raise failures[0]
         if name not in self._adapters:
-            await self._unload(self._servers, self._adapters[:-_ADAPTERS_KEPT])
-            self._adapters = [*self._adapters[-_ADAPTERS_KEPT:], name]
+            old = [one for one in self._adapters[:-_ADAPTERS_KEPT] if not self._calls_with[one]]
+            await self._unload(self._servers, old)
+            self._adapters = [*(one for one in self._adapters if one not in old), name]
 
     async def _unload(self, servers: Sequence[RemoteBackend], names: Sequence[str]) -> None:
         for server in servers:
@@ -338,14 +345,18 @@ class RemoteSampler:
                     await unload_adapter(server.connection, name)
 
     async def _finished(self) -> None:
-        try:
-            async with asyncio.timeout(_PATIENCE):
-                await self._unused.wait()
-        except TimeoutError:
-            raise UnavailableError(
-                f"{self._running} calls have not finished within {_PATIENCE:g} seconds, and SGLang loads no weights "
-                "while it answers"
-            ) from None
+        """SGLang loads no weights while it answers: calls that take too long begin anew with the next ones."""
+        for last in (False, True):
+            try:
+                async with asyncio.timeout(self.patience):
+                    await self._unused.wait()
+            except TimeoutError:
+                if last:
+                    raise UnavailableError(f"{self._running} calls at {self.name} go on although aborted") from None
+                _log.warning("%d calls have taken %g seconds: new weights wait no longer", self._running, self.patience)
+                for server in self._servers:
+                    with suppress(BackendError):  # a server that is gone answers nothing
+                        await _post(server.connection, "abort_request", b'{"rid": "", "abort_all": true}')
 
     # --- the backend ---
 
@@ -360,6 +371,8 @@ class RemoteSampler:
         while True:
             await self._usable.wait()
             self._enter()
+            adapter = self._adapters[-1] if self._adapters else ""
+            self._calls_with[adapter] += 1
             try:
                 async with aclosing(self._replicas.answer(call)) as events:
                     async for event in events:
@@ -373,6 +386,7 @@ class RemoteSampler:
                 if begun or self._usable.is_set() or tried > _REPEATED:  # it may be this call that ends its servers
                     raise
             finally:
+                self._calls_with -= Counter([adapter])
                 self._leave()
 
     def relay(self, call: RelayedCall) -> AbstractAsyncContextManager[RelayedAnswer]:
@@ -407,6 +421,11 @@ def _server(
     return SglangBackend(Connection(url, api_key=api_key), chat)
 
 
+async def _post(connection: Connection, route: str, body: bytes) -> None:
+    async with connection.posted(f"{connection.root}/{route}", body, accepted=True, control=True) as response:
+        await response.read()
+
+
 async def _read_ahead(events: AsyncGenerator[BackendEvent, None]) -> AsyncGenerator[BackendEvent, None]:
     """The events, read as they come: an agent that does not read its answer keeps no server from new weights."""
     read: asyncio.Queue[BackendEvent | None] = asyncio.Queue()
@@ -432,20 +451,26 @@ async def _read_ahead(events: AsyncGenerator[BackendEvent, None]) -> AsyncGenera
 class _Served(msgspec.Struct):
     id: str
     parent: str | None = None  # of an adapter
+    max_model_len: int | None = None
 
 
 class _ServedModels(msgspec.Struct):
     data: list[_Served]
 
 
-async def _served_model(server: VllmBackend) -> str:
+async def _served(server: RemoteBackend) -> list[_Served]:
+    """The models there, adapters aside."""
     url = server.connection.url("models")
     try:
         async with server.connection.posted(url, None, accepted=True) as response:
             served = msgspec.json.decode(await response.read(), type=_ServedModels)
     except (BackendError, msgspec.DecodeError) as error:
         raise ConfigError(f"the sampler at {server.name} cannot be asked for its models: {error}") from None
-    names = [one.id for one in served.data if one.parent is None]
+    return [one for one in served.data if one.parent is None]
+
+
+def _only_model(server: VllmBackend, served: Sequence[_Served]) -> str:
+    names = [one.id for one in served]
     if len(names) != 1:
         raise ConfigError(f"the sampler at {server.name} serves {', '.join(names) or 'nothing'}: say which as `model`")
     return names[0]

@@ -53,16 +53,27 @@ ENGINES: Final = {
 
 
 def find_program(kind: str, program: str | None) -> str:
-    """The path of the program that starts a server of the kind. ConfigError where there is none."""
+    """The path of the program that starts a server of the kind. ConfigError where there is none, or where it is a
+    Python without SGLang."""
     engine = ENGINES[kind]
     program = program or engine.program
     found = shutil.which(os.path.expanduser(program))
+    why = f"there is no program {program!r} to start"
+    if found is not None and kind == "sglang":
+        look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
+        if subprocess.run((found, "-c", look), stderr=subprocess.DEVNULL, env=_environment({}), check=False).returncode:
+            found, why = None, f"{program} has no package sglang"
     if found is None:
         raise ConfigError(
-            f"there is no program {program!r} to start: install {engine.name} in an environment of its own and "
+            f"{why}: install {engine.name} in an environment of its own and "
             f"name it, as in {{{kind}: start, program: /path/to/bin/{engine.program}}}, or give the URL of a server"
         )
     return found
+
+
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
+    """This process's and `more`, but that its packages are not the server's."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")} | dict(more)
 
 
 class StartedServer:
@@ -87,22 +98,21 @@ class StartedServer:
         self._directory = Path(tempfile.mkdtemp(prefix="agl-", dir=None if short else "/tmp"))
         self.socket: str | None = None
         self.api_key: str | None = None
+        self._port: int | None = None
         if kind == "vllm":
             self.url, self.socket = "http://localhost/v1", str(self._directory / "vllm")
             where = ("--uds", self.socket)
         else:
             with socket.create_server(("127.0.0.1", 0)) as free:
-                port = free.getsockname()[1]
-            self.url, self.api_key = f"http://127.0.0.1:{port}/v1", secrets.token_urlsafe(32)
+                self._port = free.getsockname()[1]
+            self.url, self.api_key = f"http://127.0.0.1:{self._port}/v1", secrets.token_urlsafe(32)
             settings = self._directory / "sglang.yaml"  # a command can be read by every user of the machine
-            settings.write_text(f"api-key: {self.api_key}\nhost: 127.0.0.1\nport: {port}\n")
+            settings.write_text(f"api-key: {self.api_key}\nhost: 127.0.0.1\nport: {self._port}\n")
             where = ("--config", str(settings))
         self.log, self._name = log, engine.name
         self.end_seconds = _END_SECONDS
         self._command = [found, *engine.before, model, *where, *engine.flags, *flags]
-        # This process's packages are not the server's.
-        inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        self._environment = {**inherited, **engine.environment, **environment}
+        self._environment = _environment({**engine.environment, **environment})
         log.parent.mkdir(parents=True, exist_ok=True)
         self._start()
 
@@ -129,7 +139,8 @@ class StartedServer:
         """Wait until it answers. ConfigError, with the end of its log, where it ends before, or takes too long."""
         try:
             async with asyncio.timeout(_READY_SECONDS):
-                while not await connection.healthy(2.0, control=True):
+                # The key is for this user's server, not for whoever had the port first.
+                while not listens(self._port) or not await connection.healthy(2.0, control=True):
                     if self._process.poll() is not None:
                         raise ConfigError(
                             f"{self._name} has ended with exit code {self._process.returncode}{self._end_of_log()}"
@@ -168,6 +179,16 @@ class StartedServer:
                 self._process.wait(self.end_seconds)
         self._watcher.kill()
         self._watcher.communicate()
+
+
+def listens(port: int | None) -> bool:
+    """Whether a process of this user listens on the port. Where nobody tells (not Linux), or without a port, yes."""
+    try:
+        connections = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    except OSError:
+        return True
+    wanted = None if port is None else f"0100007F:{port:04X}"
+    return wanted is None or any((one[1], one[3], int(one[7])) == (wanted, "0A", os.getuid()) for one in connections)
 
 
 def end_of(log: Path, begin: int) -> str:

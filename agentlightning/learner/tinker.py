@@ -108,7 +108,10 @@ def read_tinker(given: str | Mapping[str, Any] | None, opening: Opening) -> Lear
             raise ConfigError(f"learner: a Tinker server goes without {name}: {reason}")
     if opening.optimizer.gradient_checkpointing:
         raise ConfigError("learner: a Tinker server goes without gradient_checkpointing: it chooses that itself")
-    if isinstance(learning, TinkerLearning) and learning.tinker == HOSTED and not os.environ.get("TINKER_API_KEY"):
+    name = _name(learning)
+    if name != HOSTED and not name.startswith(("http://", "https://")):
+        raise ConfigError(f"learner: {name!r} is no address of a Tinker server: write http://host:port, or hosted")
+    if name == HOSTED and not os.environ.get("TINKER_API_KEY"):
         raise ConfigError("learner: the hosted Tinker service needs a key in the variable TINKER_API_KEY")
     if opening.loss is not None:
         check_loss(opening.loss)
@@ -121,6 +124,10 @@ def read_tinker(given: str | Mapping[str, Any] | None, opening: Opening) -> Lear
                 "{rank: 16}, without other keys"
             )
     return learning
+
+
+def _name(learning: Learning) -> str:
+    return (learning.verl if isinstance(learning, VerlLearning) else learning.tinker).rstrip("/")
 
 
 def check_loss(loss: Loss) -> None:
@@ -139,8 +146,8 @@ def check_loss(loss: Loss) -> None:
 def open_tinker(learning: Learning, model: str, opening: Opening) -> Generator[tuple[TinkerSampler, TinkerLearner]]:
     """Inside, the server is ready to sample from `model`, its name for it, and to train an adapter on it, or, verl's,
     its weights. ConfigError where it cannot be reached, is not ready, or has no such model."""
-    tokenizer, tinker = load_tokenizer(learning.tokenizer or model), _sdk()
-    name = (learning.verl if isinstance(learning, VerlLearning) else learning.tinker).rstrip("/")
+    tokenizer, tinker = load_tokenizer(learning.tokenizer or model), tinker_sdk()
+    name = _name(learning)
     url = None if name == HOSTED else name
     if url is not None:
         try:  # the SDK would try for minutes
@@ -343,7 +350,7 @@ class TinkerSampler:
     takes: WeightsForm = "handle"
 
     def __init__(self, sdk: Any, service: Any, model: str, chat: ChatTemplate, name: str, length: int) -> None:
-        self.backend = TokenBackend(chat, self, name=name)
+        self.backend = TokenBackend(chat, self, name=name, max_sequence_length=length)
         self._chat = chat
         self.generated_tokens = 0
         self._sdk, self._service, self._model, self._length = sdk, service, model, length
@@ -403,12 +410,6 @@ class TinkerSampler:
     async def complete(self, request: GenerationRequest) -> list[SampledToken]:
         """See `TokenGenerator`: all tokens come together."""
         room = self._length - len(request.prompt_token_ids)
-        if room < 1:
-            raise BackendError(
-                f"the prompt has {len(request.prompt_token_ids)} tokens, and max_sequence_length is {self._length}",
-                status=400,
-                code="context_length_exceeded",
-            )
         if request.top_logprobs:
             raise BackendError("a Tinker server tells no top_logprobs; leave them out", status=400)
         await self._usable.wait()
@@ -466,7 +467,7 @@ def _new_name() -> str:
     return f"agl-{secrets.token_hex(8)}"
 
 
-def _sdk() -> Any:
+def tinker_sdk() -> Any:
     try:
         return importlib.import_module("tinker")
     except ImportError as error:

@@ -68,10 +68,18 @@ class Pool:
     async def run(self) -> bool:
         """AgentLightningError when runners fail again and again. Whatever ends the pool, they are told to drain; False
         where they could not be told."""
+        told = True
         try:
             await self._keep()
         finally:
-            told = await self._clean_up()
+            try:
+                if self._ended is not None:  # else nothing was reached, and nothing started
+                    await patiently(self.machines.drain, CLEAN_UP_SECONDS)
+            except AgentLightningError as error:  # which must not hide why the pool ends
+                self.tell(f"runners could not be told to drain; they leave when they are idle: {error}")
+                told = False
+            finally:
+                await self.machines.close()
         return told
 
     async def _keep(self) -> None:
@@ -124,14 +132,3 @@ class Pool:
                 raise AgentLightningError(f"runners fail again and again ({what}); their logs say why")
             self.tell(what)
         return running
-
-    async def _clean_up(self) -> bool:
-        try:
-            if self._ended is not None:  # else nothing was reached, and nothing started
-                await patiently(self.machines.drain, CLEAN_UP_SECONDS)
-        except AgentLightningError as error:  # which must not hide why the pool ends
-            self.tell(f"runners could not be told to drain; they leave when they are idle: {error}")
-            return False
-        finally:
-            await self.machines.close()
-        return True

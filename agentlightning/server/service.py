@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from agentlightning.errors import AgentLightningError, ConfigError, UnavailableError
 from agentlightning.garbage import garbage_sought_seldom
@@ -39,8 +39,8 @@ _log: Final = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class ServerSettings:
     """What a server is told. `store` is a path or a `postgresql://` URL. What ended more than `retain_seconds` ago is
-    removed. `hook` sees every span before it is written. `models` are there from the beginning; with `record="queue"`
-    no call waits for the store (see `Gateway`). What is stored goes on to the collector at `otlp_forward`."""
+    removed. `hook` sees every span before it is written. `models` are there from the beginning. What is
+    stored goes on to the collector at `otlp_forward`."""
 
     store: str
     synchronous: Synchronous = "FULL"
@@ -56,7 +56,6 @@ class ServerSettings:
     hook: Redact | None = None
     retain_seconds: float | None = None
     models: tuple[ModelEntry, ...] = ()
-    record: Literal["commit", "queue"] = "commit"
     otlp_forward: str | None = None
     otlp_forward_headers: tuple[tuple[str, str], ...] = ()
 
@@ -91,7 +90,6 @@ async def running_server(settings: ServerSettings) -> AsyncGenerator[Running]:
             store,
             admin_key=settings.key,
             body_limit=settings.body_limit,
-            record=settings.record,
         )
         stack.push_async_callback(gateway.close)
         app = create_app(

@@ -109,7 +109,7 @@ def test_rows_of_every_rollout_that_has_ended() -> None:
         (["--format", "sft", "--run", "nobody's"], "no rollout in agentlightning.sqlite matches"),
         (["--format", "sft", "--agents", "("], "agents is '('"),
         (["agentlightning.sqlite", "--format", "sft", "--server", "http://127.0.0.1:1"], "say which store"),
-        (["--format", "dpo", "--best-of-group"], "--best-of-group goes with --format sft and sharegpt"),
+        (["--format", "dpo", "--best-of-group"], "--best-of-group goes with --format sft"),
         (["--format", "sft", "--pairs", "all"], "--pairs goes with --format dpo"),
     ],
 )
@@ -154,8 +154,3 @@ def test_any_file_can_be_checked_and_the_line_is_named(capsys: pytest.CaptureFix
     assert first.startswith("out.jsonl:13: what the format does not have") and more == "2 more"
     assert run(["data", "check", "out.jsonl", "--json"]) == 1
     assert [one["line"] for one in json.loads(capsys.readouterr().out)["problems"]] == [13, 14, 15]
-
-
-def test_conversations_in_sharegpt() -> None:
-    lines = export("--format", "sharegpt", "--best-of-group", "--min-reward", "1")
-    assert lines == [{"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "b"}]}]

@@ -166,8 +166,8 @@ def test_a_tokenizer_that_cannot_be_used_is_named(path: Path, tmp_path: Path, ag
     (tmp_path / "empty").mkdir()
     for name, words in (
         ("bare", "no chat template"),
-        ("empty", "cannot load the tokenizer"),
-        ("none", "does not exist"),
+        ("empty", "cannot be read"),
+        ("none", "there is no tokenizer"),
     ):
         code, _, err = agl("drift", path, "--tokenizer", tmp_path / name)
         assert code == 1 and err.startswith("error: ") and words in err

@@ -163,7 +163,7 @@ def test_an_agent_that_is_never_rewarded_ends_with_1(project: Path, capsys: pyte
         (("run.yaml", "-k", "0"), 2, "write 1,4,8"),
         (("run.yaml", "--compare", "prompt=no.txt", "prompt=always.txt"), 1, "cannot read the prompt no.txt"),
         (("run.yaml", "--compare", "a", "b", "--resume"), 2, "--resume needs --run-dir"),
-        (("--rollouts", "nowhere"), 1, "there is no run directory nowhere"),
+        (("--rollouts", "nowhere"), 1, "no folder of runs at runs"),
     ],
 )
 def test_what_cannot_be_measured_says_why(

@@ -156,13 +156,12 @@ def test_a_rollout_is_seen_as_its_run_trained(agl) -> None:
     assert "length_penalty" in out and "level" not in out
 
 
-def test_an_unknown_rollout_is_named_with_the_nearest(agl) -> None:
-    name = fill()
-    assert f"did you mean {name!r}?" in agl(f"{name}x", STORE)[2]
+def test_an_unknown_rollout_is_named(agl) -> None:
+    fill()
     code, _, err = agl("x", STORE)
     assert code == 1 and err.startswith("error: there is no rollout 'x' in this store; `agl rollouts ls`")
 
 
 def test_a_tokenizer_that_is_not_there_is_named(agl) -> None:
     code, _, err = agl(fill(), STORE, "--tokenizer", "./none")
-    assert code == 1 and err.startswith("error: tokenizer path ./none does not exist\nsee ")
+    assert code == 1 and err.startswith("error: there is no tokenizer ./none on this machine")

@@ -171,12 +171,25 @@ def test_seeds_are_trained_one_after_another_and_compared(
     assert "both holds runs already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_with_what_it_began_with(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("INTERRUPTED_SEED", "7")
+    changed = ("--set", "algorithm.steps=3", "--set", "deterministic=false", "--out", "cut")
+    assert run(["train", *changed]) == 130
+    assert "Go on:      agl train --resume --run-dir cut" in capsys.readouterr().out
+    assert run(["train", "--resume", "--run-dir", "cut"]) == 0
+    assert "step 3/3" in "".join(capsys.readouterr())
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
         (["--seeds", "1"], 2, "for a single run give --seed"),
         (["--seeds", "1,1"], 2, "one twice"),
-        (["--seeds", "two"], 2, "write 3, or 1,5,9"),
+        (["--seeds", "two"], 2, "write 1,4,8"),
         (["--seeds", "2", "--seed", "1"], 2, "not both"),
         (["--seeds", "2", "--set", "val_dataset=null"], 1, "give the held-out tasks"),
         (["--seeds", "2", "--resume"], 1, "no runs of several seeds to resume"),
@@ -191,5 +204,6 @@ def test_a_command_line_that_cannot_be_followed_is_refused(
 
 
 def test_a_run_that_is_not_there_is_told_by_its_name(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (elsewhere / "runs").mkdir()
     assert run(["train", "--from", "nothing"]) == 1
-    assert "no run directory nothing, and no run of that id below runs/" in capsys.readouterr().err
+    assert "there is no run called 'nothing'" in capsys.readouterr().err

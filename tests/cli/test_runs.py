@@ -1,4 +1,4 @@
-"""`agl runs`: what runs there are, what each measured, and several over one another."""
+"""`agl runs`: what runs there are, and what each measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.cli.chart import draw_chart
 from agentlightning.cli.main import run
 from agentlightning.cli.tables import number, squeezed
 from agentlightning.store.sql import SqlStore
@@ -82,6 +81,18 @@ def test_a_run_is_named_by_id_its_beginning_or_its_directory(name: str, capsys: 
     assert "grpo-1b" in told(capsys, "runs", "show", name)
 
 
+def test_a_directory_is_the_run_that_it_was_made_for(capsys: pytest.CaptureFixture[str]) -> None:
+    async def work() -> None:
+        store = await SqlStore.open("runs/mine/store.sqlite")
+        for name in ("mine", "an-evaluation-of-it"):
+            await add_run(store, name)
+        await store.close()
+
+    asyncio.run(work())
+    Path("runs/mine/run.json").write_text('{"run_id": "mine", "kind": "grpo"}')
+    assert json.loads(told(capsys, "runs", "show", "runs/mine", "--json"))["run"]["run_id"] == "mine"
+
+
 @pytest.mark.parametrize(
     ("name", "says"), [("grp", "more than one run called 'grp'"), ("other", "no run called 'other'")]
 )
@@ -89,32 +100,6 @@ def test_a_name_of_no_run_or_of_several_is_refused(name: str, says: str, capsys:
     make_runs("grpo-1", "grpo-2")
     said = told(capsys, "runs", "show", name, code=1)
     assert says in said and "grpo-1, grpo-2" in said
-
-
-def test_several_runs_are_drawn_over_one_another(capsys: pytest.CaptureFixture[str]) -> None:
-    make_runs("one", "two")
-    drawn = told(capsys, "runs", "plot", "one", "two", "--metric", "reward")
-    assert drawn.startswith("reward by step\n") and " 1.2┤" in drawn and "0.25┤" in drawn
-    rows = {line.split()[1]: line.split()[2:] for line in drawn.splitlines() if line.startswith((" ▁", " ▂"))}
-    assert rows["one"] == ["10", "0.25", "0.25", "0.7", "0.7"] and rows["two"][-1] == "1.2"
-
-
-@pytest.mark.parametrize(("axis", "last"), [("step", 10), ("seconds", 20), ("rollouts", 80), ("tokens", 1000)])
-def test_curves_are_drawn_along_what_a_run_takes(axis: str, last: int, capsys: pytest.CaptureFixture[str]) -> None:
-    make_runs("one")
-    drawn = json.loads(told(capsys, "runs", "plot", "--metric", "reward", "--by", axis, "--json"))
-    assert drawn["points"][-1] == [pytest.approx(last), pytest.approx(0.7)]
-
-
-def test_smoothing_is_the_mean_of_the_last_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    make_runs("one")
-    drawn = json.loads(told(capsys, "runs", "plot", "--metric", "reward", "--smooth", "3", "--json"))
-    assert [y for _, y in drawn["points"]][:3] == pytest.approx([0.25, 0.275, 0.3])
-
-
-def test_a_metric_that_was_not_measured_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    make_runs("one")
-    assert "did you mean 'loss'?" in told(capsys, "runs", "plot", "--metric", "los", code=1)
 
 
 def test_what_others_wrote_does_nothing_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,28 +112,10 @@ def test_what_others_wrote_does_nothing_to_the_terminal(capsys: pytest.CaptureFi
         return rollout_id
 
     rollout_id = asyncio.run(work())
-    looks = ("runs",), ("runs", "show"), ("runs", "plot", "--metric", HOSTILE)
-    for words in (*looks, ("rollouts", "ls"), ("rollouts", "show", rollout_id)):
+    for words in (("runs",), ("runs", "show"), ("rollouts", "ls"), ("rollouts", "show", rollout_id)):
         shown = told(capsys, *words)
         assert not {"\x1b", "\x07", "\u202e"} & set(shown), words
         assert "[bold]" in shown, words
-
-
-# --- drawing -----------------------------------------------------------------------------------------------------
-
-
-def test_a_chart_has_a_dot_for_each_column_of_a_line_and_its_ends_at_the_axes() -> None:
-    lines = draw_chart({"up": [(0, 0.0), (10, 1.0)]}, width=16, height=3).plain.splitlines()
-    assert lines[0].startswith("1┤") and lines[2].startswith("0┤")
-    assert lines[0].rstrip()[-1] != "┤" and lines[2][2] != " "
-    assert lines[-1].split() == ["0", "10"] and len(lines) == 5
-
-
-def test_a_chart_of_one_point_of_a_flat_line_and_of_nothing() -> None:
-    assert draw_chart({"a": []}).plain == ""
-    assert len(draw_chart({"a": [(1, 5.0)]}, 20, 3).plain.splitlines()) == 5
-    flat = draw_chart({"a": [(1, 5.0), (2, 5.0)]}, 20, 3).plain.splitlines()
-    assert flat[0].strip().startswith("5.5") and len(flat[1].split("┤")[1].strip()) == 16
 
 
 def test_numbers_and_means() -> None:

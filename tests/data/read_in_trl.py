@@ -2,7 +2,7 @@
 
     python read_in_trl.py MODEL FOLDER
 
-FOLDER has sft.jsonl, sharegpt.jsonl and transitions.parquet. Prints, for each, the text that TRL made of the first row,
+FOLDER has sft.jsonl and transitions.parquet. Prints, for each, the text that TRL made of the first row,
 what of it is trained, and the loss.
 """
 
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, Features, Json, List, Value, load_dataset
+from datasets import Dataset, Features, Json, List, load_dataset
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
@@ -31,19 +31,6 @@ def tokens(path: Path) -> Dataset:
             "completion_mask": [0] * len(row["prompt_ids"]) + [1] * len(row["response_ids"]),
         },
         remove_columns=rows.column_names,
-    )
-
-
-def turns(path: Path) -> Dataset:
-    """What Unsloth's standardize_sharegpt makes of ShareGPT: the same turns, as roles and contents."""
-    roles = {"system": "system", "human": "user", "gpt": "assistant"}
-    features = Features({"conversations": List({"from": Value("string"), "value": Value("string")})})
-    rows = load_dataset("json", data_files=str(path), features=features, split="train")
-    return rows.map(
-        lambda row: {
-            "messages": [{"role": roles[turn["from"]], "content": turn["value"]} for turn in row["conversations"]]
-        },
-        remove_columns=["conversations"],
     )
 
 
@@ -73,7 +60,6 @@ def one_step(model: str, dataset: Dataset, folder: Path) -> dict[str, Any]:
 def main(model: str, folder: Path) -> None:
     read = {
         "sft": conversations(folder / "sft.jsonl"),
-        "sharegpt": turns(folder / "sharegpt.jsonl"),
         "parquet": tokens(folder / "transitions.parquet"),
     }
     print(json.dumps({name: one_step(model, dataset, folder) for name, dataset in read.items()}))

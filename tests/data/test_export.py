@@ -12,7 +12,7 @@ from pyarrow import parquet
 
 from agentlightning.data import export
 from agentlightning.data.conversations import CUT, FROZEN
-from agentlightning.data.export import UNSAYABLE, Wanted, dpo_lines, sft_lines, sharegpt_lines
+from agentlightning.data.export import Wanted, dpo_lines, sft_lines
 from agentlightning.data.recorded import Recorded
 from agentlightning.data.transition_table import COLUMNS, TransitionFile, transition_rows
 from agentlightning.types import Span, TokenCapture
@@ -93,35 +93,6 @@ def test_what_gives_no_line_is_counted() -> None:
         {CUT: 1},
         {"conversations with a tool call that was not answered": 1},
     ]
-
-
-# --- sharegpt ----------------------------------------------------------------------------------------------------
-
-
-def test_in_sharegpt_three_speak_by_turns_and_tools_are_text() -> None:
-    call_1, call_2 = asks_for("c1"), asks_for("c2")
-    both = says("assistant", "Looking.", tool_calls=[*call_1["tool_calls"], *call_2["tool_calls"]])
-    history = [SYSTEM, USER, both, tool_says("c1", "warm"), tool_says("c2", "wet")]
-    spans = [call(0, history[:2], both, GEN_AI_TOOL_DEFINITIONS=TOOLS)]
-    spans.append(call(1, history, HI, GEN_AI_TOOL_DEFINITIONS=TOOLS))
-    (line,) = sharegpt_lines([recorded(*spans)], ANYTHING).lines
-    turns = line["conversations"]
-    assert [turn["from"] for turn in turns] == ["system", "human", "gpt", "human", "gpt"]
-    assert all(turn.keys() == {"from", "value"} for turn in turns)
-    assert (
-        turns[0]["value"].startswith("Be brief.\n\n") and json.dumps(TOOL, separators=(",", ":")) in turns[0]["value"]
-    )
-    asked = '<tool_call>\n{"name":"search","arguments":{"q":"sun"}}\n</tool_call>'
-    assert turns[2]["value"] == f"Looking.\n{asked}\n{asked}"
-    assert turns[3]["value"] == "<tool_response>\nwarm\n</tool_response>\n\n<tool_response>\nwet\n</tool_response>"
-
-
-def test_what_sharegpt_cannot_say_is_left_out() -> None:
-    shown = recorded(call(0, [USER, says("assistant", "an example"), USER], HI))
-    seen = recorded(call(0, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], HI))
-    for one in (shown, seen):
-        found = sharegpt_lines([one], ANYTHING)
-        assert not found.lines and found.left_out == {f"conversations with {UNSAYABLE}": 1}
 
 
 # --- dpo ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentlightning.data.export import Wanted, sft_lines, sharegpt_lines
+from agentlightning.data.export import Wanted, sft_lines
 from agentlightning.data.recorded import Recorded
 from agentlightning.data.transition_table import TransitionFile, transition_rows
 from agentlightning.learner.policy import Policy
@@ -50,9 +50,8 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     tokenizer = make_tokenizer([chat_text(SPOKEN, TOOLS)] * 3, 400)
     Policy(make_model(tokenizer, seed=0), tokenizer).save(folder / "model")
     rollouts = [rollout(index, tokenizer) for index in range(3)]
-    for name, lines in (("sft", sft_lines), ("sharegpt", sharegpt_lines)):
-        made = [line for one in rollouts for line in lines([one], Wanted()).lines]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made))
+    made = [line for one in rollouts for line in sft_lines([one], Wanted()).lines]
+    (folder / "sft.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made))
     with (folder / "transitions.parquet").open("wb") as file:
         table = TransitionFile(file)
         for one in rollouts:
@@ -89,12 +88,6 @@ def sampled(index: int, messages: list[Any], answer: Any, tokenizer: Any) -> Spa
 def test_conversations_with_tools_come_out_as_the_model_saw_them(read: dict[str, Any]) -> None:
     assert read["sft"]["text"] == chat_text(SPOKEN, TOOLS)
     assert read["sft"]["loss"] > 0
-
-
-def test_sharegpt_comes_out_as_turns(read: dict[str, Any]) -> None:
-    text = read["sharegpt"]["text"]
-    assert text.count(ASSISTANT) == 2 and '<tool_call>\n{"name":"search"' in text and "flight: KL23" in text
-    assert read["sharegpt"]["loss"] > 0
 
 
 def test_recorded_tokens_are_trained_as_they_were_sampled(read: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from starlette.applications import Starlette
@@ -15,7 +16,7 @@ from starlette.routing import Route
 
 import agentlightning as agl
 from agentlightning.errors import BackendError, ConfigError, TrainingError
-from agentlightning.gateway.backend import ModelCall, Sampling, Started
+from agentlightning.gateway.backend import BackendEvent, Delta, ModelCall, Sampling, Started
 from agentlightning.learner.base import AdamW, LoRA, Weights
 from agentlightning.learner.policy import Policy, load_policy, open_policy
 from agentlightning.learner.remote import RemoteSampler, RemoteSampling, read_sampler
@@ -161,6 +162,48 @@ async def test_an_answer_that_nobody_reads_keeps_no_server_from_new_weights(tmp_
             assert loaded == ["3"]
             async for _ in events:  # it is all there
                 pass
+            await sampler.close()
+
+
+async def test_a_call_that_takes_too_long_begins_anew_with_the_new_weights(tmp_path: Path) -> None:
+    """And one that is too long for the server is not sent there."""
+
+    async def load(request: Request) -> Response:
+        return JSONResponse({"success": True})
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"data": [{"id": "m", "max_model_len": 40}]})
+
+    async with talking() as (_, service):
+        server = Sglang(service)
+        posted = {"/generate": server.generate, "/abort_request": server.abort, "/update_weights_from_disk": load}
+        routes = [Route(path, answer, methods=["POST"]) for path, answer in posted.items()]
+        async with serving(Starlette(routes=[*routes, Route("/v1/models", models)])) as url:
+            talker = make_talker()
+            sampler = RemoteSampler(RemoteSampling(sglang=url), Policy(talker.model, talker.tokenizer))
+            await sampler.check(Sampling())
+            server.asked.clear()
+            server.begun.clear()
+            server.going.clear()
+            sampler.patience = 0.2
+            call = ModelCall(request_id="r", model="m", messages=user("hello"), sampling=Sampling())
+
+            async def answered() -> list[BackendEvent]:
+                return [event async for event in sampler.answer(call)]
+
+            answering = asyncio.create_task(answered())
+            await server.begun.wait()
+            async with asyncio.timeout(20):
+                await sampler.publish(Weights(3, tmp_path))
+                events = await answering
+            aborted, repeated = server.asked
+            assert set(server.aborted) == {aborted["rid"]}
+            assert [event.version for event in events if isinstance(event, Delta)] == [3]
+            assert len(repeated["input_ids"]) + repeated["sampling_params"]["max_new_tokens"] == 40
+            long = msgspec.structs.replace(call, messages=user("hello " * 40), sampling=Sampling(n=8))
+            with pytest.raises(BackendError, match=r"have at most 40 \(max_sequence_length\)"):
+                await anext(sampler.answer(long))
+            assert len(server.asked) == 2
             await sampler.close()
 
 

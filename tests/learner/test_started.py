@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.backends.connection import Connection
-from agentlightning.learner.started import StartedServer
+from agentlightning.learner.started import StartedServer, listens
 
 pytestmark = pytest.mark.anyio
 
@@ -47,6 +48,15 @@ def wait_until_gone(processes: list[int]) -> None:
 def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no program 'no-such-vllm'.*or give the URL"):
         StartedServer("vllm", "no-such-vllm", "m", [], environment={}, log=tmp_path / "log")
+    with pytest.raises(ConfigError, match=r"has no package sglang: install SGLang"):
+        StartedServer("sglang", sys.executable, "m", [], environment={}, log=tmp_path / "log")
+
+
+def test_a_port_is_this_users_while_a_process_of_theirs_listens_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert listens(port)
+    assert not listens(port)
 
 
 async def test_one_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ async def test_the_key_of_the_server_is_not_handed_on(
 async def test_a_status_other_than_0_fails_the_attempt_with_the_end_of_stderr(store: SqlStore) -> None:
     (rollout,) = [await store.enqueue_rollout("hi")]
     async with running(Runner(store, command("sh -c 'echo 1; echo first >&2; echo no ticket >&2; exit 3'"))):
-        (ended,) = await store.wait_for_rollouts([rollout.rollout_id], timeout=20)
+        (ended,) = await store.wait_for_rollouts([rollout.rollout_id], timeout=60)
     attempt = await store.get_latest_attempt(rollout.rollout_id)
     assert attempt is not None
     assert ended.status == "failed"
@@ -336,7 +336,7 @@ async def test_a_program_past_its_timeout_is_ended_with_all_its_kin_though_they_
     rollout = await store.enqueue_rollout("hi", config=RolloutConfig(timeout_seconds=1.5))
     async with running(Runner(store, command(f"{script(tmp_path, FORKING)} {tmp_path} stay"))):
         parent, child = await pids_in(tmp_path)
-        (ended,) = await store.wait_for_rollouts([rollout.rollout_id], timeout=20)
+        (ended,) = await store.wait_for_rollouts([rollout.rollout_id], timeout=60)
     attempt = await store.get_latest_attempt(rollout.rollout_id)
     assert attempt is not None
     assert (ended.status, attempt.status) == ("failed", "timeout")
@@ -347,7 +347,7 @@ async def test_a_program_past_its_timeout_is_ended_with_all_its_kin_though_they_
 async def test_a_program_that_stops_at_sigterm_may_still_say_goodbye(store: SqlStore) -> None:
     rollout = await store.enqueue_rollout("hi", config=RolloutConfig(timeout_seconds=1.0))
     async with running(Runner(store, command("sh -c 'trap \"echo bye; exit 0\" TERM; sleep 600 & wait'"))):
-        await store.wait_for_rollouts([rollout.rollout_id], timeout=20)
+        await store.wait_for_rollouts([rollout.rollout_id], timeout=60)
     spans = await store.query_spans(rollout.rollout_id)
     assert log_of(spans) == "bye\n"
     assert [span.name for span in spans] == [LOG]
@@ -365,7 +365,7 @@ async def test_many_programs_run_at_once(store: SqlStore) -> None:
     agent = command("sh -c 'echo 1'", reward="stdout")
     ids = [(await store.enqueue_rollout(number)).rollout_id for number in range(20)]
     async with running(Runner(store, agent)):
-        done = await store.wait_for_rollouts(ids, timeout=20)
+        done = await store.wait_for_rollouts(ids, timeout=60)
     assert {rollout.status for rollout in done} == {"succeeded"}
 
 

@@ -93,7 +93,7 @@ async def test_a_call_that_a_proxy_refuses_for_long_costs_no_attempt_its_lease(b
         assert await statuses(brief_store, rollout_ids) == [["preparing"], ["running"], ["running"]]
         healed.set()
         release.set()
-        await brief_store.wait_for_rollouts(rollout_ids, timeout=20)
+        await brief_store.wait_for_rollouts(rollout_ids, timeout=60)
     assert await statuses(brief_store, rollout_ids) == [["succeeded"]] * 3
 
 
@@ -115,7 +115,7 @@ async def test_a_server_that_fails_once_at_each_kind_of_call_ends_no_runner(
 
     rollout_ids = await enqueue(brief_store, *range(40))
     async with client_behind(brief_store, refuse) as client, running(Runner(client, agent)):
-        await brief_store.wait_for_rollouts(rollout_ids, timeout=20)
+        await brief_store.wait_for_rollouts(rollout_ids, timeout=60)
     assert await statuses(brief_store, rollout_ids) == [["succeeded"]] * 40
     kinds = Counter(kind.rpartition("/")[2] for kind in failed)
     assert kinds["heartbeat"] == 40 and {"lease", "workers", "spans", "PATCH"} <= set(kinds)
@@ -144,7 +144,7 @@ async def test_spans_at_which_the_server_always_fails_fail_their_own_attempt(
 
     rollout_ids = await enqueue(brief_store, "poison", "fine")
     async with client_behind(brief_store, refuse) as client, running(Runner(client, agent)):
-        poison, fine = await brief_store.wait_for_rollouts(rollout_ids, timeout=20)
+        poison, fine = await brief_store.wait_for_rollouts(rollout_ids, timeout=60)
         assert await enqueue(brief_store, "another")
     if poison.rollout_id != rollout_ids[0]:
         poison, fine = fine, poison

@@ -274,7 +274,7 @@ async def test_a_cancelled_rollout_frees_its_process(brief_store: SqlStore) -> N
 async def ran_by(store: SqlStore, *tasks: Any) -> list[Ran]:
     """What the runner that is there makes of tasks."""
     ids = [(await store.enqueue_rollout(task)).rollout_id for task in tasks]
-    assert len(await store.wait_for_rollouts(ids, timeout=20)) == len(ids)
+    assert len(await store.wait_for_rollouts(ids, timeout=60)) == len(ids)
     return [await how_it_ended(store, rollout_id) for rollout_id in ids]
 
 

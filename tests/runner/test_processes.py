@@ -54,7 +54,7 @@ async def test_the_rollouts_of_a_killed_runner_are_finished_by_another(brief_sto
 
     client = LightningStoreClient(server.url)
     async with running(Runner(client, lambda task: 1.0, worker_id="second")):
-        (ended,) = await brief_store.wait_for_rollouts([rollout.rollout_id], timeout=20)
+        (ended,) = await brief_store.wait_for_rollouts([rollout.rollout_id], timeout=60)
     await client.close()
     await server.stop()
 
@@ -87,7 +87,7 @@ async def test_a_server_that_is_away_for_a_moment_costs_no_rollout(store: SqlSto
         back = HttpServer(create_app(store), port=port)
         await asyncio.sleep(0.3)  # the runner finds nobody there
         await back.start()
-        (ended,) = await store.wait_for_rollouts([rollout.rollout_id], timeout=20)
+        (ended,) = await store.wait_for_rollouts([rollout.rollout_id], timeout=60)
     await client.close()
     await back.stop()
     assert ended.status == "succeeded"

@@ -37,7 +37,7 @@ async def run_to_end(
     """Enqueue tasks, run the agent on them and return the terminal rollouts in the order of the tasks."""
     rollout_ids = await enqueue(store, tasks, config)
     async with running(Runner(store, agent, **options)):
-        done = await store.wait_for_rollouts(rollout_ids, timeout=20)
+        done = await store.wait_for_rollouts(rollout_ids, timeout=60)
     by_id = {rollout.rollout_id: rollout for rollout in done}
     return [by_id[rollout_id] for rollout_id in rollout_ids]
 
@@ -166,7 +166,7 @@ async def test_the_mode_chooses_the_method(store: SqlStore) -> None:
 
     train, val, test = [(await enqueue(store, ["t"], mode=mode))[0] for mode in ("train", "val", "test")]
     async with running(Runner(store, Agent())):
-        await store.wait_for_rollouts([train, val, test], timeout=20)
+        await store.wait_for_rollouts([train, val, test], timeout=60)
     rewards = [agl.find_final_reward(await store.query_spans(rollout_id)) for rollout_id in (train, val, test)]
     assert rewards == [1.0, 2.0, 2.0]
 
@@ -318,7 +318,7 @@ async def test_an_answer_after_the_timeout_is_ignored_with_a_notice(
         monkeypatch.setattr(logging.getLogger("agentlightning.runner.execution"), "filters", [Ear("ignored", noticed)])
         rollout_ids = await enqueue(store, ["x"], RolloutConfig(timeout_seconds=0.2))
         async with running(Runner(store, agent)):
-            (rollout,) = await store.wait_for_rollouts(rollout_ids, timeout=20)
+            (rollout,) = await store.wait_for_rollouts(rollout_ids, timeout=60)
             await asyncio.wait_for(stopped.wait(), 60)
             release.set()
         await asyncio.wait_for(noticed.wait(), 60)
@@ -360,7 +360,7 @@ async def test_heartbeats_keep_a_long_attempt_alive_and_bring_its_spans(brief_st
         await asyncio.sleep(2 * LEASE_SECONDS)
         assert [span.name for span in await brief_store.query_spans(rollout_id)] == ["agentlightning.message"]
         release.set()
-        (rollout,) = await brief_store.wait_for_rollouts([rollout_id], timeout=20)
+        (rollout,) = await brief_store.wait_for_rollouts([rollout_id], timeout=60)
     assert rollout.status == "succeeded"
     assert len(await brief_store.query_attempts(rollout_id)) == 1
 
@@ -508,7 +508,7 @@ async def test_a_cancelled_runner_hands_its_rollouts_to_another_at_once(store: S
     with pytest.raises(asyncio.CancelledError):
         await task
     async with running(Runner(store, lambda task: 1.0)):
-        (rollout,) = await store.wait_for_rollouts([rollout_id], timeout=10)
+        (rollout,) = await store.wait_for_rollouts([rollout_id], timeout=60)
     attempts = await store.query_attempts(rollout_id)
     assert rollout.status == "succeeded"
     assert [attempt.status for attempt in attempts] == ["unresponsive", "succeeded"]
@@ -616,5 +616,5 @@ async def test_workers_report_themselves(brief_store: SqlStore) -> None:
         await asyncio.sleep(LEASE_SECONDS)
         worker = await brief_store.get_worker_by_id("worker-1")
         release.set()
-        await brief_store.wait_for_rollouts([rollout_id], timeout=10)
+        await brief_store.wait_for_rollouts([rollout_id], timeout=60)
     assert worker is not None and worker.current_rollout_id == rollout_id

@@ -37,7 +37,7 @@ async def run_with_calls_held(gateway_world: World, task: str) -> tuple[Rollout,
     async with running(Runner(gateway_world.store, asks)):
         async with gateway_world.gateway.held():
             assert not await gateway_world.store.wait_for_rollouts([queued.rollout_id], timeout=2)
-        (rollout,) = await gateway_world.store.wait_for_rollouts([queued.rollout_id], timeout=20)
+        (rollout,) = await gateway_world.store.wait_for_rollouts([queued.rollout_id], timeout=60)
     attempt = await gateway_world.store.get_latest_attempt(rollout.rollout_id)
     assert attempt is not None
     return rollout, attempt

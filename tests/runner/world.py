@@ -12,7 +12,7 @@ from aiohttp import web
 
 from agentlightning.runner.runner import Runner
 
-LEASE_SECONDS = 1.8  # of the brief store; heartbeats come three times as often
+LEASE_SECONDS = 5.0  # of the brief store, longer than a busy machine stands still; heartbeats come three times as often
 
 
 class Endpoint:

@@ -43,6 +43,8 @@ from agentlightning.data.transitions import TracedRollout, tool_success
 from agentlightning.errors import AgentLightningError, ConfigError, ConflictError, TrainingError
 from agentlightning.types import Rollout
 
+EXPORTS = "published"  # folder of a run for the weights that samplers read
+
 
 class Loop:
     """One training job of a `Reinforcement` algorithm on these groups.
@@ -59,7 +61,7 @@ class Loop:
             {name: policy.learner for name, policy in context.policies.items()},
             {name: policy.sampler for name, policy in context.policies.items()},
             thread,
-            context.directory / "published",
+            context.directory / EXPORTS,
         )
         self.run_id = context.run.run_id
         self.groups = groups

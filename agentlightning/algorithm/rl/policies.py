@@ -26,7 +26,7 @@ from agentlightning.data.sequences import TrainingSequence
 from agentlightning.errors import TrainingError
 from agentlightning.learner.base import Learner, Sampler, Weights, WeightsForm
 
-_EXPORTS_KEPT: Final = 3  # of each policy; a server may read an adapter again
+_EXPORTS_KEPT: Final[dict[str, int]] = {"adapter": 16}  # of each policy, else 3; a server may read one again
 
 Batch: TypeAlias = Sequence[TrainingSequence]
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class Policies:
         place = written / f"version-{version:06d}"
         await self.in_thread(partial(_export, self.learners[name], place, sampler.takes))
         await sampler.publish(Weights(version, place.absolute()))
-        for old in sorted(written.iterdir())[:-_EXPORTS_KEPT]:
+        for old in sorted(written.iterdir())[: -_EXPORTS_KEPT.get(sampler.takes, 3)]:
             if old != place:  # of a run that went on from an earlier step there are later ones
                 await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
 

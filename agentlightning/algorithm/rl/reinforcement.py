@@ -7,7 +7,9 @@ learner).
 from __future__ import annotations
 
 import abc
+import asyncio
 import math
+import shutil
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -290,9 +292,12 @@ class Reinforcement(metaclass=_Tried):
 
     async def run(self, context: RunContext) -> None:
         """Train until done or stopped; afterwards `evaluations` holds the first and the last, and what lay between."""
-        from agentlightning.algorithm.rl.loop import Loop
+        from agentlightning.algorithm.rl.loop import EXPORTS, Loop
 
         self.evaluations: list[Evaluation] = []
         async with self.groups(context) as groups:
             with ThreadPoolExecutor(1, "learner") as thread:
-                self.stopped_because = await Loop(self, context, groups, thread).run()
+                try:
+                    self.stopped_because = await Loop(self, context, groups, thread).run()
+                finally:
+                    await asyncio.to_thread(shutil.rmtree, context.directory / EXPORTS, ignore_errors=True)

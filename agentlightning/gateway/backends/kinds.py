@@ -49,7 +49,7 @@ def make_backend(
             return HttpBackend(base_url, kind=kind, api_key=api_key, model=model, timeout_seconds=timeout_seconds)
         if kind != "vllm":
             raise ConfigError(f"a server of the kind {kind!r} renders chats itself; leave tokenizer out")
-        chat = _chat_template(tokenizer)
+        chat = chat_template(tokenizer)
         from agentlightning.gateway.backends.vllm import VllmBackend
 
         return VllmBackend(base_url, chat, api_key=api_key, model=model, timeout_seconds=timeout_seconds)
@@ -60,7 +60,7 @@ def make_backend(
         )
     if model is not None:
         raise ConfigError("a server of the kind 'sglang' has one model; leave model out")
-    chat = _chat_template(tokenizer)
+    chat = chat_template(tokenizer)
     from agentlightning.gateway.backends.sglang import SglangBackend
 
     return SglangBackend(Connection(base_url, api_key=api_key, timeout_seconds=timeout_seconds), chat)
@@ -100,7 +100,7 @@ class ByProtocol:
 
 
 @lru_cache(maxsize=8)
-def _chat_template(tokenizer: str) -> ChatTemplate:
+def chat_template(tokenizer: str) -> ChatTemplate:
     """The tokenizer in this directory, or of this name on Hugging Face, with its chat template; read once and shared.
 
     ConfigError where it cannot be read, or `transformers` is not installed."""
@@ -112,11 +112,11 @@ def _chat_template(tokenizer: str) -> ChatTemplate:
         raise ConfigError(
             f"chats cannot be rendered without transformers ({error}): pip install 'agent-lightning-next[train]'"
         ) from None
-    if Path(tokenizer).is_absolute() and not Path(tokenizer).exists():  # or it would be looked for on Hugging Face
+    if tokenizer.startswith((".", "/")) and not Path(tokenizer).exists():  # or it would be looked for on Hugging Face
         raise ConfigError(f"there is no tokenizer {tokenizer} on this machine: name (--tokenizer) where it is here")
     try:
         return ChatTemplate.from_pretrained(AutoTokenizer.from_pretrained(tokenizer))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the tokenizer {tokenizer!r} cannot be read: {error}") from None
 
 

@@ -43,14 +43,14 @@ class VllmBackend(HttpBackend):
         super().__init__(
             base_url, kind="vllm", api_key=api_key, model=model, timeout_seconds=timeout_seconds, socket=socket
         )
-        self._of_ids = TokenBackend(chat, VllmGenerator(self), name=self.name)
+        self.of_ids = TokenBackend(chat, VllmGenerator(self), name=self.name)
         self._takes_ids: bool | None = None
 
     async def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
         """See `HttpBackend.answer`."""
         if await self.takes_ids():
             try:
-                async with aclosing(self._of_ids.answer(call)) as events:
+                async with aclosing(self.of_ids.answer(call)) as events:
                     async for event in events:
                         yield event
                 return

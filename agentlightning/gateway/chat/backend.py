@@ -51,15 +51,19 @@ class TokenBackend:
     """Answers chats and continues prompts with the tokens of `generator`; every sampled id comes with its logprob and
     policy version. Tokens are sampled freely: what would constrain or penalise them is refused by name.
 
-    `name` is what spans say of it. The generator belongs to its owner. The seed of a call decides its random numbers
-    alone, where the generator honours seeds."""
+    `name` is what spans say of it. Prompt and answer have `max_sequence_length` tokens at most, where it is given. The
+    generator belongs to its owner. The seed of a call decides its random numbers alone, where the generator honours
+    seeds."""
 
     captures_tokens = seeded = True
     relays: frozenset[str] = frozenset()
 
-    def __init__(self, chat: ChatTemplate, generator: TokenGenerator, *, name: str) -> None:
+    def __init__(
+        self, chat: ChatTemplate, generator: TokenGenerator, *, name: str, max_sequence_length: int | None = None
+    ) -> None:
         self.name = name
         self.generator = generator
+        self.max_sequence_length = max_sequence_length
         self._chat = chat
         self._recorded = RecordedAnswers(chat)
 
@@ -71,6 +75,7 @@ class TokenBackend:
     async def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
         """See `Backend.answer`. BackendError 400 names what a free-running sampler cannot honour."""
         prompt = await self._prompt(call)
+        self._check_length(prompt)  # before it is sent, as often as there are choices
         tools = call.prompt is None and call.tool_choice != "none" and bool(call.tools)
         choices = [self._choice(call, index, prompt, parse_tools=tools) for index in range(call.sampling.n)]
         started = False
@@ -108,15 +113,27 @@ class TokenBackend:
             text, encode = call.prompt, self._as_it_stands
         return await asyncio.to_thread(encode, text) if len(text) > _LONG else encode(text)
 
+    def _check_length(self, prompt: EncodedPrompt) -> None:
+        if self.max_sequence_length is not None and len(prompt.token_ids) >= self.max_sequence_length:
+            raise BackendError(
+                f"the prompt has {len(prompt.token_ids)} tokens, and prompt and answer together have at most "
+                f"{self.max_sequence_length} (max_sequence_length)",
+                status=400,
+                code="context_length_exceeded",
+            )
+
     def _as_it_stands(self, text: str) -> EncodedPrompt:
         """Text that no template wrote gets the tokenizer's own beginning: a BOS where the model expects one."""
         return EncodedPrompt(text, tuple(self._chat.tokenizer.encode_batch([text])[0].ids))
 
     def _request(self, call: ModelCall, index: int, prompt: EncodedPrompt) -> GenerationRequest:
-        sampling = call.sampling
+        sampling, max_tokens = call.sampling, call.sampling.max_tokens
+        if self.max_sequence_length is not None:
+            room = self.max_sequence_length - len(prompt.token_ids)
+            max_tokens = min(room, max_tokens or room)
         return GenerationRequest(
             prompt_token_ids=prompt.token_ids,
-            max_tokens=sampling.max_tokens,
+            max_tokens=max_tokens,
             temperature=1.0 if sampling.temperature is None else sampling.temperature,
             top_p=1.0 if sampling.top_p is None else sampling.top_p,
             top_k=sampling.top_k or 0,

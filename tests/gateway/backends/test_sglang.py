@@ -62,7 +62,10 @@ class Sglang:
             return StreamingResponse(self._stream(asked), media_type="text/event-stream")
         sampled = [token async for token in self._sampled(asked)]
         await self.going.wait()
-        return JSONResponse(self._output(asked, sampled, 0))
+        answer = self._output(asked, sampled, 0)
+        if asked["rid"] in self.aborted:
+            answer["meta_info"] |= {"finish_reason": {"type": "abort", "message": "Aborted"}}
+        return JSONResponse(answer)
 
     async def abort(self, request: Request) -> Response:
         rid = (await request.json())["rid"]
