@@ -22,9 +22,7 @@ __version__ = "0.1.0"
 _stub = pkgutil.get_data(__name__, "__init__.pyi") or b""  # from a zip file too
 _lines = map(str.split, _stub.decode().splitlines())
 _HOME_OF = {words[3]: words[1] for words in _lines if words[2:3] == ["import"] and len(words) == 6}
-_MODULES = ("environments", "rewards")
-for _name in _MODULES:
-    _HOME_OF.pop(_name)
+_MODULES = [name for name, home in _HOME_OF.items() if home == __name__]
 
 __all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import imported
 from agentlightning.types import Metrics
 
 
@@ -22,11 +22,8 @@ def draw_curves(
     curves: Mapping[str, Sequence[tuple[float, float]]], path: Path, *, title: str, along: str, measured: str
 ) -> Path:
     """Write a PNG of several curves, by what each is called, over one another; few points have dots."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("drawing needs matplotlib: pip install 'agent-lightning-next[train]'") from None
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    matplotlib = imported("matplotlib.figure", "a curve", "agent-lightning-next[train]")
+    figure = matplotlib.Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for label, points in curves.items():
         if points:

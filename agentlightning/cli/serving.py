@@ -236,10 +236,9 @@ async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, A
 
 
 @click.command()
-@click.argument("agent", metavar="[FILE.py:NAME]", required=False)
-@click.option("--agent", "named", metavar="FILE.py:NAME", help="Another way to say which.")
+@click.argument("agent", metavar="[FILE.py:NAME|RUN.yaml]", required=False)
+@click.option("--agent", "named", metavar="FILE.py:NAME|RUN.yaml", help="Another way to say which.")
 @click.option("--command", metavar="LINE", help="Run this program instead: 'python my_agent.py --task {task}'.")
-@click.option("--environment", metavar="HUB:NAME|RUN.yaml", help="Run this environment, or that of a run file.")
 @click.option("--reward", type=click.Choice(["auto", "stdout", "file", "url"]), default="auto", show_default=True,
               help="Where the reward of --command is: its last line, $AGL_REWARD_FILE, $AGL_REWARD_URL.")  # fmt: skip
 @click.option("--grader", metavar="LINE|FILE.py:NAME", help="What grades --command, a program or a function.")
@@ -267,7 +266,6 @@ def runner(
     agent: str | None,
     named: str | None,
     command: str | None,
-    environment: str | None,
     reward: RewardSource,
     grader: str | None,
     server: str,
@@ -275,16 +273,16 @@ def runner(
     instrument: str | None,
     **options: Any,
 ) -> int | None:
-    """Lease rollouts from a server and run an agent on them, a Python object or a --command, until stopped.
+    """Lease rollouts from a server and run an agent on them, in Python, of a run file or a --command, until stopped.
 
     After Ctrl-C or SIGTERM it leases nothing more, and rollouts at hand may finish: exit code 0. Those that --drain
     ends, or a second signal, are handed back to be retried: exit code 130."""
-    from agentlightning.cli.config import CommandConfig
+    from agentlightning.cli.config import CommandConfig, load_config
     from agentlightning.runner.agent import as_agent
     from agentlightning.runner.processes import place_of
 
-    if [agent, named, command, environment].count(None) != 3:
-        raise click.UsageError("give what to run, once: FILE.py:NAME, --environment, or --command with a program")
+    if [agent, named, command].count(None) != 2:
+        raise click.UsageError("give the agent to run, once: FILE.py:NAME, RUN.yaml, or --command with a program")
     agent = agent or named
     if command is None and (grader is not None or reward != "auto"):
         raise click.UsageError("--reward and --grader are for --command; a Python agent returns its reward")
@@ -296,18 +294,12 @@ def runner(
 
         names = instrumentation.instrument(*filter(None, instrument.split(",")))
         click.echo(f"instrumented: {', '.join(names) or 'nothing, no instrumentation is installed'}", err=True)
-    if environment is not None:
-        from agentlightning.cli.config import load_config
-        from agentlightning.cli.training import load_agent
-
-        is_file = environment.endswith((".yaml", ".yml"))
-        loaded = load_agent(
-            load_config(Path(environment)) if is_file else load_config(None, (), {"environment": environment})
-        )
-    elif command is None:
-        loaded = as_agent(agent or "")
-    else:
+    if command is not None:
         loaded = CommandConfig(command=command, reward=reward, grader=grader).load()
+    elif str(agent).endswith((".yaml", ".yml")) and (pool is None or pool["ray"]):
+        loaded = as_agent(load_config(Path(str(agent))).load_agent())
+    else:
+        loaded = as_agent(agent or "")
     if pool is None:
         options["isolation"] = place_of(loaded, options["isolation"])
         if instrument is not None and options["isolation"] == "process":
@@ -318,7 +310,7 @@ def runner(
         if pool is not None:
             return run_to_end(run_pool(click.get_current_context(), **pool))
         with garbage_sought_seldom(), watched() as end_after:
-            run_to_end(_runner(loaded, agent or environment or f"`{command}`", server, key, end_after, **options))
+            run_to_end(_runner(loaded, agent or f"`{command}`", server, key, end_after, **options))
     except (asyncio.CancelledError, TimeoutError):
         raise click.Abort from None
 

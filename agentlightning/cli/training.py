@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ import click
 import msgspec
 from rich.console import Console
 
-from agentlightning.cli.config import CommandConfig, TrainConfig, build, kept, load_config
+from agentlightning.cli.config import TrainConfig, build, kept, load_config
 from agentlightning.cli.options import Numbers, Option, json_option, print_json, together
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.types import LLM
@@ -205,27 +204,17 @@ def fit(config: TrainConfig, console: Console) -> FitResult:
     from agentlightning.trainer import Trainer
 
     hide_library_progress()
-    optimizer = build(AdamW, config.optimizer, typing.get_type_hints(AdamW), "optimizer")
-    lora = None if config.lora is None else build(LoRA, config.lora, typing.get_type_hints(LoRA), "lora")
+    optimizer = build(AdamW, config.optimizer, "optimizer")
+    lora = None if config.lora is None else build(LoRA, config.lora, "lora")
     elsewhere = {"agent", "environment", "train_dataset", "val_dataset", "algorithm", "optimizer", "lora", "resume"}
     passed = {key: value for key, value in msgspec.structs.asdict(config).items() if key not in elsewhere}
     with LiveProgress(console, steps=getattr(algorithm, "steps", None), time_limit=config.time_limit) as progress:
         trainer = Trainer(
             algorithm=algorithm, optimizer=optimizer, lora=lora, progress=progress, run_file=kept(config), **passed
         )
-        agent = load_agent(config)
+        agent = config.load_agent()
         with watched():
             return trainer.fit(agent, config.train_dataset, config.val_dataset, resume=config.resume)
-
-
-def load_agent(config: TrainConfig) -> Any:
-    """The agent, or the environment. ConfigError where there is no such hub, or it does not take what is given."""
-    if config.environment is not None:
-        from agentlightning.environments import open_environment
-
-        fields = {"name": config.environment} if isinstance(config.environment, str) else dict(config.environment)
-        return open_environment(str(fields.pop("name", "")), fields)
-    return config.agent.load() if isinstance(config.agent, CommandConfig) else config.agent
 
 
 def make_algorithm(spec: Mapping[str, Any]) -> Any:
@@ -239,11 +228,7 @@ def make_algorithm(spec: Mapping[str, Any]) -> Any:
     maker = load_reference(ALGORITHMS.get(name, name))
     if not isinstance(maker, type) or not dataclasses.is_dataclass(maker):
         raise ConfigError(f"algorithm.name: {name} is no dataclass; an algorithm declares its fields as one")
-    hints = typing.get_type_hints(maker)
-    known = {
-        field.name: hints[field.name] for field in dataclasses.fields(maker) if field.init and field.name != "name"
-    }
-    return build(maker, fields, known, "algorithm")
+    return build(maker, fields, "algorithm")
 
 
 def show_fit(console: Console, result: FitResult) -> None:

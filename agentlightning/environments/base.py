@@ -1,23 +1,19 @@
-"""What an environment is: an agent that brings its tasks. Knows no hub; what all hubs share is here.
-
-A task is the hub's own, as JSON. Playing it gives named rewards, metrics and errors, which become spans of the attempt.
-"""
+"""What an environment is: an agent that brings its tasks. Knows no hub; what all hubs share is here."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar
+from functools import partial
+from itertools import islice
+from typing import Any
 
-from agentlightning.errors import AgentLightningError, ConfigError
+from agentlightning.data.datasets import load_dataset
+from agentlightning.errors import AgentLightningError, ConfigError, check_settings
 from agentlightning.runner.agent import LitAgent, RolloutRawResult, pick_resource
-from agentlightning.tracing.emit import emit_annotation
 from agentlightning.types import LLM, AttemptedRollout, NamedResources
 
 
@@ -25,111 +21,72 @@ class EpisodeError(AgentLightningError):
     """The hub played a task and reports that this failed."""
 
 
-@dataclass(frozen=True)
-class Played:
-    """What became of a task. `reward` is what is optimised: the sum of `rewards` where it is None."""
-
-    rewards: Mapping[str, float]
-    metrics: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    reward: float | None = None
-
-
 @dataclass(eq=False)
 class Environment(LitAgent[Any]):
-    """Tasks and the agent that plays them. Without datasets `Trainer.fit` trains on its own tasks.
+    """Tasks, each a JSON value of the hub's, and the agent that plays them. `Trainer.fit` needs no dataset beside it.
 
-    `limit` takes only the first tasks. `held_out` is the share of them that is not trained on but measured, chosen by
-    their content; or settings of the hub's, such as `{"split": "test"}`, that give the held-out tasks."""
+    `args` are the hub's own settings of its tasks. `limit` takes only the first. `held_out` is the share of tasks that
+    are measured instead of trained on, chosen by their content; or args that give the held-out tasks, such as
+    `{"split": "test"}`. `reward` names the one that is optimised: where it is None `reward`, else the first."""
 
     name: str
     _: dataclasses.KW_ONLY
+    args: Mapping[str, Any] = field(default_factory=dict[str, Any])
     limit: int | None = None
     held_out: float | Mapping[str, Any] = 0.2
-
-    extra: ClassVar[str]  # of this package, with which the hub's is installed
+    reward: str | None = None
 
     def __post_init__(self) -> None:
-        share = self.held_out
-        if not isinstance(share, Mapping) and not 0 <= share < 1:
-            raise ConfigError(f"held_out is {share!r}; give the share of tasks, at least 0 and below 1, or settings")
+        check_settings(self, least={"limit": 1})
+        if not isinstance(self.held_out, Mapping) and not 0 <= self.held_out < 1:
+            raise ConfigError(f"held_out is {self.held_out!r}; give a share, at least 0 and below 1, or args")
 
-    def tasks(self, **settings: Any) -> list[Any]:
-        """All tasks, with other settings than the environment's own. ConfigError where there are none to be had."""
+    def read_tasks(self, args: Mapping[str, Any]) -> Iterable[Any]:
+        """The hub's tasks by these args. ConfigError where there are none to be had."""
         raise NotImplementedError
 
-    async def play(self, task: Any, llm: LLM, attempt_id: str) -> Played:
-        """Play a task with the model. EpisodeError where the hub reports a failure."""
+    async def play(self, task: Any, llm: LLM, rollout: AttemptedRollout) -> Mapping[str, float]:
+        """Play a task with the model: its rewards by name. EpisodeError where the hub reports a failure."""
         raise NotImplementedError
+
+    def tasks(self, **args: Any) -> list[Any]:
+        """The tasks, with these args over its own. ConfigError where there are none."""
+        try:
+            if found := list(islice(self.read_tasks({**self.args, **args}), self.limit)):
+                return found
+        except AgentLightningError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"the tasks of {self.name} cannot be read: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"the environment {self.name} has no tasks")
 
     def split(self) -> tuple[list[Any], list[Any]]:
         """The tasks to train on, and those held out."""
         tasks = self.tasks()
         if isinstance(self.held_out, Mapping):
             return tasks, self.tasks(**self.held_out)
-        by_content = sorted(range(len(tasks)), key=lambda index: _digest(tasks[index]))
-        chosen = set(by_content[: round(len(tasks) * self.held_out)])
-        sides: tuple[list[Any], list[Any]] = ([], [])
-        for index, task in enumerate(tasks):
-            sides[index in chosen].append(task)
-        return sides
+        by_content = sorted(tasks, key=lambda task: hashlib.sha256(json.dumps(task, sort_keys=True).encode()).digest())
+        held_out = round(len(tasks) * self.held_out)
+        return by_content[held_out:], by_content[:held_out]
 
     async def rollout_async(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> RolloutRawResult:
-        played = await self.play(task, pick_resource(resources, "llm", LLM), rollout.attempt.attempt_id)
-        if played.metrics:
-            emit_annotation({"metrics": {name: value for name, value in played.metrics.items() if value is not None}})
-        if not played.rewards and played.reward is None:
-            return None
-        total = sum(played.rewards.values()) if played.reward is None else played.reward
-        if list(played.rewards.values()) == [total]:
-            return dict(played.rewards)
-        return {**played.rewards, "reward": total, "primary_key": "reward"}
+        rewards = await self.play(task, pick_resource(resources, "llm", LLM), rollout)
+        chosen = self.reward or ("reward" if "reward" in rewards else next(iter(rewards), "reward"))
+        if chosen not in rewards:
+            raise EpisodeError(f"the environment gave no {chosen!r}; its rewards: {', '.join(rewards) or 'none'}")
+        return {"reward": rewards, "primary_key": chosen}
 
     def __deepcopy__(self, memo: Any) -> Environment:
-        """All rollouts share it: it keeps nothing of theirs."""
-        return self
+        return self  # all rollouts share it: it keeps nothing of theirs
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Its settings go to another process, not what it has open."""
-        given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.init}
-        return _remade, (type(self), given)
+        return partial(type(self), **{one.name: getattr(self, one.name) for one in dataclasses.fields(self)}), ()
 
 
-def own_tasks(agent: Any, train_dataset: Any, val_dataset: Any) -> tuple[Any, Any]:
-    """Both datasets as they are given; an environment's own tasks where nothing is to be trained on."""
-    if not isinstance(agent, Environment) or train_dataset is not None:
-        return train_dataset, val_dataset
-    train_tasks, held_out = agent.split()
-    return train_tasks, val_dataset or held_out or None
-
-
-def _remade(kind: type[Environment], given: dict[str, Any]) -> Environment:
-    return kind(**given)
-
-
-def _digest(task: Any) -> bytes:
-    return hashlib.sha256(json.dumps(task, sort_keys=True).encode()).digest()
-
-
-def imported(module: str, extra: str) -> Any:
-    """A module of the hub's package. ConfigError says what to install where it is not there, or not of our version."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"this environment needs {module}, which cannot be imported ({error}): "
-            f"pip install 'agent-lightning-next[{extra}]'"
-        ) from None
-
-
-def found_in(folder: str | Path) -> None:
-    """Let modules in `folder` be imported, by this process and those that it starts for the agent."""
-    if (place := str(Path(folder).resolve())) not in sys.path:
-        sys.path.append(place)
-
-
-def some(tasks: Iterable[Any], limit: int | None, what: str) -> list[Any]:
-    """The first `limit` tasks. ConfigError where there is none."""
-    taken = [task for _, task in zip(range(sys.maxsize if limit is None else limit), tasks, strict=False)]
-    if not taken:
-        raise ConfigError(f"{what} has no tasks")
-    return taken
+def tasks_of(agent: Any, train_dataset: Any, val_dataset: Any) -> list[list[Any]]:
+    """The tasks of both datasets, none of None; an environment's own where none are given to train on."""
+    if isinstance(agent, Environment) and train_dataset is None:
+        train_dataset, held_out = agent.split()
+        val_dataset = held_out or None if val_dataset is None else val_dataset
+    return [[] if one is None else load_dataset(one) for one in (train_dataset, val_dataset)]

@@ -1,58 +1,45 @@
-"""Tasks of Harbor: folders with an instruction, a container and a test, solved by any harness that Harbor installs.
-
-This module knows how a trial is asked for and what its result says. Containers and harnesses are Harbor's.
-"""
+"""Tasks of Harbor: how a trial is asked for and what its result says. Containers and harnesses are Harbor's."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from agentlightning.environments.base import Environment, EpisodeError, Played, imported, some
-from agentlightning.errors import ConfigError
+from agentlightning.environments.base import Environment, EpisodeError
+from agentlightning.errors import ConfigError, imported
 from agentlightning.runner.environment import agent_environment
-from agentlightning.types import LLM
+from agentlightning.types import LLM, AttemptedRollout
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class HarborTasks(Environment):
-    """The folder `name`, whose folders with a `task.toml` are tasks.
+    """The folder `name`, whose folders with a `task.toml` are tasks: each an instruction, a container and a test.
 
-    `agent` is a harness by its name or Harbor's own `agent` block, `environment` where it runs, likewise. `reward`
-    names the one that is optimised, where it is neither `reward` nor the first."""
+    `harness` solves them, Harbor's name or `module:Class`. `config` is Harbor's own of a trial (`environment`, …)."""
 
-    agent: str | Mapping[str, Any] = field(default="mini-swe-agent", kw_only=True)
-    environment: str | Mapping[str, Any] = field(default="docker", kw_only=True)
-    reward: str | None = field(default=None, kw_only=True)
+    harness: str = "mini-swe-agent"
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
-    extra: ClassVar[str] = "harbor"
-
-    def tasks(self, **settings: Any) -> list[Any]:
-        folder = Path(settings.get("name", self.name))
+    def read_tasks(self, args: Mapping[str, Any]) -> Iterable[Any]:
+        folder = Path(self.name)
+        if args:
+            raise ConfigError("tasks of Harbor are those of a folder and take no args; held_out is a share of them")
         if not folder.is_dir():
-            raise ConfigError(
-                f"no folder {folder} with tasks (looked in {Path.cwd()}); harbor download brings datasets"
-            )
-        found = sorted(one.parent for one in folder.glob("*/task.toml"))
-        return some(({"path": str(one.resolve())} for one in found), self.limit, f"the folder {folder}")
+            raise ConfigError(f"no folder {folder} (looked in {Path.cwd()}); harbor download brings datasets")
+        return ({"path": str(one.parent.resolve())} for one in sorted(folder.glob("*/task.toml")))
 
-    async def play(self, task: Any, llm: LLM, attempt_id: str) -> Played:
-        trials, configs = imported("harbor.trial.trial", self.extra), imported("harbor.models.trial.config", self.extra)
-        variables = agent_environment(llm, "", attempt_id, None, "none")
-        agent: dict[str, Any] = {"name": self.agent} if isinstance(self.agent, str) else dict(self.agent)
-        agent = {"model_name": f"openai/{llm.model}", **agent, "env": {**variables, **agent.get("env", {})}}
-        place = {"type": self.environment} if isinstance(self.environment, str) else dict(self.environment)
+    async def play(self, task: Any, llm: LLM, rollout: AttemptedRollout) -> Mapping[str, float]:
+        harbor = imported("harbor", "a task of Harbor", "agent-lightning-next[harbor]")
+        variables = agent_environment(llm, rollout.rollout_id, rollout.attempt.attempt_id, None, "none")
+        agent = {"name": self.harness, "model_name": f"openai/{llm.model}", **self.config.get("agent", {})}
+        agent["env"] = {**variables, **agent.get("env", {})}
         with tempfile.TemporaryDirectory(prefix="agl-harbor-") as kept:
-            asked = {"task": task, "agent": agent, "environment": place, "trials_dir": kept}
-            trial = await trials.Trial.create(configs.TrialConfig.model_validate(asked))
+            asked = {**self.config, "task": task, "agent": agent, "trials_dir": kept}
+            trial = await harbor.Trial.create(harbor.TrialConfig.model_validate(asked))
             result = await trial.run()
-        if result.exception_info is not None:
-            raise EpisodeError(f"{result.exception_info.exception_type}: {result.exception_info.exception_message}")
-        rewards = dict((result.verifier_result and result.verifier_result.rewards) or {})
-        chosen = self.reward or ("reward" if "reward" in rewards else next(iter(rewards), None))
-        if chosen is None or chosen not in rewards:
-            raise EpisodeError(f"the verifier gave no reward {chosen or ''}; it gave {', '.join(rewards) or 'none'}")
-        return Played(rewards, reward=float(rewards[chosen]))
+        if failed := result.exception_info:
+            raise EpisodeError(f"{failed.exception_type}: {failed.exception_message}")
+        return (result.verifier_result and result.verifier_result.rewards) or {}
