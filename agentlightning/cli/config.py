@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, Final, Literal, cast
@@ -155,7 +155,7 @@ def _needed(values: Mapping[str, Any]) -> tuple[str, ...]:
     return ("agent",) if recorded else ("agent", "train_dataset")
 
 
-def build(kind: Callable[..., Any], fields: Mapping[str, Any], where: str, *name: str) -> Any:
+def build(kind: type[Any], fields: Mapping[str, Any], where: str, *name: str) -> Any:
     """`kind(*name, **fields)`, a dataclass's instance, after each field was checked against its type."""
     hints = typing.get_type_hints(kind)
     known = {one.name: hints[one.name] for one in dataclasses.fields(kind) if one.init and one.name != "name"}

@@ -34,8 +34,9 @@ class HarborTasks(Environment):
     async def play(self, task: Any, llm: LLM, rollout: AttemptedRollout) -> Mapping[str, float]:
         harbor = imported("harbor", "a task of Harbor", "agent-lightning-next[harbor]")
         variables = agent_environment(llm, rollout.rollout_id, rollout.attempt.attempt_id, None, "none")
-        agent = {"name": self.harness, "model_name": f"openai/{llm.model}", **self.config.get("agent", {})}
-        agent["env"] = {**variables, **agent.get("env", {})}
+        own = self.config.get("agent", {})
+        agent = {"name": self.harness, "model_name": f"openai/{llm.model}", **own}
+        agent["env"] = {**variables, **own.get("env", {})}
         with tempfile.TemporaryDirectory(prefix="agl-harbor-") as kept:
             asked = {**self.config, "task": task, "agent": agent, "trials_dir": kept}
             trial = await harbor.Trial.create(harbor.TrialConfig.model_validate(asked))
