@@ -58,12 +58,12 @@ frameworks: .venv-frameworks/.setup .venv-crewai/.setup .venv-tracking/.setup .v
 # Hubs of environments, whose packages clash with ours and with each other's.
 environments: .venv-verifiers/.setup .venv-inspect/.setup .venv-openenv/.setup
 
-.venv-verifiers/.setup .venv-inspect/.setup .venv-openenv/.setup: .venv-%/.setup: constraints-%.txt scripts/own_environment.sh scripts/environment_env.sh | setup
+.venv-verifiers/.setup .venv-inspect/.setup .venv-openenv/.setup: .venv-%/.setup: constraints-%.txt scripts/find_uv.sh scripts/environment_env.sh | setup
 	scripts/environment_env.sh $* $(VENV)
 	@touch $@
 
 # Harbor, which needs Python 3.12: its test is skipped where this was not made.
-.venv-harbor/.setup: constraints-harbor.txt scripts/harbor_env.sh | setup
+.venv-harbor/.setup: constraints-harbor.txt scripts/find_uv.sh scripts/harbor_env.sh | setup
 	scripts/harbor_env.sh $(VENV)
 	@touch $@
 

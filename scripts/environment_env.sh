@@ -3,8 +3,13 @@
 # setup`, $2, whose torch it sees, as it sees this checkout.
 set -euo pipefail
 
-. scripts/own_environment.sh ".venv-$1" "$2"
+environment=.venv-$1
+setup=$2
+. scripts/find_uv.sh "$setup"
+[ ! -L "$environment" ] || rm "$environment" # not what it leads to, which is another checkout's
+"$uv" venv --quiet --clear --python "$setup/bin/python" "$environment"
+site=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 "$setup/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/setup.pth"
 pwd >>"$site/setup.pth"
-# Without their dependencies: the constraints name all of them, and pip would take those of $2 for installed.
-$pip install --quiet --no-deps --ignore-installed --requirement "constraints-$1.txt"
+# Without their dependencies: the constraints name all of them.
+"$uv" pip install --quiet --python "$environment/bin/python" --no-deps --requirement "constraints-$1.txt"

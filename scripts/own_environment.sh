@@ -2,7 +2,6 @@
 # environment of `make setup`, and says how to install into it ($pip), where that goes ($site), and with which torch.
 environment=$1
 setup=$2
-[ ! -L "$environment" ] || rm "$environment" # what it leads to is another checkout's
 "$setup/bin/python" -m venv --clear "$environment"
 pip="$environment/bin/python -m pip --disable-pip-version-check"
 site=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import yaml
 
 import agentlightning as agl
 from agentlightning.cli.config import TrainConfig, load_config
+from agentlightning.data.references import load_reference
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.environments.base import Environment
 from agentlightning.errors import ConfigError
@@ -29,14 +31,27 @@ SHOP = EXAMPLES / "environments"
 SMALL = ("algorithm.steps=1", "algorithm.tasks_per_step=2", "algorithm.group_size=2", "environment.limit=4")
 
 
-def train(hub: str | None, directory: Path, run_file: Path, *settings: str) -> subprocess.CompletedProcess[str]:
-    given = [word for one in (*SMALL, *settings) for word in ("--set", one)]
-    return agl_of(hub, directory.parent, "train", str(run_file), "--out", str(directory), *given)
+pytestmark = pytest.mark.timeout(600)  # each starts processes, which on a busy machine takes its time
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    load_reference(f"{EXAMPLES / 'tutorial/tiny_model.py'}:make")(1).save(directory)
+    return directory
+
+
+def train(
+    hub: str | None, directory: Path, run_file: Path, model: Path, *more: str
+) -> subprocess.CompletedProcess[str]:
+    given = [word for one in SMALL for word in ("--set", one)]
+    words = "train", str(run_file), "--out", str(directory), "--model", str(model), *given, *more
+    return agl_of(hub, directory.parent, *words)
 
 
 def agl_of(hub: str | None, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable if hub is None else bin_of(hub) / "python", "-m", "agentlightning.cli.main", *words]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=500, check=False)
 
 
 def environment(name: str, settings: dict[str, object]) -> Environment:
@@ -57,9 +72,9 @@ def stored(directory: Path) -> list[tuple[Rollout, list[Span]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("hub", "reward", "metric"), [("verifiers", "right", "looked_up"), ("inspect", "match", "")])
 def test_one_file_trains_on_a_hubs_tasks_with_exact_tokens_named_rewards_and_metrics(
-    tmp_path: Path, hub: str, reward: str, metric: str
+    tmp_path: Path, model: Path, hub: str, reward: str, metric: str
 ) -> None:
-    done = train(hub, tmp_path / "run", SHOP / f"{hub}.yaml")
+    done = train(hub, tmp_path / "run", SHOP / f"{hub}.yaml", model)
     assert done.returncode == 0, done.stderr
     ended = stored(tmp_path / "run")
     assert {rollout.mode for rollout, _ in ended} == {"train", "val"}
@@ -90,15 +105,34 @@ class Harness(vf.Harness[vf.HarnessConfig]):
 
 
 @pytest.mark.slow
-def test_what_a_hub_reports_as_failed_fails_the_attempt_with_its_reason(tmp_path: Path) -> None:
+def test_what_a_hub_reports_as_failed_fails_the_attempt_with_its_reason(tmp_path: Path, model: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
     run_file = tmp_path / "run.yaml"
-    run_file.write_text(
-        (SHOP / "verifiers.yaml").read_text().replace("shop_taskset", "failing").replace("..", str(EXAMPLES))
-    )
-    done = train("verifiers", tmp_path / "run", run_file, "environment.held_out=0.5")
+    run_file.write_text((SHOP / "verifiers.yaml").read_text().replace("shop_taskset", "failing"))
+    done = train("verifiers", tmp_path / "run", run_file, model, "--set", "environment.held_out=0.5")
     assert done.returncode == 1
     assert "HarnessError" in done.stderr and "out of order" in done.stderr
+
+
+@pytest.mark.slow
+def test_it_is_trained_with_several_seeds_measured_and_not_repeated_with_other_tasks(
+    tmp_path: Path, model: Path
+) -> None:
+    folder = tmp_path / "environments"
+    shutil.copytree(SHOP, folder)
+    run_file = folder / "verifiers.yaml"
+    run_file.write_text(run_file.read_text().replace("  held_out", "  limit: 4\n  held_out"))
+    (tmp_path / "tutorial").mkdir()
+    for name in ("tasks", "heldout"):
+        shutil.copy(EXAMPLES / "tutorial" / f"{name}.jsonl", tmp_path / "tutorial")
+    seeds = train("verifiers", tmp_path / "seeds", run_file, model, "--seeds", "1,2")
+    assert seeds.returncode == 0 and "mean" in seeds.stdout, seeds.stderr
+    measured = agl_of("verifiers", tmp_path, "eval", str(run_file), "--model", str(model))
+    assert "tasks 4, attempts 1 each: 4 rewarded" in measured.stdout, measured.stderr
+    heldout = tmp_path / "tutorial" / "heldout.jsonl"
+    heldout.write_text("".join(heldout.read_text().splitlines(keepends=True)[1:]))
+    refused = agl_of("verifiers", tmp_path, "train", "--from", str(tmp_path / "seeds" / "seed-2"))
+    assert refused.returncode == 1 and "the environment holds other tasks" in refused.stderr
 
 
 @pytest.mark.parametrize("hub", ["verifiers", "inspect"])
@@ -147,7 +181,7 @@ def test_a_run_file_names_an_environment_instead_of_agent_and_dataset(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_server_of_openenv_is_played_one_session_at_a_time(tmp_path: Path) -> None:
+def test_a_server_of_openenv_is_played_one_session_at_a_time(tmp_path: Path, model: Path) -> None:
     port = free_port()
     server = subprocess.Popen([bin_of("openenv") / "python", HERE / "number_server.py", str(port)])
     try:
@@ -155,8 +189,8 @@ def test_a_server_of_openenv_is_played_one_session_at_a_time(tmp_path: Path) -> 
         run_file = tmp_path / "run.yaml"
         own = f"  name: openenv:http://127.0.0.1:{port}\n  observation: text\n  held_out: 0.5\n"
         _, _, rest = (SHOP / "verifiers.yaml").read_text().partition("  held_out: {split: heldout}\n")
-        run_file.write_text(f"environment:\n{own}{rest.replace('..', str(EXAMPLES))}")
-        done = train("openenv", tmp_path / "run", run_file)
+        run_file.write_text(f"environment:\n{own}{rest}")
+        done = train("openenv", tmp_path / "run", run_file, model)
     finally:
         server.terminate()
         server.wait()
@@ -186,7 +220,7 @@ def wait_for(port: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_of_harbors_tasks_is_played_by_a_runner_in_its_own_environment(tmp_path: Path) -> None:
+def test_a_folder_of_harbors_tasks_is_played_by_a_runner_in_its_own_environment(tmp_path: Path, model: Path) -> None:
     programs = bin_of("harbor", required=False)  # it needs Python 3.12, which not every machine has
     for number in (10, 11, 12, 13):
         folder = tmp_path / "tasks" / f"say-{number}"
@@ -202,7 +236,7 @@ def test_a_folder_of_harbors_tasks_is_played_by_a_runner_in_its_own_environment(
         "harness": "local_harbor:Asking",
         "config": {"environment": {"import_path": "local_harbor:LocalEnvironment"}},
     }
-    settings = yaml.safe_load((SHOP / "verifiers.yaml").read_text().replace("..", str(EXAMPLES)))
+    settings = yaml.safe_load((SHOP / "verifiers.yaml").read_text())
     run_file = tmp_path / "run.yaml"
     run_file.write_text(
         yaml.dump({**settings, "environment": own, "n_runners": 0, "port": port, "api_key": "a key of ours"})
@@ -210,7 +244,7 @@ def test_a_folder_of_harbors_tasks_is_played_by_a_runner_in_its_own_environment(
     command = [programs / "agl", "runner", run_file, "--server", f"http://127.0.0.1:{port}"]
     keys = {**os.environ, "AGL_KEY": "a key of ours", "PYTHONPATH": str(HERE)}
     with ThreadPoolExecutor() as pool:
-        training = pool.submit(train, None, tmp_path / "run", run_file)
+        training = pool.submit(train, None, tmp_path / "run", run_file, model)
         wait_for(port)
         runner = subprocess.Popen(command, env=keys)
         try:
