@@ -22,14 +22,13 @@ __version__ = "0.1.0"
 _stub = pkgutil.get_data(__name__, "__init__.pyi") or b""  # from a zip file too
 _lines = map(str.split, _stub.decode().splitlines())
 _HOME_OF = {words[3]: words[1] for words in _lines if words[2:3] == ["import"] and len(words) == 6}
-_MODULES = [name for name, home in _HOME_OF.items() if home == __name__]
 
 __all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"agentlightning.{name}")
+    if _HOME_OF.get(name) == __name__:
+        return importlib.import_module(f"{__name__}.{name}")
     if name in _HOME_OF:
         value = getattr(importlib.import_module(_HOME_OF[name]), name)
     else:
@@ -39,11 +38,23 @@ def __getattr__(name: str) -> Any:
 
 
 def _of_0_3(name: str) -> Any:
-    """What serves for a name of Agent Lightning 0.3; ConfigError says what to use instead, where nothing does."""
+    """What serves for a name of Agent Lightning 0.3."""
     if not name.startswith("_"):  # tools ask every module for names with underscores
         with contextlib.suppress(AttributeError):
-            return importlib.import_module("agentlightning.compatibility").find(name)
+            return importlib.import_module("agentlightning.v03").find(name)
     raise AttributeError(f"module 'agentlightning' has no attribute {name!r}; public names: {', '.join(__all__)}")
+
+
+class _ModulesOf03:
+    """Finds the modules of Agent Lightning 0.3 that this package lacks. Python asks it last."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        ours = name.startswith(f"{__name__}.")
+        return importlib.import_module("agentlightning.v03").find_spec(name) if ours else None
+
+
+sys.meta_path.append(_ModulesOf03)
 
 
 def __dir__() -> list[str]:

@@ -70,7 +70,6 @@ from agentlightning.types import PromptTemplate as PromptTemplate
 from agentlightning.types import Rollout as Rollout
 from agentlightning.types import RolloutConfig as RolloutConfig
 from agentlightning.types import Span as Span
-from agentlightning.types import Triplet as Triplet
 
 __version__: str
 __all__: list[str]

@@ -1,5 +1,7 @@
 """Algorithms: what improves the agent. Most train weights by reinforcement learning, `Baseline` only evaluates."""
 
+from typing import TYPE_CHECKING
+
 from agentlightning.algorithm.apo import APO
 from agentlightning.algorithm.base import Algorithm, NoProgress, Progress, RunContext
 from agentlightning.algorithm.evaluation import Baseline
@@ -17,6 +19,9 @@ from agentlightning.algorithm.grpo import (
 from agentlightning.algorithm.ppo import PPO
 from agentlightning.algorithm.rl import Reinforcement
 from agentlightning.algorithm.sft import SFT
+
+if not TYPE_CHECKING:  # names of Agent Lightning 0.3
+    from agentlightning import __getattr__ as __getattr__
 
 __all__ = [
     "APO",
