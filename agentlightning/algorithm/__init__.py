@@ -16,6 +16,7 @@ from agentlightning.algorithm.grpo import (
     REINFORCEPlusPlus,
     REINFORCEPlusPlusBaseline,
 )
+from agentlightning.algorithm.opd import OPD
 from agentlightning.algorithm.ppo import PPO
 from agentlightning.algorithm.rl import Reinforcement
 from agentlightning.algorithm.sft import SFT
@@ -29,6 +30,7 @@ __all__ = [
     "DAPO",
     "GRPO",
     "GSPO",
+    "OPD",
     "PPO",
     "RLOO",
     "SFT",
