@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from agentlightning import environments as environments
 from agentlightning import rewards as rewards
 from agentlightning.algorithm import APO as APO
 from agentlightning.algorithm import CISPO as CISPO

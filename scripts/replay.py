@@ -13,7 +13,6 @@ import hashlib
 import re
 import sys
 import tempfile
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -178,13 +177,13 @@ def _learner(model: str, config: Mapping[str, Any], algorithm: Reinforcement, se
         raise ConfigError("the run was given its model as an object; say with --model what it started from")
     device = config.get("device")
     told = config.get("lora")
-    lora = None if told is None else build(LoRA, told, typing.get_type_hints(LoRA), "lora")
+    lora = None if told is None else build(LoRA, told, "lora")
     if is_reference(model) or lora is not None:
         policy = open_policy(model, seed=seed, device=device, dtype=config.get("dtype"), lora=lora)
     else:
         policy = load_policy(model, device=device, dtype=_dtype(Path(model), config.get("dtype") or "float32"))
     choose_threads(policy.model, config.get("threads"))
-    optimizer = build(AdamW, config["optimizer"], typing.get_type_hints(AdamW), "optimizer")
+    optimizer = build(AdamW, config["optimizer"], "optimizer")
     return TorchLearner(policy, optimizer, reference=algorithm.reference, critic=algorithm.trained_critic)
 
 

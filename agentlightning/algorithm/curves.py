@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import imported
 from agentlightning.types import Metrics
 
 
 def draw_learning_curve(metrics: Sequence[Metrics], path: Path, title: str) -> Path:
     """Write a PNG: mean training reward per step, and held-out reward."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("drawing needs matplotlib: pip install 'agent-lightning-next[train]'") from None
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    matplotlib = imported("matplotlib.figure", "a curve", "agent-lightning-next[train]")
+    figure = matplotlib.Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for label, name in (("training, mean of a step", "reward"), ("held-out", "val_reward")):
         points = [(one.step, one.values[name]) for one in metrics if name in one.values]

@@ -7,9 +7,10 @@ Every refusal names the file, the key with its path, and the nearest right one.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, Final, Literal, cast
@@ -46,9 +47,11 @@ class CommandConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What `agl train` needs to know, with the defaults and meanings of `Trainer`. `algorithm` holds a `name` and that
     algorithm's own fields (a run file may give the bare name), `optimizer` those of AdamW, `lora` those of LoRA. Paths
-    in a run file are relative to it, paths in flags to the current directory."""
+    in a run file are relative to it, paths in flags to the current directory. `environment` is an agent with its tasks:
+    its `name`, `HUB:NAME`, and that hub's own fields (a run file may give the bare name)."""
 
-    agent: str | CommandConfig
+    agent: str | CommandConfig | None = None
+    environment: dict[str, Any] | None = None
     model: str | dict[str, str] | None = None
     models: dict[str, FrozenModel] = msgspec.field(default_factory=dict[str, FrozenModel])
     model_name: str = "policy"
@@ -77,8 +80,21 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: bool = False
     trackers: list[str | dict[str, Any]] = msgspec.field(default_factory=list[str | dict[str, Any]])
 
+    def load_agent(self) -> Any:
+        """The agent, its name, or the environment. ConfigError where there is no such hub, or it takes other fields."""
+        if self.environment is None:
+            return self.agent.load() if isinstance(self.agent, CommandConfig) else self.agent
+        from agentlightning.environments import HUBS
+
+        fields = dict(self.environment)
+        hub, _, name = str(fields.pop("name", "")).partition(":")
+        if hub not in HUBS or not name:
+            raise ConfigError(f"{hub!r} names no environment; write HUB:NAME. Hubs: {nearest(hub, HUBS)}")
+        return build(HUBS[hub], fields, "environment", name)
+
 
 FIELDS = {field.name: field for field in msgspec.structs.fields(TrainConfig)}
+_NAMED = ("algorithm", "environment")  # mappings with a name, which may stand alone
 _PATHS = ("model", "train_dataset", "val_dataset", "run_dir", "store")
 
 
@@ -111,10 +127,8 @@ def load_config(
     values = _read_run_file(source) if isinstance(source, Path) else copy.deepcopy(dict(source or {}))
     for assignment in assignments:
         _assign(values, assignment)
-    if isinstance(values.get("algorithm"), str):
-        values["algorithm"] = {"name": values["algorithm"]}
     for key, value in (flags or {}).items():
-        if value is not None and key == "algorithm":
+        if value is not None and key in _NAMED:
             values[key] = {**(values.get(key) or {}), "name": value}
         elif value is not None:
             values[key] = value
@@ -134,17 +148,23 @@ def _needed(values: Mapping[str, Any]) -> tuple[str, ...]:
     """The keys without which nothing can be trained; recorded rollouts take the place of tasks."""
     algorithm = values.get("algorithm")
     recorded = isinstance(algorithm, dict) and "traces" in algorithm
+    if values.get("environment") is not None:
+        if values.get("agent") is not None:
+            raise ConfigError("give agent or environment, not both: an environment is an agent that brings its tasks")
+        return ()
     return ("agent",) if recorded else ("agent", "train_dataset")
 
 
-def build(maker: Callable[..., Any], fields: Mapping[str, Any], known: Mapping[str, Any], where: str) -> Any:
-    """`maker(**fields)` after each field was checked against its type in `known` (field name → annotation)."""
+def build(kind: type[Any], fields: Mapping[str, Any], where: str, *name: str) -> Any:
+    """`kind(*name, **fields)`, a dataclass's instance, after each field was checked against its type."""
+    hints = typing.get_type_hints(kind)
+    known = {one.name: hints[one.name] for one in dataclasses.fields(kind) if one.init and one.name != "name"}
     checked: dict[str, Any] = {}
     for key, value in fields.items():
         if key not in known:
             raise ConfigError(f"{where}: unknown key {key!r}; {nearest(key, known)}")
         checked[key] = _convert(value, known[key], f"{where}.{key}")
-    return maker(**checked)
+    return kind(*name, **checked)
 
 
 def _read_run_file(path: Path) -> dict[str, Any]:
@@ -198,6 +218,7 @@ def _without_secrets(value: Any) -> Any:
 
 def _seen_from(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     """The values of a run file at `path`, with paths seen from the current directory."""
+    values |= {key: {"name": values[key]} for key in _NAMED if isinstance(values.get(key), str)}
     for key in _PATHS:
         if key in values:
             values[key] = _beside(path, values[key], must_exist=key == "model")
@@ -208,6 +229,12 @@ def _seen_from(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(algorithm, dict):
         places = {key: algorithm[key] for key in ("traces", "teacher") if key in algorithm}
         values["algorithm"] = algorithm | {key: _beside(path, place, must_exist=True) for key, place in places.items()}
+    environment = values.get("environment")
+    if isinstance(environment, dict):
+        hub, _, name = str(environment.get("name")).partition(":")
+        file, at, task = name.partition("@")
+        if file.endswith(".py") or hub == "harbor":
+            values["environment"] = {**environment, "name": f"{hub}:{_beside(path, file)}{at}{task}"}
     agent = values.get("agent")
     if isinstance(agent, str):
         values["agent"] = _beside(path, agent)
@@ -257,14 +284,12 @@ def _assign(values: dict[str, Any], assignment: str) -> None:
     inner: dict[str, Any] = values
     for parent in parents:
         outer: Any = inner.setdefault(parent, {})
-        if parent == "algorithm" and isinstance(outer, str):
-            outer = inner[parent] = {"name": outer}
-        elif parent in ("sampler", "learner") and (isinstance(outer, str) or (last in _ENGINES and last not in outer)):
+        if parent in ("sampler", "learner") and (isinstance(outer, str) or (last in _ENGINES and last not in outer)):
             outer = inner[parent] = {}  # another one than the file names
         if not isinstance(outer, dict):
             raise ConfigError(f"--set {key}: {parent!r} is {outer!r}, which has no keys of its own")
         inner = outer
-    inner[last] = value
+    inner[last] = {"name": value} if key in _NAMED and isinstance(value, str) else value
 
 
 def _convert(value: Any, type_: Any, where: str) -> Any:

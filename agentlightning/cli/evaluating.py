@@ -118,7 +118,7 @@ def _config(agent: str, mode: Mode, ks: tuple[int, ...] | None, running: dict[st
     run_file = Path(agent) if agent.endswith((".yaml", ".yml")) else None
     flags = {**running, "agent": None if run_file else agent, "val_dataset": dataset, "train_dataset": []}
     config = load_config(run_file, (), flags)
-    if config.val_dataset is None:
+    if config.val_dataset is None and config.environment is None:
         raise click.UsageError("--dataset is missing: the held-out tasks to measure the agent on")
     limits = {key: value for key, value in config.algorithm.items() if key == "rollout"}
     config = msgspec.structs.replace(

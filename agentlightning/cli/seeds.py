@@ -31,7 +31,7 @@ def train_seeds(config: TrainConfig, seeds: Sequence[int], console: Console, *, 
     """One run after another, each in a directory `seed-N`; then a table. The exit code, 1 where a seed is left.
 
     ConfigError where there are no held-out tasks to compare the seeds by, or the directory holds runs already."""
-    if config.val_dataset is None:
+    if config.val_dataset is None and config.environment is None:
         raise ConfigError("--seeds compares held-out rewards; give the held-out tasks with --val-dataset")
     directory = _directory(config)
     finished: dict[int, dict[str, Any]] = {one["seed"]: one for one in _read(directory)}

@@ -236,8 +236,8 @@ async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, A
 
 
 @click.command()
-@click.argument("agent", metavar="[FILE.py:NAME]", required=False)
-@click.option("--agent", "named", metavar="FILE.py:NAME", help="Another way to say which.")
+@click.argument("agent", metavar="[FILE.py:NAME|RUN.yaml]", required=False)
+@click.option("--agent", "named", metavar="FILE.py:NAME|RUN.yaml", help="Another way to say which.")
 @click.option("--command", metavar="LINE", help="Run this program instead: 'python my_agent.py --task {task}'.")
 @click.option("--reward", type=click.Choice(["auto", "stdout", "file", "url"]), default="auto", show_default=True,
               help="Where the reward of --command is: its last line, $AGL_REWARD_FILE, $AGL_REWARD_URL.")  # fmt: skip
@@ -273,16 +273,16 @@ def runner(
     instrument: str | None,
     **options: Any,
 ) -> int | None:
-    """Lease rollouts from a server and run an agent on them, a Python object or a --command, until stopped.
+    """Lease rollouts from a server and run an agent on them, in Python, of a run file or a --command, until stopped.
 
     After Ctrl-C or SIGTERM it leases nothing more, and rollouts at hand may finish: exit code 0. Those that --drain
     ends, or a second signal, are handed back to be retried: exit code 130."""
-    from agentlightning.cli.config import CommandConfig
+    from agentlightning.cli.config import CommandConfig, load_config
     from agentlightning.runner.agent import as_agent
     from agentlightning.runner.processes import place_of
 
     if [agent, named, command].count(None) != 2:
-        raise click.UsageError("give the agent to run, once: FILE.py:NAME, or --command with a program")
+        raise click.UsageError("give the agent to run, once: FILE.py:NAME, RUN.yaml, or --command with a program")
     agent = agent or named
     if command is None and (grader is not None or reward != "auto"):
         raise click.UsageError("--reward and --grader are for --command; a Python agent returns its reward")
@@ -294,10 +294,12 @@ def runner(
 
         names = instrumentation.instrument(*filter(None, instrument.split(",")))
         click.echo(f"instrumented: {', '.join(names) or 'nothing, no instrumentation is installed'}", err=True)
-    if command is None:
-        loaded = as_agent(agent or "")
-    else:
+    if command is not None:
         loaded = CommandConfig(command=command, reward=reward, grader=grader).load()
+    elif str(agent).endswith((".yaml", ".yml")) and (pool is None or pool["ray"]):
+        loaded = as_agent(load_config(Path(str(agent))).load_agent())
+    else:
+        loaded = as_agent(agent or "")
     if pool is None:
         options["isolation"] = place_of(loaded, options["isolation"])
         if instrument is not None and options["isolation"] == "process":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,6 +79,7 @@ running_flags = together(
 # One flag per key of a run file.
 mirrored_flags = together(
     click.option("--agent", metavar="FILE.py:NAME", help="The agent: file.py:name or module:name."),
+    click.option("--environment", metavar="HUB:NAME", help="An agent with its tasks: verifiers:NAME, inspect:…"),
     click.option("--model", metavar="ID|DIR|FILE.py:NAME", help="Model to train: id, directory or maker."),
     click.option("--model-name", metavar="NAME", help="What agents call it by; default policy."),
     click.option("--train-dataset", metavar="DATA", help="Tasks to learn from: a file, or file.py:name."),
@@ -138,8 +138,8 @@ def train(
 ) -> int:
     """Train an agent as RUN.yaml, or flags, or both say; a flag wins over --set, and --set over the file.
 
-    Without RUN.yaml, --from and --agent it is the run.yaml of this folder, with --resume --run-dir what the run in
-    there began with."""
+    Without RUN.yaml, --from, --agent and --environment it is the run.yaml of this folder, with --resume --run-dir what
+    the run in there began with."""
     if teacher is not None:
         assignments = (*assignments, f"algorithm.teacher={teacher}")
     if steps is not None:
@@ -152,10 +152,11 @@ def train(
             raise click.UsageError("give RUN.yaml or --from, not both: either says what to train")
         config = _repeated(repeat, console, assignments, flags)
     else:
-        told = run_file is not None or flags["agent"] is not None or seeds is not None
+        named = flags["agent"] or flags["environment"]
+        told = run_file is not None or named is not None or seeds is not None
         kept_there = not told and flags["resume"] and (flags["run_dir"] or not RUN_FILE.is_file())
         began = _to_resume(flags["run_dir"]) if kept_there else None
-        if run_file is None and flags["agent"] is None and RUN_FILE.is_file():
+        if run_file is None and named is None and RUN_FILE.is_file():
             run_file = RUN_FILE
         if began is not None:
             config = _repeated(str(began), console, assignments, {**flags, "run_dir": str(began)})
@@ -208,15 +209,15 @@ def fit(config: TrainConfig, console: Console) -> FitResult:
     from agentlightning.trainer import Trainer
 
     hide_library_progress()
-    optimizer = build(AdamW, config.optimizer, typing.get_type_hints(AdamW), "optimizer")
-    lora = None if config.lora is None else build(LoRA, config.lora, typing.get_type_hints(LoRA), "lora")
-    elsewhere = {"agent", "train_dataset", "val_dataset", "algorithm", "optimizer", "lora", "resume"}
+    optimizer = build(AdamW, config.optimizer, "optimizer")
+    lora = None if config.lora is None else build(LoRA, config.lora, "lora")
+    elsewhere = {"agent", "environment", "train_dataset", "val_dataset", "algorithm", "optimizer", "lora", "resume"}
     passed = {key: value for key, value in msgspec.structs.asdict(config).items() if key not in elsewhere}
     with LiveProgress(console, steps=getattr(algorithm, "steps", None), time_limit=config.time_limit) as progress:
         trainer = Trainer(
             algorithm=algorithm, optimizer=optimizer, lora=lora, progress=progress, run_file=kept(config), **passed
         )
-        agent = config.agent if isinstance(config.agent, str) else config.agent.load()
+        agent = config.load_agent()
         with watched():
             return trainer.fit(agent, config.train_dataset, config.val_dataset, resume=config.resume)
 
@@ -232,11 +233,7 @@ def make_algorithm(spec: Mapping[str, Any]) -> Any:
     maker = load_reference(ALGORITHMS.get(name, name))
     if not isinstance(maker, type) or not dataclasses.is_dataclass(maker):
         raise ConfigError(f"algorithm.name: {name} is no dataclass; an algorithm declares its fields as one")
-    hints = typing.get_type_hints(maker)
-    known = {
-        field.name: hints[field.name] for field in dataclasses.fields(maker) if field.init and field.name != "name"
-    }
-    return build(maker, fields, known, "algorithm")
+    return build(maker, fields, "algorithm")
 
 
 def show_fit(console: Console, result: FitResult) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
-from agentlightning.errors import BackendError, ConfigError, TrainingError, UnavailableError
+from agentlightning.errors import BackendError, ConfigError, TrainingError, UnavailableError, imported
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.chat.template import ChatTemplate
@@ -468,13 +468,8 @@ def _new_name() -> str:
 
 
 def tinker_sdk() -> Any:
-    try:
-        return importlib.import_module("tinker")
-    except ImportError as error:
-        raise ConfigError(
-            f"learner: tinker needs its SDK ({error}): pip install 'agent-lightning-next[tinker]', in the version that "
-            "the server takes (docs/tinker.md)"
-        ) from None
+    """Its version is what the server takes: docs/tinker.md."""
+    return imported("tinker", "learner: tinker, whose SDK has the server's version,", "agent-lightning-next[tinker]")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import imported
 from agentlightning.store import sqlite
 from agentlightning.store.database import Connection
 
@@ -101,13 +101,7 @@ def open_postgres(url: str, synchronous: sqlite.Synchronous, seconds: float) -> 
 
 def psycopg_store() -> ModuleType:
     """`store.postgres`; ConfigError where it cannot be imported."""
-    try:
-        from agentlightning.store import postgres
-    except ImportError:
-        raise ConfigError(
-            "a store in PostgreSQL needs psycopg; install it with: pip install 'agent-lightning-next[postgres]'"
-        ) from None
-    return postgres
+    return imported("agentlightning.store.postgres", "a store in PostgreSQL", "agent-lightning-next[postgres]")
 
 
 def _nothing() -> None:

@@ -190,7 +190,7 @@ def test_a_tracker_is_named_in_a_run_file_and_a_wrong_name_or_option_is_refused(
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed here")
 def test_a_package_that_is_missing_is_named_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="pip install wandb"):
+    with pytest.raises(ConfigError, match="pip install 'wandb'"):
         trainer(tmp_path, trackers=["wandb"])
 
 
