@@ -60,6 +60,7 @@ def test_the_names_that_a_framework_gives_its_agents_are_on_the_transitions(fram
         ("you are an editor, and strict", "editor"),
         ("\n  Critic \nfinds flaws", "Critic"),
         ([{"type": "text", "text": "You are writer: go"}], "writer"),
+        ("Your input fields are:\n1. `a` (str):\n" + "-" * 999 + "your objective is: \n    You are the poet.", "poet"),
         ("", None),
         ("x" * 100, "x" * 60),
     ],
