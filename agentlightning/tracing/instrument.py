@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from typing import Any, Final
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, nearest
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +96,8 @@ def _called(name: str, known: Collection[str]) -> list[str]:
     found = [one for one in as_written if one == plain] or [one for one in as_written if one.startswith(f"{plain}_")]
     if not found:
         raise ConfigError(
-            f"nothing that is installed instruments {name!r}, only {', '.join(sorted(known)) or 'nothing else'}; there "
-            f"may be a package for it: pip install openinference-instrumentation-{plain.replace('_', '-')}"
+            f"nothing that is installed instruments {name!r}; {nearest(name, known)}. "
+            f"There may be a package for it: pip install openinference-instrumentation-{plain.replace('_', '-')}"
         )
     return [as_written[one] for one in found]
 

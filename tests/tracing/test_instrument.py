@@ -115,8 +115,8 @@ print(json.dumps([refusal("crewai"), refusal("langgraph")]))
     (fails, lacks), _ = told(site, program)
     assert fails == "ConfigError: crewai cannot be instrumented: requires another version"
     assert lacks == (
-        "ConfigError: nothing that is installed instruments 'langgraph', only absent, broken, crewai, openai_agents; "
-        "there may be a package for it: pip install openinference-instrumentation-langgraph"
+        "ConfigError: nothing that is installed instruments 'langgraph'; Known: absent, broken, crewai, openai_agents. "
+        "There may be a package for it: pip install openinference-instrumentation-langgraph"
     )
 
 
