@@ -14,9 +14,10 @@ import pytest
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.errors import ConfigError, InvalidError
-from agentlightning.tracing.otlp import PROTOBUF, decode_traces, encode_traces
+from agentlightning.tracing.otlp import PROTOBUF, decode_traces
 from agentlightning.tracing.rewards import reward_attributes
 from agentlightning.types import Attributes, SampledChoice, Span, TokenCapture, Triplet
+from tests.server.exporters import encode_traces
 from tests.tracing.recorded import ALL, WITH_AGENTS, recorded
 
 RECORDED: list[dict[str, Any]] = msgspec.json.decode(
