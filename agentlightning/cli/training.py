@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,23 @@ import click
 import msgspec
 from rich.console import Console
 
-from agentlightning.cli.config import TrainConfig, build, kept, load_config
-from agentlightning.cli.options import Numbers, Option, json_option, print_json, together
+from agentlightning.cli.config import CommandConfig, TrainConfig, build, kept, load_config
+from agentlightning.cli.options import (
+    Numbers,
+    Option,
+    instrument_agents,
+    instrument_children,
+    instrument_option,
+    json_option,
+    print_json,
+    together,
+)
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.types import LLM
 
 if TYPE_CHECKING:
+    from agentlightning.runner.agent import LitAgent
+    from agentlightning.runner.command import RewardSource
     from agentlightning.runner.processes import Isolation
     from agentlightning.trainer import FitResult
 
@@ -60,6 +71,7 @@ def isolation_option(default: str | None) -> Option:
 running_flags = together(
     click.option("--n-runners", type=int, help="Rollouts at once in this process; 0 leaves them to `agl runner`."),
     isolation_option(None),
+    instrument_option,
     click.option("--seed", type=int, help="The source of all randomness."),
     click.option("--run-dir", "--out", metavar="DIR", help="Directory of this run; default a new one below runs/."),
     click.option("--resume", is_flag=True, default=None, help="Continue the run in --run-dir, or the newest."),
@@ -112,6 +124,41 @@ def answering(
     if (model is None) == (endpoint_model is None):
         raise click.UsageError("--endpoint needs --endpoint-model, the model's name there, and no --model besides")
     return None, {"llm": LLM(endpoint=endpoint, model=model or endpoint_model or "", api_key=endpoint_key)}
+
+
+# A program in an agent's place.
+command_options = together(
+    click.option("--command", metavar="LINE", help="Run this program instead: 'python my_agent.py --task {task}'."),
+    click.option(
+        "--reward", type=click.Choice(["auto", "stdout", "file", "url"]), default="auto", show_default=True,
+        help="Where the reward of --command is: its last line, $AGL_REWARD_FILE, $AGL_REWARD_URL.",
+    ),
+    click.option("--grader", metavar="LINE|FILE.py:NAME", help="What grades --command, a program or a function."),
+)  # fmt: skip
+
+
+def agent_of(
+    named: Sequence[str],
+    command: str | None,
+    reward: RewardSource,
+    grader: str | None,
+    instrument: str | None,
+    *,
+    here: bool = True,
+) -> LitAgent[Any]:
+    """The one agent that arguments or `command_options` name. What is to be instrumented is so before it is imported:
+    in this process, unless it runs not `here`, and in those below."""
+    from agentlightning.runner.agent import as_agent
+
+    if len(named) + (command is not None) != 1:
+        raise click.UsageError("give the agent to run, once: FILE.py:NAME, or --command with a program")
+    if command is not None:
+        instrument_children(instrument)
+        return CommandConfig(command=command, reward=reward, grader=grader).load()
+    if grader is not None or reward != "auto":
+        raise click.UsageError("--reward and --grader are for --command; a Python agent returns its reward")
+    (instrument_agents if here else instrument_children)(instrument)
+    return as_agent(named[0])
 
 
 @click.command()
@@ -205,8 +252,9 @@ def fit(config: TrainConfig, console: Console) -> FitResult:
     hide_library_progress()
     optimizer = build(AdamW, config.optimizer, typing.get_type_hints(AdamW), "optimizer")
     lora = None if config.lora is None else build(LoRA, config.lora, typing.get_type_hints(LoRA), "lora")
-    elsewhere = {"agent", "train_dataset", "val_dataset", "algorithm", "optimizer", "lora", "resume"}
+    elsewhere = {"agent", "train_dataset", "val_dataset", "algorithm", "optimizer", "lora", "resume", "instrument"}
     passed = {key: value for key, value in msgspec.structs.asdict(config).items() if key not in elsewhere}
+    (instrument_agents if isinstance(config.agent, str) else instrument_children)(config.instrument)
     with LiveProgress(console, steps=getattr(algorithm, "steps", None), time_limit=config.time_limit) as progress:
         trainer = Trainer(
             algorithm=algorithm, optimizer=optimizer, lora=lora, progress=progress, run_file=kept(config), **passed
@@ -268,17 +316,29 @@ def fit_summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
 
 
 @click.command()
-@click.argument("agent", metavar="FILE.py:NAME")
-@click.argument("dataset", metavar="DATA")
+@click.argument("given", metavar="[FILE.py:NAME] DATA", nargs=-1, required=True)
+@command_options
 @answering_options
 @click.option("--limit", type=click.IntRange(min=1), default=5, show_default=True, help="How many tasks to run.")
 @click.option("--run-dir", metavar="DIR", help="Directory of this run; default a new one below runs/.")
 @isolation_option("auto")
+@instrument_option
 @json_option
 def dev(
-    agent: str, dataset: str, limit: int, run_dir: str | None, isolation: Isolation, as_json: bool, **answer: str | None
+    given: tuple[str, ...],
+    command: str | None,
+    reward: RewardSource,
+    grader: str | None,
+    limit: int,
+    run_dir: str | None,
+    isolation: Isolation,
+    instrument: str | None,
+    as_json: bool,
+    **answer: str | None,
 ) -> int:
-    """Run an agent on a few tasks without training and print what it did, call by call; exit with 1 if all fail."""
+    """Run an agent, a Python object or a --command, on a few tasks without training and print what it did, call by
+    call; exit with 1 if all fail."""
+    *named, dataset = given
     served, resources = answering(**answer)
     if served is None and not resources:
         raise click.UsageError("give --model, or --endpoint and --endpoint-model")
@@ -286,6 +346,7 @@ def dev(
     from agentlightning.runner.ending import watched
     from agentlightning.trainer import Trainer
 
+    agent = agent_of(named, command, reward, grader, instrument)
     tasks = load_dataset(dataset)[:limit]
     trainer = Trainer(model=served, initial_resources=resources, run_dir=run_dir, isolation=isolation)
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout), watched():  # what the agent prints, too

@@ -20,6 +20,8 @@ from agentlightning.errors import ConfigError, nearest
 logger = logging.getLogger(__name__)
 
 _GROUP: Final = "opentelemetry_instrumentor"
+INSTRUMENT: Final = "AGL_INSTRUMENT"
+"""The variable that has agents of other processes instrumented: names with commas between them, or `all`."""
 
 
 def instrument(*names: str) -> list[str]:
@@ -48,6 +50,12 @@ def instrument(*names: str) -> list[str]:
         else:
             switched_on.append(name)
     return switched_on
+
+
+def instrument_as_told() -> list[str]:
+    """Instrument what the environment names, if anything."""
+    names = [name for name in os.environ.get(INSTRUMENT, "").split(",") if name]
+    return instrument(*(name for name in names if name != "all")) if names else []
 
 
 def quiet_openai_agents() -> None:
