@@ -47,7 +47,8 @@ def agents_of(calls: Iterable[Step]) -> dict[str, AgentName]:
 
 
 def agent_of(step: Step) -> AgentName:
-    """The agent of a call: as its framework calls it, else the alias of the model that was asked for, else its role.
+    """The agent of a call: as its framework calls it, else its role if the prompt says `You are the …`, else the alias of the
+    model that was asked for, else the prompt's first line.
 
     The role is read from the first line of the system prompt (of the objective in DSPy's): what follows `You are the`
     (`a`, `an`), up to the first punctuation, else the line. An agent that no framework names can be chosen by any word
@@ -69,7 +70,9 @@ def _unnamed(alias: str | None, prompt: str) -> AgentName:
     line = prompt.partition("\n")[0].rstrip()
     found = _ROLE.match(line)
     role = (found[1] if found else line).strip()[:_LONGEST_NAME]
-    names = tuple(name for name in (alias, role) if name)
+    # Most programs ask one model for all of their agents; but every model is told to be a helpful assistant.
+    tells = found is not None and not role.endswith("assistant")
+    names = tuple(name for name in ((role, alias) if tells else (alias, role)) if name)
     return AgentName(names, (*names, *re.findall(r"[\w-]+", role)))
 
 
