@@ -29,17 +29,13 @@ instrument_option = click.option(
 )  # fmt: skip
 
 
-def instrument_children(told: str | None) -> None:
-    """Have the agents in processes below this command instrumented."""
-    if told is not None:
-        os.environ[INSTRUMENT] = told
-        click.get_current_context().call_on_close(lambda: os.environ.pop(INSTRUMENT, None))
-
-
-def instrument_agents(told: str | None) -> None:
-    """Have agents instrumented that run in this process, and those below; before they are imported."""
-    instrument_children(told)
-    if told is not None:
+def instrument_agents(told: str | None, *, here: bool) -> None:
+    """Have the agents in processes below this one instrumented, and those `here`, before they are imported."""
+    if told is None:
+        return
+    os.environ[INSTRUMENT] = told
+    click.get_current_context().call_on_close(lambda: os.environ.pop(INSTRUMENT, None))
+    if here:
         names = instrument_as_told()
         click.echo(f"instrumented: {', '.join(names) or 'nothing, no instrumentation is installed'}", err=True)
 

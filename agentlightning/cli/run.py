@@ -21,7 +21,7 @@ import click
 import msgspec
 
 from agentlightning.cli.backends import Upstream, backend_of_environment, with_backend
-from agentlightning.cli.options import instrument_children, instrument_option, price_option, print_json, read_prices
+from agentlightning.cli.options import instrument_agents, instrument_option, price_option, print_json, read_prices
 from agentlightning.cli.place import NEW_STORE, SERVER_STORE, Place, with_place
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.runner.agent import LitAgent
@@ -71,7 +71,7 @@ def run(
     from agentlightning.tracing.tree import rollout_tree
 
     prices = read_prices(price)
-    instrument_children(instrument)
+    instrument_agents(instrument, here=False)
     program = Program(command, sys.stderr if as_json else sys.stdout)
     given = shlex.join(command) if task is None else _task(task)
 

@@ -24,7 +24,7 @@ from agentlightning.gateway.attribution import api_key_of
 from agentlightning.runner.ending import on_signal, run_to_end, watched
 
 if TYPE_CHECKING:
-    from agentlightning.runner.command import RewardSource
+    pass
 
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -258,17 +258,7 @@ async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, A
               help="End after so long without a rollout (a pool's runners: 60s).")  # fmt: skip
 @pool_options
 @json_option
-def runner(
-    agent: str | None,
-    named: str | None,
-    command: str | None,
-    reward: RewardSource,
-    grader: str | None,
-    server: str,
-    key: str | None,
-    instrument: str | None,
-    **options: Any,
-) -> int | None:
+def runner(agent: str | None, named: str | None, server: str, key: str | None, **options: Any) -> int | None:
     """Lease rollouts from a server and run an agent on them, a Python object or a --command, until stopped.
 
     After Ctrl-C or SIGTERM it leases nothing more, and rollouts at hand may finish: exit code 0. Those that --drain
@@ -276,8 +266,8 @@ def runner(
     from agentlightning.runner.processes import place_of
 
     pool = take_pool(options)
-    references = [reference for reference in (agent, named) if reference is not None]
-    loaded = agent_of(references, command, reward, grader, instrument, here=pool is None)
+    name = agent or named or f"`{options['command']}`"
+    loaded = agent_of([one for one in (agent, named) if one is not None], options, here=pool is None)
     if pool is None:
         options["isolation"] = place_of(loaded, options["isolation"])
     elif pool["ray"]:
@@ -286,7 +276,7 @@ def runner(
         if pool is not None:
             return run_to_end(run_pool(click.get_current_context(), **pool))
         with garbage_sought_seldom(), watched() as end_after:
-            run_to_end(_runner(loaded, agent or named or f"`{command}`", server, key, end_after, **options))
+            run_to_end(_runner(loaded, name, server, key, end_after, **options))
     except (asyncio.CancelledError, TimeoutError):
         raise click.Abort from None
 

@@ -19,7 +19,6 @@ from agentlightning.cli.options import (
     Numbers,
     Option,
     instrument_agents,
-    instrument_children,
     instrument_option,
     json_option,
     print_json,
@@ -30,7 +29,6 @@ from agentlightning.types import LLM
 
 if TYPE_CHECKING:
     from agentlightning.runner.agent import LitAgent
-    from agentlightning.runner.command import RewardSource
     from agentlightning.runner.processes import Isolation
     from agentlightning.trainer import FitResult
 
@@ -137,28 +135,20 @@ command_options = together(
 )  # fmt: skip
 
 
-def agent_of(
-    named: Sequence[str],
-    command: str | None,
-    reward: RewardSource,
-    grader: str | None,
-    instrument: str | None,
-    *,
-    here: bool = True,
-) -> LitAgent[Any]:
-    """The one agent that arguments or `command_options` name. What is to be instrumented is so before it is imported:
-    in this process, unless it runs not `here`, and in those below."""
+def agent_of(named: Sequence[str], options: dict[str, Any], *, here: bool = True) -> LitAgent[Any]:
+    """The one agent that arguments or `command_options` name, which are taken out of `options`. What is to be
+    instrumented is so before it is imported: in this process, unless it runs not `here`, and in those below."""
     from agentlightning.runner.agent import as_agent
 
+    command, reward, grader, instrument = (options.pop(name) for name in ("command", "reward", "grader", "instrument"))
     if len(named) + (command is not None) != 1:
         raise click.UsageError("give the agent to run, once: FILE.py:NAME, or --command with a program")
-    if command is not None:
-        instrument_children(instrument)
-        return CommandConfig(command=command, reward=reward, grader=grader).load()
-    if grader is not None or reward != "auto":
+    if command is None and (grader is not None or reward != "auto"):
         raise click.UsageError("--reward and --grader are for --command; a Python agent returns its reward")
-    (instrument_agents if here else instrument_children)(instrument)
-    return as_agent(named[0])
+    instrument_agents(instrument, here=here and command is None)
+    if command is None:
+        return as_agent(named[0])
+    return CommandConfig(command=command, reward=reward, grader=grader).load()
 
 
 @click.command()
@@ -254,7 +244,7 @@ def fit(config: TrainConfig, console: Console) -> FitResult:
     lora = None if config.lora is None else build(LoRA, config.lora, typing.get_type_hints(LoRA), "lora")
     elsewhere = {"agent", "train_dataset", "val_dataset", "algorithm", "optimizer", "lora", "resume", "instrument"}
     passed = {key: value for key, value in msgspec.structs.asdict(config).items() if key not in elsewhere}
-    (instrument_agents if isinstance(config.agent, str) else instrument_children)(config.instrument)
+    instrument_agents(config.instrument, here=isinstance(config.agent, str))
     with LiveProgress(console, steps=getattr(algorithm, "steps", None), time_limit=config.time_limit) as progress:
         trainer = Trainer(
             algorithm=algorithm, optimizer=optimizer, lora=lora, progress=progress, run_file=kept(config), **passed
@@ -325,28 +315,19 @@ def fit_summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
 @instrument_option
 @json_option
 def dev(
-    given: tuple[str, ...],
-    command: str | None,
-    reward: RewardSource,
-    grader: str | None,
-    limit: int,
-    run_dir: str | None,
-    isolation: Isolation,
-    instrument: str | None,
-    as_json: bool,
-    **answer: str | None,
+    given: tuple[str, ...], limit: int, run_dir: str | None, isolation: Isolation, as_json: bool, **options: Any
 ) -> int:
     """Run an agent, a Python object or a --command, on a few tasks without training and print what it did, call by
     call; exit with 1 if all fail."""
     *named, dataset = given
-    served, resources = answering(**answer)
+    agent = agent_of(named, options)
+    served, resources = answering(**options)
     if served is None and not resources:
         raise click.UsageError("give --model, or --endpoint and --endpoint-model")
     from agentlightning.data.datasets import load_dataset
     from agentlightning.runner.ending import watched
     from agentlightning.trainer import Trainer
 
-    agent = agent_of(named, command, reward, grader, instrument)
     tasks = load_dataset(dataset)[:limit]
     trainer = Trainer(model=served, initial_resources=resources, run_dir=run_dir, isolation=isolation)
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout), watched():  # what the agent prints, too

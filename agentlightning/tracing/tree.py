@@ -144,7 +144,7 @@ def arranged(steps: Sequence[Step], spans: Sequence[Span]) -> list[tuple[Step, i
 def _is_told(span: Span) -> bool:
     """Whether a span that is neither call, tool nor agent says something of its own."""
     kind = span.attributes.get("openinference.span.kind", "CHAIN")
-    return _is_ours(span) or kind != "CHAIN" or get_reward_value(span) is not None
+    return _is_ours(span) or kind not in ("CHAIN", "LLM") or get_reward_value(span) is not None
 
 
 def _nearest(span: Span, above: Mapping[str, str | None], shown: Mapping[str, int | None]) -> str | None:

@@ -4,17 +4,19 @@ import random
 
 from agentlightning.learner.warm_start import Policy, make_policy
 
-ROLES = ("writer", "rewriter")
 SUBJECTS = ("sea", "sky")
 
 
 def make(seed: int) -> Policy:
     """The model that training starts from; the same for the same seed."""
     generator = random.Random(seed)
-    return make_policy([demonstrate(generator) for _ in range(500)], seed=seed)
+    return make_policy([demonstrate(generator) for _ in range(1000)], seed=seed)
 
 
 def demonstrate(generator: random.Random) -> dict:
-    asked = {"role": "user", "content": f"Write about the {generator.choice(SUBJECTS)}."}
-    said = {"role": "assistant", "content": f"The {generator.choice(SUBJECTS)} is wide."}
-    return {"messages": [{"role": "system", "content": f"You are the {generator.choice(ROLES)}."}, asked, said]}
+    """An answer to a task or a draft, after instructions and tools of any length."""
+    said = [f"The {generator.choice(SUBJECTS)} is wide." for _ in range(2)]
+    task = f"Write about the {generator.choice(['sea', 'coast', 'tide', 'harbour'])}."
+    around = "".join(generator.choices('abcdefghijklmnopqrstuvwxyz {}":,.', k=generator.randrange(300)))
+    messages = [("system", f"You are the writer. {around}"), ("user", generator.choice([task, said[0]]))]
+    return {"messages": [{"role": role, "content": text} for role, text in [*messages, ("assistant", said[1])]]}
