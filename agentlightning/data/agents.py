@@ -47,12 +47,11 @@ def agents_of(calls: Iterable[Step]) -> dict[str, AgentName]:
 
 
 def agent_of(step: Step) -> AgentName:
-    """The agent of a call: as its framework calls it, else its role if the prompt says `You are the …`, else the alias of the
-    model that was asked for, else the prompt's first line.
+    """The agent of a call: as its framework calls it, else its role if the prompt tells it to be one, else the alias of
+    the model that was asked for, else the prompt's first line.
 
-    The role is read from the first line of the system prompt (of the objective in DSPy's): what follows `You are the`
-    (`a`, `an`), up to the first punctuation, else the line. An agent that no framework names can be chosen by any word
-    of its role too."""
+    A role is what follows `You are the` (`a`, `an`) in the first line of the system prompt (of the objective in
+    DSPy's), up to the first punctuation. An agent that no framework names can be chosen by any word of it too."""
     attributes = step.span.attributes
     asked, answered = attributes.get(semconv.GEN_AI_REQUEST_MODEL), attributes.get(semconv.GEN_AI_RESPONSE_MODEL)
     alias = asked if isinstance(asked, str) and asked != answered else None
