@@ -66,6 +66,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Literal["float32", "bfloat16"] | None = None
     n_runners: int | None = None
     isolation: Isolation = "auto"
+    instrument: str | None = None
     seed: int = 0
     time_limit: float | None = None
     run_dir: str | None = None

@@ -10,12 +10,10 @@ import secrets
 import shlex
 import signal
 import sys
-import tempfile
 import threading
 import tty
 from collections.abc import AsyncGenerator, Generator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 from urllib.parse import quote
 
@@ -23,7 +21,7 @@ import click
 import msgspec
 
 from agentlightning.cli.backends import Upstream, backend_of_environment, with_backend
-from agentlightning.cli.options import price_option, print_json, read_prices
+from agentlightning.cli.options import instrument_agents, instrument_option, price_option, print_json, read_prices
 from agentlightning.cli.place import NEW_STORE, SERVER_STORE, Place, with_place
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.runner.agent import LitAgent
@@ -47,8 +45,7 @@ _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "AGL_MODEL")  # the
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.argument("command", metavar="COMMAND…", nargs=-1, required=True, type=click.UNPROCESSED)
 @with_backend(required=False)
-@click.option("--instrument", metavar="[NAMES]", is_flag=False, flag_value="",
-              help="Record tools and agents of Python frameworks too: all there are, or langchain,…")  # fmt: skip
+@instrument_option
 @click.option("--task", metavar="JSON", help="What to store as the rollout's input instead of the command.")
 @price_option
 @with_place(NEW_STORE, lambda: str(SERVER_STORE))
@@ -74,8 +71,8 @@ def run(
     from agentlightning.tracing.tree import rollout_tree
 
     prices = read_prices(price)
-    names = None if instrument is None else tuple(filter(None, instrument.split(",")))
-    program = Program(command, names, sys.stderr if as_json else sys.stdout)
+    instrument_agents(instrument, here=False)
+    program = Program(command, sys.stderr if as_json else sys.stdout)
     given = shlex.join(command) if task is None else _task(task)
 
     async def work() -> int:
@@ -150,7 +147,6 @@ class Program(LitAgent[Any]):
     and the signal's number for one that was killed. ConfigError for one that cannot be started."""
 
     command: Sequence[str]
-    instrument: tuple[str, ...] | None
     output: TextIO
     exit_code: int = 0
     _url: str = ""
@@ -176,17 +172,16 @@ class Program(LitAgent[Any]):
 
         self._rollout = rollout
         tracer = require_binding("agl run").tracer
-        with tempfile.TemporaryDirectory(prefix="agl-run-") as directory:
-            streams = await self._executed(inherited_environment() | self._variables(rollout, Path(directory)))
+        streams = await self._executed(inherited_environment() | self._variables(rollout))
         for name, excerpt in streams.items():
             if text := excerpt.text():
                 record_log(tracer, name, text)  # pyright: ignore[reportArgumentType]
         if self.exit_code:
             raise ProgramFailed(f"exit code {self.exit_code}")
 
-    def _variables(self, rollout: AttemptedRollout, directory: Path) -> dict[str, str]:
-        from agentlightning.cli import instrumented
+    def _variables(self, rollout: AttemptedRollout) -> dict[str, str]:
         from agentlightning.runner.environment import agent_environment
+        from agentlightning.runner.instrumented import instrumenting
 
         ids, key = (rollout.rollout_id, rollout.attempt.attempt_id), rollout.api_key or ""
         llm = LLM(endpoint=f"{self._url}/rollout/{ids[0]}/attempt/{ids[1]}/v1", model="", api_key=key)
@@ -195,11 +190,7 @@ class Program(LitAgent[Any]):
             variables.pop(name, None)
         for name in ("no_proxy", "NO_PROXY"):  # what is on this machine is not reached through a company's proxy
             variables[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
-        if self.instrument is not None:
-            told = instrumented.Told(self.instrument, f"{self._url}/api/v1/spans", key, *ids)
-            variables |= instrumented.variables(told, directory)
-            del variables["OPENAI_AGENTS_DISABLE_TRACING"]  # what is instrumented is just that tracing
-        return variables
+        return variables | instrumenting()
 
     async def _executed(self, environment: dict[str, str]) -> dict[str, Excerpt]:
         """Run the process to its end; what it wrote."""

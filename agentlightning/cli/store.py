@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -19,9 +19,6 @@ from agentlightning.types import Condition, Deleted, Filter
 
 if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
-    from agentlightning.store.calls import DeleteRollouts
-
-_LOOK_SECONDS: Final = 1.0
 
 
 @click.group()
@@ -47,7 +44,7 @@ async def gc(store: LightningStore, age: float, as_json: bool, dry_run: bool) ->
         words = f"{page.total} rollouts ended before that; nothing was removed"
         tell(as_json, {"rollouts_found": page.total, **msgspec.structs.asdict(Deleted())}, words)
         return
-    deleted = await _delete(store, calls.DeleteRollouts(where=where))
+    deleted = await store.perform(calls.DeleteRollouts(where=where))
     tell(as_json, deleted, _removed(deleted))
 
 
@@ -89,24 +86,9 @@ async def erase(
     ):
         tell(as_json, Deleted(), "nothing was removed")
         return 1
-    deleted = await _delete(store, calls.DeleteRollouts(where=where, unfinished=True, scrub=True))
+    deleted = await store.perform(calls.DeleteRollouts(where=where, unfinished=True, scrub=True))
     tell(as_json, deleted, _removed(deleted))
     return 0
-
-
-async def _delete(opened: LightningStore, call: DeleteRollouts) -> Deleted:
-    """Perform it and show meanwhile how far it is, which the number of those left tells."""
-    from agentlightning.display import counting
-
-    async def left() -> int:
-        return (await opened.page_rollouts(call.where, limit=0, with_total=True)).total or 0
-
-    total = await left()
-    work = asyncio.ensure_future(opened.perform(call))
-    with counting("rollouts", total) as advance:
-        while not (await asyncio.wait([work], timeout=_LOOK_SECONDS))[0]:
-            advance(total - await left())
-    return await work
 
 
 def _removed(deleted: Deleted) -> str:

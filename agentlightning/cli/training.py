@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +13,21 @@ import click
 import msgspec
 from rich.console import Console
 
-from agentlightning.cli.config import TrainConfig, build, kept, load_config
-from agentlightning.cli.options import Numbers, Option, json_option, print_json, together
+from agentlightning.cli.config import CommandConfig, TrainConfig, build, kept, load_config
+from agentlightning.cli.options import (
+    Numbers,
+    Option,
+    instrument_agents,
+    instrument_option,
+    json_option,
+    print_json,
+    together,
+)
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.types import LLM
 
 if TYPE_CHECKING:
+    from agentlightning.runner.agent import LitAgent
     from agentlightning.runner.processes import Isolation
     from agentlightning.trainer import FitResult
 
@@ -60,6 +69,7 @@ def isolation_option(default: str | None) -> Option:
 running_flags = together(
     click.option("--n-runners", type=int, help="Rollouts at once in this process; 0 leaves them to `agl runner`."),
     isolation_option(None),
+    instrument_option,
     click.option("--seed", type=int, help="The source of all randomness."),
     click.option("--run-dir", "--out", metavar="DIR", help="Directory of this run; default a new one below runs/."),
     click.option("--resume", is_flag=True, default=None, help="Continue the run in --run-dir, or the newest."),
@@ -114,6 +124,35 @@ def answering(
     if (model is None) == (endpoint_model is None):
         raise click.UsageError("--endpoint needs --endpoint-model, the model's name there, and no --model besides")
     return None, {"llm": LLM(endpoint=endpoint, model=model or endpoint_model or "", api_key=endpoint_key)}
+
+
+# A program in an agent's place.
+command_options = together(
+    click.option("--command", metavar="LINE", help="Run this program instead: 'python my_agent.py --task {task}'."),
+    click.option(
+        "--reward", type=click.Choice(["auto", "stdout", "file", "url"]), default="auto", show_default=True,
+        help="Where the reward of --command is: its last line, $AGL_REWARD_FILE, $AGL_REWARD_URL.",
+    ),
+    click.option("--grader", metavar="LINE|FILE.py:NAME", help="What grades --command, a program or a function."),
+)  # fmt: skip
+
+
+def agent_of(named: Sequence[str], options: dict[str, Any], *, here: bool = True) -> LitAgent[Any]:
+    """The one agent that arguments or `command_options` name, which are taken out of `options`. What is to be
+    instrumented is so before it is imported: in this process, unless it runs not `here`, and in those below."""
+    from agentlightning.runner.agent import as_agent
+
+    command, reward, grader, instrument = (options.pop(name) for name in ("command", "reward", "grader", "instrument"))
+    if len(named) + (command is not None) != 1:
+        raise click.UsageError("give the agent to run, once: FILE.py:NAME, RUN.yaml, or --command with a program")
+    if command is None and (grader is not None or reward != "auto"):
+        raise click.UsageError("--reward and --grader are for --command; a Python agent returns its reward")
+    instrument_agents(instrument, here=here and command is None)
+    if command is not None:
+        return CommandConfig(command=command, reward=reward, grader=grader).load()
+    if named[0].endswith((".yaml", ".yml")) and (here or Path(named[0]).is_file()):
+        return as_agent(load_config(Path(named[0])).load_agent())
+    return as_agent(named[0])
 
 
 @click.command()
@@ -211,8 +250,19 @@ def fit(config: TrainConfig, console: Console) -> FitResult:
     hide_library_progress()
     optimizer = build(AdamW, config.optimizer, "optimizer")
     lora = None if config.lora is None else build(LoRA, config.lora, "lora")
-    elsewhere = {"agent", "environment", "train_dataset", "val_dataset", "algorithm", "optimizer", "lora", "resume"}
+    elsewhere = {
+        "agent",
+        "environment",
+        "instrument",
+        "train_dataset",
+        "val_dataset",
+        "algorithm",
+        "optimizer",
+        "lora",
+        "resume",
+    }
     passed = {key: value for key, value in msgspec.structs.asdict(config).items() if key not in elsewhere}
+    instrument_agents(config.instrument, here=isinstance(config.agent, str))
     with LiveProgress(console, steps=getattr(algorithm, "steps", None), time_limit=config.time_limit) as progress:
         trainer = Trainer(
             algorithm=algorithm, optimizer=optimizer, lora=lora, progress=progress, run_file=kept(config), **passed
@@ -270,18 +320,22 @@ def fit_summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
 
 
 @click.command()
-@click.argument("agent", metavar="FILE.py:NAME")
-@click.argument("dataset", metavar="DATA")
+@click.argument("given", metavar="[FILE.py:NAME] DATA", nargs=-1, required=True)
+@command_options
 @answering_options
 @click.option("--limit", type=click.IntRange(min=1), default=5, show_default=True, help="How many tasks to run.")
 @click.option("--run-dir", metavar="DIR", help="Directory of this run; default a new one below runs/.")
 @isolation_option("auto")
+@instrument_option
 @json_option
 def dev(
-    agent: str, dataset: str, limit: int, run_dir: str | None, isolation: Isolation, as_json: bool, **answer: str | None
+    given: tuple[str, ...], limit: int, run_dir: str | None, isolation: Isolation, as_json: bool, **options: Any
 ) -> int:
-    """Run an agent on a few tasks without training and print what it did, call by call; exit with 1 if all fail."""
-    served, resources = answering(**answer)
+    """Run an agent, a Python object or a --command, on a few tasks without training and print what it did, call by
+    call; exit with 1 if all fail."""
+    *named, dataset = given
+    agent = agent_of(named, options)
+    served, resources = answering(**options)
     if served is None and not resources:
         raise click.UsageError("give --model, or --endpoint and --endpoint-model")
     from agentlightning.data.datasets import load_dataset

@@ -20,6 +20,7 @@ from agentlightning.types import Span
 
 _ROLE: Final = re.compile(r"you are (?:the |an? )?([^.,;:!\n]+)", re.IGNORECASE)
 _PROMPT_KEYS: Final = ('"system"', '"instructions"')  # of a request of Anthropic's protocol, or of Responses
+_DSPY_BEGINS: Final = "Your input fields are:"  # the prompts of all its modules
 _LONGEST_NAME: Final = 60
 _LONGEST_LINE: Final = 1000  # of which a name is read
 
@@ -46,17 +47,21 @@ def agents_of(calls: Iterable[Step]) -> dict[str, AgentName]:
 
 
 def agent_of(step: Step) -> AgentName:
-    """The agent of a call: as its framework calls it, else the alias of the model that was asked for, else its role.
+    """The agent of a call: as its framework calls it, else its role if the prompt tells it to be one, else the alias of
+    the model that was asked for, else the prompt's first line.
 
-    The role is read from the first line of the system prompt: what follows `You are the` (`a`, `an`), up to the first
-    punctuation, else the line. An agent that no framework names can be chosen by any word of its role too."""
+    A role is what follows `You are the` (`a`, `an`) in the first line of the system prompt (of the objective in
+    DSPy's), up to the first punctuation. An agent that no framework names can be chosen by any word of it too."""
     attributes = step.span.attributes
     asked, answered = attributes.get(semconv.GEN_AI_REQUEST_MODEL), attributes.get(semconv.GEN_AI_RESPONSE_MODEL)
     alias = asked if isinstance(asked, str) and asked != answered else None
     if step.agent:
         names = (step.agent,) if alias is None else (step.agent, alias)
         return AgentName(names, names)
-    return _unnamed(alias, _system_prompt(step.span).lstrip()[:_LONGEST_LINE])
+    prompt = _system_prompt(step.span).lstrip()
+    if prompt.startswith(_DSPY_BEGINS):
+        prompt = prompt.partition("your objective is:")[2].lstrip() or prompt
+    return _unnamed(alias, prompt[:_LONGEST_LINE])
 
 
 @lru_cache(maxsize=256)  # one agent asks many times
@@ -64,7 +69,9 @@ def _unnamed(alias: str | None, prompt: str) -> AgentName:
     line = prompt.partition("\n")[0].rstrip()
     found = _ROLE.match(line)
     role = (found[1] if found else line).strip()[:_LONGEST_NAME]
-    names = tuple(name for name in (alias, role) if name)
+    # Most programs ask one model for all of their agents; but every model is told to be a helpful assistant.
+    tells = found is not None and not role.endswith("assistant")
+    names = tuple(name for name in ((role, alias) if tells else (alias, role)) if name)
     return AgentName(names, (*names, *re.findall(r"[\w-]+", role)))
 
 

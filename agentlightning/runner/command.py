@@ -27,6 +27,7 @@ from agentlightning.runner.agent import LitAgent, RolloutRawResult, is_async, pi
 from agentlightning.runner.environment import agent_environment, current_server, inherited_environment
 from agentlightning.runner.executable import Output, execute
 from agentlightning.runner.execution import in_own_thread
+from agentlightning.runner.instrumented import instrumenting
 from agentlightning.tracing.attributes import to_json
 from agentlightning.tracing.context import current_binding
 from agentlightning.tracing.logs import KEPT_BYTES, record_log
@@ -194,7 +195,8 @@ class CommandAgent(LitAgent[Any]):
             )
         ids = rollout.rollout_id, rollout.attempt.attempt_id
         reward_key = rollout.reward_key if may_give else None  # else an agent could grade itself
-        return agent_environment(llm, *ids, server, rollout.api_key or "none", reward_key=reward_key)
+        variables = agent_environment(llm, *ids, server, rollout.api_key or "none", reward_key=reward_key)
+        return variables | instrumenting()
 
     def _reward(self, output: CommandOutput, file: Path) -> RolloutRawResult:
         if self._source == "url":

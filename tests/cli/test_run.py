@@ -196,9 +196,9 @@ def test_the_keys_that_are_ours_alone_reach_neither_the_program_nor_the_screen(
     monkeypatch.setenv("AGL_KEY", "agl-key-0123456789")
     monkeypatch.setenv("AGL_BACKEND_KEY", "sk-backend-0123456789")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://elsewhere")
-    names = "('AGL_KEY', 'AGL_BACKEND_KEY', 'OTEL_EXPORTER_OTLP_TRACES_ENDPOINT')"
-    assert desk.run(f"print([os.environ.get(name) for name in {names}])") == 0
-    assert capfd.readouterr().out == "[None, None, None]\n"
+    assert desk.run("print(dict(os.environ))") == 0
+    said = capfd.readouterr().out
+    assert "OPENAI_API_KEY" in said and not any(ours in said for ours in ("0123456789", "http://elsewhere"))
 
 
 def test_a_task_is_the_input_where_one_is_given(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
@@ -231,7 +231,7 @@ def test_an_instrumentation_that_is_not_known_is_told_and_the_program_runs(
     assert desk.run("print('ran')", "--instrument", "langchian") == 0
     written, told = capfd.readouterr()
     assert written == "ran\n"
-    assert "not instrumented" in told and "'langchain'" in told
+    assert "not instrumented" in told and "instruments 'langchian'" in told
 
 
 def test_a_sitecustomize_of_the_programs_own_is_imported_too(

@@ -177,6 +177,7 @@ class _ChoiceWriter:
         self._ending = Ending()
         self._call = call
         self._index = index
+        self._short_ids = chat.tool_format == "mistral"
         self._token_bytes = chat.token_bytes
         self._detokenizer = chat.detokenizer(keep_markers=parse_tools, keep_reasoning=reasoning is not None)
         self._stops = StopStrings(call.sampling.stop)
@@ -242,9 +243,10 @@ class _ChoiceWriter:
     def _tool_call(self, call: ToolCall) -> dict[str, Any]:
         position, self._tool_calls = self._tool_calls, self._tool_calls + 1
         name = f"{self._call.request_id}/{self._index}/{position}"
+        # Mistral's templates demand nine letters and digits; agno replaces an id that does not begin like OpenAI's.
         return {
             "index": position,
-            "id": _tool_call_id(name),
+            "id": _letters(name, 9) if self._short_ids else f"call_{_letters(name, 20)}",
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
@@ -253,10 +255,9 @@ class _ChoiceWriter:
 _LETTERS = string.ascii_letters + string.digits
 
 
-def _tool_call_id(name: str) -> str:
-    """Nine letters and digits, which is what the templates of Mistral's models demand and others accept."""
+def _letters(name: str, count: int) -> str:
     number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "big")
-    return "".join(_LETTERS[number // 62**place % 62] for place in range(9))
+    return "".join(_LETTERS[number // 62**place % 62] for place in range(count))
 
 
 def _check(call: ModelCall) -> dict[str, Any]:

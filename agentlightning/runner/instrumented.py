@@ -1,5 +1,5 @@
-"""What `agl run --instrument` has each Python process of the program do before anything else: switch instrumentation
-on, and send the spans to the server that records.
+"""What `--instrument` has each Python process of a program do before anything else: switch instrumentation on, and send
+the spans to the server that records.
 
 It runs in the program's own environment. It knows how the two are told of each other, and no framework.
 """
@@ -14,61 +14,47 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import unquote
 
 import msgspec
 
 from agentlightning.errors import ConfigError
 from agentlightning.store.otel import span_of
+from agentlightning.tracing.instrument import INSTRUMENT, instrument_as_told
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExportResult
 
-_VARIABLE: Final = "AGL_INSTRUMENT"
+_HOOK: Final = Path(__file__).parent / "hook"  # Python imports the `sitecustomize` there by itself
 _SEND_EVERY_MILLISECONDS: Final = 500
 _ANSWER_SECONDS: Final = 10
 
 
-class Told(msgspec.Struct, frozen=True):
-    """What the program's processes are told. Without `names` everything that can be instrumented is."""
-
-    names: tuple[str, ...]
-    url: str  # that spans are posted to
-    key: str
-    rollout_id: str
-    attempt_id: str
-
-
-def variables(told: Told, directory: Path) -> dict[str, str]:
-    """The environment that makes every Python process below call `start`: Python imports `sitecustomize` by itself,
-    and finds the one in `directory` first."""
-    (directory / "sitecustomize.py").write_text(
-        "from agentlightning.cli import instrumented\n\ninstrumented.start(__file__)\n", encoding="utf-8"
-    )
-    before = os.environ.get("PYTHONPATH")
-    path = str(directory) if not before else f"{directory}{os.pathsep}{before}"
-    return {_VARIABLE: msgspec.json.encode(told).decode(), "PYTHONPATH": path}
+def instrumenting() -> dict[str, str]:
+    """Variables that make every Python process of a program call `start`; none where nothing is to be instrumented."""
+    if INSTRUMENT not in os.environ:
+        return {}
+    path = os.pathsep.join(filter(None, (str(_HOOK), os.environ.get("PYTHONPATH"))))
+    return {"PYTHONPATH": path, "OPENAI_AGENTS_DISABLE_TRACING": "0"}  # what is instrumented is just that tracing
 
 
 def start(hook: str) -> None:
     """Instrument this process; what prevents that is said on stderr, and the program runs on without it."""
     _make_way(str(Path(hook).parent))
-    told = msgspec.json.decode(os.environ[_VARIABLE], type=Told)
     try:
         from opentelemetry import trace
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        from agentlightning.tracing.instrument import instrument
-
         provider = TracerProvider()
-        exporter: Any = _Exporter(told)  # by its methods: OpenTelemetry is not imported before it is known to be there
+        exporter: Any = _Exporter()  # by its methods: OpenTelemetry is not imported before it is known to be there
         provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=_SEND_EVERY_MILLISECONDS))
         trace.set_tracer_provider(provider)
-        instrument(*told.names)
+        instrument_as_told()
     except ImportError as error:
-        print(f"agl run: not instrumented, {error}: pip install opentelemetry-sdk", file=sys.stderr)
-    except ConfigError as error:
-        print(f"agl run: not instrumented, {error}", file=sys.stderr)
+        print(f"agl: not instrumented, {error}: pip install opentelemetry-sdk", file=sys.stderr)  # noqa: T201
+    except (ConfigError, KeyError) as error:
+        print(f"agl: not instrumented, {error}", file=sys.stderr)  # noqa: T201
 
 
 def _make_way(directory: str) -> None:
@@ -83,18 +69,21 @@ def _make_way(directory: str) -> None:
 
 
 class _Exporter:
-    """Posts spans of OpenTelemetry's SDK to the store's interface, in the thread of a span processor."""
+    """Posts spans of OpenTelemetry's SDK to the store's interface, in the thread of a span processor. The variables of
+    `agent_environment` say where and of which attempt."""
 
-    def __init__(self, told: Told) -> None:
-        self._told = told
+    def __init__(self) -> None:
+        root = os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"].partition("/rollout/")[0]
+        self._url = f"{root}/api/v1/spans"
+        key = unquote(os.environ["OTEL_EXPORTER_OTLP_HEADERS"].partition("=")[2])
+        self._headers = {"authorization": key, "content-type": "application/json"}
+        self._ids = os.environ["AGL_ROLLOUT_ID"], os.environ["AGL_ATTEMPT_ID"]
 
     def export(self, spans: Sequence[Any]) -> SpanExportResult:
         from opentelemetry.sdk.trace.export import SpanExportResult
 
-        told = self._told
-        body = msgspec.json.encode({"spans": [span_of(told.rollout_id, told.attempt_id, None, span) for span in spans]})
-        headers = {"authorization": f"Bearer {told.key}", "content-type": "application/json"}
-        request = urllib.request.Request(told.url, body, headers)
+        body = msgspec.json.encode({"spans": [span_of(*self._ids, None, span) for span in spans]})
+        request = urllib.request.Request(self._url, body, self._headers)
         try:
             with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS):
                 return SpanExportResult.SUCCESS
