@@ -12,7 +12,7 @@ import random
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from agentlightning.algorithm.apo.budget import Budget, Usage
 from agentlightning.algorithm.apo.editing import in_words
@@ -20,12 +20,19 @@ from agentlightning.algorithm.apo.lineage import Candidate, Lineage, Score
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.algorithm.rl.groups import withdraw_rollouts
+from agentlightning.data.conversations import read_calls
 from agentlightning.data.transitions import trace_rollout
-from agentlightning.errors import ConflictError
+from agentlightning.errors import ConflictError, TrainingError
 from agentlightning.tracing.messages import model_name, token_counts
 from agentlightning.tracing.steps import read_steps
 from agentlightning.types import EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
 
+_UNHEARD: Final = (
+    "no conversation was recorded in any of {} rollouts: the critic would see tasks and rewards alone. An agent whose "
+    "client is its own calls another API than ours: give the Trainer that one as initial_resources={{'llm': "
+    "agl.LLM(endpoint=…, model=…)}}, and make the client from `llm`, or run the agent with isolation='process', where "
+    "the environment names the gateway. Calls that it reports by OpenTelemetry, with their messages, count too"
+)
 Measure: TypeAlias = tuple[str, Mode, int]
 """Name of a candidate, train or val, number of the task."""
 
@@ -48,6 +55,7 @@ class Measuring:
         self._lineage = lineage
         self._budget = budget
         self._timeout = timeout
+        self._heard = False  # whether a conversation was recorded
         chance = random.Random(context.seed)
         train, val = list(context.train_tasks), list(context.val_tasks)
         chance.shuffle(train)
@@ -63,7 +71,8 @@ class Measuring:
                 await self._take(measure, rollout)
 
     async def measure(self, wanted: Iterable[tuple[Candidate, Mode, int]]) -> None:
-        """Make the rollouts that are missing and wait for all. OutOfBudget before the first, if not all fit."""
+        """Make the rollouts that are missing and wait for all. OutOfBudget before the first, if not all fit;
+        TrainingError where nothing tells a critic what the agent said."""
         asked: dict[Measure, Candidate] = {(one.name, mode, number): one for one, mode, number in wanted}
         missing = {measure: one for measure, one in asked.items() if measure not in self.outcomes}
         if not missing:
@@ -85,6 +94,8 @@ class Measuring:
             for rollout in await self._context.unless_stopped(awaited):
                 await self._take(waiting.pop(rollout.rollout_id), rollout)
             self._context.progress.advance(len(requests) - len(waiting))
+        if not self._heard and any(one.rollout.status == "succeeded" for one in self.outcomes.values()):
+            raise TrainingError(_UNHEARD.format(len(self.outcomes)))
 
     def rewards(self, name: str, numbers: Iterable[int]) -> list[float]:
         """Of held-out tasks."""
@@ -146,6 +157,7 @@ class Measuring:
 
     async def _take(self, measure: Measure, rollout: Rollout) -> None:
         spans = await self.spans(rollout)
+        self._heard = self._heard or bool(read_calls(spans)[0])
         reward = trace_rollout(rollout, spans).reward
         self.outcomes[measure] = Outcome(rollout, reward or 0.0, reward is None)
         self._budget.spend_rollout(usage_of(spans))
