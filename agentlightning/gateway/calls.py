@@ -98,7 +98,7 @@ class CallOpener:
             overridden=overridden,
             traceparent=headers.get("traceparent"),
             discards=caller.lost,
-            dropped=admitted.dropped,
+            dropped=[*admitted.dropped, *request.dropped],
             one_tool_call=admitted.one_tool_call,
             held_seconds=held_seconds,
         )
@@ -173,7 +173,9 @@ def _is_guarded(entry: ModelEntry, caller: Caller) -> bool:
 def _admitted(request: CallRequest, entry: ModelEntry, caller: Caller) -> Admitted:
     if _is_guarded(entry, caller):
         return admit(request, trained=entry.trainable)
-    return Admitted(request.extra, request.tools, one_tool_call=False, dropped=[])
+    hints = frozenset[str]() if entry.backend.captures_tokens else request.hints.intersection(request.extra)
+    extra = {name: value for name, value in request.extra.items() if name not in hints}
+    return Admitted(extra, request.tools, one_tool_call=False, dropped=sorted(hints))
 
 
 def _extra(request: CallRequest, admitted: Admitted, entry: ModelEntry, caller: Caller) -> dict[str, Any]:

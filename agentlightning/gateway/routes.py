@@ -68,6 +68,7 @@ def gateway_routes(calls: CallOpener, models: ModelTable, *, body_limit: int, at
         count = _App(partial(_count, calls, body_limit), _COUNT.error)
         routes += [
             Route(f"{prefix}/v1/{_COUNT.path}", count, methods=["POST"]),
+            Route(f"{prefix}/v1/responses", _App(partial(_no_websocket, calls)), methods=["GET"]),
             Route(f"{prefix}/v1/models", shown, methods=["GET"]),
             Route(f"{prefix}/v1/models/{{name:path}}", shown, methods=["GET"]),
         ]
@@ -218,6 +219,12 @@ async def _count(calls: CallOpener, body_limit: int, scope: Scope, receive: Rece
     headers, body = await _received(calls, body_limit, scope, receive)
     count = await calls.count_tokens(_COUNT, body, headers, path_ids_of(scope))
     await reply.json(200, msgspec.json.encode({"input_tokens": count}))
+
+
+async def _no_websocket(calls: CallOpener, scope: Scope, receive: Receive, reply: Reply) -> None:
+    """`GET /v1/responses`: the answer upon which clients that would rather use a websocket ask by `POST` at once."""
+    await calls.admit(headers_of(scope))
+    raise CallRefused("responses are asked for by POST; there is no websocket here", status=426, code="no_websocket")
 
 
 async def _models(calls: CallOpener, models: ModelTable, scope: Scope, receive: Receive, reply: Reply) -> None:

@@ -67,6 +67,7 @@ _OF_A_GATEWAY: Final = {
     "POST /v1/chat/completions": "OpenAI's chat completions, streamed or whole",
     "POST /v1/completions": "OpenAI's completions, of one text or of token ids, streamed or whole",
     "POST /v1/responses": "OpenAI's responses, streamed or whole",
+    "GET /v1/responses": "Declined (426): there is no websocket",
     "POST /v1/embeddings": "OpenAI's embeddings, of servers that make them",
     "POST /v1/messages": "Anthropic's messages, streamed or whole",
     "POST /v1/messages/count_tokens": "How many tokens the prompt of a message has",

@@ -116,6 +116,9 @@ class _Protocol(HttpToolsProtocol):
 
     _head = 0  # bytes since the last head, or part of a body, was complete
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Clients that ask for a websocket are answered; nothing is missing here."""
+
     def data_received(self, data: bytes) -> None:
         self._head += len(data)
         super().data_received(data)

@@ -78,7 +78,7 @@ async def test_every_route_of_the_gateway_and_its_models_is_described(tmp_path):
     }
     paths = document()["paths"]
     assert served <= {(method, path) for path, methods in paths.items() for method in methods}
-    assert len(served) == 6 + 2 * (6 + 2 + 1)
+    assert len(served) == 6 + 2 * (6 + 3 + 1)
     for method, path in served:
         parameters = [one["name"] for one in paths[path][method].get("parameters", ()) if one["in"] == "path"]
         assert parameters == calls.path_fields(path)

@@ -88,15 +88,17 @@ class ChatTemplate:
         /,
         **variables: Any,
     ) -> str:
-        """The prompt up to where the assistant begins to speak. BackendError (400) says what the template refuses."""
+        """The prompt up to where the assistant begins to speak. Where the template refuses system messages behind the
+        first message, they are part of what the user says. BackendError (400) says what else it refuses."""
+        options: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True, **self._special_tokens}
         try:
-            return self._template.render(
-                messages=[self._plain(message) for message in messages],
-                tools=list(tools) or None,
-                add_generation_prompt=True,
-                **self._special_tokens,
-                **variables,
-            )
+            plain = [self._plain(message) for message in messages]
+            try:
+                return self._template.render(messages=plain, **options, **variables)
+            except jinja2.TemplateError:
+                if not any(message["role"] == "system" for message in plain[1:]):
+                    raise
+                return self._template.render(messages=_without_later_system(plain), **options, **variables)
         except BackendError:
             raise
         except Exception as error:  # noqa: BLE001 - a template is a program from elsewhere and may fail in any way
@@ -137,6 +139,18 @@ class ChatTemplate:
         if "tool_calls" in plain:
             plain["tool_calls"] = [_with_arguments(call) for call in plain["tool_calls"]]
         return plain
+
+
+def _without_later_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """user "U", system "S", assistant "A"  →  user "U\\n\\nS", assistant "A"."""
+    told = messages[:1]
+    for message in messages[1:]:
+        role = "user" if message["role"] == "system" else message["role"]
+        if role == "user" == told[-1]["role"]:
+            told[-1] = told[-1] | {"content": f"{told[-1]['content']}\n\n{message['content']}"}
+        else:
+            told.append(message | {"role": role})
+    return told
 
 
 def _text(content: Any) -> str:

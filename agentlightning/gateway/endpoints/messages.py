@@ -95,8 +95,6 @@ class _Tool(msgspec.Struct):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: bool | None = None
-    input_examples: list[Any] | None = None
 
 
 class _ToolChoice(msgspec.Struct):
@@ -126,13 +124,13 @@ _NEUTRAL: Final[dict[str, Any]] = {
     "cache_control": dict[str, Any],
     "diagnostics": dict[str, Any],
     "user_profile_id": str,
-    "speed": Literal["standard"],
 }
+_DROPPED: Final = ("context_management", "fallbacks", "speed")  # hints to Anthropic's own servers
+_HINTS: Final = frozenset({"thinking", "reasoning_effort"})
+_EFFORTS: Final = {"xhigh": "high", "max": "high"}  # which others do not know
 _ONLY_THERE: Final = "only Anthropic's own API does this; leave it out"
 _REFUSED: Final = {
-    **dict.fromkeys(
-        ("container", "mcp_servers", "context_management", "compaction", "fallbacks", "inference_geo"), _ONLY_THERE
-    ),
+    **dict.fromkeys(("container", "mcp_servers", "compaction", "inference_geo"), _ONLY_THERE),
     "n": "a message is one answer",
     "stop": "it is called stop_sequences here",
     "max_completion_tokens": "it is called max_tokens here",
@@ -155,6 +153,7 @@ _FIELDS = Fields(
         "output_config": _OutputConfig,
         "output_format": _Format,
         **_NEUTRAL,
+        **dict.fromkeys(_DROPPED, Any),
         # Not Anthropic's, but what a run decides or a policy's backend knows.
         **{name: SAMPLING_TYPES[name] for name in ("seed", *SHAPING_FIELDS)},
     },
@@ -183,7 +182,7 @@ class Messages(Endpoint):
             extra["thinking"] = values["thinking"]
         config: _OutputConfig = values.get("output_config", _OutputConfig())
         if config.effort is not None:
-            extra["reasoning_effort"] = config.effort
+            extra["reasoning_effort"] = _EFFORTS.get(config.effort, config.effort)
         wanted: _Format | None = config.format or values.get("output_format")
         if wanted is not None:
             schema = {"name": "answer", "schema": wanted.schema, "strict": True}
@@ -193,6 +192,8 @@ class Messages(Endpoint):
             tools=[_tool(index, tool) for index, tool in enumerate(values.get("tools", ()))],
             tool_choice=None if tool_choice is None else _choice(tool_choice),
             extra=extra,
+            hints=_HINTS,
+            dropped=tuple(name for name in _DROPPED if name in values),
             request_json=rest_json(raw, "system", "messages", "tools"),
             **sampling_fields(values | {"stop": values.get("stop_sequences")}, values.get("max_tokens")),
         )
@@ -224,8 +225,6 @@ def _tool(index: int, tool: _Tool) -> dict[str, Any]:
         raise _unsupported(
             place, f"{tool.type!r} is a tool of Anthropic's; define your own by name, description and input_schema"
         )
-    if tool.defer_loading or tool.input_examples:
-        raise _unsupported(f"{place}.{'defer_loading' if tool.defer_loading else 'input_examples'}", _ONLY_THERE)
     if not tool.name or tool.input_schema is None:
         raise CallRefused(f"{place} needs a name and an input_schema", param=place)
     function = given(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)

@@ -3,12 +3,14 @@
     user "U"                                            →  user "U"
     reasoning R, assistant "A", function_call 1 and 2   →  assistant "A", reasoning_content R, tool_calls [1, 2]
     function_call_output 1                              →  tool (1)
+    tool "read" of the namespace "files"                →  function "files__read"
 
 Knows the wire format of requests; `responses_answer` writes the answers. No backends, no rollouts, no HTTP server.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -16,7 +18,7 @@ import msgspec
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.endpoints.base import Endpoint, Head
 from agentlightning.gateway.endpoints.completions import SAMPLING_TYPES, TopLogprobs, sampling_fields
-from agentlightning.gateway.endpoints.responses_answer import ResponseWriter, whole_response
+from agentlightning.gateway.endpoints.responses_answer import Called, Original, ResponseWriter, whole_response
 from agentlightning.gateway.request import MANY, SOME, CallRefused, CallRequest, Fields, given, rest_json
 
 
@@ -26,6 +28,8 @@ class _Tool(msgspec.Struct):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: dict[str, Any] | None = None
+    tools: Annotated[list[_Tool], SOME] = []
 
 
 class _Format(msgspec.Struct, forbid_unknown_fields=True):
@@ -42,14 +46,17 @@ class _TextConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """`auto` asks for the most there is: the reasoning itself, which is in the answer anyway."""
+    """The answer holds the reasoning itself, however a summary was asked for."""
 
     effort: str | None = None
-    summary: Literal["auto"] | None = None
-    generate_summary: Literal["auto"] | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: str | None = None
 
 
-_FUNCTION_FIELDS: Final = ("name", "description", "parameters", "strict")
+# The agent gets on without these tools, which OpenAI runs; all others of OpenAI's are refused.
+_HOSTED: Final = ("web_search", "web_search_preview", "image_generation")
+_FREE_TEXT: Final = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDED: Final = (_LOGPROBS, "reasoning.encrypted_content")  # reasoning is given as text
 # Fields that cannot be honoured: the values that ask for nothing, and why.
@@ -79,7 +86,8 @@ _FIELDS = Fields(
         "previous_response_id": str,
         "store": bool,
         "metadata": dict[str, str],
-        "tools": Annotated[list[dict[str, Any]], SOME],
+        "client_metadata": dict[str, Any],
+        "tools": Annotated[list[_Tool], SOME],
         "tool_choice": str | dict[str, Any],
         "parallel_tool_calls": bool,
         "max_tool_calls": int,  # of tools that OpenAI runs itself, of which there are none here
@@ -127,21 +135,31 @@ class Responses(Endpoint):
         for name, (harmless, why) in _REFUSED.items():
             if values.get(name, harmless) != harmless:
                 raise CallRefused(f"{name} is not supported: {why}", code="unsupported_parameter", param=name)
-        said = _chat_messages(values.get("input", []))
+        items = values.get("input", [])
+        said = _chat_messages(items)
         if not said and "previous_response_id" not in values:
             raise CallRefused("input is empty; a response answers something", param="input")
+        offered = _Offered()
+        offered.add("tools", values.get("tools", []))
+        for position, item in enumerate(items if isinstance(items, list) else []):
+            if item.get("type") == "additional_tools":
+                where = f"input[{position}].tools"
+                offered.add(where, _converted(where, item.get("tools"), Annotated[list[_Tool], SOME]))
         instructions = [{"role": "system", "content": values["instructions"]}] if "instructions" in values else []
         return CallRequest(
             messages=[*instructions, *said],
             instructions=len(instructions),
             continues=values.get("previous_response_id"),
             continuable=values.get("store", True),
-            tools=_tools(values.get("tools", [])),
+            tools=offered.tools,
             tool_choice=_tool_choice(values.get("tool_choice")),
             logprobs=_logprobs(values),
             top_logprobs=values.get("top_logprobs", 0),
             extra=others | _chat_fields(values),
-            original=_ECHOED | {name: raw[name] for name in _ECHOED if name in values or name in others},
+            dropped=tuple(sorted(set(offered.dropped))),
+            original=Original(
+                _ECHOED | {name: raw[name] for name in _ECHOED if name in values or name in others}, offered.called
+            ),
             request_json=rest_json(raw, "input", "tools"),
             **sampling_fields(values, values.get("max_output_tokens")),
         )
@@ -153,20 +171,38 @@ class Responses(Endpoint):
         return ResponseWriter(request, head)
 
 
-def _tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Function tools in their chat form."""
-    for position, tool in enumerate(tools):
-        where = f"tools[{position}]"
-        if tool["type"] != "function":
-            why = "the gateway runs no tools; only those of type function, which the agent runs, can be offered"
-            raise CallRefused(f"{where} is of type {tool['type']!r}: {why}", code="unsupported_tool", param=where)
-        if "name" not in tool:
-            raise CallRefused(f"{where} has no name", param=where)
-        for name, value in tool.items():
-            if value and name not in ("type", *_FUNCTION_FIELDS):
-                raise CallRefused(f"{where}.{name} is not supported; leave it out", param=where)
-    functions = [given(**{name: tool.get(name) for name in _FUNCTION_FIELDS}) for tool in tools]
-    return [{"type": "function", "function": function} for function in functions]
+@dataclass
+class _Offered:
+    """Tools in their chat form, what the agent calls those whose names are not its own, and those left out."""
+
+    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    called: dict[str, Called] = field(default_factory=dict[str, Called])
+    dropped: list[str] = field(default_factory=list[str])
+
+    def add(self, place: str, tools: list[_Tool], namespace: str | None = None) -> None:
+        for position, tool in enumerate(tools):
+            where, custom = f"{place}[{position}]", tool.type == "custom"
+            if tool.type in _HOSTED:
+                self.dropped.append(f"tools.{tool.type}")
+            elif tool.type == "namespace" and namespace is None:
+                self.add(f"{where}.tools", tool.tools, tool.name)
+            elif tool.type != "function" and not custom:
+                why = "the gateway runs no tools; only those of type function, which the agent runs, can be offered"
+                raise CallRefused(f"{where} is of type {tool.type!r}: {why}", code="unsupported_tool", param=where)
+            elif not tool.name:
+                raise CallRefused(f"{where} has no name", param=where)
+            else:
+                name = flat_name(namespace, tool.name)
+                if namespace is not None or custom:
+                    self.called[name] = Called(tool.name, namespace, custom=custom)
+                    self.dropped += ["tools.format"] if tool.format else []
+                parameters = _FREE_TEXT if custom else tool.parameters
+                told = given(name=name, description=tool.description, parameters=parameters, strict=tool.strict)
+                self.tools.append({"type": "function", "function": told})
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 def _tool_choice(choice: Any) -> Any:
@@ -238,6 +274,18 @@ class _FunctionCall(msgspec.Struct):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
+
+
+class _CustomToolCall(msgspec.Struct):
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+
+
+class _AdditionalTools(msgspec.Struct):
+    pass
 
 
 class _FunctionCallOutput(msgspec.Struct):
@@ -245,12 +293,15 @@ class _FunctionCallOutput(msgspec.Struct):
     output: str | list[_Part]
 
 
-_Item: TypeAlias = _Message | _Reasoning | _FunctionCall | _FunctionCallOutput
+_Item: TypeAlias = _Message | _Reasoning | _FunctionCall | _CustomToolCall | _FunctionCallOutput | _AdditionalTools
 _ITEMS: Final[dict[str, type[_Item]]] = {
     "message": _Message,
     "reasoning": _Reasoning,
     "function_call": _FunctionCall,
     "function_call_output": _FunctionCallOutput,
+    "custom_tool_call": _CustomToolCall,
+    "custom_tool_call_output": _FunctionCallOutput,
+    "additional_tools": _AdditionalTools,
 }
 
 
@@ -270,11 +321,14 @@ def _chat_messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
                 messages.append({"role": role, "content": _content(where, content)})
             case _Reasoning() as item:
                 _think(where, messages, item)
-            case _FunctionCall(call_id, name, arguments):
-                call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-                _turn(messages).setdefault("tool_calls", []).append(call)
+            case _FunctionCall(call_id, name, arguments, namespace):
+                _call(messages, call_id, flat_name(namespace, name), arguments)
+            case _CustomToolCall(call_id, name, text, namespace):
+                _call(messages, call_id, flat_name(namespace, name), msgspec.json.encode({"input": text}).decode())
             case _FunctionCallOutput(call_id, output):
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": _content(where, output)})
+            case _AdditionalTools():
+                pass  # offered beside `tools`
     for message in messages:
         if message["role"] == "assistant":  # joined at once: text after text would be copied each time
             message |= {name: "".join(message[name]) for name in ("content", "reasoning_content") if message.get(name)}
@@ -285,8 +339,12 @@ def _item(where: str, raw: dict[str, Any]) -> _Item:
     kind = raw.get("type") or "message"
     if not isinstance(kind, str) or kind not in _ITEMS:
         raise CallRefused(f"{where} is of type {kind!r}; only {', '.join(_ITEMS)} can be read here", param=where)
+    return _converted(where, raw, _ITEMS[kind])
+
+
+def _converted(where: str, raw: Any, kind: Any) -> Any:
     try:
-        return msgspec.convert(raw, _ITEMS[kind])
+        return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         what, _, place = str(error).partition(" - at `$")
         where += place.removesuffix("`")
@@ -298,6 +356,11 @@ def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
+
+
+def _call(messages: list[dict[str, Any]], call_id: str, name: str, arguments: str) -> None:
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    _turn(messages).setdefault("tool_calls", []).append(call)
 
 
 def _say(messages: list[dict[str, Any]], text: str) -> None:

@@ -5,7 +5,7 @@ Knows the wire format of answers; `responses` reads the requests. No backends, n
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -13,11 +13,26 @@ from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, Started, Usage
 from agentlightning.gateway.endpoints.base import Head, openai_error_fields, server_sent
-from agentlightning.gateway.request import CallRequest
+from agentlightning.gateway.request import NOT_JSON, CallRequest, given
 
 _INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
-_ID_PREFIXES: Final = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+_ID_PREFIXES: Final = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
 _ABORTED: Final = {"code": "server_error", "message": "the backend aborted the answer"}
+
+
+class Called(NamedTuple):
+    """What the agent calls a tool. A `custom` one takes a text of any form."""
+
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+
+
+class Original(NamedTuple):
+    """Of a request: what its response repeats, and the tools that the model knows by another name than the agent."""
+
+    echoed: dict[str, Any]
+    called: dict[str, Called]
 
 
 _Status: TypeAlias = Literal["completed", "incomplete"]
@@ -32,6 +47,18 @@ def _text_part(kind: _TextKind, text: str, logprobs: list[Any]) -> dict[str, Any
             return {"type": kind, "text": text}
         case "refusal":
             return {"type": kind, "refusal": text}
+
+
+class _FreeText(msgspec.Struct):
+    input: str
+
+
+def _free_text(arguments: str) -> str:
+    """What a custom tool is given. Arguments of another form are a text as well."""
+    try:
+        return msgspec.json.decode(arguments, type=_FreeText).input
+    except NOT_JSON:
+        return arguments
 
 
 def whole_response(request: CallRequest, answer: Answer, head: Head) -> bytes:
@@ -132,7 +159,7 @@ class ResponseWriter:
             "model": self._head.model,
             "output": items,
             "usage": None,
-            **self._request.original,
+            **self._request.original.echoed,
             **more,
         }
 
@@ -160,13 +187,19 @@ class ResponseWriter:
             if index < self._calls:
                 raise BackendError(f"the backend went on with tool call {index}, which it had ended")
             self._calls = index + 1
-            called = {"call_id": part.get("id") or "", "name": function.get("name") or "", "arguments": ""}
-            sent = self._close("completed") + self._begin(index, "function_call", **called)
+            sent = self._close("completed") + self._begin_call(index, part.get("id") or "", function.get("name") or "")
         arguments = function.get("arguments")
         if not arguments:
             return sent
         self._written.append(arguments)
+        if "input" in self._items[-1]:  # its text is known at the end
+            return sent
         return sent + self._item_event("response.function_call_arguments.delta", delta=arguments)
+
+    def _begin_call(self, index: int, call_id: str, told: str) -> bytes:
+        name, namespace, custom = self._request.original.called.get(told, Called(told))
+        kind, empty = ("custom_tool_call", {"input": ""}) if custom else ("function_call", {"arguments": ""})
+        return self._begin(index, kind, call_id=call_id, **given(name=name, namespace=namespace), **empty)
 
     def _begin(self, kind: _TextKind | int, type: str, **fields: Any) -> bytes:
         self._kind, self._written, position = kind, [], len(self._items)
@@ -182,7 +215,10 @@ class ResponseWriter:
             return b""
         item = self._items[-1]
         item["status"] = status
-        if isinstance(kind, int):
+        if "input" in item:
+            item["input"] = _free_text(text)
+            sent = self._item_event("response.custom_tool_call_input.done", input=item["input"])
+        elif isinstance(kind, int):
             item["arguments"] = text
             sent = self._item_event("response.function_call_arguments.done", name=item["name"], arguments=text)
         else:

@@ -220,3 +220,11 @@ def test_a_text_is_cut_at_its_first_stop_string_however_it_arrives(text: str, st
         said = "".join(pieces)
         assert text.startswith(said + (whole.matched or ""))
         assert len(said) + len(whole.matched or "") == min(ends)
+
+
+def test_a_later_system_message_is_the_users_where_the_template_refuses_it(chat: ChatTemplate) -> None:
+    refuses = "{%- if message.role == 'system' and not loop.first %}{{ raise_exception('not here') }}{%- endif %}"
+    strict = CHATML.replace("{%- for message in messages %}", "{%- for message in messages %}" + refuses)
+    ours = ChatTemplate(chat.tokenizer, strict, special_tokens={})
+    later = [{"role": "system", "content": "S"}, *user("A"), {"role": "system", "content": "B"}]
+    assert ours.render(later) == ours.render([later[0], *user("A\n\nB")])

@@ -108,17 +108,13 @@ def test_messages_are_read_into_the_form_of_chat_completions(messages: list[Any]
         (block("image", "assistant", source={"type": "url", "url": "u"}), "messages", "'image'"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]", "web_search_20250305"),
         ({"tools": [SEARCH, {"name": "x"}]}, "tools[1]", "input_schema"),
-        ({"tools": [{**SEARCH, "defer_loading": True}]}, "tools[0].defer_loading", "Anthropic's own API"),
-        ({"tools": [{**SEARCH, "input_examples": [{"q": "x"}]}]}, "tools[0].input_examples", "Anthropic's own API"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "name"),
         ({"tool_choice": {"type": "all"}}, "tool_choice.type", "all"),
         ({"thinking": {"type": "loud"}}, "thinking.type", "loud"),
         ({"output_config": {"task_budget": {}}}, "output_config", "task_budget"),
-        ({"speed": "fast"}, "speed", "fast"),
         ({"container": "c"}, "container", "Anthropic's own API"),
         ({"mcp_servers": [{}]}, "mcp_servers", "Anthropic's own API"),
         ({"thread": {"type": "create"}}, "thread", "Anthropic's own API"),
-        ({"context_management": {"edits": []}}, "context_management", "Anthropic's own API"),
         ({"n": 2}, "n", "one answer"),
         ({"stop": "x"}, "stop", "stop_sequences"),
     ],
@@ -127,3 +123,12 @@ def test_what_cannot_be_used_is_refused_by_name(more: dict[str, Any], param: str
     with pytest.raises(CallRefused, match=says) as caught:
         Messages().read(json.dumps(asked(**more)).encode())
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_hints_to_anthropics_own_servers_are_dropped_by_name() -> None:
+    more: dict[str, Any] = {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}, "speed": "fast"}
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    read = Messages().read(json.dumps(asked(**more, context_management=edits)).encode())
+    assert read.dropped == ("context_management", "speed")
+    assert read.extra == {"thinking": {"type": "adaptive"}, "reasoning_effort": "high"}
+    assert read.hints == read.extra.keys()

@@ -476,3 +476,11 @@ async def test_a_call_that_is_taken_up_again_is_an_error(tmp_path: Path) -> None
     async with front_of(tmp_path, *mixed, delta("tool_calls"), DONE) as (front, _):
         events = await raw_events(front.client(await front.attempt()), input="hello", tools=[TOOL])
         assert "tool call 0" in events[-2]["message"]
+
+
+@pytest.mark.parametrize("attributed", [False, True])
+async def test_a_websocket_is_declined_so_that_clients_post_at_once(gateway_world: World, attributed: bool) -> None:
+    client = gateway_world.client(await gateway_world.attempt() if attributed else None)
+    headers = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+    async with aiohttp.ClientSession() as session, session.get(f"{client.base_url}responses", headers=headers) as told:
+        assert told.status == 426 and (await told.json())["error"]["code"] == "no_websocket"

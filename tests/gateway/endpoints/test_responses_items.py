@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from agentlightning.gateway.answer import Answer
+from agentlightning.gateway.backend import Delta, Finished
+from agentlightning.gateway.endpoints.base import Head
 from agentlightning.gateway.endpoints.responses import Responses
 from agentlightning.gateway.request import CallRefused
 from tests.gateway.talker import SEARCH_TOOL
@@ -123,8 +126,9 @@ def test_instructions_come_first() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "input_file"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "input[0]", "image_url"),
         ({"input": [{"type": "reasoning", "encrypted_content": "x", "summary": []}]}, "input[0]", "encrypted"),
-        ({"tools": [TOOL, {"type": "web_search"}]}, "tools[1]", "web_search"),
-        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0]", "defer_loading"),
+        ({"tools": [TOOL, {"type": "file_search"}]}, "tools[1]", "file_search"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [TOOL, {"type": "mcp"}]}]}, "tools[0].tools[1]", "mcp"),
+        ({"input": [said("x"), {"type": "additional_tools", "tools": {}}]}, "input[1].tools", "cannot be used"),
         ({"tools": [{"type": "function"}]}, "tools[0]", "name"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice", "allowed_tools"),
         ({"tool_choice": "any"}, "tool_choice", "any"),
@@ -132,7 +136,6 @@ def test_instructions_come_first() -> None:
         ({"top_logprobs": 2}, "top_logprobs", "message.output_text.logprobs"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "grammar"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "schema"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "detailed"),
         ({"reasoning": {"mode": "pro"}}, "reasoning", "mode"),
         ({"background": True}, "background", "listens"),
         ({"truncation": "auto"}, "truncation", "never shortens"),
@@ -157,3 +160,46 @@ def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], para
     with pytest.raises(CallRefused, match=says) as caught:
         Responses().read(json.dumps({"model": "policy", "input": "hi", **fields}).encode())
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_tools_of_namespaces_and_free_text_become_functions() -> None:
+    patch = {"type": "custom", "name": "patch", "description": "d", "format": {"type": "grammar", "syntax": "lark"}}
+    files = {"type": "namespace", "name": "files", "description": "", "tools": [TOOL, patch]}
+    later = {"type": "additional_tools", "role": "developer", "tools": [{**files, "name": "more"}]}
+    custom = {"type": "custom_tool_call", "call_id": "b", "name": "patch", "namespace": "files", "input": "+x"}
+    items = [later, {**A, "namespace": "files"}, custom, {**RESULT_OF_A, "type": "custom_tool_call_output"}]
+    asked = {"model": "policy", "input": items, "tools": [TOOL, files, {"type": "web_search"}], "client_metadata": {}}
+    read = Responses().read(json.dumps(asked).encode())
+    names = ["search", "files__search", "files__patch", "more__search", "more__patch"]
+    assert [tool["function"]["name"] for tool in read.tools] == names
+    assert read.tools[2]["function"]["parameters"]["required"] == ["input"]
+    assert read.dropped == ("tools.format", "tools.web_search")
+    called = [{"name": "files__f", "arguments": "{}"}, {"name": "files__patch", "arguments": '{"input":"+x"}'}]
+    assert [call["function"] for call in read.messages[0]["tool_calls"]] == called and read.messages[1] == TOOL_MESSAGE
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "item"),
+    [
+        ("files__search", "{}", {"type": "function_call", "name": "search", "namespace": "files", "arguments": "{}"}),
+        ("files__patch", '{"input": "+x"}', {"type": "custom_tool_call", "name": "patch", "input": "+x"}),
+        ("files__patch", "+x", {"type": "custom_tool_call", "name": "patch", "namespace": "files", "input": "+x"}),
+        ("other", "{}", {"type": "function_call", "name": "other", "arguments": "{}"}),
+    ],
+)
+def test_calls_have_the_agents_own_names(tool: str, arguments: str, item: dict[str, Any]) -> None:
+    offered = [{"type": "namespace", "name": "files", "tools": [TOOL, {"type": "custom", "name": "patch"}]}]
+    read = Responses().read(json.dumps({"model": "policy", "input": "hi", "tools": offered}).encode())
+    begun = {"index": 0, "id": "c", "function": {"name": tool, "arguments": arguments[:1]}}
+    parts: list[dict[str, Any]] = [begun, {"index": 0, "function": {"arguments": arguments[1:]}}]
+    answer, writer = Answer(1), Responses().stream(read, Head("resp_1", "policy", 0))
+    events = [Delta(0, {"tool_calls": [part]}) for part in parts]
+    sent = b"".join(writer.delta(event) for event in events)
+    for event in (*events, Finished(0, "tool_calls")):
+        answer.add(event)
+    sent += writer.end(answer)
+    whole = json.loads(Responses().whole(read, answer, Head("resp_1", "policy", 0)))
+    assert whole["output"][0].items() >= item.items() and whole["output"][0]["call_id"] == "c"
+    streamed = [json.loads(line[6:]) for line in sent.decode().split("\n") if line.startswith("data: ")]
+    done = [event["item"] for event in streamed if event["type"] == "response.output_item.done"]
+    assert done == whole["output"]
