@@ -123,11 +123,12 @@ def _told(rollout: Rollout, spans: Sequence[Span], prices: Prices) -> dict[str, 
 async def _gateway(backend: Any, store: LightningStore) -> AsyncGenerator[str]:
     """The gateway in front of the server that answers, on this machine alone; gives its root URL."""
     from agentlightning.gateway.app import Gateway
-    from agentlightning.gateway.models import ModelTable, recording_entry
+    from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
     from agentlightning.server.app import create_app
     from agentlightning.server.serve import HttpServer
 
-    gateway = Gateway(ModelTable([recording_entry(backend)]), store)
+    entry = ModelEntry(ANY, backend, trainable=backend.captures_tokens, train=None, val=None)
+    gateway = Gateway(ModelTable([entry]), store)
     try:
         # A key that nobody is told: the program may call models and add to its own attempt.
         app = create_app(store, gateway=gateway, admin_key=secrets.token_urlsafe(32))

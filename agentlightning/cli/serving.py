@@ -209,7 +209,7 @@ def _run_server(upstream: Upstream | None, as_json: bool, log_format: Literal["t
 
 
 async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, Any]) -> None:
-    from agentlightning.gateway.models import recording_entry
+    from agentlightning.gateway.models import ANY, ModelEntry
     from agentlightning.server.service import ServerSettings, running_server
     from agentlightning.store.redaction import text_without_secrets
 
@@ -217,7 +217,7 @@ async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, A
     greeting = "store {store} at {url}\ndashboard: {url}/"
     if upstream is not None:
         backend = await upstream.open()
-        options["models"] = (recording_entry(backend),)
+        options["models"] = (ModelEntry(ANY, backend, trainable=backend.captures_tokens, train=None, val=None),)
         told |= {"backend": backend.name, "kind": backend.kind}
         greeting = (
             "calls to {backend} ({kind}) are recorded in {store}\n"

@@ -149,7 +149,7 @@ class CallOpener:
         entry = self._models.resolve(model)
         if headers.get(FROZEN_HEADER) != "true":
             return entry
-        if _is_policy(entry) and not (is_worker(key) or (key is not None and key.rewards)):
+        if entry.trainable and entry.name != ANY and not (is_worker(key) or (key is not None and key.rewards)):
             raise CallRefused(
                 f"an agent cannot take its calls of {entry.name!r} out of training ({FROZEN_HEADER}): ask a model that "
                 "is registered with trainable=False, or use a key with the scope worker, or one that gives rewards",
@@ -157,11 +157,6 @@ class CallOpener:
                 code="key_scope",
             )
         return replace(entry, trainable=False)
-
-
-def _is_policy(entry: ModelEntry) -> bool:
-    """Whether it is being trained now; what only records an agent (`ANY`) is not, whatever is learned from it later."""
-    return entry.trainable and entry.name != ANY
 
 
 def _is_guarded(entry: ModelEntry, caller: Caller) -> bool:
@@ -181,7 +176,7 @@ def _admitted(request: CallRequest, entry: ModelEntry, caller: Caller) -> Admitt
 def _extra(request: CallRequest, admitted: Admitted, entry: ModelEntry, caller: Caller) -> dict[str, Any]:
     """What is sent beside messages, tools and sampling. What is trained has no penalty that is not recorded: vLLM takes
     those that are left out from the model's generation config."""
-    neutral = NEUTRAL_PENALTIES if _is_policy(entry) and caller.mode == "train" else {}
+    neutral = NEUTRAL_PENALTIES if entry.trainable and entry.name != ANY and caller.mode == "train" else {}
     return {**neutral, **admitted.extra, **({} if _run_sampling(entry, caller) else request.shaping)}
 
 

@@ -46,12 +46,6 @@ class ModelEntry:
             )
 
 
-def recording_entry(backend: Backend) -> ModelEntry:
-    """Answers every name, as the server behind it would without us: nothing is decided or changed on the way. What is
-    recorded with its token ids can be trained on."""
-    return ModelEntry(ANY, backend, trainable=backend.captures_tokens, train=None, val=None)
-
-
 class ModelTable:
     """Model entries by name, which may change while calls run. ConfigError for a name given twice."""
 

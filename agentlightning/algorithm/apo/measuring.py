@@ -28,10 +28,8 @@ from agentlightning.tracing.steps import read_steps
 from agentlightning.types import EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
 
 _UNHEARD: Final = (
-    "no conversation was recorded in any of {} rollouts: the critic would see tasks and rewards alone. An agent whose "
-    "client is its own calls another API than ours: give the Trainer that one as initial_resources={{'llm': "
-    "agl.LLM(endpoint=…, model=…)}}, and make the client from `llm`, or run the agent with isolation='process', where "
-    "the environment names the gateway. Calls that it reports by OpenTelemetry, with their messages, count too"
+    "no rollout has a recorded conversation for the critic to see. An agent's own client is recorded where its API is "
+    "`llm` in initial_resources, and isolation='process' has the gateway in the environment; or make it from `llm`"
 )
 Measure: TypeAlias = tuple[str, Mode, int]
 """Name of a candidate, train or val, number of the task."""
@@ -71,8 +69,7 @@ class Measuring:
                 await self._take(measure, rollout)
 
     async def measure(self, wanted: Iterable[tuple[Candidate, Mode, int]]) -> None:
-        """Make the rollouts that are missing and wait for all. OutOfBudget before the first, if not all fit;
-        TrainingError where nothing tells a critic what the agent said."""
+        """Make the rollouts that are missing and wait for all. OutOfBudget before the first, if not all fit."""
         asked: dict[Measure, Candidate] = {(one.name, mode, number): one for one, mode, number in wanted}
         missing = {measure: one for measure, one in asked.items() if measure not in self.outcomes}
         if not missing:
@@ -95,7 +92,7 @@ class Measuring:
                 await self._take(waiting.pop(rollout.rollout_id), rollout)
             self._context.progress.advance(len(requests) - len(waiting))
         if not self._heard and any(one.rollout.status == "succeeded" for one in self.outcomes.values()):
-            raise TrainingError(_UNHEARD.format(len(self.outcomes)))
+            raise TrainingError(_UNHEARD)
 
     def rewards(self, name: str, numbers: Iterable[int]) -> list[float]:
         """Of held-out tasks."""
@@ -107,9 +104,8 @@ class Measuring:
 
     def score(self, name: str) -> Score:
         """Over all held-out tasks that the candidate has run, at least one."""
-        outcomes = [self.outcomes[name, "val", number] for number in self.measured(name)]
-        mean = statistics.fmean(outcome.reward for outcome in outcomes)
-        return Score(mean, len(outcomes), sum(outcome.failed for outcome in outcomes))
+        made = [self.outcomes[name, "val", number] for number in self.measured(name)]
+        return Score(statistics.fmean(one.reward for one in made), len(made), sum(one.failed for one in made))
 
     async def evaluation(self, name: str, step: int) -> Evaluation:
         """All that was measured of a candidate on held-out tasks."""
@@ -117,8 +113,7 @@ class Measuring:
         for number in self.measured(name):
             rollout = self.outcomes[name, "val", number].rollout
             spans = await self.spans(rollout)
-            traced = await asyncio.to_thread(trace_rollout, rollout, spans)
-            tasks.append(EvaluatedTask(traced, tuple(spans)))
+            tasks.append(EvaluatedTask(await asyncio.to_thread(trace_rollout, rollout, spans), tuple(spans)))
         return Evaluation(step, 0, tuple(tasks))
 
     async def in_words(self, measure: Measure) -> str:
@@ -157,7 +152,7 @@ class Measuring:
 
     async def _take(self, measure: Measure, rollout: Rollout) -> None:
         spans = await self.spans(rollout)
-        self._heard = self._heard or bool(read_calls(spans)[0])
+        self._heard |= bool(read_calls(spans)[0])
         reward = trace_rollout(rollout, spans).reward
         self.outcomes[measure] = Outcome(rollout, reward or 0.0, reward is None)
         self._budget.spend_rollout(usage_of(spans))
