@@ -124,7 +124,8 @@ async def _gateway(backend: Any, store: LightningStore) -> AsyncGenerator[str]:
     from agentlightning.server.app import create_app
     from agentlightning.server.serve import HttpServer
 
-    gateway = Gateway(ModelTable([ModelEntry(ANY, backend, trainable=False)]), store)
+    entry = ModelEntry(ANY, backend, trainable=backend.captures_tokens, train=None, val=None)
+    gateway = Gateway(ModelTable([entry]), store)
     try:
         # A key that nobody is told: the program may call models and add to its own attempt.
         app = create_app(store, gateway=gateway, admin_key=secrets.token_urlsafe(32))

