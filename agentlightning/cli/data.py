@@ -1,4 +1,4 @@
-"""The commands that make something of what was recorded: `agl data export` and `check`, with `explain`.
+"""The commands that make something of what was recorded: `agl data export` and `check`.
 
 This module reads command lines and stores, and prints; what a line of a dataset is, is the business of
 `agentlightning.data`.
@@ -18,7 +18,6 @@ import click
 import msgspec
 
 from agentlightning.cli.drift import visible
-from agentlightning.cli.explain import explain
 from agentlightning.cli.options import json_option, print_json
 from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, with_place
 from agentlightning.errors import ConfigError
@@ -33,10 +32,7 @@ WRONG: Final = 1
 
 @click.group()
 def data() -> None:
-    """Make datasets of what was recorded, explain a rollout."""
-
-
-data.add_command(explain)
+    """Make datasets of what was recorded."""
 
 
 # --- what is written ---------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ OF_ERRORS: Final[dict[type[Exception], str]] = {
 }
 OF_COMMANDS: Final = {name: page for name, (_, page) in COMMANDS.items()} | {
     "data check": "fine-tuning#for-openai-and-azure",
-    "data explain": "drift#in-training",
 }
 
 

@@ -1,10 +1,14 @@
-"""The command that shows one rollout as learning sees it: `agl data explain`.
+"""Show one rollout as learning sees it: which calls train, how they go on from one another, and where they do not.
 
-This module reads a store and prints; what is explained is the business of `agentlightning.data.explanation`.
+    python scripts/explain.py ROLLOUT [STORE] [--tokenizer ID|DIR] [--json]
+
+The dashboard's page of a rollout shows the same. This script reads a store and prints; `agentlightning.data.explanation`
+explains.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Final
@@ -14,13 +18,14 @@ import click
 from agentlightning.cli.drift import visible
 from agentlightning.cli.options import print_json
 from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, with_place
-from agentlightning.errors import NotFoundError
+from agentlightning.cli.tables import make_table, print_table
+from agentlightning.data.explanation import ExplainedBreak, ExplainedCall, Explanation, explain_rollout
+from agentlightning.errors import AgentLightningError, NotFoundError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from agentlightning.data.drift_kinds import Classifier
-    from agentlightning.data.explanation import ExplainedBreak, ExplainedCall, Explanation
 
 _COLUMNS: Final = (
     "call", "agent", "model", "prompt", "shared", "new", "sampled", "version", "trains", "reward", "tools",
@@ -39,7 +44,6 @@ async def explain(rollout_id: str, place: Place, source: str | None, as_json: bo
 
     from agentlightning.dashboard.credit import trained_by
     from agentlightning.dashboard.tokens import Tokenizers, classifier_of
-    from agentlightning.data.explanation import explain_rollout
     from agentlightning.data.transitions import trace_rollout
     from agentlightning.gateway.backends.kinds import chat_template
 
@@ -63,8 +67,6 @@ async def explain(rollout_id: str, place: Place, source: str | None, as_json: bo
 
 
 def _show(explanation: Explanation, classifier: Classifier | None) -> None:
-    from agentlightning.cli.tables import print_table
-
     rollout = explanation.rollout
     said = dict.fromkeys((rollout.mode, rollout.status, explanation.outcome, _reward(explanation)))  # each once
     print(f"rollout {visible(rollout.rollout_id)}: {', '.join(said)}")
@@ -86,8 +88,6 @@ def _reward(explanation: Explanation) -> str:
 
 
 def _calls(calls: Sequence[ExplainedCall]) -> Table:
-    from agentlightning.cli.tables import make_table
-
     rows: list[tuple[object, ...]] = []
     for call in calls:
         shared = call.shared if call.shared and call.shared.tokens else None
@@ -149,3 +149,19 @@ def _break(one: ExplainedBreak) -> list[str]:
         f"    prompt    {before} » {anew}",
         f"    {one.suggestion}",
     ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    try:
+        return int(explain.main(None if arguments is None else list(arguments), standalone_mode=False) or 0)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except AgentLightningError as error:
+        click.echo(f"error: {error}", err=True)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
