@@ -2,8 +2,8 @@
 
     python scripts/explain.py ROLLOUT [STORE] [--tokenizer ID|DIR] [--json]
 
-The dashboard's page of a rollout shows the same. This script reads a store and prints; `agentlightning.data.explanation`
-explains.
+The dashboard's page of a rollout shows the same. This script reads a store and prints;
+`agentlightning.data.explanation` explains.
 """
 
 from __future__ import annotations

@@ -74,7 +74,12 @@ def test_a_program_is_developed_by_its_command_and_told_what_to_instrument(
     monkeypatch.chdir(tmp_path)
     Path("tasks.jsonl").write_text('{"word": "sea"}\n')
     Path("agent.py").write_text(
-        "import json, os, sys\n"
+        "import contextlib, json, os, sys, urllib.request\n"
+        "asked = json.dumps({'model': 'm', 'messages': [{'role': 'user', 'content': 'hi'}]}).encode()\n"
+        "key = {'authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'], 'content-type': 'application/json'}\n"
+        "call = urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', asked, key)\n"
+        "with contextlib.suppress(OSError):  # nobody answers, and the call is recorded\n"
+        "    urllib.request.urlopen(call)\n"
         "told = [sys.argv[1], os.environ['AGL_INSTRUMENT'], os.environ['PYTHONPATH'].split(os.pathsep)[0][-4:]]\n"
         "print(json.dumps({'reward': told == ['sea', 'all', 'hook']}))\n"
     )
