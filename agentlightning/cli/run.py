@@ -32,6 +32,7 @@ from agentlightning.store.redaction import text_without_secrets
 from agentlightning.types import LLM, AttemptedRollout, NamedResources, Rollout, Span
 
 if TYPE_CHECKING:
+    from agentlightning.runner.harnesses import Preset
     from agentlightning.store.base import LightningStore
     from agentlightning.tracing.logs import Excerpt
     from agentlightning.tracing.tree import Prices
@@ -47,6 +48,12 @@ _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "AGL_MODEL")  # the
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.argument("command", metavar="COMMAND…", nargs=-1, required=True, type=click.UNPROCESSED)
 @with_backend(required=False)
+@click.option(
+    "--harness",
+    metavar="NAME",
+    help="COMMAND is what follows this harness's name: claude-code, codex, gemini-cli, opencode, …",
+)
+@click.option("--model", metavar="NAME", help="What OPENAI_MODEL, ANTHROPIC_MODEL and AGL_MODEL name; for a --harness.")
 @click.option("--instrument", metavar="[NAMES]", is_flag=False, flag_value="",
               help="Record tools and agents of Python frameworks too: all there are, or langchain,…")  # fmt: skip
 @click.option("--task", metavar="JSON", help="What to store as the rollout's input instead of the command.")
@@ -56,6 +63,8 @@ def run(
     command: tuple[str, ...],
     backend: Upstream | None,
     place: Place,
+    harness: str | None,
+    model: str | None,
     instrument: str | None,
     task: str | None,
     price: tuple[str, ...],
@@ -66,16 +75,28 @@ def run(
     The program needs no change if it finds its API by OPENAI_BASE_URL or ANTHROPIC_BASE_URL, as the SDKs do. Its exit
     code is passed on. The tree of what it did is printed on stderr, and with --json what the program prints as well.
 
+    With --harness it has a home of its own, set up for that program: yours is neither read nor changed.
+
     \b
     agl run -- python my_agent.py
-    agl run --instrument --price gpt-4o=2.5,10 -- python my_agent.py"""
+    agl run --instrument --price gpt-4o=2.5,10 -- python my_agent.py
+    agl run --harness claude-code --model claude-sonnet-5 -- -p "fix the test\""""
     from rich.console import Console
 
     from agentlightning.tracing.tree import rollout_tree
 
     prices = read_prices(price)
     names = None if instrument is None else tuple(filter(None, instrument.split(",")))
-    program = Program(command, names, sys.stderr if as_json else sys.stdout)
+    preset = None
+    if harness is not None:
+        from agentlightning.runner.harnesses import find_preset
+
+        if not model:
+            raise click.UsageError("--harness needs --model NAME, the model it is to ask for")
+        preset = find_preset(harness)
+        preset.check()
+        command = (preset.program, *command)
+    program = Program(command, names, sys.stderr if as_json else sys.stdout, preset, model or "")
     given = shlex.join(command) if task is None else _task(task)
 
     async def work() -> int:
@@ -152,6 +173,8 @@ class Program(LitAgent[Any]):
     command: Sequence[str]
     instrument: tuple[str, ...] | None
     output: TextIO
+    preset: Preset | None = None
+    model: str = ""
     exit_code: int = 0
     _url: str = ""
     _rollout: AttemptedRollout | None = field(default=None, repr=False)
@@ -176,8 +199,13 @@ class Program(LitAgent[Any]):
 
         self._rollout = rollout
         tracer = require_binding("agl run").tracer
-        with tempfile.TemporaryDirectory(prefix="agl-run-") as directory:
-            streams = await self._executed(inherited_environment() | self._variables(rollout, Path(directory)))
+        with tempfile.TemporaryDirectory(prefix="agl-run-", ignore_cleanup_errors=True) as directory:
+            variables = self._variables(rollout, Path(directory))
+            if self.preset is None:
+                environment = inherited_environment() | variables
+            else:
+                environment = self.preset.environment(variables, Path(directory))
+            streams = await self._executed(environment)
         for name, excerpt in streams.items():
             if text := excerpt.text():
                 record_log(tracer, name, text)  # pyright: ignore[reportArgumentType]
@@ -189,10 +217,10 @@ class Program(LitAgent[Any]):
         from agentlightning.runner.environment import agent_environment
 
         ids, key = (rollout.rollout_id, rollout.attempt.attempt_id), rollout.api_key or ""
-        llm = LLM(endpoint=f"{self._url}/rollout/{ids[0]}/attempt/{ids[1]}/v1", model="", api_key=key)
+        llm = LLM(endpoint=f"{self._url}/rollout/{ids[0]}/attempt/{ids[1]}/v1", model=self.model, api_key=key)
         variables = agent_environment(llm, *ids, self._url, key, reward_key=rollout.reward_key)
-        for name in _ITS_OWN_CHOICE:
-            variables.pop(name, None)
+        for name in () if self.model else _ITS_OWN_CHOICE:
+            del variables[name]
         for name in ("no_proxy", "NO_PROXY"):  # what is on this machine is not reached through a company's proxy
             variables[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
         if self.instrument is not None:
