@@ -150,7 +150,7 @@ class Program:
                     record_log(binding.tracer, "stdout", output.stdout)
                     record_log(binding.tracer, "stderr", output.stderr)
         if exit_code:
-            raise CommandFailedError(_failure(what, exit_code, output.stderr))
+            raise CommandFailedError(_failure(what, exit_code, output.stderr.strip() or output.stdout.strip()))
         return output
 
 
@@ -272,11 +272,11 @@ def _last_line(output: CommandOutput) -> str:
     return output.stdout.rstrip().rpartition("\n")[2]
 
 
-def _failure(what: str, exit_code: int, stderr: str) -> str:
+def _failure(what: str, exit_code: int, said: str) -> str:
     if exit_code < 0:
         how = f"was killed by signal {-exit_code} ({signal.strsignal(-exit_code)})"
     else:
         how = f"exited with status {exit_code}"
-    end = stderr.strip()[-_SHOWN:]
+    end = said[-_SHOWN:]
     last = end.rpartition("\n")[2]
-    return f"{what} {how}: {last}\n{end}" if end else f"{what} {how} and wrote nothing to stderr"
+    return f"{what} {how}: {last}\n{end}" if end else f"{what} {how} and wrote nothing to stderr or stdout"
