@@ -87,15 +87,8 @@ def run(
 
     prices = read_prices(price)
     names = None if instrument is None else tuple(filter(None, instrument.split(",")))
-    preset = None
-    if harness is not None:
-        from agentlightning.runner.harnesses import find_preset
-
-        if not model:
-            raise click.UsageError("--harness needs --model NAME, the model it is to ask for")
-        preset = find_preset(harness)
-        preset.check()
-        command = (preset.program, *command)
+    preset = None if harness is None else _preset(harness, model)
+    command = command if preset is None else (preset.program, *command)
     program = Program(command, names, sys.stderr if as_json else sys.stdout, preset, model or "")
     given = shlex.join(command) if task is None else _task(task)
 
@@ -120,6 +113,16 @@ def run(
         return program.exit_code
 
     return asyncio.run(work())
+
+
+def _preset(harness: str, model: str | None) -> Preset:
+    from agentlightning.runner.harnesses import find_preset
+
+    if not model:
+        raise click.UsageError("--harness needs --model NAME, the model it is to ask for")
+    preset = find_preset(harness)
+    preset.check()
+    return preset
 
 
 def _task(text: str) -> Any:

@@ -251,4 +251,4 @@ class HarnessProgram(Program):
             made.mkdir()
         if self.workspace is not None:
             shutil.copytree(self.workspace, directory, symlinks=True, dirs_exist_ok=True)
-        return self.preset.environment(variables, home) | self.env, directory
+        return self.preset.environment(variables, home), directory
