@@ -21,16 +21,22 @@ import yaml
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.runner.command import CommandAgent, RewardSource, command
+from agentlightning.runner.harnesses import harness
 from agentlightning.runner.processes import Isolation
 from agentlightning.store.redaction import is_credential
 from agentlightning.types import LLM, FrozenModel, PromptTemplate
 
 
 class CommandConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An agent that is a program; the fields are those of `agentlightning.command`. `grader` is a command, or a
-    reference to a function. In a run file `cwd` is the file's folder unless it says otherwise."""
+    """An agent that is a program; the fields are those of `agentlightning.command` or, with `harness`, its name, those
+    of `agentlightning.harness`. `grader` is a command, or a reference to a function. In a run file `cwd` is the file's
+    folder unless it says otherwise."""
 
-    command: str
+    command: str | None = None
+    harness: str | None = None
+    prompt: str | None = None
+    arguments: list[str] = []
+    workspace: str | None = None
     reward: RewardSource = "auto"
     grader: str | None = None
     env: dict[str, str] = msgspec.field(default_factory=dict[str, str])
@@ -41,6 +47,15 @@ class CommandConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         grader: Any = self.grader
         if self.grader is not None and _is_word(self.grader) and is_reference(self.grader):
             grader = load_reference(self.grader)
+        own: dict[str, Any] = {"prompt": self.prompt, "arguments": self.arguments, "workspace": self.workspace}
+        given = {name: value for name, value in own.items() if value}
+        if self.harness is not None and self.command is None and self.reward == "auto":
+            return harness(self.harness, grader=grader, env=self.env, cwd=self.cwd, **given)
+        if self.command is None or self.harness is not None or given:
+            raise ConfigError(
+                "agent: give either command, with reward, or harness, with prompt, arguments and workspace; both take "
+                "grader, env and cwd"
+            )
         return command(self.command, reward=self.reward, grader=grader, env=self.env, cwd=self.cwd)
 
 
@@ -247,6 +262,8 @@ def _seen_from(path: Path, values: dict[str, Any]) -> dict[str, Any]:
 def _command_beside(path: Path, agent: dict[str, Any]) -> dict[str, Any]:
     """A command runs in the run file's folder, and its grader, if it is a reference, is looked up there."""
     seen = {**agent, "cwd": _beside(path, agent.get("cwd") or ".")}
+    if "workspace" in agent:
+        seen["workspace"] = _beside(path, agent["workspace"])
     grader = agent.get("grader")
     if isinstance(grader, str) and _is_word(grader) and is_reference(grader):
         seen["grader"] = _beside(path, grader)

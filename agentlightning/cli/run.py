@@ -10,10 +10,12 @@ import secrets
 import shlex
 import signal
 import sys
+import tempfile
 import threading
 import tty
 from collections.abc import AsyncGenerator, Generator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 from urllib.parse import quote
 
@@ -30,6 +32,7 @@ from agentlightning.store.redaction import text_without_secrets
 from agentlightning.types import LLM, AttemptedRollout, NamedResources, Rollout, Span
 
 if TYPE_CHECKING:
+    from agentlightning.runner.harnesses import Preset
     from agentlightning.store.base import LightningStore
     from agentlightning.tracing.logs import Excerpt
     from agentlightning.tracing.tree import Prices
@@ -45,6 +48,9 @@ _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "AGL_MODEL")  # the
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.argument("command", metavar="COMMAND…", nargs=-1, required=True, type=click.UNPROCESSED)
 @with_backend(required=False)
+@click.option("--harness", metavar="NAME",
+              help="COMMAND is what follows the name of this harness: claude-code, codex, opencode, …")  # fmt: skip
+@click.option("--model", metavar="NAME", help="What OPENAI_MODEL, ANTHROPIC_MODEL and AGL_MODEL name; for a --harness.")
 @instrument_option
 @click.option("--task", metavar="JSON", help="What to store as the rollout's input instead of the command.")
 @price_option
@@ -53,6 +59,8 @@ def run(
     command: tuple[str, ...],
     backend: Upstream | None,
     place: Place,
+    harness: str | None,
+    model: str | None,
     instrument: str | None,
     task: str | None,
     price: tuple[str, ...],
@@ -63,16 +71,21 @@ def run(
     The program needs no change if it finds its API by OPENAI_BASE_URL or ANTHROPIC_BASE_URL, as the SDKs do. Its exit
     code is passed on. The tree of what it did is printed on stderr, and with --json what the program prints as well.
 
+    With --harness it has a home of its own, set up for that program: yours is neither read nor changed.
+
     \b
     agl run -- python my_agent.py
-    agl run --instrument --price gpt-4o=2.5,10 -- python my_agent.py"""
+    agl run --instrument --price gpt-4o=2.5,10 -- python my_agent.py
+    agl run --harness claude-code --model claude-sonnet-5 -- -p "fix the test\""""
     from rich.console import Console
 
     from agentlightning.tracing.tree import rollout_tree
 
     prices = read_prices(price)
     instrument_agents(instrument, here=False)
-    program = Program(command, sys.stderr if as_json else sys.stdout)
+    preset = None if harness is None else _preset(harness, model)
+    command = command if preset is None else (preset.program, *command)
+    program = Program(command, sys.stderr if as_json else sys.stdout, preset, model or "")
     given = shlex.join(command) if task is None else _task(task)
 
     async def work() -> int:
@@ -96,6 +109,16 @@ def run(
         return program.exit_code
 
     return asyncio.run(work())
+
+
+def _preset(harness: str, model: str | None) -> Preset:
+    from agentlightning.runner.harnesses import find_preset
+
+    if not model:
+        raise click.UsageError("--harness needs --model NAME, the model it is to ask for")
+    preset = find_preset(harness)
+    preset.check()
+    return preset
 
 
 def _task(text: str) -> Any:
@@ -149,6 +172,8 @@ class Program(LitAgent[Any]):
 
     command: Sequence[str]
     output: TextIO
+    preset: Preset | None = None
+    model: str = ""
     exit_code: int = 0
     _url: str = ""
     _rollout: AttemptedRollout | None = field(default=None, repr=False)
@@ -173,7 +198,12 @@ class Program(LitAgent[Any]):
 
         self._rollout = rollout
         tracer = require_binding("agl run").tracer
-        streams = await self._executed(inherited_environment() | self._variables(rollout))
+        variables = self._variables(rollout)
+        if self.preset is None:
+            streams = await self._executed(inherited_environment() | variables)
+        else:
+            with tempfile.TemporaryDirectory(prefix="agl-run-", ignore_cleanup_errors=True) as home:
+                streams = await self._executed(self.preset.environment(variables, Path(home)))
         for name, excerpt in streams.items():
             if text := excerpt.text():
                 record_log(tracer, name, text)  # pyright: ignore[reportArgumentType]
@@ -185,10 +215,10 @@ class Program(LitAgent[Any]):
         from agentlightning.runner.instrumented import instrumenting
 
         ids, key = (rollout.rollout_id, rollout.attempt.attempt_id), rollout.api_key or ""
-        llm = LLM(endpoint=f"{self._url}/rollout/{ids[0]}/attempt/{ids[1]}/v1", model="", api_key=key)
+        llm = LLM(endpoint=f"{self._url}/rollout/{ids[0]}/attempt/{ids[1]}/v1", model=self.model, api_key=key)
         variables = agent_environment(llm, *ids, self._url, key, reward_key=rollout.reward_key)
-        for name in _ITS_OWN_CHOICE:
-            variables.pop(name, None)
+        for name in () if self.model else _ITS_OWN_CHOICE:
+            del variables[name]
         for name in ("no_proxy", "NO_PROXY"):  # what is on this machine is not reached through a company's proxy
             variables[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
         return variables | instrumenting()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.cli.main import run
 from agentlightning.errors import TrainingError
+from agentlightning.runner.harnesses import PRESETS
 from agentlightning.server.service import ServerSettings, running_server
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
@@ -132,6 +134,31 @@ def test_what_vllm_sampled_for_a_program_is_trained(desk: Desk, tmp_path: Path) 
         job = trainer(tmp_path / name, model=learner, model_name=name, algorithm=imitation)
         with pytest.raises(TrainingError, match="Their model is called gpt-5") if name == "policy" else nullcontext():
             assert job.fit(agents.vowels).metrics[-1].values["sequences"] == 1
+
+
+# --- harnesses ---------------------------------------------------------------------------------------------------
+
+ASKED = {  # Codex asks at /v1/responses, which the stand-in has not
+    "claude-code": ("-p", "hi"),
+    "opencode": ("run", "hi"),
+    "qwen-code": ("-p", "hi"),
+    "aider": ("--no-git", "--yes-always", "--message", "hi"),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_harness_that_is_installed_is_recorded_and_leaves_no_trace(
+    desk: Desk, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which(PRESETS[name].program) is None:
+        pytest.skip(f"there is no {PRESETS[name].program}: {PRESETS[name].install}")
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    assert run(["run", "--harness", name, "--model", "policy", "--", *ASKED[name]]) == 0
+    record = desk.recorded()
+    assert any(semconv.CALL_ENDPOINT in span.attributes for span in record.spans)
+    assert not [*home.iterdir()] and "Hi!" in logs(record)["stdout"]
 
 
 # --- what is recorded --------------------------------------------------------------------------------------------
