@@ -25,9 +25,7 @@ OF_ERRORS: Final[dict[type[Exception], str]] = {
     TrainingError: "tracking#when-training-comes-apart",
     ModuleNotFoundError: "install",
 }
-OF_COMMANDS: Final = {name: page for name, (_, page) in COMMANDS.items()} | {
-    "data check": "fine-tuning#for-openai-and-azure",
-}
+OF_COMMANDS: Final = {name: page for name, (_, page) in COMMANDS.items()} | {}
 
 
 def page_of(error: Exception, command: Sequence[str]) -> str | None:

@@ -159,15 +159,12 @@ async def export(
     as_json: bool,
 ) -> None:
     """Write rollouts with their attempts and spans to DEST: .jsonl or .jsonl.gz."""
-    from agentlightning.display import counting
     from agentlightning.store.transfer import export_rollouts
 
     if where is not None and run_id is not None:
         raise click.UsageError("give --where or --run; a filter can name the run: field `run_id`")
     wanted = Condition("run_id", "eq", run_id) if run_id is not None else _filter(where)
-    total = (await store.page_rollouts(wanted, limit=0, with_total=True)).total
-    with counting("rollouts", total) as advance:
-        done = await export_rollouts(store, destination, where=wanted, overwrite=force, advance=advance)
+    done = await export_rollouts(store, destination, where=wanted, overwrite=force)
     unfinished = f"; {done.unfinished} had not ended, and an import leaves them out" if done.unfinished else ""
     words = f"wrote {done.rollouts} rollouts, {done.attempts} attempts, {done.spans} spans{unfinished}"
     tell(as_json, done, words)
@@ -188,11 +185,9 @@ def _filter(text: str | None) -> Filter | None:
 @on_store(create=True)
 async def import_(store: LightningStore, source: Path, as_json: bool) -> None:
     """Store the rollouts that an export wrote to SOURCE. Those stored already stay as they are."""
-    from agentlightning.display import counting
     from agentlightning.store.transfer import import_rollouts
 
-    with counting("rollouts") as advance:
-        done = await import_rollouts(store, source, advance)
+    done = await import_rollouts(store, source)
     left = [
         f"{count} {why}"
         for count, why in ((done.stored_already, "were stored already"), (done.unfinished, "had not ended"))

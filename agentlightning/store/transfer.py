@@ -11,7 +11,7 @@ import gzip
 import itertools
 import os
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final, cast
 
@@ -63,10 +63,8 @@ async def export_rollouts(
     *,
     where: Filter | None = None,
     overwrite: bool = False,
-    advance: Callable[[int], None] = lambda rollouts: None,
 ) -> Exported:
-    """Write the rollouts that match into a file, as they were enqueued. The file appears once it is complete. `advance`
-    is told now and then how many are written.
+    """Write the rollouts that match into a file, as they were enqueued. The file appears once it is complete.
 
     ConfigError if it exists and is not to be overwritten, cannot be written, or ends in neither .jsonl nor
     .jsonl.gz."""
@@ -82,7 +80,6 @@ async def export_rollouts(
             attempts += sum(len(record.attempts) for record in batch)
             spans += sum(len(record.spans) for record in batch)
             unfinished += sum(not record.finished for record in batch)
-            advance(records)
             cursor = page.next_cursor
             if cursor is None:
                 return Exported(rollouts=records, unfinished=unfinished, attempts=attempts, spans=spans)
@@ -98,11 +95,9 @@ async def _record(store: LightningStore, rollout: Rollout) -> Record | None:
     return Record(rollout=rollout, attempts=attempts, spans=spans)
 
 
-async def import_rollouts(
-    store: LightningStore, path: Path, advance: Callable[[int], None] = lambda rollouts: None
-) -> Imported:
+async def import_rollouts(store: LightningStore, path: Path) -> Imported:
     """Store the rollouts of a file, each as a whole. Those stored already are left as they are, so that an import that
-    was interrupted can be repeated. `advance` is told now and then how many were read.
+    was interrupted can be repeated.
 
     InvalidError or ConflictError names the line that cannot be stored; ConfigError says why the
     file cannot be read."""
@@ -115,7 +110,6 @@ async def import_rollouts(
             stored = await asyncio.gather(*(_import(store, place, record) for place, record in finished))
             new += sum(stored)
             stored_already += len(stored) - sum(stored)
-            advance(new + stored_already + unfinished)
     return Imported(rollouts=new, stored_already=stored_already, unfinished=unfinished)
 
 
