@@ -1,4 +1,4 @@
-"""`harness`: the coding agents that people use (Claude Code, Codex, Gemini CLI, …), unchanged, as agents.
+"""`harness`: the coding agents that people use (Claude Code, Codex, opencode, …), unchanged, as agents.
 
 A preset says how one of them is pointed at an attempt's model: by variables, flags and files in a home that is made for
 the attempt, so that the user's own configuration is neither read nor changed. They are in `harnesses.yaml`: adding one

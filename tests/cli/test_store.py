@@ -25,7 +25,6 @@ from agentlightning.server.serve import HttpServer
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Rollout
-from tests.cli.world import on_a_terminal
 
 KEY = "an admin's key"
 DAY = 86400.0
@@ -159,13 +158,6 @@ def test_gc_removes_what_ended_long_ago(agl, path: Path) -> None:
     assert len(inputs(path)) == 3
     assert agl(*arguments)[:2] == (0, "removed 2 rollouts, 2 attempts, 0 spans\n")
     assert inputs(path) == ["young"]
-
-
-def test_what_takes_long_has_a_bar_on_a_terminal(path: Path) -> None:
-    fill(path, "old", "older", ago=31 * DAY)
-    with on_a_terminal(path.parent, "store", "gc", "--store", str(path), "--older-than", "30d") as terminal:
-        assert terminal.end() == 0
-        assert "0/2" in terminal.shown and "removed 2 rollouts" in terminal.shown
 
 
 def test_erasing_leaves_no_trace(agl, path: Path) -> None:

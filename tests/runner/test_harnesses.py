@@ -62,8 +62,6 @@ def test_what_each_reads_by_a_way_of_its_own(given: Any, tmp_path: Path) -> None
     assert config["model"] == 'agentlightning/my"model' and 'my"model' in config["provider"]["agentlightning"]["models"]
     for name, variable, value in (
         ("claude-code", "ANTHROPIC_BASE_URL", ENDPOINT.removesuffix("/v1")),
-        ("gemini-cli", "GOOGLE_GEMINI_BASE_URL", ENDPOINT.removesuffix("/v1")),
-        ("gemini-cli", "GEMINI_API_KEY", "attempt-key"),
         ("aider", "AIDER_MODEL", 'openai/my"model'),
         ("mini-swe-agent", "MSWEA_MODEL_NAME", 'openai/my"model'),
     ):
@@ -91,10 +89,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_harness_that_cannot_run_says_how_to_install_it(installed: Any) -> None:
     installed("0.168.9")
-    for name, reason in (
-        ("codex", "version 0.168.9; install 0.169.0 or newer: npm install -g @openai/codex"),
-        ("gemini-cli", "'gemini' is not on the PATH; install 0.61.0 or newer"),
-    ):
+    for name, reason in (("codex", "version 0.168.9; install 0.169.0 or newer: npm install -g @openai/codex"),):
         with pytest.raises(ConfigError, match=reason):
             agl.harness(name).check()
     with pytest.raises(ConfigError, match=r"there is no harness 'claude'.*claude-code"):
