@@ -23,7 +23,7 @@ from agentlightning.errors import ConfigError, nearest
 from agentlightning.runner.command import CommandAgent, RewardSource, command
 from agentlightning.runner.harnesses import harness
 from agentlightning.runner.processes import Isolation
-from agentlightning.store.redaction import is_credential
+from agentlightning.store.redaction import settings_without_secrets
 from agentlightning.types import LLM, FrozenModel, PromptTemplate
 
 
@@ -205,7 +205,7 @@ def kept(config: TrainConfig) -> dict[str, Any]:
     """What the manifest of a run keeps to repeat it: the run file with paths that hold anywhere, without what is its
     own (its directory) and without what is secret by its name."""
     here = Path.cwd() / "run.yaml"
-    values: dict[str, Any] = _without_secrets(msgspec.to_builtins(config))
+    values: dict[str, Any] = settings_without_secrets(msgspec.to_builtins(config))
     values = _seen_from(here, {key: value for key, value in values.items() if key not in ("run_dir", "resume")})
     return values | {key: _references_from(here, values[key]) for key in ("algorithm", "trackers")}
 
@@ -217,19 +217,6 @@ def _references_from(path: Path, value: Any) -> Any:
     if isinstance(value, list):
         return [_references_from(path, one) for one in cast("list[Any]", value)]
     return _beside(path, value) if isinstance(value, str) and is_reference(value) else value
-
-
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, list):  # of flags, perhaps: what follows one that names a credential is one
-        items = cast("list[Any]", value)
-        flags = [is_credential(one.lstrip("-")) if isinstance(one, str) and one[:2] == "--" else False for one in items]
-        return [_without_secrets(one) for one, flag in zip(items, [False, *flags], strict=False) if not flag]
-    if isinstance(value, str) and value.startswith("--") and is_credential(value.partition("=")[0].lstrip("-")):
-        return value.partition("=")[0]
-    if not isinstance(value, dict):
-        return value
-    named = cast("dict[str, Any]", value)
-    return {name: _without_secrets(one) for name, one in named.items() if not is_credential(name)}
 
 
 def _seen_from(path: Path, values: dict[str, Any]) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.cli import config
 from agentlightning.cli.config import CommandConfig, build, load_config
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import AdamW
+from agentlightning.store.redaction import settings_without_secrets
 from agentlightning.types import LLM, FrozenModel, PromptTemplate
 
 COMPLETE = """
@@ -192,5 +192,5 @@ def test_a_sampler_by_url_takes_the_place_of_a_named_one(run_file: Path) -> None
 
 def test_a_key_among_flags_is_left_out_of_what_is_kept() -> None:
     flags = ["--api-key", "first", "--dtype", "bfloat16", "--api-key=second"]
-    kept = config._without_secrets({"sampler": {"sglang": "start", "flags": flags, "api_key": "third"}})
+    kept = settings_without_secrets({"sampler": {"sglang": "start", "flags": flags, "api_key": "third"}})
     assert kept == {"sampler": {"sglang": "start", "flags": ["--api-key", "--dtype", "bfloat16", "--api-key"]}}
