@@ -103,9 +103,10 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         from agentlightning.environments import HUBS
 
         fields = dict(self.environment)
-        hub, _, name = str(fields.pop("name", "")).partition(":")
+        written = str(fields.pop("name", ""))
+        hub, _, name = written.partition(":")
         if hub not in HUBS or not name:
-            raise ConfigError(f"{hub!r} names no environment; write HUB:NAME. Hubs: {nearest(hub, HUBS)}")
+            raise ConfigError(f"{written!r} names no environment; write HUB:NAME. {nearest(hub, HUBS)}")
         return build(HUBS[hub], fields, "environment", name)
 
 
