@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from typing import Any
 
@@ -13,8 +14,12 @@ from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, Field
 
 from agentlightning import semconv
+from agentlightning.gateway.backend import ModelCall
+from agentlightning.gateway.chat.grammar import Grammars, form_of
+from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.gateway.chat.tool_calls import TOOL_FORMATS, ToolCall
 from agentlightning.types import Mode, Span
-from tests.gateway.talker import PLAIN, SEARCH_TOOL, user
+from tests.gateway.talker import PLAIN, SEARCH_TOOL, make_talker, user
 from tests.gateway.world import World
 
 pytestmark = pytest.mark.anyio
@@ -103,6 +108,28 @@ async def test_with_tools_at_hand_json_output_may_wait_for_a_call(gateway_world:
         message = (await asked(gateway_world, **fields))[0].choices[0].message
         seen.add("call" if message.tool_calls else City.model_validate_json(message.content).__class__)
     assert seen <= {"call", City}
+
+
+@pytest.mark.parametrize("thought", ["", "<think>so</think>", "so</think>\n"])
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS)
+async def test_calls_are_written_as_they_are_read(tool_format: str, thought: str) -> None:
+    chat = ChatTemplate.from_pretrained(make_talker().tokenizer)
+    form = form_of(ModelCall(model="m", messages=[], tools=[TIGHT, LOOK], tool_choice="required"), tool_format)
+    assert form is not None
+    grammars, drawing = Grammars(chat), random.Random(tool_format)
+    for _ in range(5):
+        masks = await grammars.masks(form, "may" if thought.startswith("<") else "must" if thought else "no")
+        for token_id in chat.encode(thought):
+            masks.advance(token_id)
+        said = list[int]()
+        while chat.stop_token_ids.isdisjoint(said):
+            bits = int.from_bytes(masks.allowed, "little")
+            allowed = [number for number in range(bits.bit_length()) if bits >> number & 1]
+            said.append(drawing.choice([one for one in allowed if one in chat.stop_token_ids] or allowed))
+            masks.advance(said[-1])
+        parser = TOOL_FORMATS[tool_format].parser()
+        calls = [*parser.feed(chat.token_bytes.text(said[:-1])), *parser.finish()]
+        assert calls and all(isinstance(call, ToolCall) for call in calls)
 
 
 DEEP: Any = {"type": "integer"}
