@@ -39,11 +39,23 @@ def __getattr__(name: str) -> Any:
 
 
 def _of_0_3(name: str) -> Any:
-    """What serves for a name of Agent Lightning 0.3; ConfigError says what to use instead, where nothing does."""
+    """What serves for a name of Agent Lightning 0.3."""
     if not name.startswith("_"):  # tools ask every module for names with underscores
         with contextlib.suppress(AttributeError):
-            return importlib.import_module("agentlightning.compatibility").find(name)
+            return importlib.import_module("agentlightning.v03").find(name)
     raise AttributeError(f"module 'agentlightning' has no attribute {name!r}; public names: {', '.join(__all__)}")
+
+
+class _ModulesOf03:
+    """Finds the modules of Agent Lightning 0.3 that this package lacks. Python asks it last."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        ours = name.startswith(f"{__name__}.")
+        return importlib.import_module("agentlightning.v03").find_spec(name) if ours else None
+
+
+sys.meta_path.append(_ModulesOf03)
 
 
 def __dir__() -> list[str]:

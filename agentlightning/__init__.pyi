@@ -8,6 +8,7 @@ from agentlightning.algorithm import CISPO as CISPO
 from agentlightning.algorithm import DAPO as DAPO
 from agentlightning.algorithm import GRPO as GRPO
 from agentlightning.algorithm import GSPO as GSPO
+from agentlightning.algorithm import OPD as OPD
 from agentlightning.algorithm import PPO as PPO
 from agentlightning.algorithm import RLOO as RLOO
 from agentlightning.algorithm import SFT as SFT
@@ -69,7 +70,6 @@ from agentlightning.types import PromptTemplate as PromptTemplate
 from agentlightning.types import Rollout as Rollout
 from agentlightning.types import RolloutConfig as RolloutConfig
 from agentlightning.types import Span as Span
-from agentlightning.types import Triplet as Triplet
 
 __version__: str
 __all__: list[str]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if not TYPE_CHECKING:  # names of Agent Lightning 0.3
+    from agentlightning import __getattr__ as __getattr__
 
 # Spans of our own (names kept from Agent Lightning 0.3).
 ANNOTATION: Final = "agentlightning.annotation"

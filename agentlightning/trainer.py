@@ -26,7 +26,6 @@ from agentlightning.algorithm.base import TrainedPolicy
 from agentlightning.algorithm.checkpoints import Checkpoints
 from agentlightning.algorithm.directory import RunDirectory, check_data, make_manifest
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
-from agentlightning.algorithm.function import with_adapter
 from agentlightning.algorithm.measures import Measures, measured, summarise
 from agentlightning.algorithm.tracking import Tracker, make_tracker
 from agentlightning.data.datasets import load_dataset
@@ -36,9 +35,9 @@ from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
 from agentlightning.gateway.backends.kinds import frozen_entry, read_frozen
-from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
 from agentlightning.learner.base import AdamW, DType, LoRA, read_learner
-from agentlightning.runner.agent import LitAgent, as_agent
+from agentlightning.runner.agent import AnyAgent, LitAgent, as_agent
 from agentlightning.runner.ending import interrupted_at_once, stopping_at_interrupt
 from agentlightning.runner.hooks import Hook
 from agentlightning.runner.processes import Isolation, boot_of, place_of, usual_concurrency
@@ -90,8 +89,8 @@ class Trainer:
         optimizer: learning rate, schedule, micro-batches and the like.
         lora: train an adapter of this size instead of the weights.
         dtype: of the weights: float32, or bfloat16, of which the optimiser keeps float32 copies.
-        n_runners: how many rollouts run at once in this process; default 64, or in processes one per core; 0 leaves
-            them to `agl runner` processes, which ask at the `port` of this one, or at the `server`.
+        n_runners: how many rollouts run at once in this process (`n_workers` is the same); default 64, or in processes
+            one per core; 0 leaves them to `agl runner` processes, which ask at the `port` here, or at the `server`.
         isolation: `"process"` runs it in processes (see `Runner`), `"auto"` if the agent takes no `llm` or `resources`
         run_dir: the directory of this run; by default a new one below `runs/`.
         store: path of the SQLite file (default: in the run's directory), or an open store.
@@ -127,6 +126,7 @@ class Trainer:
         lora: LoRA | None = None,
         dtype: DType | None = None,
         n_runners: int | None = None,
+        n_workers: int | None = None,
         isolation: Isolation = "auto",
         run_dir: str | Path | None = None,
         store: str | Path | LightningStore | None = None,
@@ -149,34 +149,34 @@ class Trainer:
     ) -> None:
         self.models = dict(model) if isinstance(model, Mapping) else {} if model is None else {model_name: model}
         self.frozen = read_frozen(models or {}, self.models)
-        algorithm = algorithm if adapter is None else with_adapter(algorithm, adapter)
+        n_runners = n_workers if n_runners is None else n_runners
+        if adapter is not None:
+            from agentlightning.v03.training import with_adapter
+
+            algorithm = with_adapter(algorithm, adapter)
         self.algorithm: Algorithm = GRPO() if algorithm is None else algorithm
         self.sampler, self.learner = sampler, learner
         read_learner(learner)
-        self.optimizer = optimizer or AdamW()
-        self.lora = lora
+        self.optimizer, self.lora = optimizer or AdamW(), lora
         self.dtype: DType | None = dtype
         self.n_runners, self._concurrency = n_runners, n_runners or 0
         self.isolation: Isolation = isolation
-        self.run_dir, self.store = run_dir, store
+        self.run_dir, self.store, self.seed, self.time_limit = run_dir, store, seed, time_limit
         self.server, self.api_key, self.port = server, api_key, port
-        self.seed, self.time_limit = seed, time_limit
-        self.initial_resources: NamedResources = dict(initial_resources or {})
+        named = {"llm" if name == "main_llm" else name: one for name, one in (initial_resources or {}).items()}
+        self.initial_resources: NamedResources = named
         self.hooks = tuple(hooks)
         choose_tracer(tracer)  # refused here rather than after the model was loaded
         self.tracer: TracerKind = tracer
         self.trackers = tuple(map(make_tracker, trackers))
         self.progress: Progress | Literal[False] | None = progress
-        self.max_sequence_length = max_sequence_length
-        self.device, self.threads, self.deterministic = device, threads, deterministic
-        self.run_file = run_file
+        self.max_sequence_length, self.deterministic = max_sequence_length, deterministic
+        self.device, self.threads, self.run_file = device, threads, run_file
         self._check_settings()
-
-    # --- the verbs ---
 
     def fit(
         self,
-        agent: LitAgent[Any] | Callable[..., Any] | str,
+        agent: AnyAgent,
         train_dataset: Any = None,
         val_dataset: Any = None,
         *,
@@ -190,7 +190,7 @@ class Trainer:
 
     async def fit_async(
         self,
-        agent: LitAgent[Any] | Callable[..., Any] | str,
+        agent: AnyAgent,
         train_dataset: Any = None,
         val_dataset: Any = None,
         *,
@@ -206,14 +206,14 @@ class Trainer:
             raise ConfigError("evaluate_every measures held-out tasks, and there are none: give some, or leave it out")
         return await self._run(agent, algorithm, train_tasks, val_tasks, resume)
 
-    def dev(self, agent: LitAgent[Any] | Callable[..., Any] | str, dataset: Any) -> list[EvaluatedTask]:
+    def dev(self, agent: AnyAgent, train_dataset: Any) -> list[EvaluatedTask]:
         """Run the agent once on every task without training; print each trace and the mean reward, and return them."""
-        return run_blocking(self.dev_async(self._imported(agent), dataset))
+        return run_blocking(self.dev_async(self._imported(agent), train_dataset))
 
-    async def dev_async(self, agent: LitAgent[Any] | Callable[..., Any] | str, dataset: Any) -> list[EvaluatedTask]:
+    async def dev_async(self, agent: AnyAgent, train_dataset: Any) -> list[EvaluatedTask]:
         """`dev` for code that runs in an event loop already."""
         baseline = Baseline(mode="test")
-        await self._run(agent, baseline, [], load_dataset(dataset), resume=False)
+        await self._run(agent, baseline, [], load_dataset(train_dataset), resume=False)
         tasks = [task for evaluation in baseline.evaluations for task in evaluation.tasks]
         console = Console(highlight=False)
         for task in tasks:
@@ -224,7 +224,7 @@ class Trainer:
         console.print(f"{summary}; mean reward {summary.estimates['reward'].value:.3f}", markup=False)
         return tasks
 
-    def _imported(self, agent: LitAgent[Any] | Callable[..., Any] | str) -> LitAgent[Any]:
+    def _imported(self, agent: AnyAgent) -> LitAgent[Any]:
         """The agent, imported while Ctrl-C still interrupts whatever runs."""
         agent = as_agent(agent)
         if self.n_runners != 0:
@@ -266,7 +266,7 @@ class Trainer:
 
     async def _run(
         self,
-        agent: LitAgent[Any] | Callable[..., Any] | str,
+        agent: AnyAgent,
         algorithm: Algorithm,
         train_tasks: list[Any],
         val_tasks: list[Any],
@@ -444,7 +444,7 @@ class Trainer:
         llm = self.initial_resources.get("llm")
         if isinstance(llm, LLM) and not backends:
             upstream = FrozenModel(endpoint=llm.endpoint, frozen=True, api_key=llm.api_key)
-            entries.append(frozen_entry(llm.model, upstream))
+            entries.append(frozen_entry(llm.model, upstream, ANY))
         return entries + [frozen_entry(name, one) for name, one in self.frozen.items()]
 
     async def _run_beside_runner(self, agent: LitAgent[Any], algorithm: Algorithm, context: RunContext) -> None:

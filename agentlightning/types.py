@@ -7,11 +7,14 @@ it and `msgspec.json.decode(..., type=...)` checks it at the edge. Times are sec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import msgspec
 
 from agentlightning.errors import ConfigError, InvalidError
+
+if not TYPE_CHECKING:  # names of Agent Lightning 0.3
+    from agentlightning import __getattr__ as __getattr__
 
 Mode: TypeAlias = Literal["train", "val", "test"]
 RolloutStatus: TypeAlias = Literal["queuing", "preparing", "running", "requeuing", "succeeded", "failed", "cancelled"]
@@ -437,15 +440,3 @@ class SpanPage(Noun, frozen=True, kw_only=True):
     items: tuple[Span, ...]
     total: int | None = None
     next_cursor: str | None = None
-
-
-# --- learning ----------------------------------------------------------------------------------------------------
-
-
-class Triplet(Noun, frozen=True, kw_only=True):
-    """Agent Lightning 0.3's view of a transition: prompt, response and reward of one LLM call."""
-
-    prompt: Any
-    response: Any
-    reward: float | None = None
-    metadata: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Records what Agent Lightning 0.3's adapters make of random traces, for `tests/data/test_adapters.py` to compare with.
+"""Records what Agent Lightning 0.3's adapters make of random traces, for `tests/v03/test_adapters.py` to compare with.
 
     scripts/agentlightning_0_3_env.sh
     .venv-agentlightning-0.3/bin/python -P scripts/record_adapters_0_3.py tests/oracles/adapters_0_3.json

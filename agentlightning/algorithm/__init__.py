@@ -1,5 +1,7 @@
 """Algorithms: what improves the agent. Most train weights by reinforcement learning, `Baseline` only evaluates."""
 
+from typing import TYPE_CHECKING
+
 from agentlightning.algorithm.apo import APO
 from agentlightning.algorithm.base import Algorithm, NoProgress, Progress, RunContext
 from agentlightning.algorithm.evaluation import Baseline
@@ -14,9 +16,13 @@ from agentlightning.algorithm.grpo import (
     REINFORCEPlusPlus,
     REINFORCEPlusPlusBaseline,
 )
+from agentlightning.algorithm.opd import OPD
 from agentlightning.algorithm.ppo import PPO
 from agentlightning.algorithm.rl import Reinforcement
 from agentlightning.algorithm.sft import SFT
+
+if not TYPE_CHECKING:  # names of Agent Lightning 0.3
+    from agentlightning import __getattr__ as __getattr__
 
 __all__ = [
     "APO",
@@ -24,6 +30,7 @@ __all__ = [
     "DAPO",
     "GRPO",
     "GSPO",
+    "OPD",
     "PPO",
     "RLOO",
     "SFT",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, cast
+from collections.abc import Awaitable, Callable
+from typing import Any
 
-from agentlightning.algorithm.base import Algorithm, RunContext
-from agentlightning.data.adapters import Adapter, TracerTraceToTriplet
+import agentlightning
+from agentlightning.algorithm.base import RunContext
 from agentlightning.errors import ConfigError, nearest
 
 INJECTED = ("store", "train_dataset", "val_dataset", "initial_resources", "adapter", "context")
@@ -22,7 +21,7 @@ class FunctionAlgorithm:
             raise ConfigError(f"{function!r} is not `async def`; an algorithm awaits the store, so write it as one")
         self.function = function
         self.name = function.__name__
-        self.adapter: Adapter[Any, Any] = TracerTraceToTriplet()
+        self.adapter: Any = None
         parameters = inspect.signature(function).parameters.values()
         for parameter in parameters:
             if parameter.name not in INJECTED and parameter.default is parameter.empty:
@@ -46,7 +45,7 @@ class FunctionAlgorithm:
             "train_dataset": context.train_tasks,
             "val_dataset": context.val_tasks,
             "initial_resources": latest.resources if latest else {},
-            "adapter": self.adapter,
+            "adapter": self.adapter or agentlightning.TracerTraceToTriplet(),
             "context": context,
         }
         await context.unless_stopped(self.function(**{name: values[name] for name in self._injected}))
@@ -59,29 +58,3 @@ def algo(function: Callable[..., Awaitable[None]]) -> FunctionAlgorithm:
     Lightning 0.3, else a TracerTraceToTriplet) are recognised by name and filled in. ConfigError for other parameters
     without a default."""
     return FunctionAlgorithm(function)
-
-
-def with_adapter(algorithm: Algorithm | None, adapter: Any) -> FunctionAlgorithm:
-    """The function, given this adapter of Agent Lightning 0.3, or a TracerTraceToTriplet with these options.
-
-    ConfigError for another algorithm, on which it would have no effect: the message says what to write instead."""
-    if isinstance(adapter, Mapping):
-        options = cast(Mapping[str, Any], adapter)
-        known = inspect.signature(TracerTraceToTriplet).parameters
-        if (unknown := next((name for name in options if name not in known), None)) is not None:
-            raise ConfigError(f"adapter has no option {unknown!r}; {nearest(unknown, known)}")
-        adapter = TracerTraceToTriplet(**options)
-    if not isinstance(adapter, Adapter):
-        raise ConfigError(f"adapter is a {type(adapter).__name__}; give an agl.TraceAdapter, or a mapping of options")
-    if isinstance(algorithm, FunctionAlgorithm):
-        algorithm = copy.copy(algorithm)
-        algorithm.adapter = cast(Adapter[Any, Any], adapter)
-        return algorithm
-    instead = "say by returns=, baseline= and reward= of agl.GRPO how calls are rewarded"
-    if isinstance(adapter, TracerTraceToTriplet) and adapter.agent_match is not None:
-        pattern = f".*({adapter.agent_match}).*"
-        instead = f"write algorithm=agl.GRPO(agents={pattern!r}), or the agents' whole names: agents='writer|rewriter'"
-    raise ConfigError(
-        "adapter is only for functions decorated by agl.algo: other algorithms read the gateway's exact tokens. "
-        f"Leave it out; {instead}"
-    )

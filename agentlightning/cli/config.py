@@ -205,8 +205,9 @@ def _seen_from(path: Path, values: dict[str, Any]) -> dict[str, Any]:
         several = cast("dict[str, Any]", values["model"])
         values["model"] = {name: _beside(path, model, must_exist=True) for name, model in several.items()}
     algorithm = values.get("algorithm")
-    if isinstance(algorithm, dict) and "traces" in algorithm:
-        values["algorithm"] = {**algorithm, "traces": _beside(path, algorithm["traces"], must_exist=True)}
+    if isinstance(algorithm, dict):
+        places = {key: algorithm[key] for key in ("traces", "teacher") if key in algorithm}
+        values["algorithm"] = algorithm | {key: _beside(path, place, must_exist=True) for key, place in places.items()}
     agent = values.get("agent")
     if isinstance(agent, str):
         values["agent"] = _beside(path, agent)

@@ -12,13 +12,11 @@ import click
 
 from agentlightning.cli.options import tell
 from agentlightning.cli.place import NEW_STORE, SERVER_STORE, Place, with_place
-from agentlightning.errors import InvalidError
 from agentlightning.types import Mode
 
 if TYPE_CHECKING:
     from agentlightning.store.transfer import Record
 
-_PROBLEMS_SHOWN = 10
 _AT_ONCE = 16  # rollouts that share a commit
 
 
@@ -28,7 +26,6 @@ _AT_ONCE = 16  # rollouts that share a commit
 @click.option("--reward", metavar="NAME", help="The attribute, or the evaluation, whose score is the reward.")
 @click.option("--mode", type=click.Choice(["train", "val", "test"]), default="train", show_default=True,
               help="What the rollouts are for.")  # fmt: skip
-@click.option("--strict", is_flag=True, help="Store nothing if a part of the files cannot be read.")
 @with_place(NEW_STORE, lambda: str(SERVER_STORE))
 def import_(
     place: Place,
@@ -36,27 +33,18 @@ def import_(
     by: str | None,
     reward: str | None,
     mode: Mode,
-    strict: bool,
     as_json: bool,
 ) -> int:
     """Store traces exported as OTLP JSON as finished rollouts, for fine-tuning, prompt optimisation and analysis.
 
-    FILE holds one ExportTraceServiceRequest, a list of these, or one a line. What is stored already stays as it is."""
+    FILE holds one ExportTraceServiceRequest, a list of these, or one a line. If a part cannot be read, nothing
+    is stored. What is stored already stays as it is."""
     from agentlightning.data.foreign_traces import read_traces, rollouts_of
-    from agentlightning.tracing.tree import printable
 
-    read = [read_traces(file) for file in files]
-    problems = [problem for one in read for problem in one.problems]
-    for problem in problems[:_PROBLEMS_SHOWN]:
-        click.echo(printable(problem), err=True)
-    if len(problems) > _PROBLEMS_SHOWN:
-        click.echo(f"… and {len(problems) - _PROBLEMS_SHOWN} more", err=True)
-    spans = [span for one in read for span in one.spans]
-    if problems and (strict or not spans):
-        raise InvalidError(f"{_number(len(problems), 'part')} could not be read; nothing was stored")
+    spans = [span for file in files for span in read_traces(file)]
     records = rollouts_of(spans, by=by, reward=reward, mode=mode)
     new = asyncio.run(_stored(place, records))
-    _report(records, new, reward, problems, as_json)
+    _report(records, new, reward, as_json)
     return 0
 
 
@@ -79,9 +67,7 @@ async def _stored(place: Place, records: Sequence[Record]) -> list[Record]:
     return new
 
 
-def _report(
-    records: Sequence[Record], new: Sequence[Record], reward: str | None, problems: Sequence[str], as_json: bool
-) -> None:
+def _report(records: Sequence[Record], new: Sequence[Record], reward: str | None, as_json: bool) -> None:
     from agentlightning.tracing.rewards import find_final_reward
 
     count = sum(len(record.spans) for record in new)
@@ -91,9 +77,7 @@ def _report(
         told.append(f"{stored_already} stored already, left as they are")
     if reward is not None and (without := sum(find_final_reward(record.spans) is None for record in new)):
         told.append(f"{without} without a number as {reward!r}, so without a reward")
-    if problems:
-        told.append(f"{_number(len(problems), 'part')} could not be read")
-    what = {"rollouts": len(new), "spans": count, "stored_already": stored_already, "problems": list(problems)}
+    what = {"rollouts": len(new), "spans": count, "stored_already": stored_already}
     tell(as_json, what, "; ".join(told))
 
 

@@ -37,6 +37,7 @@ ALGORITHMS = {
         "reinforce++": "REINFORCEPlusPlus",
         "reinforce++_baseline": "REINFORCEPlusPlusBaseline",
         "sft": "SFT",
+        "opd": "OPD",
         "apo": "APO",
         "baseline": "Baseline",
     }.items()
@@ -84,6 +85,7 @@ mirrored_flags = together(
     click.option("--train-dataset", metavar="DATA", help="Tasks to learn from: a file, or file.py:name."),
     click.option("--val-dataset", metavar="DATA", help="Held-out tasks, measured before and after."),
     click.option("--algorithm", metavar="NAME", help=f"{', '.join(ALGORITHMS)} or file.py:Class."),
+    click.option("--teacher", metavar="ID|DIR|URL", help="Whom to imitate; short for --set algorithm.teacher=…"),
     click.option("--steps", type=int, help="Training steps; short for --set algorithm.steps=…"),
     click.option(
         "--max-usd", type=float, help="What a search for prompts may cost; short for --set algorithm.max_usd=…"
@@ -129,6 +131,7 @@ def train(
     seeds: tuple[int, ...] | None,
     assignments: tuple[str, ...],
     as_json: bool,
+    teacher: str | None,
     steps: int | None,
     max_usd: float | None,
     **flags: Any,
@@ -137,6 +140,8 @@ def train(
 
     Without RUN.yaml, --from and --agent it is the run.yaml of this folder, with --resume --run-dir what the run in
     there began with."""
+    if teacher is not None:
+        assignments = (*assignments, f"algorithm.teacher={teacher}")
     if steps is not None:
         assignments = (*assignments, f"algorithm.steps={steps}")
     if max_usd is not None:

@@ -11,7 +11,6 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +26,8 @@ from agentlightning.tracing.rewards import find_final_reward, reward_attributes
 from agentlightning.types import Attempt, Attributes, Mode, Rollout, Span
 
 _INPUTS: Final = ("input.value", semconv.GEN_AI_INPUT_MESSAGES, "traceloop.entity.input", semconv.OPERATION_INPUT)
-_OTHER_SIGNALS: Final = frozenset({"resourceMetrics", "resourceLogs", "resource_metrics", "resource_logs"})
+_TRACES: Final = frozenset({"resourceSpans", "resource_spans"})
+_SIGNALS: Final = _TRACES | {"resourceMetrics", "resourceLogs", "resource_metrics", "resource_logs"}
 _EVALUATION_NAME: Final = "gen_ai.evaluation.name"
 _EVALUATION_SCORE: Final = "gen_ai.evaluation.score.value"
 _BYTE: Final = re.compile(r"\(byte (\d+)\)")
@@ -37,104 +37,54 @@ _NUMBERED: Final = re.compile(r"\.\d")
 # --- files -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class TraceFile:
-    """The spans of a file, and in words where it could not be read."""
-
-    spans: list[Span] = field(default_factory=list[Span])
-    problems: list[str] = field(default_factory=list[str])
-
-
-def read_traces(path: Path) -> TraceFile:
+def read_traces(path: Path) -> list[Span]:
     """The spans in a file of one `ExportTraceServiceRequest` in JSON, a list of these, or one a line, as the
-    OpenTelemetry Collector writes it. What cannot be read is told and passed over. ConfigError without such a file."""
+    OpenTelemetry Collector writes it. ConfigError without such a file; InvalidError names the part that is not one."""
     try:
         body = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
-    found = TraceFile()
-    for place, document in _documents(path, body, found.problems):
-        if isinstance(document, dict) and _OTHER_SIGNALS.intersection(document):
-            continue  # collectors may write all their signals into one file
-        try:
-            found.spans += decode_traces(msgspec.json.encode(document), JSON)
-        except InvalidError as error:
-            spans = list(_single_spans(document))
-            if not spans:
-                found.problems.append(f"{place}: {error}")
-            for where, single in spans:
-                try:
-                    found.spans += decode_traces(msgspec.json.encode(single), JSON)
-                except InvalidError as reason:
-                    found.problems.append(f"{place}, {where}: {_why(reason)}")
-    return found
+    spans: list[Span] = []
+    for place, document in _documents(path, body):
+        if not isinstance(document, dict) or not _SIGNALS.intersection(document):
+            raise InvalidError(f"{place}: it has no field resourceSpans; nothing was stored")
+        if _TRACES.intersection(document):  # collectors may write all their signals into one file
+            try:
+                spans += decode_traces(msgspec.json.encode(document), JSON)
+            except InvalidError as error:
+                raise InvalidError(f"{place}: {error}; nothing was stored") from None
+    return spans
 
 
-def _why(error: InvalidError) -> str:
-    """The innermost field that is named, and what is wrong with it."""
-    said = str(error).partition(f"{JSON}: ")[2] or str(error)
-    return said.rpartition("Failed to parse ")[2]
-
-
-def _documents(path: Path, body: bytes, problems: list[str]) -> Iterator[tuple[str, Any]]:
+def _documents(path: Path, body: bytes) -> Iterator[tuple[str, Any]]:
     """Each request of a file with the place where it is."""
     try:
         whole: Any = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        yield from _lines(path, body, error, problems)
+        yield from _lines(path, body, error)
         return
-    documents: list[Any] = whole if isinstance(whole, list) else [whole]
-    for index, document in enumerate(documents):
-        place = f"{path}, entry {index + 1}" if isinstance(whole, list) else str(path)
-        if _checked(document, place, problems):
-            yield place, document
+    if isinstance(whole, list):
+        yield from ((f"{path}, entry {number}", document) for number, document in enumerate(whole, start=1))
+    else:
+        yield str(path), whole
 
 
-def _lines(path: Path, body: bytes, error: Exception, problems: list[str]) -> Iterator[tuple[str, Any]]:
-    """The lines of a file that is not JSON as a whole; where not one line is, the file was not meant to be read so."""
-    read: list[tuple[str, Any]] = []
-    broken: list[str] = []
-    for number, line in enumerate(body.splitlines(), start=1):
-        if not line.strip():
+def _lines(path: Path, body: bytes, error: Exception) -> Iterator[tuple[str, Any]]:
+    """The lines of a file that is not JSON as a whole; if the first line is not JSON, the file was meant as a whole."""
+    lines = body.splitlines() or [b""]
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() and body.strip():
             continue
-        place = f"{path}, line {number}"
         try:
             document: Any = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as reason:
-            broken.append(f"{place}: {reason}")
-            continue
-        if isinstance(document, dict) and _checked(document, place, broken):
-            read.append((place, document))
-    if read:
-        problems += broken
-    else:
-        byte = _BYTE.search(str(error))
-        line = body.count(b"\n", 0, int(byte[1]) if byte else len(body)) + 1
-        problems.append(f"{path}, line {line}: {error}; it must be OTLP's JSON, whole or one object a line")
-    yield from read
-
-
-def _checked(document: Any, place: str, problems: list[str]) -> bool:
-    if isinstance(document, dict) and ({"resourceSpans", "resource_spans"} | _OTHER_SIGNALS).intersection(document):
-        return True
-    problems.append(f"{place}: it has no field resourceSpans; it must be an ExportTraceServiceRequest in JSON")
-    return False
-
-
-def _single_spans(document: Any) -> Iterator[tuple[str, Any]]:
-    """A request of its own for each span of one, with the place of the span."""
-    for i, resource in enumerate(_below(document, "resourceSpans", "resource_spans")):
-        for j, scope in enumerate(_below(resource, "scopeSpans", "scope_spans")):
-            for k, span in enumerate(_below(scope, "spans")):
-                alone = {"scope": scope.get("scope"), "spans": [span]}
-                single = {"resourceSpans": [{"resource": resource.get("resource"), "scopeSpans": [alone]}]}
-                yield f"resourceSpans[{i}].scopeSpans[{j}].spans[{k}]", single
-
-
-def _below(node: Any, *names: str) -> list[Any]:
-    """The list under one of the names, which only an object has."""
-    found: Any = next((node[name] for name in names if name in node), None) if isinstance(node, dict) else None
-    return found if isinstance(found, list) else []
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as broken:
+            place, why = number, broken
+            if number == 1:
+                byte = _BYTE.search(str(error))
+                place, why = body.count(b"\n", 0, int(byte[1]) if byte else len(body)) + 1, error
+            form = "give OTLP's JSON, whole or one object a line"
+            raise InvalidError(f"{path}, line {place}: {why}; nothing was stored: {form}") from None
+        yield f"{path}, line {number}", document
 
 
 # --- rollouts ----------------------------------------------------------------------------------------------------

@@ -150,8 +150,14 @@ class NamedAgent(LitAgent[Any]):
         return NamedAgent, (self.reference,)
 
     def check(self) -> None:
-        """Import it. ConfigError if there is nothing of that name, or no agent."""
-        self._agent = as_agent(load_reference(self.reference))
+        """Import it; of a class make one. ConfigError if there is nothing of that name, or no agent."""
+        found = load_reference(self.reference)
+        if inspect.isclass(found) and issubclass(found, LitAgent):
+            try:
+                found = cast("LitAgent[Any]", found())
+            except TypeError as error:
+                raise ConfigError(f"{self.reference} cannot be made: {error}; name an instance of it") from None
+        self._agent = as_agent(found)
         self._agent.check()
 
     def reads_environment(self) -> bool:
@@ -206,7 +212,10 @@ def prompt_rollout(function: Callable[..., Any] | None = None) -> Any:
     return _requiring("prompt_template", function)
 
 
-def as_agent(agent: LitAgent[Any] | Callable[..., Any] | str) -> LitAgent[Any]:
+AnyAgent: TypeAlias = LitAgent[Any] | Callable[..., Any] | str
+
+
+def as_agent(agent: AnyAgent) -> LitAgent[Any]:
     """`agent` itself, a plain function made into one, or the one of that name (`module:name`, `file.py:name`), which is
     not imported yet. ConfigError for anything else, and for an agent class whose instance was meant."""
     if isinstance(agent, LitAgent):

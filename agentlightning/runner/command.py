@@ -78,7 +78,8 @@ def command(
     `reward` or `primary_key`, else what was posted, if anything. Or else a `grader` decides: a function (sync or async)
     of the task and a `CommandOutput`, or a command that gets both as JSON on stdin and prints the reward last.
 
-    `env` adds variables, `cwd` is where it runs. `kept_bytes` of stdout, and of stderr, are kept as the attempt's logs.
+    `env` adds variables, with fields of the task as in `line`; `cwd` is where it runs. `kept_bytes` of stdout, and of
+    stderr, are kept as the attempt's logs.
     ConfigError for a line that cannot be run so."""
     if reward not in get_args(RewardSource):
         raise ConfigError(f"reward is {reward!r}; {nearest(reward, get_args(RewardSource))}")
@@ -128,14 +129,15 @@ class Program:
 
     async def run(self, task: Any, stdin: str, variables: Mapping[str, str], what: str) -> CommandOutput:
         """Run it on a task; what it wrote is logged however it ends. CommandFailedError if it fails."""
-        arguments = [_FIELD.sub(lambda found: _field(task, found[1]), word) for word in self._words]
+        arguments = [_filled(word, task) for word in self._words]
+        given = {name: _filled(value, task) for name, value in self.env.items()}
         with closing(Output("stdout", self.kept_bytes)) as stdout, closing(Output("stderr", self.kept_bytes)) as stderr:
             try:
                 exit_code = await execute(
                     arguments,
                     (stdout, stderr),
                     stdin=f"{stdin}\n".encode(),
-                    environment={**inherited_environment(), **variables, **self.env},
+                    environment={**inherited_environment(), **variables, **given},
                     directory=self.cwd,
                 )
             finally:
@@ -231,6 +233,10 @@ class CommandAgent(LitAgent[Any]):
         if is_async(grader):
             return await grader(task, output)
         return await in_own_thread(lambda: grader(task, output))
+
+
+def _filled(text: str, task: Any) -> str:
+    return _FIELD.sub(lambda found: _field(task, found[1]), text)
 
 
 def _field(task: Any, path: str) -> str:

@@ -1,6 +1,7 @@
 """The environment variables by which a process is an attempt's agent, whatever it is written in.
 
-They are those that SDKs read by themselves (OpenAI's, Anthropic's, OpenTelemetry's) and a few of our own. This module
+They are those that SDKs read by themselves (OpenAI's, Anthropic's, OpenTelemetry's), a few of our own, and those of
+Agent Lightning 1.0 (AGL_OPENAI_BASE_URL, AGL_KEY, AGL_EVENT_URL). This module
 knows names of variables; it does not start processes.
 """
 
@@ -51,6 +52,8 @@ def agent_environment(
             "ANTHROPIC_API_KEY": key,
             "ANTHROPIC_MODEL": llm.model,
             "AGL_MODEL": llm.model,
+            "AGL_OPENAI_BASE_URL": endpoint,
+            "AGL_KEY": key,
             "OPENAI_AGENTS_DISABLE_TRACING": "1",  # it would send its traces to OpenAI, with a key not of theirs
         }
     if server_url is not None:
@@ -62,7 +65,7 @@ def agent_environment(
             **_OPENTELEMETRY,
         }
         if reward_key is not None:
-            variables["AGL_REWARD_URL"] = f"{root}/rewards/{reward_key}"
+            variables |= dict.fromkeys(("AGL_REWARD_URL", "AGL_EVENT_URL"), f"{root}/rewards/{reward_key}")
     return variables
 
 

@@ -28,7 +28,7 @@ from agentlightning.errors import (
     InvalidError,
     NotFoundError,
 )
-from agentlightning.runner.agent import LitAgent, as_agent
+from agentlightning.runner.agent import AnyAgent, as_agent
 from agentlightning.runner.clients import ClientPool, current_pool
 from agentlightning.runner.copies import own_copies
 from agentlightning.runner.environment import current_server
@@ -109,7 +109,7 @@ class Runner:
     def __init__(
         self,
         store: LightningStore,
-        agent: LitAgent[Any] | Callable[..., Any] | str,
+        agent: AnyAgent,
         *,
         concurrency: int | None = None,
         worker_id: str | None = None,

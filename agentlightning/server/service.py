@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from agentlightning.errors import AgentLightningError, ConfigError, UnavailableError
 from agentlightning.garbage import garbage_sought_seldom
@@ -21,7 +21,6 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.locality import is_loopback
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.app import BODY_LIMIT, create_app
-from agentlightning.server.forwarding import Forwarder
 from agentlightning.server.models import hold_model, register_model, release_model, unregister_model
 from agentlightning.server.serve import HttpServer
 from agentlightning.store import calls
@@ -31,6 +30,9 @@ from agentlightning.store.retention import ended_before
 from agentlightning.store.spans import Redact
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.sqlite import Synchronous
+
+if TYPE_CHECKING:
+    from agentlightning.server.forwarding import Forwarder
 
 HOURLY: Final = 3600.0
 _log: Final = logging.getLogger(__name__)
@@ -76,7 +78,6 @@ async def running_server(settings: ServerSettings) -> AsyncGenerator[Running]:
         stack.enter_context(garbage_sought_seldom())
         forwarder = _forwarder(settings)
         if forwarder is not None:
-            forwarder.start()
             stack.push_async_callback(forwarder.close)  # after all that may still store something
         store = await SqlStore.open(
             settings.store,
@@ -117,12 +118,15 @@ def _forwarder(settings: ServerSettings) -> Forwarder | None:
         if settings.otlp_forward_headers:
             raise ConfigError("--otlp-forward-header is for the collector at --otlp-forward; give that too")
         return None
-    forwarder = Forwarder(settings.otlp_forward, dict(settings.otlp_forward_headers))
-    url = forwarder.url
+    try:
+        from agentlightning.server.forwarding import Forwarder, traces_url
+    except ImportError:
+        raise ConfigError("--otlp-forward needs OpenTelemetry: pip install 'agent-lightning-next[otel]'") from None
+    url = traces_url(settings.otlp_forward)
     same_host = url.host == settings.host or (is_loopback(url.host) and is_loopback(settings.host))
     if same_host and url.port == settings.port:
         raise ConfigError(f"{url} is this server itself; give the address of another collector to forward spans to")
-    return forwarder
+    return Forwarder(url, dict(settings.otlp_forward_headers))
 
 
 async def retain(store: LightningStore, older_than_seconds: float, *, every_seconds: float = HOURLY) -> None:

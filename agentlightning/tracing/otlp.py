@@ -1,4 +1,4 @@
-"""OTLP trace requests to spans and back, in protobuf and in OTLP's JSON.
+"""OTLP trace requests to spans, in protobuf and in OTLP's JSON.
 
 This module knows the wire format. It knows no HTTP, no store and no keys: a decoded span belongs to nobody (its ids are
 `unattributed`) until `resolve` has read whom it names. It needs protobuf, which the agent side lives without; nothing
@@ -10,10 +10,8 @@ Left out on the way in: trace state, flags and counts of what the exporter dropp
 from __future__ import annotations
 
 import base64
-import hashlib
 import re
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -23,8 +21,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, InstrumentationScope, KeyValue
-from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationScope, KeyValue
 from opentelemetry.proto.trace.v1 import trace_pb2 as otlp
 
 from agentlightning.errors import InvalidError
@@ -33,7 +30,6 @@ from agentlightning.store.otel import attribute_value
 from agentlightning.types import (
     UNATTRIBUTED,
     Attributes,
-    AttributeValue,
     Span,
     SpanEvent,
     SpanLink,
@@ -235,114 +231,3 @@ def _required_id(value: bytes, size: int, what: str, span_name: str) -> str:
 
 def _seconds(nanoseconds: int) -> float:
     return nanoseconds / _NANOSECONDS  # of two ints: the float nearest to the true quotient
-
-
-def encode_traces(spans: Sequence[Span]) -> bytes:
-    """An export request in protobuf that `decode_traces` and `resolve` read back as the same spans.
-
-    The resource names the rollout and the attempt. What OTLP cannot hold is brought to what it can: ids that are not
-    hexadecimal of the right length are replaced by their hash, integers beyond 64 bits become text, times lie between
-    1970 and 2554. Token ids and logprobs stay in the store: no OTLP backend has a use for them."""
-    resource_spans: list[otlp.ResourceSpans] = []
-    for _, same_origin in groupby(spans, _origin):
-        run = list(same_origin)
-        name, version = _scope(run[0])
-        scope_spans = otlp.ScopeSpans(
-            scope=InstrumentationScope(name=name, version=version), spans=[_message(span) for span in run]
-        )
-        resource = Resource(attributes=_pairs(_resource(run[0])))
-        resource_spans.append(otlp.ResourceSpans(resource=resource, scope_spans=[scope_spans]))
-    return ExportTraceServiceRequest(resource_spans=resource_spans).SerializeToString()
-
-
-def _resource(span: Span) -> Attributes:
-    if (span.rollout_id, span.attempt_id) == (UNATTRIBUTED, UNATTRIBUTED):
-        return span.resource
-    return {**span.resource, ROLLOUT_ID: span.rollout_id, ATTEMPT_ID: span.attempt_id}
-
-
-def _origin(span: Span) -> tuple[bytes, str, str]:
-    """What spans must share to be said once; as JSON, since in Python 1 and True are equal."""
-    return msgspec.json.encode(_resource(span)), *_scope(span)
-
-
-def _scope(span: Span) -> tuple[str, str]:
-    return _text(span, SCOPE_NAME), _text(span, SCOPE_VERSION)
-
-
-def _text(span: Span, name: str) -> str:
-    value = span.attributes.get(name)
-    return value if isinstance(value, str) else ""
-
-
-def _message(span: Span) -> otlp.Span:
-    attributes = dict(span.attributes)
-    for name in (SCOPE_NAME, SCOPE_VERSION):
-        if _text(span, name):
-            del attributes[name]
-    kind = _text(span, KIND)
-    if kind in _KINDS[1:]:
-        del attributes[KIND]
-    else:
-        kind = "UNSPECIFIED"
-    if span.sequence_id:
-        attributes[SPAN_SEQUENCE_ID] = span.sequence_id
-    return otlp.Span(
-        trace_id=_id_bytes(span.trace_id, _TRACE_ID_BYTES),
-        span_id=_id_bytes(span.span_id, _SPAN_ID_BYTES),
-        parent_span_id=b"" if span.parent_id is None else _id_bytes(span.parent_id, _SPAN_ID_BYTES),
-        name=span.name,
-        kind=otlp.Span.SpanKind.Value(f"SPAN_KIND_{kind}"),
-        start_time_unix_nano=_nanoseconds(span.start_time),
-        end_time_unix_nano=_nanoseconds(span.end_time),
-        attributes=_pairs(attributes),
-        events=[
-            otlp.Span.Event(
-                name=event.name,
-                time_unix_nano=0 if event.timestamp is None else _nanoseconds(event.timestamp),
-                attributes=_pairs(event.attributes),
-            )
-            for event in span.events
-        ],
-        links=[
-            otlp.Span.Link(
-                trace_id=_id_bytes(link.trace_id, _TRACE_ID_BYTES),
-                span_id=_id_bytes(link.span_id, _SPAN_ID_BYTES),
-                attributes=_pairs(link.attributes),
-            )
-            for link in span.links
-        ],
-        status=otlp.Status(
-            code=otlp.Status.StatusCode.Value(f"STATUS_CODE_{span.status.status_code}"),
-            message=span.status.description or "",
-        ),
-    )
-
-
-def _id_bytes(text: str, size: int) -> bytes:
-    if len(text) == 2 * size and _HEX.fullmatch(text):
-        return bytes.fromhex(text)
-    return hashlib.sha256(text.encode()).digest()[:size]
-
-
-def _nanoseconds(seconds: float) -> int:
-    # In whole numbers: the product of two floats would be off by up to 128 ns.
-    numerator, denominator = seconds.as_integer_ratio()
-    nanoseconds = (2 * numerator * _NANOSECONDS + denominator) // (2 * denominator)
-    return min(max(nanoseconds, 0), _LARGEST_TIME)
-
-
-def _pairs(attributes: Attributes) -> list[KeyValue]:
-    return [KeyValue(key=name, value=_any_value(value)) for name, value in attributes.items()]
-
-
-def _any_value(value: AttributeValue) -> AnyValue:
-    if isinstance(value, str):
-        return AnyValue(string_value=value)
-    if isinstance(value, bool):
-        return AnyValue(bool_value=value)
-    if isinstance(value, int):
-        return AnyValue(int_value=value) if -(2**63) <= value < 2**63 else AnyValue(string_value=str(value))
-    if isinstance(value, float):
-        return AnyValue(double_value=value)
-    return AnyValue(array_value=ArrayValue(values=[_any_value(item) for item in value]))

@@ -54,10 +54,13 @@ def read_reward(value: Any, what: str = "the reward") -> GivenReward:
     """A reward in any form that programs give it in, checked: a number, `{"reward": 0.7}`, or names with numbers.
 
     Of several names the one that is optimised is `primary_key`'s, or else `reward`. `final: false` marks an
-    intermediate reward. NumPy's and torch's scalars are numbers. InvalidError for anything else."""
+    intermediate reward. NumPy's and torch's scalars are numbers. So is the value of an event of Agent Lightning 1.0,
+    `{"event_type": "reward", "data": {"value": 0.7}}`. InvalidError for anything else."""
     if not isinstance(value, Mapping):
         return GivenReward(checked_reward(value, what))
     named = dict(cast("Mapping[Any, Any]", value))
+    if named.get("event_type") == "reward" and isinstance(event := named.get("data"), Mapping) and "value" in event:
+        return GivenReward(checked_reward(cast("Mapping[Any, Any]", event)["value"], what))
     primary_key, final = named.pop("primary_key", None), named.pop("final", True)
     if not isinstance(final, bool) or not isinstance(primary_key, str | None):
         raise InvalidError(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter
 
 from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID
-from agentlightning.types import AttemptedRollout
+from agentlightning.server.forwarding import readable
+from agentlightning.types import AttemptedRollout, Span
 
 
 def export(exporter: SpanExporter, resource: dict[str, str]) -> None:
@@ -27,3 +31,8 @@ def ids(attempted: AttemptedRollout) -> dict[str, str]:
 
 def key_of(attempted: AttemptedRollout) -> dict[str, str]:
     return {"authorization": f"Bearer {attempted.api_key}"}
+
+
+def encode_traces(spans: Iterable[Span]) -> bytes:
+    """An export request of these spans."""
+    return encode_spans([readable(span) for span in spans]).SerializeToString()

@@ -12,7 +12,7 @@ import msgspec
 from agentlightning.store import calls
 from agentlightning.store.calls import Call
 from agentlightning.store.sql import SqlStore
-from agentlightning.tracing.otlp import PROTOBUF, encode_traces
+from agentlightning.tracing.otlp import PROTOBUF
 from agentlightning.types import (
     Attempt,
     Condition,
@@ -21,6 +21,7 @@ from agentlightning.types import (
     Rollout,
     Span,
 )
+from tests.server.exporters import encode_traces
 
 # --- which scope opens which calls -------------------------------------------------------------------------------
 

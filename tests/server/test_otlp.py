@@ -18,10 +18,10 @@ from agentlightning.server.app import create_app
 from agentlightning.server.otlp import inflate
 from agentlightning.server.serve import HttpServer
 from agentlightning.store import calls
-from agentlightning.tracing.otlp import JSON, PROTOBUF, SCOPE_NAME, encode_traces, parse_request
+from agentlightning.tracing.otlp import JSON, PROTOBUF, SCOPE_NAME, parse_request
 from agentlightning.types import UNATTRIBUTED, AttemptedRollout, Span
 from tests.server.conftest import ADMIN_KEY
-from tests.server.exporters import export, ids, key_of
+from tests.server.exporters import encode_traces, export, ids, key_of
 
 pytestmark = pytest.mark.anyio
 ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}

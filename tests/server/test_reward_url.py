@@ -38,6 +38,7 @@ async def given(store, attempted: AttemptedRollout):
         ("0.7", 0.7),
         (" 1\n", 1.0),
         ('{"reward": 0.7}', 0.7),
+        ('{"event_type": "reward", "data": {"value": 0.7, "source": "agent"}}', 0.7),
         ('{"correct": 1}', 1.0),
         ('{"reward": 0.5, "short": 0.2}', 0.5),
         ('{"short": 0.2, "correct": 1, "primary_key": "correct"}', 1.0),
@@ -66,7 +67,8 @@ async def test_an_intermediate_reward_never_displaces_the_final_one(store, serve
 @pytest.mark.parametrize(
     "body",
     ["", "good", "NaN", "Infinity", "1e999", "null", '"0.7"', "[1]", "{}", '{"reward": null}', "9" * 400,
-     '{"a": 1, "b": 2}', '{"a": 1, "primary_key": "b"}', '{"reward": 1, "final": "no"}', b"\xff", "[" * 60_000],
+     '{"a": 1, "b": 2}', '{"a": 1, "primary_key": "b"}', '{"reward": 1, "final": "no"}', b"\xff", "[" * 60_000,
+     '{"event_type": "log", "data": {"value": 1}}'],
 )  # fmt: skip
 async def test_anything_else_is_refused_and_told_what_to_send(store, server, http, attempted, body):
     async with http.post(url_of(attempted, server), data=body) as answer:

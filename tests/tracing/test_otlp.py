@@ -7,8 +7,6 @@ import math
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue, KeyValueList
 
@@ -23,8 +21,6 @@ from agentlightning.tracing.otlp import (
     SCOPE_VERSION,
     UnsupportedMediaError,
     decode_traces,
-    encode_traces,
-    parse_request,
     resolve,
 )
 from agentlightning.types import UNATTRIBUTED, Span, SpanEvent, SpanLink, SpanStatus
@@ -217,88 +213,3 @@ def test_half_a_name_is_no_name():
     assert resolve(half, ("r3", "a3")) == ("r3", "a3")
     numbered = msgspec.structs.replace(from_json(), attributes={ROLLOUT_ID: 1, ATTEMPT_ID: 2})
     assert resolve(numbered, None) is None
-
-
-# --- out, and in again -------------------------------------------------------------------------------------------
-
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
-scalars = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | texts
-attributes = st.dictionaries(texts, scalars | st.lists(scalars, max_size=3), max_size=4)
-hex_ids = {size: st.integers(1, 256**size - 1).map(lambda n, size=size: f"{n:0{2 * size}x}") for size in (8, 16)}
-times = st.integers(0, 2**62).map(lambda nanoseconds: nanoseconds / 10**9)
-origins = st.fixed_dictionaries(
-    {},
-    optional={
-        KIND: st.sampled_from(["INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER", "UNSPECIFIED", "odd"]),
-        SCOPE_NAME: texts.filter(bool),
-        SCOPE_VERSION: texts.filter(bool),
-    },
-)
-
-
-@st.composite
-def spans(draw: st.DrawFn) -> Span:
-    attempt = draw(st.sampled_from([("r1", "a1"), ("r2", "a2"), (UNATTRIBUTED, UNATTRIBUTED)]))
-    start = draw(times)
-    return Span(
-        rollout_id=attempt[0],
-        attempt_id=attempt[1],
-        sequence_id=draw(st.integers(0, 2**53)),
-        trace_id=draw(hex_ids[16]),
-        span_id=draw(hex_ids[8]),
-        parent_id=draw(st.none() | hex_ids[8]),
-        name=draw(texts),
-        start_time=start,
-        end_time=draw(times.filter(bool)) if start else start,
-        status=SpanStatus(
-            status_code=draw(st.sampled_from(["UNSET", "OK", "ERROR"])),
-            description=draw(st.none() | texts.filter(bool)),
-        ),
-        attributes={**draw(attributes), **draw(origins)},
-        events=tuple(
-            SpanEvent(name=draw(texts), attributes=draw(attributes), timestamp=draw(st.none() | times.filter(bool)))
-            for _ in range(draw(st.integers(0, 2)))
-        ),
-        links=tuple(
-            SpanLink(trace_id=draw(hex_ids[16]), span_id=draw(hex_ids[8]), attributes=draw(attributes))
-            for _ in range(draw(st.integers(0, 2)))
-        ),
-        resource={**draw(attributes), **(ids(*attempt) if attempt[0] != UNATTRIBUTED else {})},
-    )
-
-
-def exactly(sent: list[Span]) -> list[bytes]:
-    """As JSON with sorted keys: 1, 1.0 and True are told apart, the order of attributes is not."""
-    return [msgspec.json.encode(span, order="deterministic") for span in sent]
-
-
-@settings(deadline=None)
-@given(st.lists(spans(), max_size=4))
-def test_spans_come_back_as_they_were(sent):
-    read = decode_traces(encode_traces(sent), PROTOBUF)
-    named = [resolve(span, (UNATTRIBUTED, UNATTRIBUTED)) for span in read]
-    read = [
-        msgspec.structs.replace(span, rollout_id=rollout_id, attempt_id=attempt_id)
-        for span, (rollout_id, attempt_id) in zip(read, named, strict=True)
-    ]
-    assert exactly(read) == exactly(sent)
-
-
-def test_spans_of_one_origin_share_one_resource_and_scope():
-    span = msgspec.structs.replace(from_json(scope={"name": "tools"}), resource={"one": 1})
-    other = msgspec.structs.replace(span, resource={"one": True})
-    request = parse_request(encode_traces([span, span, other]), PROTOBUF)
-    assert [len(each.scope_spans[0].spans) for each in request.resource_spans] == [2, 1]
-    assert request.resource_spans[0].scope_spans[0].scope.name == "tools"
-
-
-def test_what_otlp_cannot_hold_is_brought_to_what_it_can():
-    span = msgspec.structs.replace(
-        from_json(), trace_id="a trace", span_id="child", parent_id="parent", start_time=-1.0, attributes={"big": 2**64}
-    )
-    parent = msgspec.structs.replace(span, span_id="parent", parent_id=None)
-    read, read_parent = decode_traces(encode_traces([span, parent]), PROTOBUF)
-    assert read.trace_id == read_parent.trace_id
-    assert read.parent_id == read_parent.span_id != read.span_id
-    assert read.start_time == 0.0
-    assert read.attributes == {"big": str(2**64)}

@@ -49,6 +49,9 @@ class APO(PromptOptimizer):
     confidence: float = 0.8
     name: str = "apo"
 
+    def __class_getitem__(cls, task: object) -> type[APO]:
+        return cls  # `APO[Task](…)`, as agents of Agent Lightning 0.3 write it
+
     def __post_init__(self, async_openai_client: object) -> None:
         super().__post_init__(async_openai_client)
         if not 0.5 <= self.confidence < 1:

@@ -107,7 +107,7 @@ def make_batch(
     enough = [group for group in rewarded if len(group.rewards) >= algorithm.fewest_rewarded]
     sequences: list[TrainingSequence] = []
     flat = 0
-    said = None if values is None else _values_of(enough, algorithm.level, values)
+    said = None if values is None else values_of(enough, algorithm.level, values)
     credited = algorithm.credited(enough, said)
     for group in credited:
         if not any(item.teaches for transitions in group for item in transitions):
@@ -119,6 +119,7 @@ def make_batch(
         "groups_too_few_rewarded": float(len(groups) - len(enough)),
         "groups_without_variance": float(flat),
         "sequences": float(len(sequences)),
+        **algorithm.measured,
         **_advantage_metrics(credited),
         **_value_metrics(credited),
     }
@@ -175,7 +176,7 @@ def _lengths(name: str, lengths: Sequence[int]) -> dict[str, float]:
     return {f"{name}_mean": sum(lengths) / max(1, len(lengths)), f"{name}_max": float(max(lengths, default=0))}
 
 
-def _values_of(groups: Sequence[RewardedGroup], level: Level, values: Values) -> list[FloatArray]:
+def values_of(groups: Sequence[RewardedGroup], level: Level, values: Values) -> list[FloatArray]:
     """The values of each transition, in order, computed as their sequences will be trained."""
     rollouts = [transitions for group in groups for transitions in group.transitions]
     ends = np.cumsum([len(transition.response_ids) for transitions in rollouts for transition in transitions])

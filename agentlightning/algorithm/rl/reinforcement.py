@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import inspect
 import math
 import shutil
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -136,6 +137,8 @@ class Reinforcement(metaclass=_Tried):
     name: str = "rl"
 
     def __post_init__(self) -> None:
+        self.measured: dict[str, float] = {}
+        """What `advantages` has measured of the groups it was given last, for the step's metrics."""
         check_settings(self, least=_LEAST, choices={"level": get_args(Level)})
         if max(self.temperature, self.val_temperature) > 2:
             raise ConfigError(
@@ -202,7 +205,14 @@ class Reinforcement(metaclass=_Tried):
         """Why no step learns from this group, whatever else it trains on; None if one may."""
         if len(group.rewards) < self.fewest_rewarded:
             return TOO_FEW_REWARDED
+        if self._answers_later:
+            return None
         return None if self._teaches(group) or self._teaches(group, _BESIDE) else WITHOUT_VARIANCE
+
+    @property
+    def _answers_later(self) -> bool:
+        """Whether `advantages` is a coroutine, which is asked once a step and not before."""
+        return inspect.iscoroutinefunction(self.advantages)
 
     def _teaches(self, *groups: RewardedGroup) -> bool:
         """Whether anything is learned from the first of these groups."""
@@ -211,6 +221,10 @@ class Reinforcement(metaclass=_Tried):
     def try_advantages(self) -> None:
         """ConfigError where `advantages` fails on groups that no agent made, or gives what is no advantage; and where
         `dynamic_sampling` would never find a group to replace."""
+        if self._answers_later:
+            if self.dynamic_sampling:
+                raise ConfigError(f"{self.name}.advantages is a coroutine, asked once a step: no dynamic_sampling")
+            return
         rewards = [index % 2 for index in range(self.group_size)]
         groups = [RewardedGroup.trial(*rewards), RewardedGroup.trial(*rewards[::-1])]
         try:
@@ -234,7 +248,10 @@ class Reinforcement(metaclass=_Tried):
         if not groups:
             return []
         if values is None:
-            return check_credited(f"{type(self).__name__}.advantages", groups, self.advantages(groups))
+            answer: Any = self.advantages(groups)
+            if inspect.isawaitable(answer):
+                answer = asyncio.run(_awaited(answer))
+            return check_credited(f"{type(self).__name__}.advantages", groups, answer)
         answer = self.advantages_with_values(groups, values)
         return check_credited(f"{type(self).__name__}.advantages_with_values", groups, answer)
 
@@ -259,7 +276,8 @@ class Reinforcement(metaclass=_Tried):
     @abc.abstractmethod
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
         """Credit the groups of one step. The answer has, for each rollout of each group, its transitions with an
-        advantage per sampled token."""
+        advantage per sampled token. It is asked in a thread, off the event loop, and may block. A subclass may make it
+        `async`: it is then run to its end there, in a loop of its own."""
 
     @property
     def trained_critic(self) -> Critic | None:
@@ -301,3 +319,7 @@ class Reinforcement(metaclass=_Tried):
                     self.stopped_because = await Loop(self, context, groups, thread).run()
                 finally:
                     await asyncio.to_thread(shutil.rmtree, context.directory / EXPORTS, ignore_errors=True)
+
+
+async def _awaited(answer: Awaitable[Any]) -> Any:
+    return await answer

@@ -138,10 +138,10 @@ def read_frozen(
     return read
 
 
-def frozen_entry(name: str, model: FrozenModel) -> ModelEntry:
-    """The model under its name. Without a key of its own it is asked with OPENAI_API_KEY if that is for its host."""
+def frozen_entry(name: str, model: FrozenModel, *aliases: str) -> ModelEntry:
+    """The model under its names. Without a key of its own it is asked with OPENAI_API_KEY if that is for its host."""
     host = urlsplit(os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1").hostname
     key = model.api_key or (os.environ.get("OPENAI_API_KEY") if urlsplit(model.endpoint).hostname == host else None)
     # Hosted APIs refuse to be asked for token ids, and nothing here trains on their answers.
     backend = HttpBackend(model.endpoint, kind="openai", api_key=key, model=model.model)
-    return ModelEntry(name, backend, trainable=False)
+    return ModelEntry(name, backend, trainable=False, aliases=aliases)

@@ -212,8 +212,8 @@ _COMPLETION_FIELDS = Fields(
 
 
 class Completions(Endpoint):
-    """`POST /v1/completions`, of one prompt. With `return_token_ids` each choice holds `prompt_token_ids`, `token_ids`
-    and `policy_versions` (run-length, as in `SampledChoice.versions`)."""
+    """`POST /v1/completions`, of one prompt. With `return_token_ids`, the default where the prompt is token ids, each
+    choice holds `prompt_token_ids`, `token_ids` and `policy_versions` (run-length, as in `SampledChoice.versions`)."""
 
     path = "completions"
     operation = "text_completion"
@@ -226,9 +226,11 @@ class Completions(Endpoint):
         n = values.get("n", 1)
         if values.get("best_of", n) != n:
             raise CallRefused("best_of is not supported: every choice is given; leave it out", param="best_of")
+        prompt = _prompt(values["prompt"])
+        values.setdefault("return_token_ids", not isinstance(prompt, str))
         return CallRequest(
             messages=[],
-            prompt=_prompt(values["prompt"]),
+            prompt=prompt,
             logprobs="logprobs" in values,
             top_logprobs=values.get("logprobs", 0),
             extra=extra,

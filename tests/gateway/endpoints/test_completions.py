@@ -257,7 +257,7 @@ async def test_a_server_of_the_protocol_continues_token_ids(tmp_path: Path, stre
         attempted = await front.attempt()
         answer = await parts(
             await front.client(attempted).completions.create(
-                model="policy", prompt=[7, 8, 9], logprobs=2, n=2, stream=stream, extra_body={**IDS, "suffix": ""}
+                model="policy", prompt=[7, 8, 9], logprobs=2, n=2, stream=stream, extra_body={"suffix": ""}
             ),
             stream,
         )

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI
 
 import agentlightning as agl
 from agentlightning.data.references import load_reference
 from agentlightning.errors import ConfigError
+from agentlightning.learner.policy import Policy
+from agentlightning.learner.tiny import make_model, make_tokenizer
 from agentlightning.types import LLM, Mode, PromptTemplate, Span
+from agentlightning.v03 import Refused
 from tests.runner.world import Endpoint, serving
 
 pytestmark = pytest.mark.anyio
-FOLDER = Path(__file__).parent / "agents_of_0_3"
+FOLDER = Path(__file__).parent / "agents"
 PARIS = {"input": "What is the capital of France?", "output": "hello"}  # which is what the endpoint says
 
 # Everything that `from agentlightning import *` gave in 0.3.0.
@@ -191,19 +197,58 @@ def test_a_function_algorithm_that_cannot_be_run_is_refused() -> None:
 
 @pytest.mark.parametrize("name", NAMES_OF_0_3)
 def test_every_name_of_0_3_is_there_or_says_what_to_use(name: str) -> None:
-    try:
-        assert getattr(agl, name) is not None
-    except ConfigError as error:
-        assert str(error).startswith(f"agentlightning.{name} of Agent Lightning 0.3 does not exist here: ")
+    found = getattr(agl, name)
+    if isinstance(found, Refused):
+        with pytest.raises(ConfigError, match=f"agentlightning.{name} of Agent Lightning 0.3 does not exist here: "):
+            found()
 
 
-def test_importing_a_name_that_is_gone_says_so() -> None:
-    with pytest.raises(ConfigError, match=r"agl\.Trainer\(model="):
-        from agentlightning import VERL  # noqa: F401
+def test_modules_of_0_3_are_imported_and_refuse_where_a_name_is_used() -> None:
+    module = importlib.import_module("tests.v03.agents.imports")
+    assert not any(isinstance(one, Refused) for one in module.SERVED)
+    for use in (*module.REFUSED, module.Proxy, module.attributes, module.from_the_environment):
+        with pytest.raises(ConfigError, match=r"of Agent Lightning 0\.3 does not exist here"):
+            use()
+    assert agl.reward(lambda: 1.0) is not None  # the module of that name is called like the decorator that it hides
+
+
+@pytest.mark.parametrize("line", ["from agentlightning.adapter import TraceToMesages", "import agentlightning.adaptor"])
+def test_what_0_3_had_not_is_an_import_error(line: str) -> None:
+    with pytest.raises(ImportError):
+        exec(line)
+
+
+async def test_a_trainer_of_0_3_runs_a_class_by_name_and_answers_to_any_model(
+    tmp_path: Path, endpoint: Endpoint
+) -> None:
+    llm = LLM(endpoint=endpoint.url, model="m", api_key="k")
+    for name, told in (("asks_by_a_name_of_its_own", 5.0), ("ByResources", 0.5)):
+        trainer = agl.Trainer(n_workers=1, initial_resources={"main_llm": llm}, run_dir=tmp_path / name)
+        (task,) = await trainer.dev_async(f"{FOLDER}/imports.py:{name}", train_dataset=[PARIS])
+        assert (task.rollout.status, task.reward) == ("succeeded", told)
+    assert [body["model"] for body in endpoint.bodies] == ["m", "m"]
+    with pytest.raises(ConfigError, match=r"imports.py:Parametrised cannot be made: .*turns"):
+        await trainer.dev_async(f"{FOLDER}/imports.py:Parametrised", [PARIS])
+
+
+def test_apo_may_be_given_the_adapter_that_0_3_needed() -> None:
+    apo = agl.APO[Any](AsyncOpenAI(api_key="k"))
+    assert agl.Trainer(algorithm=apo, adapter=agl.TraceToMessages()).algorithm is apo
+
+
+@pytest.mark.slow
+async def test_an_agent_of_1_0_finds_task_model_and_reward_in_its_environment(tmp_path: Path) -> None:
+    agent_of_1_0 = agl.command(f"{sys.executable} of_1_0.py", env={"QUESTION": "{task[input]}"}, cwd=str(FOLDER))
+    tokenizer = make_tokenizer([PARIS["input"]] * 3, 300)
+    policy = Policy(make_model(tokenizer, seed=0), tokenizer)
+    trainer = agl.Trainer(model=policy, run_dir=tmp_path / "run", max_sequence_length=256)
+    (task,) = await trainer.dev_async(agent_of_1_0, [PARIS])
+    assert (task.rollout.status, task.reward) == ("succeeded", 1.0)
+    assert len(task.traced.transitions) == 2
 
 
 def test_the_page_on_compatibility_names_them_all() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text(encoding="utf-8")
     assert [name for name in NAMES_OF_0_3 if f"`{name}`" not in page] == []
 
 

@@ -14,9 +14,10 @@ import pytest
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.errors import ConfigError, InvalidError
-from agentlightning.tracing.otlp import PROTOBUF, decode_traces, encode_traces
+from agentlightning.tracing.otlp import PROTOBUF, decode_traces
 from agentlightning.tracing.rewards import reward_attributes
-from agentlightning.types import Attributes, SampledChoice, Span, TokenCapture, Triplet
+from agentlightning.types import Attributes, SampledChoice, Span, TokenCapture
+from tests.server.exporters import encode_traces
 from tests.tracing.recorded import ALL, WITH_AGENTS, recorded
 
 RECORDED: list[dict[str, Any]] = msgspec.json.decode(
@@ -86,7 +87,7 @@ def ours(rows: Sequence[list[Any]]) -> list[Span]:
     return spans
 
 
-def response_id(triplet: Triplet) -> str:
+def response_id(triplet: agl.Triplet) -> str:
     return str(triplet.metadata["response_id"]).removeprefix("chatcmpl-")
 
 
@@ -127,7 +128,7 @@ TALK: Attributes = {
 def test_a_triplet_has_the_shape_of_0_3() -> None:
     rewarded = span("s2", semconv.ANNOTATION, 3.0, 3.0, reward_attributes(1.0))
     (triplet,) = agl.TracerTraceToTriplet().adapt([rewarded, call("s1", 0, 1.0, 2.0, attributes=TALK)])
-    assert triplet == Triplet(
+    assert triplet == agl.Triplet(
         prompt={"token_ids": [1, 2], "raw_content": SENT, "image_urls": ["https://example.com/oslo.png"]},
         response={"token_ids": [3, 4], "raw_content": [ANSWER], "logprobs": [{"logprob": -0.5}, {"logprob": -0.25}]},
         reward=1.0,

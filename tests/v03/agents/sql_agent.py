@@ -2,9 +2,10 @@
 
 from typing import Any, Dict, Optional, cast  # noqa: UP035 - as agents of their time write it
 
-import agentlightning as agl
 from agentlightning.emitter import emit_annotation, find_final_reward
 from agentlightning.litagent import LitAgent
+
+import agentlightning as agl
 
 agl.setup_logging(apply_to=[__name__])
 

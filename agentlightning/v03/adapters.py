@@ -1,6 +1,6 @@
-"""Agent Lightning 0.3's adapters: the spans of one rollout as its triplets, or as the conversations of its calls.
+"""0.3's adapters: the spans of one rollout as its triplets, or as the conversations of its calls.
 
-Thin names over `trace_rollout` and `read_calls`, for code that was written for 0.3. This module knows 0.3's shapes,
+Thin names over `trace_rollout` and `read_calls`. This module knows 0.3's shapes,
 where it put a reward, and which of its options mean something here. It does not know groups, credit or training.
 """
 
@@ -16,7 +16,7 @@ from agentlightning.data.rewards import ancestors
 from agentlightning.errors import ConfigError, InvalidError
 from agentlightning.tracing.messages import input_messages, output_messages
 from agentlightning.tracing.rewards import find_reward_spans, get_reward_value, is_reward_span
-from agentlightning.types import Attributes, Rollout, Span, Triplet
+from agentlightning.types import Attributes, Noun, Rollout, Span
 
 if TYPE_CHECKING:
     from agentlightning.data.transitions import Transition
@@ -25,6 +25,15 @@ Source = TypeVar("Source")
 Target = TypeVar("Target")
 
 _CALL_OF_0_3: Final = "openai.chat.completions.create"  # what 0.3's tracers called the spans that are calls here
+
+
+class Triplet(Noun, frozen=True, kw_only=True):
+    """0.3's view of a transition: prompt, response and reward of one LLM call."""
+
+    prompt: Any
+    response: Any
+    reward: float | None = None
+    metadata: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies it
 
 
 class Adapter(Generic[Source, Target]):

@@ -1,0 +1,196 @@
+"""What exists for Agent Lightning 0.3 alone: its names and modules that are called otherwise here or not at all.
+
+`agentlightning.__getattr__` looks here last, and so does Python for a module that is not here otherwise. Nothing below
+the trainer imports this room. `docs/compatibility.md` tells the whole story.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterable, Mapping
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Final
+
+from agentlightning.errors import ConfigError
+
+# Package → modules of 0.3 in it that have no counterpart here. Each of them has all names.
+_MODULES: Final = {
+    "agentlightning": (
+        "adapter client config emitter env_var execution instrumentation litagent llm_proxy logging reward tracer "
+        "utils verl"
+    ),
+    "agentlightning.adapter": "base messages triplet",
+    "agentlightning.algorithm": "decorator fast utils verl",
+    "agentlightning.emitter": "annotation exception message object reward",
+    "agentlightning.execution": "base client_server events shared_memory",
+    "agentlightning.instrumentation": "agentops agentops_langchain litellm vllm weave",
+    "agentlightning.litagent": "decorator litagent",
+    "agentlightning.runner": "base legacy",
+    "agentlightning.store": "client_server collection collection_based memory mongo threading utils",
+    "agentlightning.tracer": "agentops base dummy otel weave",
+    "agentlightning.utils": "id metrics otel otlp server_launcher system_snapshot",
+    "agentlightning.verl": "daemon dataset entrypoint trainer",
+}
+# Module → the names of 0.3 that it has, under the same names.
+_KEPT: Final = {
+    "agentlightning.v03": "configure_logger setup_logging",
+    "agentlightning.v03.adapters": (
+        "Adapter LlmProxyTraceToTriplet TraceAdapter TraceToMessages TraceToTripletBase TracerTraceToTriplet Triplet"
+    ),
+    "agentlightning.types": (
+        "AttemptStatus AttributeValue Attributes Resource ResourcesUpdate RolloutStatus StatusCode Worker"
+    ),
+}
+# Name in 0.3 → `module:attribute` that serves in its place.
+RENAMED: Final = (
+    {name: f"{module}:{name}" for module, names in _KEPT.items() for name in names.split()}
+    | {
+        "Dataset": "collections.abc:Sequence",
+        "Event": "agentlightning.types:SpanEvent",
+        "Link": "agentlightning.types:SpanLink",
+        "OpenAIMessages": "builtins:dict",
+        "ProxyLLM": "agentlightning.types:LLM",
+        "ResourceUnion": "agentlightning.types:Resource",
+        "RolloutMode": "agentlightning.types:Mode",
+        "SpanCoreFields": "agentlightning.types:Span",
+        "SpanLike": "agentlightning.types:Span",
+        "TaskInput": "typing:Any",
+        "TraceStatus": "agentlightning.types:SpanStatus",
+    }
+    | {
+        f"AGL_{name}": f"agentlightning.semconv:{name}"
+        for name in ("ANNOTATION", "EXCEPTION", "MESSAGE", "OBJECT", "OPERATION", "REWARD")
+    }
+)
+
+# What to do instead → the names of 0.3 it stands for.
+_INSTEAD: Final = {
+    "train with agl.Trainer(model=…, algorithm=agl.GRPO(…)), whose learner is built in": "VERL Tinker",
+    "the gateway is part of the Trainer and of `agl server`: agents get its URL as `llm.endpoint`. For models served "
+    "elsewhere use `agl serve` or the server's table of models": (
+        "LLMProxy ModelConfig get_active_llm_proxy with_llm_proxy"
+    ),
+    "an attempt is traced without being asked to, so leave the argument out; spans of OpenTelemetry are taken as they "
+    "come, and agentlightning.tracing.context.recording() records in a test": (
+        "Tracer OtelTracer AgentOpsTracer WeaveTracer DummyTracer get_active_tracer set_active_tracer "
+        "clear_active_tracer SpanRecordingContext get_tracer get_tracer_provider instrument_all uninstrument_all"
+    ),
+    "spans come as agl.Span, whatever made them: derive from agl.TraceAdapter": "OtelTraceAdapter",
+    "runners, store and algorithm share one process unless `agl server` and `agl runner` are started; leave the "
+    "argument out": (
+        "ExecutionStrategy ClientServerExecutionStrategy SharedMemoryExecutionStrategy ExecutionEvent ThreadingEvent "
+        "MultiprocessingEvent"
+    ),
+    "use `store = await agl.SqlStore.open(':memory:')`, or a file's path": (
+        "InMemoryLightningStore CollectionBasedLightningStore LightningStoreThreaded LightningStoreCapabilities "
+        "LightningStoreStatistics MongoLightningStore"
+    ),
+    "start `agl server`, and connect with agl.LightningStoreClient(url)": "LightningStoreServer AgentLightningServer",
+    "use `await agl.Runner(store, agent).run_one(task, resources)`, or `agl dev` on the command line": (
+        "LitAgentRunner LegacyAgentRunner DevTaskLoader AgentLightningClient"
+    ),
+    "write a class with `name` and `async def run(self, context)` (agentlightning/algorithm/base.py), or decorate a "
+    "function by agl.algo": "Algorithm FastAlgorithm",
+    "describe the run in a file and start it by `agl train run.yaml`, whose keys are flags too": (
+        "lightning_cli build_component LightningEnvVar resolve_bool_env_var resolve_int_env_var resolve_str_env_var"
+    ),
+    "filter by agl.Condition, agl.And, agl.Or and sort by agl.Order": (
+        "FilterField FilterOptions SortOptions PaginatedResult"
+    ),
+    "names of spans and attributes are in agentlightning.semconv": (
+        "SpanNames SpanAttributeNames LightningResourceAttributes LightningSpanAttributes LinkAttributes "
+        "RewardAttributes AGL_VIRTUAL"
+    ),
+    "an attribute's name says where it belongs (`operation.input.city`): read span.attributes": (
+        "filter_attributes filter_and_unflatten_attributes flatten_attributes unflatten_attributes"
+    ),
+    "the server counts by itself: its metrics are at /metrics": (
+        "MetricsBackend ConsoleMetricsBackend MultiMetricsBackend PrometheusMetricsBackend"
+    ),
+    "loop over the tasks yourself; a function decorated by agl.algo gets the store": (
+        "batch_iter_over_dataset with_store"
+    ),
+    "a span holds its ids, its parent's id and the attributes of its resource itself: see agl.Span": (
+        "SpanContext TraceState OtelResource"
+    ),
+    "use agl.Rollout: the forms of 0.1 are gone": (
+        "Task TaskIfAny RolloutLegacy RolloutRawResultLegacy GenericResponse ParallelWorkerBase WorkerStatus"
+    ),
+    "use agl.setup_logging, or Python's logging": "setup_module_logging",
+}
+REPLACED: Final = {name: instead for instead, names in _INSTEAD.items() for name in names.split()}
+
+
+class Refused(type):
+    """The class of a name without a counterpart. It can be imported, annotated with and derived from; ConfigError where
+    it is called, or asked for an attribute."""
+
+    _instead: str
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_"):  # typing, inspect and others ask for those
+            raise AttributeError(name)
+        raise ConfigError(cls._instead)
+
+    def __call__(cls, *args: object, **kwargs: object) -> Any:
+        raise ConfigError(cls._instead)
+
+    def __getitem__(cls, parameters: object) -> Refused:
+        return cls
+
+
+def find(name: str) -> Any:
+    """What serves for `name` of 0.3, or a `Refused`, which says what to use. AttributeError if 0.3 had no such name."""
+    if name in RENAMED:
+        module, _, attribute = RENAMED[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
+    if name in REPLACED:
+        why = f"agentlightning.{name} of Agent Lightning 0.3 does not exist here: {REPLACED[name]}"
+        return Refused(name, (), {"__module__": "agentlightning", "_instead": why})
+    raise AttributeError(name)
+
+
+class Module(ModuleType):
+    """A module of 0.3. `import agentlightning.reward` hides the decorator `agl.reward`, and so it is called like it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return importlib.import_module("agentlightning").__getattr__(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__getattr__("reward")(*args, **kwargs)
+
+
+class _Loader(Loader):
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing to run: its names are looked up when they are asked for."""
+
+
+def find_spec(name: str) -> ModuleSpec | None:
+    """The module of 0.3 called `name`, `agentlightning.adapter.triplet`; None where 0.3 had none of that name."""
+    package, _, module = name.rpartition(".")
+    known = module in _MODULES.get(package, "").split()
+    return ModuleSpec(name, _Loader(), is_package=True) if known else None
+
+
+def setup_logging(
+    level: int | str = "INFO",
+    *,
+    submodule_levels: Mapping[str, int | str] | None = None,
+    apply_to: Iterable[str] = (),
+) -> None:
+    """Show the package's log on stderr, and that of the loggers in `apply_to`, from `level` on."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    for name, wanted in {"agentlightning": level, **dict.fromkeys(apply_to, level), **(submodule_levels or {})}.items():
+        logging.getLogger(name).setLevel(wanted)
+
+
+def configure_logger(level: int | str = logging.INFO, name: str = "agentlightning") -> logging.Logger:
+    """`setup_logging` for the logger called `name`, which is returned."""
+    setup_logging(level, apply_to=[name])
+    return logging.getLogger(name)

@@ -1,0 +1,233 @@
+"""On-policy distillation: its advantages are transformers' own log-ratios, wherever the teacher is; and it trains."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+
+import agentlightning as agl
+from agentlightning.cli.training import make_algorithm
+from agentlightning.data.credit_table import RewardedGroup
+from agentlightning.data.transitions import Transition
+from agentlightning.errors import ConfigError, TrainingError
+from agentlightning.learner import teacher as teachers
+from agentlightning.learner.base import AdamW
+from agentlightning.learner.policy import Policy
+from agentlightning.learner.teacher import open_teacher
+from agentlightning.learner.tiny import make_model, make_tokenizer
+from tests import agents
+from tests.test_trainer import TASKS, policy, trainer
+
+pytestmark = pytest.mark.anyio
+
+
+def call(rollout: str, index: int, prompt: list[int], answer: list[int]) -> Transition:
+    ids, sampled = np.array(prompt, np.int32), np.array(answer, np.int32)
+    logprobs = -np.arange(1, len(answer) + 1, dtype=np.float32)
+    return Transition(rollout, "a", f"{rollout}-{index}", index, 0, "policy", ids, sampled, logprobs, sampled, "stop")
+
+
+def group() -> RewardedGroup:
+    """Two rollouts: of two turns, of which the second extends the first, and of one."""
+    turns = [call("a", 0, [5, 6, 7], [8, 9]), call("a", 1, [5, 6, 7, 8, 9, 10], [11, 12, 13])]
+    return RewardedGroup([turns, [call("b", 0, [20, 21], [22])]], [1.0, 0.0])
+
+
+def expected(model: Any, one: Transition) -> np.ndarray:
+    """log p_teacher − log p_student of each sampled token, by transformers alone."""
+    ids = np.concatenate([one.prompt_ids, one.response_ids]).astype(np.int64)
+    with torch.no_grad():
+        found = torch.log_softmax(model(input_ids=torch.from_numpy(ids)[None]).logits[0].float(), -1)
+    places = range(len(one.prompt_ids) - 1, len(ids) - 1)
+    return np.array([found[place, ids[place + 1]] for place in places], np.float32) - one.logprobs
+
+
+def opened(teacher: Policy, **settings: Any) -> agl.OPD:
+    distilled = agl.OPD(teacher=teacher, **settings)
+    distilled._teacher = open_teacher(teacher, None)
+    return distilled
+
+
+@pytest.mark.parametrize("level", ["trajectory", "transition", "tree"])
+def test_an_advantage_is_the_log_ratio_of_teacher_and_student(level: Any) -> None:
+    teacher = policy(seed=7)
+    distilled = opened(teacher, level=level, teacher_coefficient=0.5)
+    credited = distilled.credited([group()])[0]
+    ratios = []
+    for calls in credited:
+        for item in calls:
+            ratio = expected(teacher.model, item.transition)
+            np.testing.assert_allclose(item.advantages, 0.5 * ratio, atol=1e-4)
+            ratios.append(ratio)
+    assert distilled.measured["teacher_kl"] == pytest.approx(-np.concatenate(ratios).mean(), abs=1e-4)
+
+
+def test_it_is_added_to_what_rewards_are_worth() -> None:
+    teacher = policy(seed=7)
+    both = opened(teacher, reward_coefficient=2.0, baseline="grpo", group_size=2).credited([group()])[0]
+    rewards = agl.GRPO(group_size=2).credited([group()])[0]
+    for calls, rewarded in zip(both, rewards, strict=True):
+        for item, reward in zip(calls, rewarded, strict=True):
+            told = expected(teacher.model, item.transition) + 2 * reward.advantages
+            np.testing.assert_allclose(item.advantages, told, atol=1e-4)
+
+
+def test_the_student_comes_closer_to_its_teacher_without_any_reward(tmp_path: Path) -> None:
+    @agl.rollout
+    async def speaks(task: dict, llm: agl.LLM) -> None:
+        await agents.ask(task, llm, turns=2)
+
+    chosen = agl.OPD(teacher=policy(seed=7), steps=10, tasks_per_step=32, max_tokens=6)
+    optimizer = AdamW(learning_rate=3e-4)
+    result = trainer(tmp_path, algorithm=chosen, optimizer=optimizer).fit(speaks, TASKS * 4)
+    told = [metrics.values["teacher_kl"] for metrics in result.metrics if "teacher_kl" in metrics.values]
+    assert len(told) == 10
+    assert told[-1] < 0.5 * told[0]
+
+
+# --- servers ------------------------------------------------------------------------------------------------------
+
+
+class Scoring:
+    """Scores prompts by transformers, in the words of vLLM and of SGLang; the first `failures` requests fail."""
+
+    def __init__(self, teacher: Policy) -> None:
+        self.teacher = teacher
+        self.failures = 0
+        self.url = ""
+        self.keys: list[str | None] = []
+
+    def scored(self, ids: list[int]) -> list[tuple[float | None, int]]:
+        with torch.no_grad():
+            found = torch.log_softmax(self.teacher.model(input_ids=torch.tensor([ids])).logits[0].float(), -1)
+        return [(None, ids[0]), *((float(found[place, token]), token) for place, token in enumerate(ids[1:]))]
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "big"}]})
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        tokenizer: Any = self.teacher.tokenizer
+        told = tokenizer.backend_tokenizer.encode((await request.json())["prompt"], add_special_tokens=False)
+        return web.json_response({"tokens": told.ids})
+
+    async def score(self, request: web.Request) -> web.Response:
+        self.keys.append(request.headers.get("authorization"))
+        if self.failures:
+            self.failures -= 1
+            return web.Response(status=503)
+        asked = await request.json()
+        ids = asked.get("prompt") or asked["input_ids"]
+        if len(ids) > 100:
+            return web.json_response({"message": "at most 100 tokens"}, status=400)
+        rows = self.scored(ids)
+        if "input_ids" in asked:
+            told = {"meta_info": {"input_token_logprobs": [[logprob, token, None] for logprob, token in rows]}}
+        else:
+            entries = [{str(token): {"logprob": logprob}} for logprob, token in rows[1:]]
+            told = {"choices": [{"prompt_logprobs": [None, *entries]}]}
+        return web.json_response(told)
+
+
+@asynccontextmanager
+async def scoring(teacher: Policy) -> AsyncGenerator[Scoring]:
+    server = Scoring(teacher)
+    app = web.Application()
+    app.router.add_get("/v1/models", server.models)
+    app.router.add_post("/tokenize", server.tokenize)
+    app.router.add_post("/v1/completions", server.score)
+    app.router.add_post("/generate", server.score)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield server
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_a_server_tells_the_same(kind: str) -> None:
+    teacher = policy(seed=7)
+    distilled = agl.OPD(teacher=teacher)
+    async with scoring(teacher) as server:
+        asked = {kind: f"{server.url}/v1", "api_key": "secret"}
+        distilled._teacher = await asyncio.to_thread(open_teacher, asked, policy().token_bytes)
+        server.failures = 1
+        credited = await asyncio.to_thread(distilled.credited, [group()])
+    for calls in credited[0]:
+        for item in calls:
+            np.testing.assert_allclose(item.advantages, expected(teacher.model, item.transition), atol=1e-4)
+    assert set(server.keys) == {"Bearer secret"}
+
+
+async def test_what_a_server_cannot_do_is_told_before_the_run_or_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teachers, "_RETRIES", 0)
+    async with scoring(policy(seed=7)) as server:
+        other = make_tokenizer(["other words altogether"] * 3, 300)
+        strange = Policy(make_model(other, seed=0), other).token_bytes
+        with pytest.raises(ConfigError, match="same family"):
+            await asyncio.to_thread(open_teacher, server.url, strange)
+        distilled = agl.OPD(teacher=server.url)
+        distilled._teacher = await asyncio.to_thread(open_teacher, server.url, None)
+        long = RewardedGroup([[call("a", 0, [5] * 100, [8])]], [0.0])
+        with pytest.raises(TrainingError, match="at most 100 tokens"):
+            await asyncio.to_thread(distilled.credited, [long])
+    with pytest.raises(TrainingError, match="--resume goes on"):
+        await asyncio.to_thread(distilled.credited, [group()])
+    with pytest.raises(ConfigError, match="cannot score what is sampled"):
+        await asyncio.to_thread(open_teacher, server.url, None)
+
+
+# --- settings -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "teacher is missing"),
+        ({"teacher": {"vllm": "http://a", "sglang": "http://b"}}, "no one server"),
+        ({"teacher": {"vlm": "http://a"}}, "unknown field `vlm`"),
+        ({"teacher": {"vllm": "localhost:8000"}}, "no one server"),
+        ({"teacher": "big", "temperature": 0.7}, "temperature 1"),
+        ({"teacher": "big", "dynamic_sampling": True}, "learns from any group"),
+        ({"teacher": "big", "baseline": "grpo", "reward_coefficient": 1.0}, "needs at least 2"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_algorithm({"name": "opd", **settings})
+
+
+def test_a_teacher_with_other_tokens_is_refused() -> None:
+    tokenizer = make_tokenizer(["other words altogether"] * 3, 300)
+    with pytest.raises(ConfigError, match="same family"):
+        open_teacher(Policy(make_model(tokenizer, seed=0), tokenizer), policy().token_bytes)
+
+
+@dataclass(kw_only=True)
+class Later(agl.GRPO):
+    """Credit that takes its time."""
+
+    async def advantages(self, groups: Any) -> Any:  # type: ignore[override]
+        await asyncio.sleep(0.01)
+        return super().advantages(groups)
+
+
+def test_advantages_may_be_a_coroutine(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"steps": 1, "tasks_per_step": 3, "group_size": 4, "max_tokens": 6, "temperature": 2.0}
+    later = trainer(tmp_path / "later", algorithm=Later(**settings)).fit(agents.vowels, TASKS)
+    at_once = trainer(tmp_path / "once", algorithm=agl.GRPO(**settings)).fit(agents.vowels, TASKS)
+    assert later.metrics[-1].values["policy_version"] == 1
+    assert later.metrics[-1].values["sequences"] == at_once.metrics[-1].values["sequences"]
+    with pytest.raises(ConfigError, match="asked once a step"):
+        Later(dynamic_sampling=True)
