@@ -127,12 +127,7 @@ class CallOpener:
         admitted = _admitted(request, entry, caller)
         return await entry.backend.count_tokens(
             msgspec.structs.replace(
-                request,
-                model=model,
-                session=_session(caller, key, headers),
-                extra=admitted.extra,
-                tools=admitted.tools,
-                tool_choice=admitted.tool_choice,
+                request, model=model, session=_session(caller, key, headers), extra=admitted.extra, tools=admitted.tools
             )
         )
 

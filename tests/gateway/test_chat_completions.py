@@ -216,7 +216,7 @@ async def test_a_body_above_the_limit_is_refused(tmp_path: Path) -> None:
     ("parameters", "says"),
     [
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "not among tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "names none of the tools"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
         ({"top_logprobs": 2, "logprobs": True}, "top_logprobs"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),

@@ -44,23 +44,16 @@ class Form:
 
     def structural_tag(self) -> dict[str, Any]:
         """As servers read it (xgrammar's structural tags)."""
-        ways: list[dict[str, Any]] = []
-        if self.schema is not None:
-            ways.append({"type": "json_schema", "json_schema": self.schema})
+        ways = [] if self.schema is None else [_tagged(self.schema)]
         if (form := self.format) is not None:
-            tags = [
-                {
-                    "type": "tag",
-                    "begin": form.begin(name),
-                    "content": {"type": "json_schema", "json_schema": schema},
-                    "end": form.back,
-                }
+            calls: dict[str, Any] = {"type": "tags_with_separator", "separator": form.between, "at_least_one": True}
+            calls["stop_after_first"] = not self.many
+            calls["tags"] = [
+                {"type": "tag", "begin": form.begin(name), "content": _tagged(schema), "end": form.back}
                 for name, schema in self.tools
             ]
-            calls = {"type": "tags_with_separator", "tags": tags, "separator": form.between, "at_least_one": True}
-            around = [{"type": "const_string", "value": text} for text in (form.before, form.after)]
-            calls["stop_after_first"] = not self.many
-            ways.append({"type": "sequence", "elements": [around[0], calls, around[1]]} if form.before else calls)
+            first, last = [{"type": "const_string", "value": text} for text in (form.before, form.after)]
+            ways.append({"type": "sequence", "elements": [first, calls, last]} if form.before else calls)
         return {"type": "structural_tag", "format": {"type": "or", "elements": ways} if len(ways) > 1 else ways[0]}
 
     def lark(self, thinks: str) -> str:
@@ -69,46 +62,43 @@ class Form:
         answer = "json"
         if (form := self.format) is not None:
             answer = "calls" if self.schema is None else "(json | calls)"
-            more = f"({_quoted(form.between)} call)*" if self.many else ""
-            rules.append(f"calls: {_quoted(form.before)} call {more} {_quoted(form.after)}")
+            more = f"({json.dumps(form.between)} call)*" if self.many else ""
+            rules.append(f"calls: {json.dumps(form.before)} call {more} {json.dumps(form.after)}")
             rules.append("call: " + " | ".join(f"call{number}" for number in range(len(self.tools))))
             for number, (name, schema) in enumerate(self.tools):
-                rules.append(f"call{number}: {_quoted(form.begin(name))} {_json(schema)} {_quoted(form.back)}")
+                rules.append(f"call{number}: {json.dumps(form.begin(name))} {_json(schema)} {json.dumps(form.back)}")
         if thinks != "no":
-            rules += [f"thought[suffix={_quoted(END)}]: /(?s:.*)/", "space: /\\n{0,2}/"]
-            answer = f"thought space {answer}" if thinks == "must" else f"({_quoted(BEGIN)} thought space)? {answer}"
+            rules += [f"thought[suffix={json.dumps(END)}]: /(?s:.*)/", "space: /\\n{0,2}/"]
+            answer = f"thought space {answer}" if thinks == "must" else f"({json.dumps(BEGIN)} thought space)? {answer}"
         return "\n".join([f"start: {answer}", *rules])
+
+
+class _JsonSchema(msgspec.Struct):
+    schema: dict[str, Any]
+
+
+class _Asked(msgspec.Struct, tag_field="type", tag="json_schema"):
+    json_schema: _JsonSchema
 
 
 def form_of(call: ModelCall, tool_format: str | None) -> Form | None:
     """What the call insists on, None where it is free. CallRefused (400) for what is no form, or of another format."""
-    asked = call.extra.get("response_format") or {"type": "text"}
-    schema: Any = None
-    match asked:
-        case {"type": "text"}:
-            pass
-        case {"type": "json_object"}:
-            schema = {"type": "object"}
-        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
-            pass
-        case _:
-            _refuse("response_format", 'it is none of {"type": "text"}, {"type": "json_object"} and '
-                    '{"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}')  # fmt: skip
+    asked, schema = call.extra.get("response_format") or {"type": "text"}, None
+    if asked == {"type": "json_object"}:
+        schema = {"type": "object"}
+    elif asked != {"type": "text"}:
+        try:
+            schema = msgspec.convert(asked, _Asked).json_schema.schema
+        except msgspec.ValidationError as error:
+            _refuse("response_format", f"it is not that of OpenAI's chat completions: {error}")
     choice, forced = call.tool_choice, forces_a_call(call.tool_choice)
     if schema is None and not forced:
         return None
     functions = [] if choice == "none" or call.prompt is not None else [tool["function"] for tool in call.tools]
-    match choice:
-        case {"type": "function", "function": {"name": name}}:
-            functions = [function for function in functions if function["name"] == name]
-        case "required" | "auto" | "none" | None:
-            pass
-        case _:
-            _refuse(
-                "tool_choice", 'it is none of auto, none, required and {"type": "function", "function": {"name": …}}'
-            )
-    if not functions and forced:
-        _refuse("tool_choice", "it forces a call of a tool that is not among tools")
+    if forced and choice != "required":
+        functions = [one for one in functions if choice == {"type": "function", "function": {"name": one["name"]}}]
+    if forced and not functions:
+        _refuse("tool_choice", "it names none of the tools")
     return Form(
         field="tool_choice" if forced else "response_format",
         schema=None if forced else schema,
@@ -197,8 +187,8 @@ def _json(schema: Any) -> str:
     return "%json " + msgspec.json.encode({**schema, "x-guidance": {"whitespace_pattern": _SPACE}}).decode()
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text)
+def _tagged(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": schema}
 
 
 def _refuse(field: str, why: str) -> NoReturn:
