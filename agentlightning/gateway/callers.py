@@ -42,6 +42,7 @@ _HOUSEKEEPING: Final = {
     "Analyze *only* the content and structure of your immediately": "next speaker",  # Gemini CLI, Qwen Code
 }
 _PROMPTS: Final = [(begins, kind) for begins, kind in _HOUSEKEEPING.items() if " " in begins]
+_SYSTEM: Final = ("system", "developer")
 _PARTS: Final = 4  # of a system prompt, one of which begins so
 _LONGEST: Final = 200  # characters of a name or an id
 
@@ -50,9 +51,10 @@ def caller_attributes(headers: Mapping[str, str], messages: Sequence[Any]) -> At
     """Attributes of a call's span: the agent's name and id, its parent's id, and what housekeeping the call is, as far
     as `headers` (with lower-case names) and prompts tell."""
     turn, subagent = mapping(json_of(headers.get(_CODEX[0]))), headers.get(_CODEX[1])
-    system = _texts(messages[0], "system", "developer")[:_PARTS] if messages else []
+    system = _texts(messages[0], *_SYSTEM)[:_PARTS] if messages else []
+    latest = next((one for one in reversed(messages) if mapping(one).get("role") not in _SYSTEM), None)
     found = _agent(headers, str(turn.get("agent_name") or ""), subagent, system)
-    texts = [text.lstrip() for text in (*system, *_latest(messages))]
+    texts = [text.lstrip() for text in (*system, *_texts(latest, "user")[-1:])]
     kinds = (kind for begins, kind in _PROMPTS if any(text.startswith(begins) for text in texts))
     if kind := _HOUSEKEEPING.get(str(turn.get("request_kind"))) or next(kinds, None):
         found[CALL_HOUSEKEEPING] = kind
@@ -73,14 +75,6 @@ def _agent(headers: Mapping[str, str], path: str, subagent: str | None, system: 
             said = {GEN_AI_AGENT_NAME: name, GEN_AI_AGENT_ID: agent, CALL_PARENT_AGENT: parent}
             return {attribute: value[:_LONGEST] for attribute, value in said.items() if value}
     return {}
-
-
-def _latest(messages: Sequence[Any]) -> list[str]:
-    """The last text of what the user said, where that comes last; what the system says behind it does not count."""
-    for message in reversed(messages):
-        if mapping(message).get("role") not in ("system", "developer"):
-            return _texts(message, "user")[-1:]
-    return []
 
 
 def _texts(message: object, *roles: str) -> list[str]:

@@ -143,17 +143,14 @@ class CallOpener:
     ) -> None:
         """Record in the attempt of a request why it was refused: of each attempt the first 100, so that no agent fills
         the store. Those that no attempt made leave nothing."""
-        if self._recorders is None:
-            return
         with suppress(AgentLightningError):  # whose key is wrong, or a store that does not answer
             caller, _ = await self._attributor.attribute(path_ids, headers)
-            if caller.attempt and caller.refused < _MOST_REFUSALS:
+            if self._recorders and caller.attempt and caller.refused < _MOST_REFUSALS:
                 caller.refused += 1
-                attributes: Attributes = {CALL_REFUSED: path[:_LONGEST], ERROR_TYPE: error.code}
-                attributes[HTTP_STATUS] = error.status
+                said: Attributes = {CALL_REFUSED: path[:_LONGEST], ERROR_TYPE: error.code, HTTP_STATUS: error.status}
                 status = SpanStatus(status_code="ERROR", description=str(error)[:_LONGEST])
-                tracer = AttemptTracer(*caller.attempt)
-                await self._recorders[0].record(tracer.record(CALL_REFUSED, attributes, status=status))
+                span = AttemptTracer(*caller.attempt).record(CALL_REFUSED, said, status=status)
+                await self._recorders[0].record(span)
 
     async def _read(
         self, caller: Caller, key: Credential | None, endpoint: Endpoint, body: bytes, headers: Mapping[str, str]

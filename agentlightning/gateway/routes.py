@@ -127,7 +127,9 @@ class _App:
             except Exception as error:  # noqa: BLE001 - the boundary: nothing an agent sends may show it a traceback
                 told = as_backend_error(error)
                 if self.calls is not None and not reply.of_call:
-                    await self.calls.note_refusal(_path(scope), headers_of(scope), path_ids_of(scope), told)
+                    ids, path = path_ids_of(scope), scope["path"]
+                    path = "/" + path.split("/", 5)[5] if ids else path
+                    await self.calls.note_refusal(path, headers_of(scope), ids, told)
                 await reply.fail(told)
 
 
@@ -238,7 +240,8 @@ async def _no_websocket(calls: CallOpener, scope: Scope, receive: Receive, reply
 
 async def _unknown(scope: Scope, receive: Receive, reply: Reply) -> None:
     """What an attempt asks for that is none of the gateway's: its other calls may still be answered."""
-    raise CallRefused(f"there is no POST {_path(scope)} here; /docs lists what there is", status=404, code="not_found")
+    path = scope["path_params"]["rest"]
+    raise CallRefused(f"there is no POST /{path} here; /docs lists what there is", status=404, code="not_found")
 
 
 async def _models(calls: CallOpener, models: ModelTable, scope: Scope, receive: Receive, reply: Reply) -> None:
@@ -415,12 +418,6 @@ def path_ids_of(scope: Scope) -> tuple[str, str] | None:
     """The rollout and attempt that the path names."""
     params = scope["path_params"]
     return (params["rollout_id"], params["attempt_id"]) if "rollout_id" in params else None
-
-
-def _path(scope: Scope) -> str:
-    """`/v1/…`, without the prefix of an attempt."""
-    parts = scope["path"].split("/", 5)
-    return f"/{parts[5]}" if path_ids_of(scope) else scope["path"]
 
 
 def as_backend_error(error: Exception) -> BackendError:
