@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from agentlightning.errors import ConflictError, InvalidError
+from agentlightning.errors import InvalidError
 from agentlightning.semconv import CALL_FLAG
 from agentlightning.store import calls, codec, lifecycle, query
 from agentlightning.store.attempts import cancel_rollout, insert_attempt
@@ -114,7 +114,8 @@ def _remove(connection: Connection, rollout_id: str, group_id: str | None) -> De
 
 
 def import_rollout(tx: Transaction, call: calls.ImportRollout) -> bool:
-    """Store a terminal rollout as it was elsewhere, with its attempts and spans; False if it is stored already."""
+    """Store a terminal rollout as it was elsewhere, with its attempts and spans; False if it is stored already. The
+    database refuses an attempt, or a place in a group, that is another rollout's here."""
     rollout, attempts = call.rollout, sorted(call.attempts, key=lambda attempt: attempt.sequence_id)
     _check_whole(rollout, attempts, call.spans)
     columns = [codec.span_columns(span) for span in call.spans]
@@ -123,7 +124,6 @@ def import_rollout(tx: Transaction, call: calls.ImportRollout) -> bool:
         return True
     if find_rollout(tx.connection, rollout.rollout_id) is not None:
         return False
-    _check_room(tx.connection, rollout, attempts)
     ROLLOUTS.insert(tx.connection, rollout, attempts=len(attempts))
     for attempt in attempts:
         insert_attempt(tx.connection, attempt, attempt.start_time, attempt.start_time)
@@ -160,24 +160,6 @@ def _check_whole(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[
     for span in spans:
         if span.rollout_id != rollout.rollout_id or span.attempt_id not in names:
             raise InvalidError(f"span {span.span_id} is not of an attempt of rollout {rollout.rollout_id}")
-
-
-def _check_room(connection: Connection, rollout: Rollout, attempts: Sequence[Attempt]) -> None:
-    """ConflictError if what an id or an index names is another rollout's here."""
-    for attempt in attempts:
-        row = connection.execute("SELECT rollout_id FROM attempts WHERE attempt_id = ?", (attempt.attempt_id,))
-        other = row.fetchone()
-        if other is not None:
-            raise ConflictError(f"attempt {attempt.attempt_id} is stored already, of rollout {other[0]}")
-    if rollout.group_id is not None:
-        taken = connection.execute(
-            "SELECT rollout_id FROM rollouts WHERE group_id = ? AND group_index = ?",
-            (rollout.group_id, rollout.group_index),
-        ).fetchone()
-        if taken is not None:
-            raise ConflictError(
-                f"index {rollout.group_index} of group {rollout.group_id} is taken by rollout {taken[0]}"
-            )
 
 
 # --- what is wrong -----------------------------------------------------------------------------------------------

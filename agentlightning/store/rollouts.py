@@ -159,12 +159,6 @@ def _run_of(tx: Transaction, request: EnqueueRolloutRequest) -> str | None:
         )
     if request.run_id not in (None, run_id):
         raise InvalidError(f"group {request.group_id} belongs to run {run_id}, not to {request.run_id}")
-    taken = tx.connection.execute(
-        "SELECT rollout_id FROM rollouts WHERE group_id = ? AND group_index = ?",
-        (request.group_id, request.group_index),
-    ).fetchone()
-    if taken is not None:
-        raise ConflictError(f"index {request.group_index} of group {request.group_id} is taken by rollout {taken[0]}")
     return run_id
 
 

@@ -9,11 +9,10 @@ import asyncio
 import contextlib
 import gzip
 import itertools
-import os
 import zlib
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, Final, cast
+from typing import BinaryIO, Final, Literal, cast
 
 import msgspec
 
@@ -125,6 +124,10 @@ async def _import(store: LightningStore, place: str, record: Record) -> bool:
 # --- files -------------------------------------------------------------------------------------------------------
 
 
+def _open(path: Path, mode: Literal["rb", "wb"], suffix: str) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path, mode, 6) if suffix == ".jsonl.gz" else path.open(mode))
+
+
 def _suffix(path: Path) -> str:
     for suffix in _SUFFIXES:
         if path.name.lower().endswith(suffix):
@@ -141,14 +144,8 @@ def _writing(path: Path, overwrite: bool) -> Generator[BinaryIO]:
     draft = path.with_name(f"{path.name}-part")
     try:
         try:
-            with draft.open("wb") as file:
-                if suffix == ".jsonl.gz":
-                    with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=6) as compressed:
-                        yield cast(BinaryIO, compressed)
-                else:
-                    yield file
-                file.flush()
-                os.fsync(file.fileno())
+            with _open(draft, "wb", suffix) as file:
+                yield file
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
@@ -161,9 +158,8 @@ def _reading(path: Path) -> Generator[Iterator[tuple[str, Record]]]:
     """The records of a file, each with the place where it is in it."""
     suffix = _suffix(path)
     try:
-        with path.open("rb") as file:
-            lines = gzip.GzipFile(fileobj=file) if suffix == ".jsonl.gz" else file
-            yield _lines(path, cast(BinaryIO, lines))
+        with _open(path, "rb", suffix) as lines:
+            yield _lines(path, lines)
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
