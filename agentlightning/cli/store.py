@@ -122,16 +122,14 @@ async def export(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Write rollouts with their attempts and spans to DEST: .jsonl or .jsonl.gz."""
+    """Write rollouts that have ended, with their attempts and spans, to DEST: .jsonl or .jsonl.gz."""
     from agentlightning.store.transfer import export_rollouts
 
     if where is not None and run_id is not None:
         raise click.UsageError("give --where or --run; a filter can name the run: field `run_id`")
     wanted = Condition("run_id", "eq", run_id) if run_id is not None else _filter(where)
     done = await export_rollouts(store, destination, where=wanted, overwrite=force)
-    unfinished = f"; {done.unfinished} had not ended, and an import leaves them out" if done.unfinished else ""
-    words = f"wrote {done.rollouts} rollouts, {done.attempts} attempts, {done.spans} spans{unfinished}"
-    tell(as_json, done, words)
+    tell(as_json, done, f"wrote {done.rollouts} rollouts, {done.attempts} attempts, {done.spans} spans")
 
 
 def _filter(text: str | None) -> Filter | None:
@@ -152,9 +150,5 @@ async def import_(store: LightningStore, source: Path, as_json: bool) -> None:
     from agentlightning.store.transfer import import_rollouts
 
     done = await import_rollouts(store, source)
-    left = [
-        f"{count} {why}"
-        for count, why in ((done.stored_already, "were stored already"), (done.unfinished, "had not ended"))
-        if count
-    ]
-    tell(as_json, done, f"stored {done.rollouts} rollouts{''.join(f'; {words}' for words in left)}")
+    left = f"; {done.stored_already} were stored already" if done.stored_already else ""
+    tell(as_json, done, f"stored {done.rollouts} rollouts{left}")
