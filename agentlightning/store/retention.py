@@ -19,7 +19,7 @@ from agentlightning.store.attempts import cancel_rollout, insert_attempt
 from agentlightning.store.database import Connection
 from agentlightning.store.outcomes import note_error
 from agentlightning.store.query import Query
-from agentlightning.store.rollouts import TERMINAL_STATUSES, find_rollout
+from agentlightning.store.rollouts import ACTIVE, TERMINAL, find_rollout
 from agentlightning.store.spans import add_spans
 from agentlightning.store.tables import ROLLOUTS
 from agentlightning.store.transaction import Transaction
@@ -81,7 +81,7 @@ def delete_rollouts(
 def _matching(tx: Transaction, call: calls.DeleteRollouts, condition: str) -> list[Any]:
     """The number, id, status and group of the first rollouts that match and that a call may remove."""
     if not call.unfinished:
-        condition += f" AND status IN {TERMINAL_STATUSES}"
+        condition += f" AND status IN {TERMINAL}"
     matching = Query(call.where, query.ROLLOUTS, tx.connection)
     rest = f" AND {condition} ORDER BY number"
     return list(matching.rows("number, rollout_id, status, group_id", rest, most=_AT_ONCE))
@@ -179,22 +179,22 @@ _RULES: Final[Mapping[str, str]] = {
     ),
     "finished rollouts without an end time or a number, or others with one": (
         f"SELECT rollout_id FROM rollouts WHERE rollout_id <> '{UNATTRIBUTED}' AND "
-        f"((status IN {TERMINAL_STATUSES}) <> (end_time IS NOT NULL) OR "
-        f"(status IN {TERMINAL_STATUSES}) <> (finished_index IS NOT NULL))"
+        f"((status IN {TERMINAL}) <> (end_time IS NOT NULL) OR "
+        f"(status IN {TERMINAL}) <> (finished_index IS NOT NULL))"
     ),
     "rollouts at work without an attempt at work": (
-        "SELECT rollout_id FROM rollouts r WHERE status IN ('preparing', 'running') AND NOT EXISTS "
+        f"SELECT rollout_id FROM rollouts r WHERE status IN {ACTIVE} AND NOT EXISTS "
         "(SELECT 1 FROM attempts a WHERE a.rollout_id = r.rollout_id AND a.sequence_id = r.attempts "
-        "AND a.status IN ('preparing', 'running'))"
+        f"AND a.status IN {ACTIVE})"
     ),
     "finished rollouts with an attempt still at work as their latest": (
         f"SELECT r.rollout_id FROM rollouts r JOIN attempts a ON a.rollout_id = r.rollout_id "
-        f"AND a.sequence_id = r.attempts WHERE r.status IN {TERMINAL_STATUSES} "
-        "AND a.status IN ('preparing', 'running')"
+        f"AND a.sequence_id = r.attempts WHERE r.status IN {TERMINAL} "
+        f"AND a.status IN {ACTIVE}"
     ),
     "complete groups without a number": (
         "SELECT group_id FROM rollout_groups g WHERE finished_index IS NULL AND size = "
-        f"(SELECT count(*) FROM rollouts r WHERE r.group_id = g.group_id AND r.status IN {TERMINAL_STATUSES})"
+        f"(SELECT count(*) FROM rollouts r WHERE r.group_id = g.group_id AND r.status IN {TERMINAL})"
     ),
     "spans that may be trained and whose logprobs are not as long as their token ids": (
         "SELECT span_id FROM spans WHERE logprobs IS NOT NULL AND length(logprobs) NOT IN (0, length(token_ids)) "
