@@ -14,13 +14,14 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
+from typing import ClassVar
 
 import torch
 
 from agentlightning.data.transitions import FloatArray
 from agentlightning.engine.engine import Engine, Generation
 from agentlightning.errors import AgentLightningError, BackendError, UnavailableError
-from agentlightning.gateway.generation import GenerationRequest, SampledToken
+from agentlightning.gateway.generation import GenerationRequest, GrammarsAs, SampledToken
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class EngineService:
     """Generates with an engine from coroutines: a `TokenGenerator`. `start` and `close` are called once each;
     all coroutines belong to one loop. `write` brings the engine's weights up to date where they are not the trained
     ones themselves."""
+
+    grammars: ClassVar[GrammarsAs] = "masks"
 
     def __init__(self, engine: Engine, write: Callable[[], object] = lambda: None) -> None:
         self._engine = engine

@@ -85,6 +85,7 @@ class CallOpener:
             sampling=sampling,
             session=_session(caller, key, headers),
             tools=admitted.tools,
+            tool_choice=admitted.tool_choice,
             extra=_extra(request, admitted, entry, caller),
         )
         record = CallRecord(
@@ -167,17 +168,24 @@ def _is_guarded(entry: ModelEntry, caller: Caller) -> bool:
 
 def _admitted(request: CallRequest, entry: ModelEntry, caller: Caller) -> Admitted:
     if _is_guarded(entry, caller):
-        return admit(request, trained=entry.trainable)
+        return admit(request, trained=entry.trainable, training=_learns(entry, caller))
     hints = frozenset[str]() if entry.backend.captures_tokens else request.hints.intersection(request.extra)
     extra = {name: value for name, value in request.extra.items() if name not in hints}
-    return Admitted(extra, request.tools, one_tool_call=False, dropped=sorted(hints))
+    one_tool_call = entry.backend.captures_tokens and extra.get("parallel_tool_calls") is False
+    return Admitted(extra, request.tools, request.tool_choice, one_tool_call, sorted(hints))
+
+
+def _learns(entry: ModelEntry, caller: Caller) -> bool:
+    """Whether the policy learns from the answer: then it is sampled freely, whatever the agent wishes it to be."""
+    return entry.trainable and entry.name != ANY and caller.mode == "train"
 
 
 def _extra(request: CallRequest, admitted: Admitted, entry: ModelEntry, caller: Caller) -> dict[str, Any]:
-    """What is sent beside messages, tools and sampling. What is trained has no penalty that is not recorded: vLLM takes
-    those that are left out from the model's generation config."""
-    neutral = NEUTRAL_PENALTIES if entry.trainable and entry.name != ANY and caller.mode == "train" else {}
-    return {**neutral, **admitted.extra, **({} if _run_sampling(entry, caller) else request.shaping)}
+    """What is sent beside messages, tools and sampling. What is trained has no penalty: vLLM takes those that are left
+    out from the model's generation config."""
+    if _learns(entry, caller):
+        return {**NEUTRAL_PENALTIES, **admitted.extra}
+    return {**admitted.extra, **({} if _run_sampling(entry, caller) else request.shaping)}
 
 
 def _run_sampling(entry: ModelEntry, caller: Caller) -> Sampling | None:
@@ -202,6 +210,7 @@ def _effective_sampling(
             value = getattr(asked, name)
             if value is not None and value != getattr(sampling, name):
                 overridden[name] = value
+    if decided is not None or _learns(entry, caller):
         overridden |= request.shaping
     seeded = entry.backend.seeded or (caller.deterministic and entry.backend.captures_tokens)
     if sampling.seed is None and call_index is not None and seeded:

@@ -171,7 +171,7 @@ def _attributes(record: CallRecord, answer: Answer) -> Attributes:
         (semconv.CALL_INDEX, record.call_index),
         (semconv.CALL_DISCARDS, record.discards or None),
         (semconv.CALL_HELD_SECONDS, record.held_seconds or None),
-        (semconv.CALL_DROPPED, record.dropped or None),
+        (semconv.CALL_DROPPED, [*record.dropped, *answer.dropped] or None),
         (semconv.CALL_OVERRIDDEN, _json(record.overridden) if record.overridden else None),
         (semconv.GEN_AI_TOOL_DEFINITIONS, request.tools_json or (_json(request.tools) if request.tools else None)),
         (semconv.RECORDED_SPLICE, answer.spliced_tokens or None),

@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -35,7 +35,7 @@ from agentlightning.errors import BackendError, ConfigError, TrainingError, Unav
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.chat.template import ChatTemplate
-from agentlightning.gateway.generation import Ending, GenerationRequest, SampledToken
+from agentlightning.gateway.generation import Ending, GenerationRequest, GrammarsAs, SampledToken
 from agentlightning.learner import losses
 from agentlightning.learner.base import AdamW, LoRA, Loss, Weights, WeightsForm
 from agentlightning.learner.policy import load_tokenizer
@@ -348,6 +348,7 @@ class TinkerSampler:
     weights that it asks for over those that it trains."""
 
     takes: WeightsForm = "handle"
+    grammars: ClassVar[GrammarsAs] = None
 
     def __init__(self, sdk: Any, service: Any, model: str, chat: ChatTemplate, name: str, length: int) -> None:
         self.backend = TokenBackend(chat, self, name=name, max_sequence_length=length)

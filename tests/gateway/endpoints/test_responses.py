@@ -195,8 +195,8 @@ async def test_logprobs_are_given_on_request(gateway_world: World) -> None:
 
 
 UNABLE = [
-    ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice"),
-    ({"text": {"format": {"type": "json_object"}}}, "response_format"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "strin"}}}}, "response_format"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AA=="}]}]},
         "image_url",
@@ -205,7 +205,7 @@ UNABLE = [
 
 
 async def test_the_embedded_engine_says_what_it_cannot_do(gateway_world: World) -> None:
-    client = gateway_world.client(await gateway_world.attempt())
+    client = gateway_world.client(await gateway_world.attempt("val"))
     for fields, says in UNABLE:
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError, match=says):
@@ -355,7 +355,7 @@ class Weather(BaseModel):
 
 async def test_structured_output_reaches_the_server_and_is_parsed(tmp_path: Path) -> None:
     async with front_of(tmp_path, delta(content='{"degrees": 20}'), delta("stop"), DONE) as (front, upstream):
-        client = front.client(await front.attempt())
+        client = front.client(await front.attempt("test"))
         response = await client.responses.parse(
             model="policy",
             input="How warm?",
