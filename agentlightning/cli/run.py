@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import tty
+from collections import Counter
 from collections.abc import AsyncGenerator, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ from agentlightning.cli.options import instrument_agents, instrument_option, pri
 from agentlightning.cli.place import NEW_STORE, SERVER_STORE, Place, with_place
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.runner.agent import LitAgent
-from agentlightning.semconv import CALL_ENDPOINT
+from agentlightning.semconv import CALL_ENDPOINT, CALL_REFUSED, HTTP_STATUS
 from agentlightning.store.redaction import text_without_secrets
 from agentlightning.types import LLM, AttemptedRollout, NamedResources, Rollout, Span
 
@@ -96,7 +97,10 @@ def run(
             spans = await store.query_spans(rollout.rollout_id, "latest")
             ended = await store.get_rollout_by_id(rollout.rollout_id)
         Console(stderr=True, highlight=False).print(rollout_tree(ended or rollout, spans, prices=prices))
-        if not any(CALL_ENDPOINT in span.attributes for span in spans):
+        unanswered = _unanswered(spans)
+        for why, times in unanswered.items():
+            click.echo(f"not answered{f' ({times} times)' * (times > 1)}: {why}", err=True)
+        if not unanswered and not any(CALL_ENDPOINT in span.attributes for span in spans):
             click.echo(_NO_CALLS, err=True)
         server = place.server
         where = f"--server {server}" if server else f"--store {shlex.quote(text_without_secrets(str(place)))}"
@@ -105,7 +109,8 @@ def run(
         served = server.rstrip("/") + page if server else f"http://127.0.0.1:8123{page} while `agl server {where}` runs"
         click.echo(f"dashboard: {served}", err=True)
         if as_json:
-            print_json(_told(ended or rollout, spans, prices) | {"exit_code": program.exit_code})
+            told = _told(ended or rollout, spans, prices)
+            print_json(told | {"not_answered": unanswered, "exit_code": program.exit_code})
         return program.exit_code
 
     return asyncio.run(work())
@@ -126,6 +131,17 @@ def _task(text: str) -> Any:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         raise click.BadParameter(f"{error}; a task is JSON, text in quotes", param_hint="'--task'") from None
+
+
+def _unanswered(spans: Sequence[Span]) -> Counter[str]:
+    """What the gateway or the backend refused and why, with how often; of an attempt the gateway's first hundred."""
+    from agentlightning.tracing.tree import one_line
+
+    found = Counter[str]()
+    for told, why in [(one.attributes, one.status.description) for one in spans if HTTP_STATUS in one.attributes]:
+        if path := told.get(CALL_REFUSED) or told.get(CALL_ENDPOINT):
+            found[one_line(f"{path}: {told[HTTP_STATUS]} {why}", 500)] += 1
+    return found
 
 
 def _told(rollout: Rollout, spans: Sequence[Span], prices: Prices) -> dict[str, Any]:

@@ -393,6 +393,8 @@ _HARMLESS: Final = frozenset(
         semconv.CALL_ENDPOINT,
         semconv.CALL_SAMPLING,
         semconv.CALL_FLAG,
+        semconv.CALL_HOUSEKEEPING,
+        semconv.CALL_PARENT_AGENT,
         semconv.CALL_BACKEND,
         semconv.OPERATION_NAME,
         semconv.EXCEPTION_TYPE,

@@ -102,7 +102,7 @@ def names_agent(span: Span, kind: Kind) -> str | None:
     """The agent that what runs in this span, of that kind, belongs to, if the span says so.
 
     A call's own `gen_ai.agent.name` is not asked: some instrumentation writes one constant there for all agents, and
-    the gateway none."""
+    what the gateway writes is the harness's word, which a span around the call knows better."""
     if is_gateway_call(span):
         return None
     if kind == "agent":

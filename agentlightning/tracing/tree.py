@@ -185,6 +185,8 @@ def _call(step: Step) -> Text:
     counts = token_counts(attributes)
     line.append(f"  {_tokens(counts)}" if counts else "").append(f"  {_seconds(step.duration)}")
     line.append(f"  {', '.join(finish_reasons(attributes))}", "dim")
+    named = [attributes[one] for one in (semconv.GEN_AI_AGENT_NAME, semconv.CALL_HOUSEKEEPING) if one in attributes]
+    line.append(f"  {one_line(': '.join(map(str, named)))}" if named else "", "bold")
     for message in output_messages(attributes):
         text = one_line(text_of(message))
         line.append(f"  “{text}”" if text else "")

@@ -216,8 +216,24 @@ def test_a_program_is_told_what_was_recorded_and_nothing_else(desk: Desk, capfd:
         "tokens_written": 20,
         "cost": 0.003,
         "unpriced": [],
+        "not_answered": {},
     }
     assert logs(desk.recorded())["stdout"] == "Hi!\n"
+
+
+def test_what_was_refused_is_told_with_the_reason(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
+    program = """
+for path in ("/audio/speech", "/chat/completions", "/chat/completions"):
+    try:
+        post(os.environ["OPENAI_BASE_URL"] + path, os.environ["OPENAI_API_KEY"], messages="hello")
+    except urllib.error.HTTPError as error:
+        print(error.code)
+"""
+    assert desk.run(program) == 0
+    out, told = capfd.readouterr()
+    assert out == "404\n400\n400\n"
+    assert "not answered: /v1/audio/speech: 404 there is no POST /v1/audio/speech here" in told
+    assert "not answered (2 times): /v1/chat/completions: 400 " in told and "base" not in told.lower()
 
 
 def test_what_models_and_programs_wrote_does_nothing_to_the_terminal(
