@@ -15,7 +15,7 @@ RUNS ?= runs
 SIDE_BY_SIDE ?= -n 3 --dist loadscope
 REQUIRE_ALL := AGL_REQUIRE_POSTGRES=1 AGL_REQUIRE_BROWSER=1 AGL_REQUIRE_NODE=1 AGL_REQUIRE_FRAMEWORKS=1
 
-.PHONY: help setup packages quickstart format lint types contracts test engines frameworks docs dashboard screenshots smoke ci soak experiments seeds benchmarks clean
+.PHONY: help setup packages quickstart format lint types contracts test engines frameworks environments docs dashboard screenshots smoke ci soak experiments seeds benchmarks clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -53,7 +53,19 @@ test: setup lint types contracts
 
 # The agents of examples/frameworks need environments of their own: without torch, and with versions that clash. So do
 # W&B and MLflow, which bring much with them.
-frameworks: .venv-frameworks/.setup .venv-crewai/.setup .venv-tracking/.setup .venv-experiments/.setup
+frameworks: .venv-frameworks/.setup .venv-crewai/.setup .venv-tracking/.setup .venv-experiments/.setup environments
+
+# Hubs of environments, whose packages clash with ours and with each other's.
+environments: .venv-verifiers/.setup .venv-inspect/.setup .venv-openenv/.setup
+
+.venv-verifiers/.setup .venv-inspect/.setup .venv-openenv/.setup: .venv-%/.setup: constraints-%.txt scripts/find_uv.sh scripts/environment_env.sh | setup
+	scripts/environment_env.sh $* $(VENV)
+	@touch $@
+
+# Harbor, which needs Python 3.12: its test is skipped where this was not made.
+.venv-harbor/.setup: constraints-harbor.txt scripts/find_uv.sh scripts/harbor_env.sh | setup
+	scripts/harbor_env.sh $(VENV)
+	@touch $@
 
 .venv-%/.setup: constraints-%.txt pyproject.toml scripts/framework_env.sh | setup
 	scripts/framework_env.sh $* $(VENV)
@@ -132,4 +144,4 @@ benchmarks: setup .venv-trl/.setup .venv-experiments/.setup
 	.venv-experiments/bin/python benchmarks/retrieval.py
 
 clean:
-	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-tracking .venv-trl .venv-experiments .venv-vllm .venv-sglang .venv-tinker .venv-verl .venv-ray site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-tracking .venv-trl .venv-experiments .venv-verifiers .venv-inspect .venv-openenv .venv-harbor .venv-vllm .venv-sglang .venv-tinker .venv-verl .venv-ray site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

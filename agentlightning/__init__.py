@@ -22,14 +22,13 @@ __version__ = "0.1.0"
 _stub = pkgutil.get_data(__name__, "__init__.pyi") or b""  # from a zip file too
 _lines = map(str.split, _stub.decode().splitlines())
 _HOME_OF = {words[3]: words[1] for words in _lines if words[2:3] == ["import"] and len(words) == 6}
-_HOME_OF.pop("rewards")  # a module of its own
 
 __all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "rewards":
-        return importlib.import_module("agentlightning.rewards")
+    if _HOME_OF.get(name) == __name__:
+        return importlib.import_module(f"{__name__}.{name}")
     if name in _HOME_OF:
         value = getattr(importlib.import_module(_HOME_OF[name]), name)
     else:

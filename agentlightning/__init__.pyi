@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from agentlightning import environments as environments
 from agentlightning import rewards as rewards
 from agentlightning.algorithm import APO as APO
 from agentlightning.algorithm import CISPO as CISPO
@@ -29,6 +30,7 @@ from agentlightning.runner.agent import rollout as rollout
 from agentlightning.runner.clients import openai_client as openai_client
 from agentlightning.runner.command import CommandOutput as CommandOutput
 from agentlightning.runner.command import command as command
+from agentlightning.runner.harnesses import harness as harness
 from agentlightning.runner.hooks import Hook as Hook
 from agentlightning.runner.runner import Runner as Runner
 from agentlightning.store.base import LightningStore as LightningStore

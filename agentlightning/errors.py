@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 class AgentLightningError(Exception):
@@ -61,7 +63,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}Known: {', '.join(known)}"
+    return f"{hint}Known: {', '.join(known) or 'nothing'}"
+
+
+def imported(module: str, what: str, requirement: str) -> Any:
+    """A module that need not be there. ConfigError says `what` needs it and which `requirement` of pip brings it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{what} needs a package that is missing ({error}): pip install '{requirement}'") from None
 
 
 def check_settings(

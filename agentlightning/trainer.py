@@ -30,6 +30,7 @@ from agentlightning.algorithm.measures import Measures, measured, summarise
 from agentlightning.algorithm.tracking import Tracker, make_tracker
 from agentlightning.data.datasets import load_dataset
 from agentlightning.display import LiveProgress, hide_library_progress
+from agentlightning.environments.base import tasks_of
 from agentlightning.errors import ConfigError, UnavailableError, check_settings
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
@@ -184,8 +185,8 @@ class Trainer:
     ) -> FitResult:
         """Train the agent on `train_dataset`, evaluating on `val_dataset` before and after; blocks until done.
 
-        Datasets are lists, paths (JSONL, JSON, CSV, Parquet), DataFrames or Hugging Face datasets; recorded rollouts
-        need none. Ctrl-C saves what was learned; `resume=True` goes on with the run in `run_dir`, or the newest."""
+        Datasets are lists, paths (JSONL, JSON, CSV, Parquet), DataFrames or Hugging Face datasets; environments and
+        recorded rollouts need none. Ctrl-C saves what was learned; `resume=True` goes on in `run_dir` or the newest."""
         return run_blocking(self.fit_async(self._imported(agent), train_dataset, val_dataset, resume=resume))
 
     async def fit_async(
@@ -197,11 +198,10 @@ class Trainer:
         resume: bool = False,
     ) -> FitResult:
         """`fit` for code that runs in an event loop already."""
-        algorithm = self.algorithm
-        self._check_trainable(algorithm)
+        self._check_trainable(algorithm := self.algorithm)
         if self.deterministic and getattr(algorithm, "max_staleness", 0):
             raise ConfigError("deterministic=True needs max_staleness=0: else time decides what is trained by what")
-        train_tasks, val_tasks = ([] if one is None else load_dataset(one) for one in (train_dataset, val_dataset))
+        train_tasks, val_tasks = tasks_of(agent, train_dataset, val_dataset)
         if isinstance(algorithm, Reinforcement) and algorithm.evaluate_every and not val_tasks:
             raise ConfigError("evaluate_every measures held-out tasks, and there are none: give some, or leave it out")
         return await self._run(agent, algorithm, train_tasks, val_tasks, resume)

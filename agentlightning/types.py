@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from agentlightning.errors import ConfigError, InvalidError
+from agentlightning.errors import ConfigError, InvalidError, imported
 
 if not TYPE_CHECKING:  # names of Agent Lightning 0.3
     from agentlightning import __getattr__ as __getattr__
@@ -272,12 +272,9 @@ class PromptTemplate(Noun, frozen=True, kw_only=True, tag="prompt_template", tag
 
 def _fill_poml(template: str, values: dict[str, Any]) -> str:
     """POML's own package runs a Node program for it, about half a second each time."""
+    poml = imported("poml", "a template in POML", "poml>=0.0.8")
     try:
-        import poml  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise ConfigError("templates in POML need its package: pip install 'poml>=0.0.8'") from None
-    try:
-        return str(poml.poml(template, context=values, chat=False, format="dict")["messages"])  # pyright: ignore
+        return str(poml.poml(template, context=values, chat=False, format="dict")["messages"])
     except RuntimeError as error:
         raise ConfigError(f"cannot fill the POML template: {error}; values given: {sorted(values)}") from None
 

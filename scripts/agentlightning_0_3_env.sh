@@ -8,11 +8,7 @@ setup=${1:-.venv}
 environment=.venv-agentlightning-0.3
 
 if ! compgen -G "$environment/lib/python*/site-packages/agentlightning/adapter" >/dev/null; then
-    uv=$(command -v uv || true)
-    if [ -z "$uv" ]; then
-        [ -x "$setup/bin/uv" ] || "$setup/bin/python" -m pip --disable-pip-version-check install --quiet uv
-        uv=$setup/bin/uv
-    fi
+    . scripts/find_uv.sh "$setup"
     "$uv" venv --quiet --clear --python "$setup/bin/python" "$environment"
     "$uv" pip install --quiet --python "$environment/bin/python" \
         agentlightning==0.3.0 litellm==1.80.11 opentelemetry-api==1.39.1 opentelemetry-sdk==1.39.1

@@ -6,11 +6,7 @@ set -euo pipefail
 name=$1
 setup=$2
 
-uv=$(command -v uv || true)
-if [ -z "$uv" ]; then
-    [ -x "$setup/bin/uv" ] || "$setup/bin/python" -m pip --disable-pip-version-check install --quiet uv
-    uv=$setup/bin/uv
-fi
+. scripts/find_uv.sh "$setup"
 "$uv" venv --quiet --clear --python "$setup/bin/python" ".venv-$name"
 "$uv" pip install --quiet --python ".venv-$name/bin/python" --editable . --group "$name" \
     --constraint "constraints-$name.txt"

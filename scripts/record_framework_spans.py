@@ -26,31 +26,36 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import BackendEvent, Delta, Finished, ModelCall, RelayedCall, Started
 from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.store import codec
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import EnqueueRolloutRequest, Span
 from tests.gateway.world import serving
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = ROOT / "tests" / "tracing" / "framework_agents.py"
-LONGEST_TEXT = 4000  # of an attribute that no reader looks into
+LONGEST_TEXT = 1200  # of an attribute that no reader looks into
 
 
 class Script:
-    """A model that, where it is given tools, calls `add`, then `boom`, and then says `done`."""
+    """A model that, where it is given tools, calls `add`, then `boom`, and then says `done`: where an agent has a tool
+    for its answer, by that tool, and in the sections that DSPy asks for."""
 
-    name, captures_tokens, relays = "script", True, frozenset[str]()
+    name, captures_tokens, seeded, relays = "script", True, False, frozenset[str]()
 
     async def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
-        results = sum(message["role"] == "tool" for message in call.messages)
+        results = sum(message["role"] == "assistant" for message in call.messages)
+        offered = [tool["function"]["name"] for tool in call.tools or ()]
         name, arguments = [("add", '{"a": 1, "b": 2}'), ("boom", '{"x": 3}'), ("", "")][min(results, 2)]
+        if name not in offered:
+            name, arguments = ("final_answer", '{"answer": "done"}') if "final_answer" in offered else ("", "")
         yield Started(tuple(range(1, 4)))
-        if call.tools and name:
+        if name:
             function = {"name": name, "arguments": arguments}
             tool_call = {"index": 0, "id": f"call_{call.request_id}", "type": "function", "function": function}
             yield Delta(0, {"tool_calls": [tool_call]}, token_ids=(4,), logprobs=(-0.5,), version=1)
             yield Finished(0, "tool_calls")
         else:
-            yield Delta(0, {"content": "done"}, token_ids=(5,), logprobs=(-0.5,), version=1)
+            yield Delta(0, {"content": said(call)}, token_ids=(5,), logprobs=(-0.5,), version=1)
             yield Finished(0, "stop")
 
     def relay(self, call: RelayedCall) -> Any:
@@ -60,6 +65,16 @@ class Script:
         return 3
 
     async def close(self) -> None: ...
+
+
+def said(call: ModelCall) -> str:
+    """The sections of a DSPy module, else `done`."""
+    prompt = str(call.messages[-1]["content"])
+    sections = dict.fromkeys(re.findall(r"\[\[ ## (\w+) ## \]\]", prompt.rpartition("Respond with")[2]), "done")
+    if "next_tool_name" in sections:
+        tool = [("add", '{"a": 1, "b": 2}'), ("boom", '{"x": 3}'), ("finish", "{}")][prompt.count("## observation_")]
+        sections |= dict(zip(("next_tool_name", "next_tool_args"), tool, strict=True))
+    return "\n\n".join(f"[[ ## {name} ## ]]\n{text}" for name, text in sections.items()) or "done"
 
 
 async def record(name: str, python: str, directory: Path) -> list[Span]:
@@ -114,7 +129,7 @@ async def main(pairs: list[str]) -> None:
         for pair in pairs:
             name, _, python = pair.partition("=")
             spans = [trimmed(span) for span in await record(name, python, Path(directory))]
-            text = msgspec.json.format(msgspec.json.encode(spans), indent=1)
+            text = msgspec.json.format(msgspec.json.encode(spans, enc_hook=codec.plain), indent=1)
             (PROGRAM.parent / "spans" / f"{name}.json").write_bytes(text + b"\n")
             print(f"{name}: {len(spans)} spans, {len(text)} bytes")
 

@@ -13,7 +13,6 @@ import hashlib
 import re
 import sys
 import tempfile
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -178,13 +177,13 @@ def _learner(model: str, config: Mapping[str, Any], algorithm: Reinforcement, se
         raise ConfigError("the run was given its model as an object; say with --model what it started from")
     device = config.get("device")
     told = config.get("lora")
-    lora = None if told is None else build(LoRA, told, typing.get_type_hints(LoRA), "lora")
+    lora = None if told is None else build(LoRA, told, "lora")
     if is_reference(model) or lora is not None:
         policy = open_policy(model, seed=seed, device=device, dtype=config.get("dtype"), lora=lora)
     else:
         policy = load_policy(model, device=device, dtype=_dtype(Path(model), config.get("dtype") or "float32"))
     choose_threads(policy.model, config.get("threads"))
-    optimizer = build(AdamW, config["optimizer"], typing.get_type_hints(AdamW), "optimizer")
+    optimizer = build(AdamW, config["optimizer"], "optimizer")
     return TorchLearner(policy, optimizer, reference=algorithm.reference, critic=algorithm.trained_critic)
 
 
@@ -301,7 +300,7 @@ async def _sequences(
     batch: RecordedBatch, store: LightningStore, algorithm: Reinforcement, policies: Policies
 ) -> dict[str, list[TrainingSequence]]:
     """What the step trained each model on, made as the loop makes it."""
-    ids = [name for group in (*batch.groups, *batch.replayed) for name in group]
+    ids = [name for group in batch.groups for name in group]
     there = {rollout.rollout_id for rollout in await store.query_rollouts(rollout_id_in=ids)}
     gone = [name for name in ids if name not in there]
     if gone:
@@ -309,12 +308,9 @@ async def _sequences(
             f"step {batch.step} cannot be trained again: {len(gone)} of its {len(ids)} rollouts are not in the store "
             f"any more: {', '.join(gone[:_SHOWN])}{' …' if len(gone) > _SHOWN else ''}"
         )
-    sequences: dict[str, list[TrainingSequence]] = {model: [] for model in policies.names}
-    for groups in (batch.groups, batch.replayed):
-        traced = [await trace_group(store, group, algorithm, policies.names) for group in groups]
-        for model, made in make_batches(algorithm, traced, policies.critics(algorithm)).items():
-            sequences[model] += made.sequences
-    return sequences
+    traced = [await trace_group(store, group, algorithm, policies.names) for group in batch.groups]
+    batches = make_batches(algorithm, traced, policies.critics(algorithm))
+    return {model: made.sequences for model, made in batches.items()}
 
 
 def _recorded(directory: Path) -> dict[int, RecordedBatch]:

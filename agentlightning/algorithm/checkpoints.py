@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from agentlightning.algorithm.rl.groups import GroupsState, Ticket
+from agentlightning.algorithm.rl.groups import GroupsState
 from agentlightning.errors import ConfigError
 
 STATE_FILE = "loop.json"
@@ -52,15 +52,14 @@ class Earnings:
 @dataclass
 class LoopState:
     """Where the loop stands. `policy_version` numbers the weights, `first_version` those that training started from;
-    `groups` are those on their way, `experience` those that may be trained again, `evaluation_seconds` what the
-    first evaluation took, `recent_reward` the mean training reward of the last steps."""
+    `groups` are those on their way, `evaluation_seconds` what the first evaluation took, `recent_reward` the mean
+    training reward of the last steps."""
 
     step: int = 0
     policy_version: int = 0
     first_version: int = 0
     best_reward: float | None = None
     groups: GroupsState = field(default_factory=GroupsState)
-    experience: tuple[Ticket, ...] = ()
     evaluation_seconds: float = 0.0
     recent_reward: float | None = None
     earnings: Earnings = field(default_factory=Earnings)

@@ -20,6 +20,7 @@ import msgspec
 
 from agentlightning.errors import ConfigError, InUseError
 from agentlightning.store.base import LightningStore
+from agentlightning.store.redaction import settings_without_secrets
 
 MARK = "run.json"
 START = "start"  # folder of the policy that training starts from, where the run made it itself
@@ -137,12 +138,12 @@ PACKAGES = (
 def make_manifest(
     config: Mapping[str, Any], seed: int, train_tasks: Sequence[Any], val_tasks: Sequence[Any]
 ) -> dict[str, Any]:
-    """Resolved config, code commit, package versions, hashes of the data, seed, hardware; JSON-ready."""
+    """Config and command without secrets, code commit, package versions, hashes of the data, seed, hardware."""
     return {
-        "config": _plain(config),
+        "config": settings_without_secrets(msgspec.to_builtins(config, enc_hook=str, str_keys=True)),
         **_surroundings(),
         "seed": seed,
-        "command": sys.argv,
+        "command": settings_without_secrets(sys.argv),
         "data": {"train": fingerprint(train_tasks), "val": fingerprint(val_tasks)},
     }
 
@@ -181,10 +182,6 @@ def _surroundings() -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
-
-
-def _plain(value: Any) -> Any:
-    return msgspec.to_builtins(value, enc_hook=str, str_keys=True)
 
 
 def _version(package: str) -> str | None:

@@ -15,7 +15,7 @@ from agentlightning.algorithm.grpo import GRPO
 from agentlightning.algorithm.rl.batch import values_of
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import Aggregation, CreditedTransition
-from agentlightning.data.transitions import FloatArray, Transition
+from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError
 from agentlightning.learner.teacher import Teacher, open_teacher, read_teacher
 
@@ -83,11 +83,7 @@ class OPD(GRPO):
         if self._teacher is None:
             raise ConfigError("the teacher is opened by a run; its advantages are not known before")
         teacher = iter(values_of(groups, self.level, self._teacher))
-        credited = (
-            super().advantages(groups)
-            if self.reward_coefficient
-            else [[[_without_reward(one) for one in calls] for calls in group.transitions] for group in groups]
-        )
+        credited = super().advantages(groups) if self.reward_coefficient else _without_rewards(groups)
         items = [item for group in credited for calls in group for item in calls]
         differences = [next(teacher) - item.transition.logprobs for item in items]
         total = sum(map(len, differences))
@@ -103,5 +99,8 @@ class OPD(GRPO):
         return made.astype(np.float32)
 
 
-def _without_reward(transition: Transition) -> CreditedTransition:
-    return CreditedTransition(transition, np.zeros(len(transition.response_ids), np.float32))
+def _without_rewards(groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
+    return [
+        [[CreditedTransition(one, np.zeros_like(one.logprobs)) for one in calls] for calls in group.transitions]
+        for group in groups
+    ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import inspect
 import os
 import re
@@ -25,7 +24,7 @@ from typing import Any, Final, Protocol, cast, runtime_checkable
 import msgspec
 
 from agentlightning.data.references import is_reference, load_reference
-from agentlightning.errors import ConfigError, nearest
+from agentlightning.errors import ConfigError, imported, nearest
 from agentlightning.store.base import LightningStore
 from agentlightning.types import Metrics, Run
 
@@ -213,7 +212,7 @@ class TensorBoard:
     name = "tensorboard"
 
     def __post_init__(self) -> None:
-        _require(self.name, "tensorboardX")
+        imported("tensorboardX", f"the tracker {self.name!r}", "tensorboardX")
 
     def start(self, run: TrackedRun) -> str:
         from tensorboardX import SummaryWriter
@@ -244,7 +243,7 @@ class WandB:
     name = "wandb"
 
     def __post_init__(self) -> None:
-        _require(self.name, "wandb")
+        imported("wandb", f"the tracker {self.name!r}", "wandb")
 
     def start(self, run: TrackedRun) -> str | None:
         import wandb  # pyright: ignore[reportMissingImports]
@@ -283,7 +282,7 @@ class MLflow:
     name = "mlflow"
 
     def __post_init__(self) -> None:
-        _require(self.name, "mlflow")
+        imported("mlflow", f"the tracker {self.name!r}", "mlflow")
 
     def start(self, run: TrackedRun) -> str:
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
@@ -340,11 +339,6 @@ def _checked(tracker: object) -> Tracker:
     if not isinstance(tracker, Tracker):
         raise ConfigError(f"{tracker!r} is no tracker: it needs a name, and the methods start, log and close")
     return tracker
-
-
-def _require(tracker: str, package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"the tracker {tracker!r} needs a package that is not installed: pip install {package}")
 
 
 def _allowed(name: str) -> str:

@@ -7,9 +7,10 @@ Every refusal names the file, the key with its path, and the nearest right one.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, Final, Literal, cast
@@ -20,16 +21,22 @@ import yaml
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.runner.command import CommandAgent, RewardSource, command
+from agentlightning.runner.harnesses import harness
 from agentlightning.runner.processes import Isolation
-from agentlightning.store.redaction import is_credential
+from agentlightning.store.redaction import settings_without_secrets
 from agentlightning.types import LLM, FrozenModel, PromptTemplate
 
 
 class CommandConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An agent that is a program; the fields are those of `agentlightning.command`. `grader` is a command, or a
-    reference to a function. In a run file `cwd` is the file's folder unless it says otherwise."""
+    """An agent that is a program; the fields are those of `agentlightning.command` or, with `harness`, its name, those
+    of `agentlightning.harness`. `grader` is a command, or a reference to a function. In a run file `cwd` is the file's
+    folder unless it says otherwise."""
 
-    command: str
+    command: str | None = None
+    harness: str | None = None
+    prompt: str | None = None
+    arguments: list[str] = []
+    workspace: str | None = None
     reward: RewardSource = "auto"
     grader: str | None = None
     env: dict[str, str] = msgspec.field(default_factory=dict[str, str])
@@ -40,15 +47,26 @@ class CommandConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         grader: Any = self.grader
         if self.grader is not None and _is_word(self.grader) and is_reference(self.grader):
             grader = load_reference(self.grader)
+        own: dict[str, Any] = {"prompt": self.prompt, "arguments": self.arguments, "workspace": self.workspace}
+        given = {name: value for name, value in own.items() if value}
+        if self.harness is not None and self.command is None and self.reward == "auto":
+            return harness(self.harness, grader=grader, env=self.env, cwd=self.cwd, **given)
+        if self.command is None or self.harness is not None or given:
+            raise ConfigError(
+                "agent: give either command, with reward, or harness, with prompt, arguments and workspace; both take "
+                "grader, env and cwd"
+            )
         return command(self.command, reward=self.reward, grader=grader, env=self.env, cwd=self.cwd)
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What `agl train` needs to know, with the defaults and meanings of `Trainer`. `algorithm` holds a `name` and that
     algorithm's own fields (a run file may give the bare name), `optimizer` those of AdamW, `lora` those of LoRA. Paths
-    in a run file are relative to it, paths in flags to the current directory."""
+    in a run file are relative to it, paths in flags to the current directory. `environment` is an agent with its tasks:
+    its `name`, `HUB:NAME`, and that hub's own fields (a run file may give the bare name)."""
 
-    agent: str | CommandConfig
+    agent: str | CommandConfig | None = None
+    environment: dict[str, Any] | None = None
     model: str | dict[str, str] | None = None
     models: dict[str, FrozenModel] = msgspec.field(default_factory=dict[str, FrozenModel])
     model_name: str = "policy"
@@ -63,6 +81,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Literal["float32", "bfloat16"] | None = None
     n_runners: int | None = None
     isolation: Isolation = "auto"
+    instrument: str | None = None
     seed: int = 0
     time_limit: float | None = None
     run_dir: str | None = None
@@ -77,8 +96,22 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: bool = False
     trackers: list[str | dict[str, Any]] = msgspec.field(default_factory=list[str | dict[str, Any]])
 
+    def load_agent(self) -> Any:
+        """The agent, its name, or the environment. ConfigError where there is no such hub, or it takes other fields."""
+        if self.environment is None:
+            return self.agent.load() if isinstance(self.agent, CommandConfig) else self.agent
+        from agentlightning.environments import HUBS
+
+        fields = dict(self.environment)
+        written = str(fields.pop("name", ""))
+        hub, _, name = written.partition(":")
+        if hub not in HUBS or not name:
+            raise ConfigError(f"{written!r} names no environment; write HUB:NAME. {nearest(hub, HUBS)}")
+        return build(HUBS[hub], fields, "environment", name)
+
 
 FIELDS = {field.name: field for field in msgspec.structs.fields(TrainConfig)}
+_NAMED = ("algorithm", "environment")  # mappings with a name, which may stand alone
 _PATHS = ("model", "train_dataset", "val_dataset", "run_dir", "store")
 
 
@@ -111,10 +144,8 @@ def load_config(
     values = _read_run_file(source) if isinstance(source, Path) else copy.deepcopy(dict(source or {}))
     for assignment in assignments:
         _assign(values, assignment)
-    if isinstance(values.get("algorithm"), str):
-        values["algorithm"] = {"name": values["algorithm"]}
     for key, value in (flags or {}).items():
-        if value is not None and key == "algorithm":
+        if value is not None and key in _NAMED:
             values[key] = {**(values.get(key) or {}), "name": value}
         elif value is not None:
             values[key] = value
@@ -134,17 +165,23 @@ def _needed(values: Mapping[str, Any]) -> tuple[str, ...]:
     """The keys without which nothing can be trained; recorded rollouts take the place of tasks."""
     algorithm = values.get("algorithm")
     recorded = isinstance(algorithm, dict) and "traces" in algorithm
+    if values.get("environment") is not None:
+        if values.get("agent") is not None:
+            raise ConfigError("give agent or environment, not both: an environment is an agent that brings its tasks")
+        return ()
     return ("agent",) if recorded else ("agent", "train_dataset")
 
 
-def build(maker: Callable[..., Any], fields: Mapping[str, Any], known: Mapping[str, Any], where: str) -> Any:
-    """`maker(**fields)` after each field was checked against its type in `known` (field name → annotation)."""
+def build(kind: type[Any], fields: Mapping[str, Any], where: str, *name: str) -> Any:
+    """`kind(*name, **fields)`, a dataclass's instance, after each field was checked against its type."""
+    hints = typing.get_type_hints(kind)
+    known = {one.name: hints[one.name] for one in dataclasses.fields(kind) if one.init and one.name != "name"}
     checked: dict[str, Any] = {}
     for key, value in fields.items():
         if key not in known:
             raise ConfigError(f"{where}: unknown key {key!r}; {nearest(key, known)}")
         checked[key] = _convert(value, known[key], f"{where}.{key}")
-    return maker(**checked)
+    return kind(*name, **checked)
 
 
 def _read_run_file(path: Path) -> dict[str, Any]:
@@ -169,7 +206,7 @@ def kept(config: TrainConfig) -> dict[str, Any]:
     """What the manifest of a run keeps to repeat it: the run file with paths that hold anywhere, without what is its
     own (its directory) and without what is secret by its name."""
     here = Path.cwd() / "run.yaml"
-    values: dict[str, Any] = _without_secrets(msgspec.to_builtins(config))
+    values: dict[str, Any] = settings_without_secrets(msgspec.to_builtins(config))
     values = _seen_from(here, {key: value for key, value in values.items() if key not in ("run_dir", "resume")})
     return values | {key: _references_from(here, values[key]) for key in ("algorithm", "trackers")}
 
@@ -183,21 +220,9 @@ def _references_from(path: Path, value: Any) -> Any:
     return _beside(path, value) if isinstance(value, str) and is_reference(value) else value
 
 
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, list):  # of flags, perhaps: what follows one that names a credential is one
-        items = cast("list[Any]", value)
-        flags = [is_credential(one.lstrip("-")) if isinstance(one, str) and one[:2] == "--" else False for one in items]
-        return [_without_secrets(one) for one, flag in zip(items, [False, *flags], strict=False) if not flag]
-    if isinstance(value, str) and value.startswith("--") and is_credential(value.partition("=")[0].lstrip("-")):
-        return value.partition("=")[0]
-    if not isinstance(value, dict):
-        return value
-    named = cast("dict[str, Any]", value)
-    return {name: _without_secrets(one) for name, one in named.items() if not is_credential(name)}
-
-
 def _seen_from(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     """The values of a run file at `path`, with paths seen from the current directory."""
+    values |= {key: {"name": values[key]} for key in _NAMED if isinstance(values.get(key), str)}
     for key in _PATHS:
         if key in values:
             values[key] = _beside(path, values[key], must_exist=key == "model")
@@ -208,6 +233,12 @@ def _seen_from(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(algorithm, dict):
         places = {key: algorithm[key] for key in ("traces", "teacher") if key in algorithm}
         values["algorithm"] = algorithm | {key: _beside(path, place, must_exist=True) for key, place in places.items()}
+    environment = values.get("environment")
+    if isinstance(environment, dict):
+        hub, _, name = str(environment.get("name")).partition(":")
+        file, at, task = name.partition("@")
+        if file.endswith(".py") or hub == "harbor":
+            values["environment"] = {**environment, "name": f"{hub}:{_beside(path, file)}{at}{task}"}
     agent = values.get("agent")
     if isinstance(agent, str):
         values["agent"] = _beside(path, agent)
@@ -219,6 +250,8 @@ def _seen_from(path: Path, values: dict[str, Any]) -> dict[str, Any]:
 def _command_beside(path: Path, agent: dict[str, Any]) -> dict[str, Any]:
     """A command runs in the run file's folder, and its grader, if it is a reference, is looked up there."""
     seen = {**agent, "cwd": _beside(path, agent.get("cwd") or ".")}
+    if "workspace" in agent:
+        seen["workspace"] = _beside(path, agent["workspace"])
     grader = agent.get("grader")
     if isinstance(grader, str) and _is_word(grader) and is_reference(grader):
         seen["grader"] = _beside(path, grader)
@@ -257,14 +290,12 @@ def _assign(values: dict[str, Any], assignment: str) -> None:
     inner: dict[str, Any] = values
     for parent in parents:
         outer: Any = inner.setdefault(parent, {})
-        if parent == "algorithm" and isinstance(outer, str):
-            outer = inner[parent] = {"name": outer}
-        elif parent in ("sampler", "learner") and (isinstance(outer, str) or (last in _ENGINES and last not in outer)):
+        if parent in ("sampler", "learner") and (isinstance(outer, str) or (last in _ENGINES and last not in outer)):
             outer = inner[parent] = {}  # another one than the file names
         if not isinstance(outer, dict):
             raise ConfigError(f"--set {key}: {parent!r} is {outer!r}, which has no keys of its own")
         inner = outer
-    inner[last] = value
+    inner[last] = {"name": value} if key in _NAMED and isinstance(value, str) else value
 
 
 def _convert(value: Any, type_: Any, where: str) -> Any:

@@ -1,4 +1,4 @@
-"""The commands that make something of what was recorded: `agl data export` and `check`, with `explain`.
+"""The command that makes something of what was recorded: `agl data export`.
 
 This module reads command lines and stores, and prints; what a line of a dataset is, is the business of
 `agentlightning.data`.
@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 import click
 import msgspec
 
-from agentlightning.cli.drift import visible
-from agentlightning.cli.explain import explain
-from agentlightning.cli.options import json_option, print_json
+from agentlightning.cli.options import print_json
 from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, with_place
 from agentlightning.errors import ConfigError
 from agentlightning.types import Filter
@@ -28,15 +26,10 @@ if TYPE_CHECKING:
     from agentlightning.data.export import Wanted
     from agentlightning.store.base import LightningStore
 
-WRONG: Final = 1
-
 
 @click.group()
 def data() -> None:
-    """Make datasets of what was recorded, explain a rollout."""
-
-
-data.add_command(explain)
+    """Make datasets of what was recorded."""
 
 
 # --- what is written ---------------------------------------------------------------------------------------------
@@ -221,31 +214,3 @@ def _nothing(kind: str, done: _Exported, place: str) -> str:
     reasons = "; ".join(f"{count:,} {reason}" for reason, count in done.left_out.most_common())
     hint = ". Name a model with --model to learn from it although it is not trained" if done.left_out[FROZEN] else ""
     return f"nothing was written: {done.rollouts:,} rollouts give no {_UNITS[kind]}. Left out: {reasons}{hint}"
-
-
-@data.command("check")
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE.jsonl")
-@click.option("--most", type=click.IntRange(min=1), default=20, show_default=True, help="Problems to show.")
-@json_option
-def check(file: Path, most: int, as_json: bool) -> int:
-    """Check a fine-tuning file, whoever wrote it, for what OpenAI and Azure would refuse.
-
-    Names the line and the reason; exits with 1 where there is one."""
-    from agentlightning.data.fine_tuning import file_problems
-
-    try:
-        with file.open("rb") as lines:
-            found = list(file_problems(lines))
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from None
-    if as_json:
-        problems = [{"line": line, "problem": one.what, "where": one.where} for line, one in found]
-        print_json({"file": str(file), "problems": problems})
-    elif not found:
-        print(f"{file}: nothing wrong")
-    else:
-        for line, one in found[:most]:
-            print(f"{file}{'' if line is None else f':{line}'}: {visible(str(one))}")
-        if len(found) > most:
-            print(f"{len(found) - most:,} more")
-    return WRONG if found else 0

@@ -10,13 +10,11 @@ import importlib.util
 import os
 import re
 import shutil
-import socket
 import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -36,10 +34,7 @@ if TYPE_CHECKING:
     from agentlightning.gateway.backends.sglang import SglangBackend
 
 _DISTRIBUTION: Final = "agent-lightning-next"
-_PORTS: Final = {8123: "agl server", 8000: "agl serve", 8124: "agl proxy"}
-_LITTLE_ROOM: Final = 2 * 1024**3  # bytes; a checkpoint of a small model and its optimiser
 _ANSWER_SECONDS: Final = 10.0
-_SKEW_SECONDS: Final = 3.0  # more than a header of whole seconds and a slow answer explain
 _EXTRA: Final = re.compile(r"extra == ['\"]([\w-]+)['\"]")
 
 
@@ -66,7 +61,7 @@ def doctor(
     model: str | None,
     as_json: bool,
 ) -> int:
-    """Check versions, GPU, ports and write access, and with --server and --backend what those need, with fixes.
+    """Check versions, GPU and write access, and with --server and --backend what those need, with fixes.
 
     A backend is asked for one token. The exit code is 1 if a check has failed; warnings are no failures."""
 
@@ -105,7 +100,7 @@ def _tell(check: Check, as_json: bool) -> None:
 
 async def _here() -> AsyncGenerator[Check]:
     """What is looked at on this machine."""
-    for check in (*_versions(), _gpu(), *_ports(), _proxy(), _room(), await _writing()):
+    for check in (*_versions(), _gpu(), _proxy(), await _writing()):
         yield check
 
 
@@ -178,19 +173,6 @@ def _gpu() -> Check:
     return Check("gpu", "ok", "none; models are trained and served on the CPU")
 
 
-def _ports() -> Iterator[Check]:
-    for port, command in _PORTS.items():
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind(("127.0.0.1", port))
-            except OSError as error:
-                fix = f"give `{command}` another with --port, or --port 0 for any free one"
-                yield Check(f"port {port}", "warning", f"{error.strerror}; `{command}` would take it", fix)
-                continue
-        yield Check(f"port {port}", "ok", f"free for `{command}`")
-
-
 def _proxy() -> Check:
     """Agents call the gateway on this machine, which a company's proxy cannot reach."""
     proxies = [name for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy") if os.environ.get(name)]
@@ -201,24 +183,11 @@ def _proxy() -> Check:
     return Check("proxy", "warning", f"{proxies[0]} is set, and clients may send calls of 127.0.0.1 there", fix)
 
 
-def _place() -> Path:
-    """Where runs are written to."""
-    return RUNS if RUNS.is_dir() else Path()
-
-
-def _room() -> Check:
-    free = shutil.disk_usage(_place()).free
-    found = f"{free / 1024**3:.0f} GiB free at {_place().absolute()}"
-    if free >= _LITTLE_ROOM:
-        return Check("disk", "ok", found)
-    return Check("disk", "warning", found, "remove old checkpoints below runs/, or write elsewhere with --run-dir")
-
-
 async def _writing() -> Check:
     """A store is made where runs would be, and written to: some network drives cannot hold one."""
     from agentlightning.store.sql import SqlStore
 
-    place = _place().absolute()
+    place = (RUNS if RUNS.is_dir() else Path()).absolute()
     try:
         with tempfile.TemporaryDirectory(prefix=".agl-doctor-", dir=place) as directory:
             store = await SqlStore.open(Path(directory) / "store.sqlite")
@@ -240,18 +209,15 @@ async def _writing() -> Check:
 
 async def _server(url: str, key: str | None) -> AsyncGenerator[Check]:
     try:
-        _, date, here = await _ask(url, "/health", None)
-        ready, _, _ = await _ask(url, "/ready", None)
+        ready = await _ask(url, "/ready", None)
     except AgentLightningError as error:
         yield Check("server", "failed", str(error), "start it: agl server --store work.sqlite; or look at its log")
         return
     yield Check("server", "ok", f"{url} is {ready['status']}")
-    if date is not None:
-        yield _clock(date, here)
     try:
         await _ask(url, "/api/v1/statistics", key)
         yield Check("key", "ok", "the server takes it" if key else "the server needs none")
-        models, _, _ = await _ask(url, "/api/v1/models", key)
+        models = await _ask(url, "/api/v1/models", key)
     except ForbiddenError as error:
         yield Check("key", "failed", str(error), "export AGL_KEY=…, the server's own; `agl keys issue` makes others")
         return
@@ -267,13 +233,11 @@ async def _server(url: str, key: str | None) -> AsyncGenerator[Check]:
             )
 
 
-async def _ask(server: str, path: str, key: str | None) -> tuple[Any, str | None, float]:
-    """GET `path` of a server: its JSON, its Date header, and our time halfway between question and answer.
-    UnavailableError where it cannot be reached, NotFoundError where it has no such path, its own error where it
-    refuses."""
+async def _ask(server: str, path: str, key: str | None) -> Any:
+    """GET `path` of a server: its JSON. UnavailableError where it cannot be reached, NotFoundError where it has no such
+    path, its own error where it refuses."""
     url = f"{server.rstrip('/')}{path}"
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    asked = time.time()
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_SECONDS)) as session,
@@ -287,22 +251,9 @@ async def _ask(server: str, path: str, key: str | None) -> tuple[Any, str | None
     if answer.status >= 400:
         raise error_of(Answer(url=url, status=answer.status, content_type=answer.content_type, body=said))
     try:
-        body = msgspec.json.decode(said)
+        return msgspec.json.decode(said)
     except msgspec.DecodeError:
         raise UnavailableError(f"what answers at {url} is no `agl server`: it does not speak JSON") from None
-    return body, answer.headers.get("date"), (asked + time.time()) / 2
-
-
-def _clock(date: str, here: float) -> Check:
-    """By the Date header, which is cut to whole seconds."""
-    try:
-        skew = parsedate_to_datetime(date).timestamp() + 0.5 - here
-    except ValueError:
-        return Check("clock", "warning", f"the server's Date header is {date!r}", "look for a proxy that rewrites it")
-    if abs(skew) <= _SKEW_SECONDS:
-        return Check("clock", "ok", "the server's clock and this one agree to the second")
-    found = f"the server's clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this one"
-    return Check("clock", "warning", found, "let both machines keep time: timedatectl set-ntp true")
 
 
 # --- a backend ---------------------------------------------------------------------------------------------------

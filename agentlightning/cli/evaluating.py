@@ -42,7 +42,7 @@ _PLACE: Final = {"store", "server", "api_key"}
     "--mode", type=click.Choice(["train", "val", "test"]), help="Of rollouts; default test, or what is stored."
 )
 @click.option("--compare", nargs=2, metavar="A B", help="Two models, prompts (NAME=FILE) or versions (RUN@N); or runs.")
-@click.option("-k", "ks", type=Numbers(1), metavar="1,4,8", help="Which pass@k; default 1 and --samples.")
+@click.option("-k", "ks", type=Numbers(), metavar="1,4,8", help="Which pass@k; default 1 and --samples.")
 @click.option("--threshold", type=float, default=1.0, show_default=True, help="The least reward that passes.")
 @click.option("--confidence", type=float, default=0.95, show_default=True, help="Of the intervals.")
 @click.option("--by", multiple=True, metavar="FIELD", help="Break down by this field of tasks; default tags and kind.")
@@ -118,7 +118,7 @@ def _config(agent: str, mode: Mode, ks: tuple[int, ...] | None, running: dict[st
     run_file = Path(agent) if agent.endswith((".yaml", ".yml")) else None
     flags = {**running, "agent": None if run_file else agent, "val_dataset": dataset, "train_dataset": []}
     config = load_config(run_file, (), flags)
-    if config.val_dataset is None:
+    if config.val_dataset is None and config.environment is None:
         raise click.UsageError("--dataset is missing: the held-out tasks to measure the agent on")
     limits = {key: value for key, value in config.algorithm.items() if key == "rollout"}
     config = msgspec.structs.replace(

@@ -50,20 +50,16 @@ def import_(
 
 async def _stored(place: Place, records: Sequence[Record]) -> list[Record]:
     """Those that were not there before."""
-    from agentlightning.display import counting
     from agentlightning.store import calls
 
     new: list[Record] = []
     async with place.open(create=True) as store:
-        with counting("rollouts", len(records)) as advance:
-            for first in range(0, len(records), _AT_ONCE):
-                imports = [
-                    calls.ImportRollout(rollout=record.rollout, attempts=record.attempts, spans=record.spans)
-                    for record in records[first : first + _AT_ONCE]
-                ]
-                stored = await asyncio.gather(*map(store.perform, imports))
-                new += itertools.compress(records[first : first + _AT_ONCE], stored)
-                advance(first + len(imports))
+        for first in range(0, len(records), _AT_ONCE):
+            batch = records[first : first + _AT_ONCE]
+            imports = [
+                calls.ImportRollout(rollout=one.rollout, attempts=one.attempts, spans=one.spans) for one in batch
+            ]
+            new += itertools.compress(batch, await asyncio.gather(*map(store.perform, imports)))
     return new
 
 

@@ -32,7 +32,6 @@ COMMANDS = {
     "import": ("importing", "recording"),
     "runs": ("runs", "terminal#runs"),
     "rollouts": ("rollouts", "terminal#rollouts"),
-    "report": ("report", "terminal#a-report"),
     "doctor": ("doctor", "terminal#doctor"),
     "drift": ("drift", "drift"),
     "data": ("data", "datasets-from-traces"),

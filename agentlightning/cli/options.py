@@ -3,6 +3,7 @@ object a line on stdout; what is for people goes to stderr then."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -13,11 +14,30 @@ import click
 import msgspec
 import yaml
 
+from agentlightning.tracing.instrument import INSTRUMENT, instrument_as_told
+
 Option: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="End stdout with JSON, one object a line; everything else to stderr."
 )
+
+
+instrument_option = click.option(
+    "--instrument", metavar="[NAMES]", is_flag=False, flag_value="all",
+    help="Let Python frameworks report tools and agents: langchain,crewai,… or all that can be.",
+)  # fmt: skip
+
+
+def instrument_agents(told: str | None, *, here: bool) -> None:
+    """Have the agents in processes below this one instrumented, and those `here`, before they are imported."""
+    if told is None:
+        return
+    os.environ[INSTRUMENT] = told
+    click.get_current_context().call_on_close(lambda: os.environ.pop(INSTRUMENT, None))
+    if here:
+        names = instrument_as_told()
+        click.echo(f"instrumented: {', '.join(names) or 'nothing, no instrumentation is installed'}", err=True)
 
 
 def together(*options: Option) -> Option:
@@ -39,19 +59,16 @@ def tell(as_json: bool, what: object, words: str) -> None:
 
 
 class Numbers(click.ParamType[tuple[int, ...]]):
-    """`"1,4,8"` → (1, 4, 8). A usage error for what is no list of whole numbers from `least` on."""
+    """`"1,4,8"` → (1, 4, 8). A usage error for what is no list of whole numbers from 1 on."""
 
     name = "numbers"
-
-    def __init__(self, least: int = 0) -> None:
-        self._least = least
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return cast("tuple[int, ...]", value)
         parts = str(value).split(",")
-        if not all(part.strip().isdecimal() and int(part) >= self._least for part in parts):
-            self.fail(f"{value!r} is no list of numbers from {self._least} on; write 1,4,8", param, ctx)
+        if not all(part.strip().isdecimal() and int(part) >= 1 for part in parts):
+            self.fail(f"{value!r} is no list of numbers from 1 on; write 1,4,8", param, ctx)
         return tuple(map(int, parts))
 
 

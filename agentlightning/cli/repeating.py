@@ -15,7 +15,7 @@ from agentlightning.algorithm.directory import fingerprint
 from agentlightning.cli.config import TrainConfig, load_config
 from agentlightning.cli.place import Place
 from agentlightning.cli.runs import choose_runs
-from agentlightning.data.datasets import load_dataset
+from agentlightning.environments.base import tasks_of
 from agentlightning.errors import ConfigError
 from agentlightning.types import Run
 
@@ -43,16 +43,14 @@ def repeated(run: Run, assignments: Iterable[str], flags: Mapping[str, Any]) -> 
     config = msgspec.structs.replace(config, optimizer={**resolved["optimizer"], **config.optimizer})
     if config.lora is not None:
         config = msgspec.structs.replace(config, lora={**(resolved["lora"] or {}), **config.lora})
-    for name, source in (("train", config.train_dataset), ("val", config.val_dataset)):
-        if source is not None and source == kept.get(f"{name}_dataset"):
-            _check_same_tasks(run, name, source)
+    if config.environment == kept.get("environment"):
+        tasks = tasks_of(config.load_agent(), config.train_dataset, config.val_dataset)
+        for name, now in zip(("train", "val"), map(fingerprint, tasks), strict=True):
+            then, source = run.manifest["data"][name], getattr(config, f"{name}_dataset")
+            if then != now and source == kept.get(f"{name}_dataset"):
+                raise ConfigError(
+                    f"{source or 'the environment'} holds other tasks than when run {run.run_id} was started "
+                    f"({then['tasks']} then, {now['tasks']} now): bring them back, or name a copy with "
+                    f"--{name}-dataset to train on other tasks knowingly"
+                )
     return config
-
-
-def _check_same_tasks(run: Run, name: str, source: Any) -> None:
-    then, now = run.manifest["data"][name], fingerprint(load_dataset(source))
-    if then != now:
-        raise ConfigError(
-            f"{source} holds other tasks than when run {run.run_id} was started ({then['tasks']} then, {now['tasks']} "
-            f"now): bring them back, or name a copy with --{name}-dataset to train on other tasks knowingly"
-        )

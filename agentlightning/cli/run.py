@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import tty
+from collections import Counter
 from collections.abc import AsyncGenerator, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,15 +24,16 @@ import click
 import msgspec
 
 from agentlightning.cli.backends import Upstream, backend_of_environment, with_backend
-from agentlightning.cli.options import price_option, print_json, read_prices
+from agentlightning.cli.options import instrument_agents, instrument_option, price_option, print_json, read_prices
 from agentlightning.cli.place import NEW_STORE, SERVER_STORE, Place, with_place
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.runner.agent import LitAgent
-from agentlightning.semconv import CALL_ENDPOINT
+from agentlightning.semconv import CALL_ENDPOINT, CALL_REFUSED, HTTP_STATUS
 from agentlightning.store.redaction import text_without_secrets
 from agentlightning.types import LLM, AttemptedRollout, NamedResources, Rollout, Span
 
 if TYPE_CHECKING:
+    from agentlightning.runner.harnesses import Preset
     from agentlightning.store.base import LightningStore
     from agentlightning.tracing.logs import Excerpt
     from agentlightning.tracing.tree import Prices
@@ -41,19 +43,17 @@ _NO_CALLS: Final = (
     "no call of a language model was recorded; the program must find its API by OPENAI_BASE_URL, ANTHROPIC_BASE_URL "
     "or GOOGLE_GEMINI_BASE_URL, as the SDKs do where no other address is written into it"
 )
-_ITS_OWN_CHOICE: Final = (
-    "OPENAI_MODEL",
-    "ANTHROPIC_MODEL",
-    "GEMINI_MODEL",
-    "AGL_MODEL",
-)  # the program knows which models it asks for
+# The program knows which models it asks for.
+_ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL", "AGL_MODEL")
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.argument("command", metavar="COMMAND…", nargs=-1, required=True, type=click.UNPROCESSED)
 @with_backend(required=False)
-@click.option("--instrument", metavar="[NAMES]", is_flag=False, flag_value="",
-              help="Record tools and agents of Python frameworks too: all there are, or langchain,…")  # fmt: skip
+@click.option("--harness", metavar="NAME",
+              help="COMMAND is what follows the name of this harness: claude-code, codex, opencode, …")  # fmt: skip
+@click.option("--model", metavar="NAME", help="What OPENAI_MODEL, ANTHROPIC_MODEL and AGL_MODEL name; for a --harness.")
+@instrument_option
 @click.option("--task", metavar="JSON", help="What to store as the rollout's input instead of the command.")
 @price_option
 @with_place(NEW_STORE, lambda: str(SERVER_STORE))
@@ -61,6 +61,8 @@ def run(
     command: tuple[str, ...],
     backend: Upstream | None,
     place: Place,
+    harness: str | None,
+    model: str | None,
     instrument: str | None,
     task: str | None,
     price: tuple[str, ...],
@@ -71,16 +73,21 @@ def run(
     The program needs no change if it finds its API by OPENAI_BASE_URL or ANTHROPIC_BASE_URL, as the SDKs do. Its exit
     code is passed on. The tree of what it did is printed on stderr, and with --json what the program prints as well.
 
+    With --harness it has a home of its own, set up for that program: yours is neither read nor changed.
+
     \b
     agl run -- python my_agent.py
-    agl run --instrument --price gpt-4o=2.5,10 -- python my_agent.py"""
+    agl run --instrument --price gpt-4o=2.5,10 -- python my_agent.py
+    agl run --harness claude-code --model claude-sonnet-5 -- -p "fix the test\""""
     from rich.console import Console
 
     from agentlightning.tracing.tree import rollout_tree
 
     prices = read_prices(price)
-    names = None if instrument is None else tuple(filter(None, instrument.split(",")))
-    program = Program(command, names, sys.stderr if as_json else sys.stdout)
+    instrument_agents(instrument, here=False)
+    preset = None if harness is None else _preset(harness, model)
+    command = command if preset is None else (preset.program, *command)
+    program = Program(command, sys.stderr if as_json else sys.stdout, preset, model or "")
     given = shlex.join(command) if task is None else _task(task)
 
     async def work() -> int:
@@ -91,7 +98,10 @@ def run(
             spans = await store.query_spans(rollout.rollout_id, "latest")
             ended = await store.get_rollout_by_id(rollout.rollout_id)
         Console(stderr=True, highlight=False).print(rollout_tree(ended or rollout, spans, prices=prices))
-        if not any(CALL_ENDPOINT in span.attributes for span in spans):
+        unanswered = _unanswered(spans)
+        for why, times in unanswered.items():
+            click.echo(f"not answered{f' ({times} times)' * (times > 1)}: {why}", err=True)
+        if not unanswered and not any(CALL_ENDPOINT in span.attributes for span in spans):
             click.echo(_NO_CALLS, err=True)
         server = place.server
         where = f"--server {server}" if server else f"--store {shlex.quote(text_without_secrets(str(place)))}"
@@ -100,10 +110,21 @@ def run(
         served = server.rstrip("/") + page if server else f"http://127.0.0.1:8123{page} while `agl server {where}` runs"
         click.echo(f"dashboard: {served}", err=True)
         if as_json:
-            print_json(_told(ended or rollout, spans, prices) | {"exit_code": program.exit_code})
+            told = _told(ended or rollout, spans, prices)
+            print_json(told | {"not_answered": unanswered, "exit_code": program.exit_code})
         return program.exit_code
 
     return asyncio.run(work())
+
+
+def _preset(harness: str, model: str | None) -> Preset:
+    from agentlightning.runner.harnesses import find_preset
+
+    if not model:
+        raise click.UsageError("--harness needs --model NAME, the model it is to ask for")
+    preset = find_preset(harness)
+    preset.check()
+    return preset
 
 
 def _task(text: str) -> Any:
@@ -111,6 +132,17 @@ def _task(text: str) -> Any:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         raise click.BadParameter(f"{error}; a task is JSON, text in quotes", param_hint="'--task'") from None
+
+
+def _unanswered(spans: Sequence[Span]) -> Counter[str]:
+    """What the gateway or the backend refused and why, with how often; of an attempt the gateway's first hundred."""
+    from agentlightning.tracing.tree import one_line
+
+    found = Counter[str]()
+    for told, why in [(one.attributes, one.status.description) for one in spans if HTTP_STATUS in one.attributes]:
+        if path := told.get(CALL_REFUSED) or told.get(CALL_ENDPOINT):
+            found[one_line(f"{path}: {told[HTTP_STATUS]} {why}", 500)] += 1
+    return found
 
 
 def _told(rollout: Rollout, spans: Sequence[Span], prices: Prices) -> dict[str, Any]:
@@ -132,7 +164,8 @@ async def _gateway(backend: Any, store: LightningStore) -> AsyncGenerator[str]:
     from agentlightning.server.app import create_app
     from agentlightning.server.serve import HttpServer
 
-    gateway = Gateway(ModelTable([ModelEntry(ANY, backend, trainable=False)]), store)
+    entry = ModelEntry(ANY, backend, trainable=backend.captures_tokens, train=None, val=None)
+    gateway = Gateway(ModelTable([entry]), store)
     try:
         # A key that nobody is told: the program may call models and add to its own attempt.
         app = create_app(store, gateway=gateway, admin_key=secrets.token_urlsafe(32))
@@ -155,8 +188,9 @@ class Program(LitAgent[Any]):
     and the signal's number for one that was killed. ConfigError for one that cannot be started."""
 
     command: Sequence[str]
-    instrument: tuple[str, ...] | None
     output: TextIO
+    preset: Preset | None = None
+    model: str = ""
     exit_code: int = 0
     _url: str = ""
     _rollout: AttemptedRollout | None = field(default=None, repr=False)
@@ -181,30 +215,30 @@ class Program(LitAgent[Any]):
 
         self._rollout = rollout
         tracer = require_binding("agl run").tracer
-        with tempfile.TemporaryDirectory(prefix="agl-run-") as directory:
-            streams = await self._executed(inherited_environment() | self._variables(rollout, Path(directory)))
+        variables = self._variables(rollout)
+        if self.preset is None:
+            streams = await self._executed(inherited_environment() | variables)
+        else:
+            with tempfile.TemporaryDirectory(prefix="agl-run-", ignore_cleanup_errors=True) as home:
+                streams = await self._executed(self.preset.environment(variables, Path(home)))
         for name, excerpt in streams.items():
             if text := excerpt.text():
                 record_log(tracer, name, text)  # pyright: ignore[reportArgumentType]
         if self.exit_code:
             raise ProgramFailed(f"exit code {self.exit_code}")
 
-    def _variables(self, rollout: AttemptedRollout, directory: Path) -> dict[str, str]:
-        from agentlightning.cli import instrumented
+    def _variables(self, rollout: AttemptedRollout) -> dict[str, str]:
         from agentlightning.runner.environment import agent_environment
+        from agentlightning.runner.instrumented import instrumenting
 
         ids, key = (rollout.rollout_id, rollout.attempt.attempt_id), rollout.api_key or ""
-        llm = LLM(endpoint=f"{self._url}/rollout/{ids[0]}/attempt/{ids[1]}/v1", model="", api_key=key)
+        llm = LLM(endpoint=f"{self._url}/rollout/{ids[0]}/attempt/{ids[1]}/v1", model=self.model, api_key=key)
         variables = agent_environment(llm, *ids, self._url, key, reward_key=rollout.reward_key)
-        for name in _ITS_OWN_CHOICE:
-            variables.pop(name, None)
+        for name in () if self.model else _ITS_OWN_CHOICE:
+            del variables[name]
         for name in ("no_proxy", "NO_PROXY"):  # what is on this machine is not reached through a company's proxy
             variables[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
-        if self.instrument is not None:
-            told = instrumented.Told(self.instrument, f"{self._url}/api/v1/spans", key, *ids)
-            variables |= instrumented.variables(told, directory)
-            del variables["OPENAI_AGENTS_DISABLE_TRACING"]  # what is instrumented is just that tracing
-        return variables
+        return variables | instrumenting()
 
     async def _executed(self, environment: dict[str, str]) -> dict[str, Excerpt]:
         """Run the process to its end; what it wrote."""

@@ -16,15 +16,15 @@ import click
 import msgspec
 
 from agentlightning.cli.backends import Upstream, with_backend
-from agentlightning.cli.options import Duration, Option, json_option, print_json, together
+from agentlightning.cli.options import Duration, Option, instrument_option, json_option, print_json, together
 from agentlightning.cli.pool import pool_options, run_pool, take_pool
-from agentlightning.cli.training import isolation_option
+from agentlightning.cli.training import agent_of, command_options, isolation_option
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.attribution import api_key_of
 from agentlightning.runner.ending import on_signal, run_to_end, watched
 
 if TYPE_CHECKING:
-    from agentlightning.runner.command import RewardSource
+    pass
 
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -217,7 +217,7 @@ async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, A
     greeting = "store {store} at {url}\ndashboard: {url}/"
     if upstream is not None:
         backend = await upstream.open()
-        options["models"] = (ModelEntry(ANY, backend, trainable=False),)
+        options["models"] = (ModelEntry(ANY, backend, trainable=backend.captures_tokens, train=None, val=None),)
         told |= {"backend": backend.name, "kind": backend.kind}
         greeting = (
             "calls to {backend} ({kind}) are recorded in {store}\n"
@@ -236,12 +236,9 @@ async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, A
 
 
 @click.command()
-@click.argument("agent", metavar="[FILE.py:NAME]", required=False)
-@click.option("--agent", "named", metavar="FILE.py:NAME", help="Another way to say which.")
-@click.option("--command", metavar="LINE", help="Run this program instead: 'python my_agent.py --task {task}'.")
-@click.option("--reward", type=click.Choice(["auto", "stdout", "file", "url"]), default="auto", show_default=True,
-              help="Where the reward of --command is: its last line, $AGL_REWARD_FILE, $AGL_REWARD_URL.")  # fmt: skip
-@click.option("--grader", metavar="LINE|FILE.py:NAME", help="What grades --command, a program or a function.")
+@click.argument("agent", metavar="[FILE.py:NAME|RUN.yaml]", required=False)
+@click.option("--agent", "named", metavar="FILE.py:NAME|RUN.yaml", help="Another way to say which.")
+@command_options
 @click.option("--server", metavar="URL", required=True, help="The `agl server` to lease rollouts from.")
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
 @click.option("--endpoint", "endpoint_override", metavar="URL",
@@ -254,61 +251,32 @@ async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, A
               help="How long rollouts at hand may go on after Ctrl-C or SIGTERM.")  # fmt: skip
 @click.option("--tracer", type=click.Choice(["auto", "opentelemetry", "light"]), default="auto", show_default=True,
               help="Collect what OpenTelemetry's SDK traces (auto: where it is installed), or not.")  # fmt: skip
-@click.option("--instrument", metavar="[NAMES]", is_flag=False, flag_value="",
-              help="Let frameworks report tools and agents: langchain,crewai,… or all that can be.")  # fmt: skip
+@instrument_option
 @click.option("--settle", "settle_seconds", type=Duration(zero=True), metavar="2s", default="0s", show_default=True,
               help="End an attempt when no span has come for so long: for agents that export them.")  # fmt: skip
 @click.option("--idle", "idle_seconds", type=Duration(), metavar="60s", default=math.inf,
               help="End after so long without a rollout (a pool's runners: 60s).")  # fmt: skip
 @pool_options
 @json_option
-def runner(
-    agent: str | None,
-    named: str | None,
-    command: str | None,
-    reward: RewardSource,
-    grader: str | None,
-    server: str,
-    key: str | None,
-    instrument: str | None,
-    **options: Any,
-) -> int | None:
-    """Lease rollouts from a server and run an agent on them, a Python object or a --command, until stopped.
+def runner(agent: str | None, named: str | None, server: str, key: str | None, **options: Any) -> int | None:
+    """Lease rollouts from a server and run an agent on them, in Python, of a run file or a --command, until stopped.
 
     After Ctrl-C or SIGTERM it leases nothing more, and rollouts at hand may finish: exit code 0. Those that --drain
     ends, or a second signal, are handed back to be retried: exit code 130."""
-    from agentlightning.cli.config import CommandConfig
-    from agentlightning.runner.agent import as_agent
     from agentlightning.runner.processes import place_of
 
-    if [agent, named, command].count(None) != 2:
-        raise click.UsageError("give the agent to run, once: FILE.py:NAME, or --command with a program")
-    agent = agent or named
-    if command is None and (grader is not None or reward != "auto"):
-        raise click.UsageError("--reward and --grader are for --command; a Python agent returns its reward")
     pool = take_pool(options)
-    if instrument is not None and pool is None:
-        if command is not None:
-            raise click.UsageError("--instrument is for Python agents; take --command 'opentelemetry-instrument …'")
-        from agentlightning.tracing import instrument as instrumentation
-
-        names = instrumentation.instrument(*filter(None, instrument.split(",")))
-        click.echo(f"instrumented: {', '.join(names) or 'nothing, no instrumentation is installed'}", err=True)
-    if command is None:
-        loaded = as_agent(agent or "")
-    else:
-        loaded = CommandConfig(command=command, reward=reward, grader=grader).load()
+    name = agent or named or f"`{options['command']}`"
+    loaded = agent_of([one for one in (agent, named) if one is not None], options, here=pool is None)
     if pool is None:
         options["isolation"] = place_of(loaded, options["isolation"])
-        if instrument is not None and options["isolation"] == "process":
-            raise click.UsageError("--instrument reaches no other process; call agentlightning.instrument() in FILE.py")
     elif pool["ray"]:
         loaded.reads_environment()  # which imports it; for Kubernetes it may be in the image alone
     try:
         if pool is not None:
             return run_to_end(run_pool(click.get_current_context(), **pool))
         with garbage_sought_seldom(), watched() as end_after:
-            run_to_end(_runner(loaded, agent or f"`{command}`", server, key, end_after, **options))
+            run_to_end(_runner(loaded, name, server, key, end_after, **options))
     except (asyncio.CancelledError, TimeoutError):
         raise click.Abort from None
 

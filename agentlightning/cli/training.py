@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +13,20 @@ import click
 import msgspec
 from rich.console import Console
 
-from agentlightning.cli.config import TrainConfig, build, kept, load_config
-from agentlightning.cli.options import Numbers, Option, json_option, print_json, together
+from agentlightning.cli.config import CommandConfig, TrainConfig, build, kept, load_config
+from agentlightning.cli.options import (
+    Option,
+    instrument_agents,
+    instrument_option,
+    json_option,
+    print_json,
+    together,
+)
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.types import LLM
 
 if TYPE_CHECKING:
+    from agentlightning.runner.agent import LitAgent
     from agentlightning.runner.processes import Isolation
     from agentlightning.trainer import FitResult
 
@@ -61,6 +68,7 @@ def isolation_option(default: str | None) -> Option:
 running_flags = together(
     click.option("--n-runners", type=int, help="Rollouts at once in this process; 0 leaves them to `agl runner`."),
     isolation_option(None),
+    instrument_option,
     click.option("--seed", type=int, help="The source of all randomness."),
     click.option("--run-dir", "--out", metavar="DIR", help="Directory of this run; default a new one below runs/."),
     click.option("--resume", is_flag=True, default=None, help="Continue the run in --run-dir, or the newest."),
@@ -80,6 +88,7 @@ running_flags = together(
 # One flag per key of a run file.
 mirrored_flags = together(
     click.option("--agent", metavar="FILE.py:NAME", help="The agent: file.py:name or module:name."),
+    click.option("--environment", metavar="HUB:NAME", help="An agent with its tasks: verifiers:NAME, inspect:…"),
     click.option("--model", metavar="ID|DIR|FILE.py:NAME", help="Model to train: id, directory or maker."),
     click.option("--model-name", metavar="NAME", help="What agents call it by; default policy."),
     click.option("--train-dataset", metavar="DATA", help="Tasks to learn from: a file, or file.py:name."),
@@ -116,19 +125,44 @@ def answering(
     return None, {"llm": LLM(endpoint=endpoint, model=model or endpoint_model or "", api_key=endpoint_key)}
 
 
+# A program in an agent's place.
+command_options = together(
+    click.option("--command", metavar="LINE", help="Run this program instead: 'python my_agent.py --task {task}'."),
+    click.option(
+        "--reward", type=click.Choice(["auto", "stdout", "file", "url"]), default="auto", show_default=True,
+        help="Where the reward of --command is: its last line, $AGL_REWARD_FILE, $AGL_REWARD_URL.",
+    ),
+    click.option("--grader", metavar="LINE|FILE.py:NAME", help="What grades --command, a program or a function."),
+)  # fmt: skip
+
+
+def agent_of(named: Sequence[str], options: dict[str, Any], *, here: bool = True) -> LitAgent[Any]:
+    """The one agent that arguments or `command_options` name, which are taken out of `options`. What is to be
+    instrumented is so before it is imported: in this process, unless it runs not `here`, and in those below."""
+    from agentlightning.runner.agent import as_agent
+
+    command, reward, grader, instrument = (options.pop(name) for name in ("command", "reward", "grader", "instrument"))
+    if len(named) + (command is not None) != 1:
+        raise click.UsageError("give the agent to run, once: FILE.py:NAME, RUN.yaml, or --command with a program")
+    if command is None and (grader is not None or reward != "auto"):
+        raise click.UsageError("--reward and --grader are for --command; a Python agent returns its reward")
+    instrument_agents(instrument, here=here and command is None)
+    if command is not None:
+        return CommandConfig(command=command, reward=reward, grader=grader).load()
+    if named[0].endswith((".yaml", ".yml")) and (here or Path(named[0]).is_file()):
+        return as_agent(load_config(Path(named[0])).load_agent())
+    return as_agent(named[0])
+
+
 @click.command()
 @click.argument("run_file", type=FILE, required=False, metavar="[RUN.yaml]")
 @click.option("--from", "repeat", metavar="RUN_DIR|RUN_ID", help="Repeat this run: its settings instead of RUN.yaml's.")
-@click.option(
-    "--seeds", type=Numbers(), metavar="N|A,B,…", help="A run with each of N seeds, or of these; then a table."
-)
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key: algorithm.group_size=4")
 @json_option
 @mirrored_flags
 def train(
     run_file: Path | None,
     repeat: str | None,
-    seeds: tuple[int, ...] | None,
     assignments: tuple[str, ...],
     as_json: bool,
     teacher: str | None,
@@ -138,8 +172,8 @@ def train(
 ) -> int:
     """Train an agent as RUN.yaml, or flags, or both say; a flag wins over --set, and --set over the file.
 
-    Without RUN.yaml, --from and --agent it is the run.yaml of this folder, with --resume --run-dir what the run in
-    there began with."""
+    Without RUN.yaml, --from, --agent and --environment it is the run.yaml of this folder, with --resume --run-dir what
+    the run in there began with."""
     if teacher is not None:
         assignments = (*assignments, f"algorithm.teacher={teacher}")
     if steps is not None:
@@ -152,24 +186,16 @@ def train(
             raise click.UsageError("give RUN.yaml or --from, not both: either says what to train")
         config = _repeated(repeat, console, assignments, flags)
     else:
-        told = run_file is not None or flags["agent"] is not None or seeds is not None
+        named = flags["agent"] or flags["environment"]
+        told = run_file is not None or named is not None
         kept_there = not told and flags["resume"] and (flags["run_dir"] or not RUN_FILE.is_file())
         began = _to_resume(flags["run_dir"]) if kept_there else None
-        if run_file is None and flags["agent"] is None and RUN_FILE.is_file():
+        if run_file is None and named is None and RUN_FILE.is_file():
             run_file = RUN_FILE
         if began is not None:
             config = _repeated(str(began), console, assignments, {**flags, "run_dir": str(began)})
         else:
             config = load_config(run_file, assignments, flags)
-    if seeds is not None:
-        seeds = tuple(range(1, max(seeds) + 1)) if len(seeds) == 1 else seeds
-        if flags["seed"] is not None:
-            raise click.UsageError("give --seed or --seeds, not both")
-        if len(seeds) < 2 or len({*seeds}) < len(seeds):
-            raise click.UsageError("--seeds names fewer than two, or one twice; for a single run give --seed")
-        from agentlightning.cli.seeds import train_seeds
-
-        return train_seeds(config, seeds, console, as_json=as_json)
     result = fit(config, console)
     show_fit(console, result)
     if as_json:
@@ -208,15 +234,26 @@ def fit(config: TrainConfig, console: Console) -> FitResult:
     from agentlightning.trainer import Trainer
 
     hide_library_progress()
-    optimizer = build(AdamW, config.optimizer, typing.get_type_hints(AdamW), "optimizer")
-    lora = None if config.lora is None else build(LoRA, config.lora, typing.get_type_hints(LoRA), "lora")
-    elsewhere = {"agent", "train_dataset", "val_dataset", "algorithm", "optimizer", "lora", "resume"}
+    optimizer = build(AdamW, config.optimizer, "optimizer")
+    lora = None if config.lora is None else build(LoRA, config.lora, "lora")
+    elsewhere = {
+        "agent",
+        "environment",
+        "instrument",
+        "train_dataset",
+        "val_dataset",
+        "algorithm",
+        "optimizer",
+        "lora",
+        "resume",
+    }
     passed = {key: value for key, value in msgspec.structs.asdict(config).items() if key not in elsewhere}
+    instrument_agents(config.instrument, here=isinstance(config.agent, str))
     with LiveProgress(console, steps=getattr(algorithm, "steps", None), time_limit=config.time_limit) as progress:
         trainer = Trainer(
             algorithm=algorithm, optimizer=optimizer, lora=lora, progress=progress, run_file=kept(config), **passed
         )
-        agent = config.agent if isinstance(config.agent, str) else config.agent.load()
+        agent = config.load_agent()
         with watched():
             return trainer.fit(agent, config.train_dataset, config.val_dataset, resume=config.resume)
 
@@ -232,11 +269,7 @@ def make_algorithm(spec: Mapping[str, Any]) -> Any:
     maker = load_reference(ALGORITHMS.get(name, name))
     if not isinstance(maker, type) or not dataclasses.is_dataclass(maker):
         raise ConfigError(f"algorithm.name: {name} is no dataclass; an algorithm declares its fields as one")
-    hints = typing.get_type_hints(maker)
-    known = {
-        field.name: hints[field.name] for field in dataclasses.fields(maker) if field.init and field.name != "name"
-    }
-    return build(maker, fields, known, "algorithm")
+    return build(maker, fields, "algorithm")
 
 
 def show_fit(console: Console, result: FitResult) -> None:
@@ -273,18 +306,22 @@ def fit_summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
 
 
 @click.command()
-@click.argument("agent", metavar="FILE.py:NAME")
-@click.argument("dataset", metavar="DATA")
+@click.argument("given", metavar="[FILE.py:NAME] DATA", nargs=-1, required=True)
+@command_options
 @answering_options
 @click.option("--limit", type=click.IntRange(min=1), default=5, show_default=True, help="How many tasks to run.")
 @click.option("--run-dir", metavar="DIR", help="Directory of this run; default a new one below runs/.")
 @isolation_option("auto")
+@instrument_option
 @json_option
 def dev(
-    agent: str, dataset: str, limit: int, run_dir: str | None, isolation: Isolation, as_json: bool, **answer: str | None
+    given: tuple[str, ...], limit: int, run_dir: str | None, isolation: Isolation, as_json: bool, **options: Any
 ) -> int:
-    """Run an agent on a few tasks without training and print what it did, call by call; exit with 1 if all fail."""
-    served, resources = answering(**answer)
+    """Run an agent, a Python object or a --command, on a few tasks without training and print what it did, call by
+    call; exit with 1 if all fail."""
+    *named, dataset = given
+    agent = agent_of(named, options)
+    served, resources = answering(**options)
     if served is None and not resources:
         raise click.UsageError("give --model, or --endpoint and --endpoint-model")
     from agentlightning.data.datasets import load_dataset

@@ -20,6 +20,7 @@ from agentlightning.types import Span
 
 _ROLE: Final = re.compile(r"you are (?:the |an? )?([^.,;:!\n]+)", re.IGNORECASE)
 _PROMPT_KEYS: Final = ('"system"', '"instructions"')  # of a request of Anthropic's protocol, or of Responses
+_DSPY_BEGINS: Final = "Your input fields are:"  # the prompts of all its modules
 _LONGEST_NAME: Final = 60
 _LONGEST_LINE: Final = 1000  # of which a name is read
 
@@ -27,10 +28,11 @@ _LONGEST_LINE: Final = 1000  # of which a name is read
 @dataclass(frozen=True)
 class AgentName:
     """The agent of a call: all `names` it has, the best first (none where nothing tells), and all `words` it can be
-    chosen by."""
+    chosen by. A call for `housekeeping` (a title, a compaction) has the name of what it is for."""
 
     names: tuple[str, ...]
     words: tuple[str, ...]
+    housekeeping: bool = False
 
     @property
     def name(self) -> str | None:
@@ -46,26 +48,39 @@ def agents_of(calls: Iterable[Step]) -> dict[str, AgentName]:
 
 
 def agent_of(step: Step) -> AgentName:
-    """The agent of a call: as its framework calls it, else the alias of the model that was asked for, else its role.
+    """The agent of a call: as its framework calls it, else its role if the prompt tells it to be one, else the alias of
+    the model that was asked for, else the prompt's first line.
 
-    The role is read from the first line of the system prompt: what follows `You are the` (`a`, `an`), up to the first
-    punctuation, else the line. An agent that no framework names can be chosen by any word of its role too."""
+    A role is what follows `You are the` (`a`, `an`) in the first line of the system prompt (of the objective in
+    DSPy's), up to the first punctuation. An agent that no framework names can be chosen by any word of it too."""
     attributes = step.span.attributes
+    if kind := text_of(step.span, semconv.CALL_HOUSEKEEPING):
+        return AgentName((kind,), (kind, "housekeeping"), housekeeping=True)
     asked, answered = attributes.get(semconv.GEN_AI_REQUEST_MODEL), attributes.get(semconv.GEN_AI_RESPONSE_MODEL)
     alias = asked if isinstance(asked, str) and asked != answered else None
     if step.agent:
         names = (step.agent,) if alias is None else (step.agent, alias)
         return AgentName(names, names)
-    return _unnamed(alias, _system_prompt(step.span).lstrip()[:_LONGEST_LINE])
+    prompt = _system_prompt(step.span).lstrip()
+    if prompt.startswith(_DSPY_BEGINS):
+        prompt = prompt.partition("your objective is:")[2].lstrip() or prompt
+    return _unnamed(alias, prompt[:_LONGEST_LINE])
 
 
 @lru_cache(maxsize=256)  # one agent asks many times
 def _unnamed(alias: str | None, prompt: str) -> AgentName:
-    line = prompt.partition("\n")[0].rstrip()
-    found = _ROLE.match(line)
-    role = (found[1] if found else line).strip()[:_LONGEST_NAME]
-    names = tuple(name for name in (alias, role) if name)
+    found = role_in(prompt)
+    role = found or prompt.partition("\n")[0].strip()[:_LONGEST_NAME]
+    # Most programs ask one model for all of their agents; but every model is told to be a helpful assistant.
+    tells = found is not None and not role.endswith("assistant")
+    names = tuple(name for name in ((role, alias) if tells else (alias, role)) if name)
     return AgentName(names, (*names, *re.findall(r"[\w-]+", role)))
+
+
+def role_in(prompt: str) -> str | None:
+    """`writer` for `You are the writer. …`."""
+    found = _ROLE.match(prompt[:_LONGEST_LINE].lstrip())
+    return found[1].strip()[:_LONGEST_NAME] if found else None
 
 
 def agent_pattern(pattern: str) -> re.Pattern[str]:
@@ -79,9 +94,10 @@ def agent_pattern(pattern: str) -> re.Pattern[str]:
         ) from None
 
 
-def chosen(pattern: re.Pattern[str], agent: AgentName) -> bool:
-    """Whether the pattern is the whole of one of the agent's words, in upper or lower case."""
-    return any(pattern.fullmatch(word) for word in agent.words)
+def chosen(pattern: re.Pattern[str] | None, agent: AgentName) -> bool:
+    """Whether the pattern is the whole of one of the agent's words, in upper or lower case. None chooses all but
+    housekeeping."""
+    return not agent.housekeeping if pattern is None else any(pattern.fullmatch(word) for word in agent.words)
 
 
 def _system_prompt(call: Span) -> str:

@@ -21,6 +21,7 @@ from agentlightning.errors import ConfigError, check_settings, nearest
 NOT_RECEIVED: Final = "nobody received the answer"
 CALL_MISSING: Final = "another call of the attempt was not recorded"
 OTHER_AGENT: Final = "other agent"
+HOUSEKEEPING: Final = "housekeeping call"
 OTHER_MODEL: Final = "other model"
 FROZEN: Final = "frozen model"
 UNUSED_CHOICE: Final = "unused choice"
@@ -58,9 +59,10 @@ class CallFilter:
     """Which calls train. Every other one is left out and counted by its reason; none is cut.
 
     `models` are the names of the models being trained (None: every trainable one), `agents` is what the agents being
-    trained are called, as in `"writer|rewriter"` (None: all). Calls with a reason in `keep` (of `KEEPABLE`) train all
-    the same, and are counted too; answers that were cut off at max_tokens do if `train_truncated`. `max_prompt_length`
-    and `max_response_length` are in tokens of one call. ConfigError for what cannot be meant."""
+    trained are called, as in `"writer|rewriter"` (None: all; what only does housekeeping, such as titles, trains where
+    it is named). Calls with a reason in `keep` (of `KEEPABLE`) train all the same, and are counted too; answers that
+    were cut off at max_tokens do if `train_truncated`. `max_prompt_length` and `max_response_length` are in tokens of
+    one call. ConfigError for what cannot be meant."""
 
     models: Collection[str] | None = None
     agents: str | None = None

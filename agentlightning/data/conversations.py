@@ -32,6 +32,7 @@ CUT: Final = "answers cut at their token limit"
 OTHER_MODEL: Final = "calls of other models"
 FROZEN: Final = "calls of models that are not trained"
 OTHER_AGENT: Final = "calls of other agents"
+HOUSEKEEPING: Final = "calls for housekeeping"
 
 _CALL_FAILED: Final = ("call failed", "client disconnected")  # the gateway's flags that say something of the answer
 _NO_CALL: Final = ("embeddings", "messages/count_tokens")
@@ -126,8 +127,8 @@ def _unlearnable(step: Step, models: frozenset[str] | None, agents: re.Pattern[s
     attributes = step.span.attributes
     if step.failed or attributes.get(semconv.CALL_FLAG) in _CALL_FAILED:
         return FAILED
-    if agents is not None and not chosen(agents, agent_of(step)):
-        return OTHER_AGENT
+    if not chosen(agents, agent := agent_of(step)):
+        return HOUSEKEEPING if agent.housekeeping else OTHER_AGENT
     if models is None and attributes.get(semconv.CALL_TRAINABLE) is False:
         return FROZEN
     if models is not None and model_name(attributes) not in models:

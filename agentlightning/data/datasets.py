@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentlightning.data.references import is_reference, load_reference
-from agentlightning.errors import ConfigError, InvalidError, nearest
+from agentlightning.errors import ConfigError, InvalidError, imported, nearest
 from agentlightning.store.codec import to_json
 
 
@@ -111,13 +111,11 @@ def _read_csv(path: Path) -> list[Any]:
 
 
 def _read_parquet(path: Path) -> list[Any]:
+    parquet = imported("pyarrow.parquet", f"reading {path}", "agent-lightning-next[datasets]")
+    import pyarrow
+
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ConfigError(f"reading {path} needs pyarrow: pip install 'agent-lightning-next[datasets]'") from None
-    try:
-        return pyarrow.parquet.read_table(path).to_pylist()
+        return parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:
         raise ConfigError(f"{path} is not a readable Parquet file: {error}") from error
 

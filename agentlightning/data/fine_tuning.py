@@ -5,7 +5,7 @@ Knows the format, and not where lines come from. What a host counts in tokens, o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
@@ -14,9 +14,7 @@ import msgspec
 from agentlightning.tracing.dialects import json_of
 
 FEWEST_LINES: Final = 10  # that OpenAI and Azure take
-MOST_BYTES: Final = 512_000_000
 _MOST_TOOLS: Final = 128
-_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"  # which Azure asks for, and JSON does not know
 
 
 # --- the format --------------------------------------------------------------------------------------------------
@@ -133,34 +131,3 @@ def _message_problem(message: dict[str, Any], unanswered: set[str], tools: set[s
     if tools and any(call["function"]["name"] not in tools for call in calls):
         return "a call of a tool that was not offered"
     return None
-
-
-# --- a file ------------------------------------------------------------------------------------------------------
-
-
-def file_problems(lines: Iterable[bytes]) -> Iterator[tuple[int | None, Problem]]:
-    """What is wrong with a file: with which line (from 1), in order, then with the whole of it (None)."""
-    count, size, first = 0, 0, None
-    for count, text in enumerate(lines, start=1):
-        size += len(text)
-        problem, kind = _read_line(text.removeprefix(_BYTE_ORDER_MARK) if count == 1 else text)
-        first = first or kind
-        if problem is None and kind != first:
-            problem = Problem(f"{kind} in a file that began with {first}")
-        if problem is not None:
-            yield (count, problem)
-    if count < FEWEST_LINES:
-        yield (None, Problem(f"{count} lines; OpenAI and Azure take no fewer than {FEWEST_LINES}"))
-    if size > MOST_BYTES:
-        yield (None, Problem(f"{size / 1e6:g} MB; OpenAI and Azure take no more than {MOST_BYTES / 1e6:g}"))
-
-
-def _read_line(text: bytes) -> tuple[Problem | None, str | None]:
-    if not text.strip():
-        return Problem("nothing but white space"), None
-    try:
-        line = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return Problem(f"no JSON: {error}"), None
-    kind = "a pair to prefer" if isinstance(line, Mapping) and "input" in line else "a conversation"
-    return line_problem(line), kind

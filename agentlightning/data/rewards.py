@@ -48,8 +48,8 @@ def given_rewards(spans: Sequence[Span], steps: Sequence[Step]) -> GivenRewards:
 
     An intermediate reward belongs to the call that it names, by the id of its answer or of a tool call in it; else to
     the latest call that had ended before it: among the calls below the nearest span around it that has one, where a
-    tool without calls of its own stands for the call that asked for it, else those of its agent, else all. It never
-    displaces the final reward."""
+    tool without calls of its own stands for the call that asked for it, else those of its agent, else all. Calls for
+    housekeeping count only where named. It never displaces the final reward."""
     lost: Counter[str] = Counter()
     of_calls: dict[str, float] = {}
     values: list[float] = []
@@ -82,7 +82,8 @@ class _Receivers:
     def of(self, reward: Span) -> Span | None:
         if (named := self._named(reward)) is not None:
             return named
-        ended = [(step.span, around) for step, around in self._calls if step.span.end_time <= reward.start_time]
+        trained = [one for one in self._calls if semconv.CALL_HOUSEKEEPING not in one[0].span.attributes]
+        ended = [(step.span, around) for step, around in trained if step.span.end_time <= reward.start_time]
         found = [call for call, _ in ended]
         for outer in ancestors(reward, self._above):
             if below := [call for call, around in ended if outer in around]:

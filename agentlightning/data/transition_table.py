@@ -5,6 +5,7 @@ Knows transitions and columns. It does not know stores; pyarrow is imported only
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, BinaryIO, Final
@@ -18,7 +19,7 @@ from agentlightning.data.export import LOW_REWARD, NO_CALL, Lines, Wanted
 from agentlightning.data.images import image_references
 from agentlightning.data.recorded import Recorded
 from agentlightning.data.transitions import TracedRollout, trace_rollout
-from agentlightning.errors import ConfigError
+from agentlightning.errors import imported
 from agentlightning.tracing.dialects import text_of
 from agentlightning.tracing.messages import finish_reasons, model_name
 from agentlightning.tracing.steps import read_steps
@@ -130,12 +131,8 @@ class TransitionFile:
     _ROWS: Final = 10_000
 
     def __init__(self, file: BinaryIO) -> None:
-        try:
-            import pyarrow
-            from pyarrow import parquet
-        except ImportError:
-            raise ConfigError("Parquet files need pyarrow: pip install 'agent-lightning-next[datasets]'") from None
-        self._arrow: Any = pyarrow
+        parquet = imported("pyarrow.parquet", "a Parquet file", "agent-lightning-next[datasets]")
+        self._arrow = pyarrow = importlib.import_module("pyarrow")
         self._schema = _schema(pyarrow)
         self._writer: Any = parquet.ParquetWriter(file, self._schema, compression="zstd")
         self._rows: list[dict[str, Any]] = []

@@ -23,6 +23,7 @@ from agentlightning.data.call_filter import (
     EVERY_CALL,
     FROZEN,
     HAS_IMAGES,
+    HOUSEKEEPING,
     LONG_PROMPT,
     LONG_RESPONSE,
     NO_TOKEN_IDS,
@@ -176,8 +177,8 @@ def _sort_calls(
     for span in sorted((one for one in spans if one.span_id in names and _samples(one)), key=call_order):
         agent = names[span.span_id]
         reasons = list(_call_reasons(span, calls, incomplete=incomplete, discarded=call_index(span) in discarded))
-        if pattern is not None and not chosen(pattern, agent):
-            reasons.append(OTHER_AGENT)
+        if not chosen(pattern, agent):
+            reasons.append(HOUSEKEEPING if agent.housekeeping else OTHER_AGENT)
         transition = None
         if span.tokens is not None and all(map(calls.keeps, reasons)):
             said, earned = tuple(tools.get(span.span_id, ())), given.of_calls.get(span.span_id)
@@ -189,8 +190,7 @@ def _sort_calls(
         against = next((reason for reason in reasons if not calls.keeps(reason)), None)
         if against is None and transition is not None and span.tokens is not None:
             found.transitions.append(transition)
-            if reasons:
-                found.kept.update(reasons)
+            found.kept.update(reasons)
             found.unused += len(span.tokens.choices) - 1
         else:
             found.left_out[span.span_id] = against or NO_TOKEN_IDS

@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentlightning.data.transitions import FloatArray
 from agentlightning.engine.forward import DecoderForward, ModelForward, Piece
-from agentlightning.engine.request import TokenArray, check_request, token_ids
+from agentlightning.engine.request import TokenArray, check_request
 from agentlightning.engine.sampler import Sampler
 from agentlightning.engine.slots import SlotTable
 from agentlightning.engine.weights import shape_of, why_unsupported
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.gateway.generation import GenerationRequest, SampledToken
+from agentlightning.gateway.generation import GenerationRequest, Masks, SampledToken
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +33,6 @@ PREFILL_TOKENS = 2048
 
 # Exchanging two slots costs about as much as computing this many idle rows.
 EXCHANGE_ROWS = 4
-
-# Rows of [tokens, vocabulary] that are made probabilities at once.
-ROWS_AT_ONCE = 256
 
 OnToken = Callable[[SampledToken], None]
 OnError = Callable[[BackendError], None]
@@ -125,7 +119,7 @@ class Engine:
         for the requests in it; `step` raises if one of them has none. Raises BackendError(status=400)."""
         prompt = self.check(request)
         room = self.max_sequence_length - prompt.size
-        limit = prompt.size + (room if request.max_tokens is None else request.max_tokens)
+        limit = prompt.size + min(room, request.max_tokens or room)
         tokens = np.zeros(limit, dtype=np.int64)
         tokens[: prompt.size] = prompt
         stop_ids = self._eos_token_ids | request.stop_token_ids
@@ -133,24 +127,6 @@ class Engine:
         self._waiting.append(generation)
         self.statistics.requests += 1
         return generation
-
-    @torch.no_grad()
-    def logprobs(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], temperature: float = 1.0) -> FloatArray:
-        """What the model's present weights give each of `sampled_ids` [T] after `prompt_ids` [P], float32[T].
-
-        By its own forward over the whole sequence, as a learner computes it; `temperature` as in a request. Raises
-        BackendError(status=400) for what could not have been sampled here."""
-        prompt = self.check(GenerationRequest(list(prompt_ids), max_tokens=len(sampled_ids), temperature=temperature))
-        sampled = token_ids("sampled_ids", sampled_ids, self._vocabulary_size)
-        model: Any = self._model
-        inputs = torch.from_numpy(np.concatenate([prompt, sampled[:-1]])).to(model.device)[None]
-        logits = model(input_ids=inputs, use_cache=False, logits_to_keep=len(sampled)).logits[0].split(ROWS_AT_ONCE)
-        targets = torch.from_numpy(sampled).to(model.device).split(ROWS_AT_ONCE)
-        losses = [
-            F.cross_entropy(rows.float() / (temperature or 1.0), of, reduction="none")
-            for rows, of in zip(logits, targets, strict=True)
-        ]
-        return -torch.cat(losses).cpu().numpy()
 
     def cancel(self, generation: Generation) -> None:
         """Stop a request; no token of it is delivered any more. Nothing happens if it has ended."""
@@ -299,7 +275,8 @@ class Engine:
         """Draw and deliver the next token of each sequence from logits `[n, vocabulary]`."""
         slots = np.array([generation.slot for generation in generations], dtype=np.int64)
         indices = np.array([generation.sampled for generation in generations], dtype=np.int64)
-        token_ids, logprobs = self._sampler.sample(logits, slots, indices)
+        masks = {row: one.request.masks for row, one in enumerate(generations) if one.request.masks is not None}
+        token_ids, logprobs = self._sampler.sample(_masked(logits, masks) if masks else logits, slots, indices)
         version = self.version
         for generation, token_id, logprob in zip(generations, token_ids, logprobs, strict=True):
             generation.tokens[generation.length] = token_id
@@ -310,11 +287,24 @@ class Engine:
             elif generation.length == generation.limit:
                 reason = "length"
             else:
-                generation.on_token(SampledToken(token_id, logprob, version))
+                self._go_on(generation, SampledToken(token_id, logprob, version))
                 continue
             self._end(generation)
             generation.on_token(SampledToken(token_id, logprob, version, reason))
         self.statistics.generated_tokens += len(generations)
+
+    def _go_on(self, generation: Generation, token: SampledToken) -> None:
+        """Deliver a token behind which others come; a grammar that becomes too large ends its own request alone."""
+        if generation.request.masks is not None:
+            try:
+                generation.request.masks.advance(token.token_id)
+            except BackendError as error:
+                if generation.on_error is None:
+                    raise
+                self._end(generation)
+                generation.on_error(error)
+                return
+        generation.on_token(token)
 
     def _end(self, generation: Generation) -> None:
         del self._running[generation.slot]
@@ -355,3 +345,12 @@ class Engine:
         if known is not None and self.max_sequence_length > known:
             raise ConfigError(f"max_sequence_length is {self.max_sequence_length}, but the model was made for {known} "
                               f"positions; use at most {known}")  # fmt: skip
+
+
+def _masked(logits: Tensor, masks: Mapping[int, Masks]) -> Tensor:
+    """Logits `[n, vocabulary]` with −∞ for what the masks of some rows do not allow."""
+    logits = logits.clone()
+    for row, one in masks.items():
+        bits = np.unpackbits(np.frombuffer(one.allowed, np.uint8), count=logits.shape[-1], bitorder="little")
+        logits[row].masked_fill_(torch.from_numpy(bits == 0).to(logits.device), float("-inf"))
+    return logits

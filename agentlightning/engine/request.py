@@ -22,8 +22,8 @@ TokenArray = npt.NDArray[np.int64]
 def check_request(request: GenerationRequest, *, vocabulary_size: int, max_sequence_length: int) -> TokenArray:
     """The prompt as an array `[n]`, once everything in the request is usable.
 
-    Raises BackendError(status=400) that names the field; its code is `context_length_exceeded` where the prompt or an
-    explicit `max_tokens` does not fit into `max_sequence_length` (prompt and sampled tokens together)."""
+    Raises BackendError(status=400) that names the field; its code is `context_length_exceeded` where the prompt and one
+    token do not fit into `max_sequence_length`. A larger `max_tokens` means as many as fit."""
     prompt = token_ids("prompt_token_ids", request.prompt_token_ids, vocabulary_size)
     if prompt.size == 0:
         raise _invalid("prompt_token_ids is empty; give at least one token id")
@@ -42,20 +42,14 @@ def check_request(request: GenerationRequest, *, vocabulary_size: int, max_seque
         raise unsupported("top_logprobs", "only the sampled token's logprob is known; leave it out or set it to 0")
     if request.max_tokens is not None and request.max_tokens < 1:
         raise _invalid(f"max_tokens is {request.max_tokens}; it must be at least 1, or None for as many as fit")
-    _check_room(prompt.size, request.max_tokens, max_sequence_length)
+    if prompt.size >= max_sequence_length:
+        raise BackendError(
+            f"the prompt has {prompt.size} tokens, and the engine holds sequences of {max_sequence_length} tokens: "
+            "shorten the prompt, or start the engine with a larger max_sequence_length",
+            status=400,
+            code="context_length_exceeded",
+        )
     return prompt
-
-
-def _check_room(prompt_length: int, max_tokens: int | None, max_sequence_length: int) -> None:
-    if prompt_length + (max_tokens or 1) <= max_sequence_length:
-        return
-    raise BackendError(
-        f"the prompt has {prompt_length} tokens and {max_tokens or 'at least 1'} are to be sampled, but the engine "
-        f"holds sequences of {max_sequence_length} tokens: shorten the prompt, lower max_tokens, or start the engine "
-        "with a larger max_sequence_length",
-        status=400,
-        code="context_length_exceeded",
-    )
 
 
 def token_ids(name: str, ids: Iterable[int], vocabulary_size: int) -> TokenArray:

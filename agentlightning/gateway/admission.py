@@ -1,8 +1,8 @@
 """What of an agent's request reaches an engine that is ours: the fields of a list, and no others.
 
 The engine is trusted with weights and the agent with nothing, and what constrains the sampling would be trained as if
-the policy had said it. Hints are dropped, and noted in the span; what changes the meaning of an answer is sent, and the
-answer not trained, or it is refused. Knows requests; no backends, rollouts or spans.
+the policy had said it. Hints are dropped, and noted in the span; in training what an answer must be is one of them.
+Elsewhere it is sent, or refused. Knows requests; no backends, rollouts or spans.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PROMPT: Final = frozenset(
 """They change the prompt, which is recorded as it was rendered."""
 _MEANT: Final = frozenset({"response_format", "structured_outputs"})
 """They constrain what is sampled, and an answer without them would be another."""
-_LARGEST_GRAMMAR: Final = 64 * 1024  # bytes as JSON; a server compiles it between the tokens of others
+LARGEST_GRAMMAR: Final = 64 * 1024  # bytes as JSON; a server compiles it between the tokens of others
 _UNTRAINED: Final = frozenset(
     {
         "allowed_token_ids",
@@ -72,19 +72,20 @@ _INERT: Final = frozenset(
 
 
 class Admitted(NamedTuple):
-    """What is sent of `CallRequest.extra` and `tools`, and the names of what is not. With `one_tool_call` the agent
-    gets the first tool call of an answer alone, which is sampled freely all the same."""
+    """What is sent of `CallRequest.extra`, `tools` and `tool_choice`, and the names of what is not. With
+    `one_tool_call` the agent gets the first tool call of an answer alone, which is sampled freely all the same."""
 
     extra: dict[str, Any]
     tools: list[dict[str, Any]]
+    tool_choice: Any
     one_tool_call: bool
     dropped: list[str]
 
 
-def admit(request: CallRequest, *, trained: bool) -> Admitted:
-    """What an engine is sent of a request to a model that is `trained` or not. CallRefused (400) names what cannot be
-    honoured and would have changed the answer's meaning."""
-    sent = _PROMPT | _MEANT if trained else _PROMPT | _MEANT | _UNTRAINED
+def admit(request: CallRequest, *, trained: bool, training: bool) -> Admitted:
+    """What an engine is sent of a request to a model that is `trained` or not; in `training` it learns from the answer.
+    CallRefused (400) names what cannot be honoured and would have changed the answer's meaning."""
+    sent = _PROMPT | (frozenset() if training else _MEANT) | (frozenset() if trained else _UNTRAINED)
     extra: dict[str, Any] = {}
     dropped: list[str] = []
     for name, value in request.extra.items():
@@ -95,18 +96,24 @@ def admit(request: CallRequest, *, trained: bool) -> Admitted:
         if name == "chat_template_kwargs" and isinstance(value, dict):
             extra[name] = {key: one for key, one in value.items() if key in _TEMPLATE_VARIABLES}
             dropped += [f"{name}.{key}" for key in value if key not in _TEMPLATE_VARIABLES]
-        elif name in _MEANT and len(msgspec.json.encode(value)) > _LARGEST_GRAMMAR:
-            limit = f"{name} may have {_LARGEST_GRAMMAR:,} bytes"
+        elif name in sent & _MEANT and len(msgspec.json.encode(value)) > LARGEST_GRAMMAR:
+            limit = f"{name} may have {LARGEST_GRAMMAR:,} bytes"
             raise CallRefused(f"{limit}: larger ones hold up every other call", code="invalid_request", param=name)
         elif name in sent and value != _FREE.get(name):
             extra[name] = value
-        elif name not in _FREE and name not in _REFUSED:
+        elif name not in _REFUSED and (name not in _FREE or (name in _MEANT and value != _FREE[name])):
             dropped.append(name)
     tools = request.tools
     if trained and tools:
         tools = [{"type": "function", "function": _function(tool["function"], dropped)} for tool in tools]
+    tool_choice = request.tool_choice
+    if training and forces_a_call(tool_choice):
+        tool_choice = None
+        dropped.append("tool_choice")
     one_tool_call = request.extra.get("parallel_tool_calls") is False
-    return Admitted(extra, tools, one_tool_call, sorted(set(dropped)))
+    if one_tool_call and (forces_a_call(tool_choice) or not _MEANT.isdisjoint(extra)):
+        extra["parallel_tool_calls"] = False
+    return Admitted(extra, tools, tool_choice, one_tool_call, sorted(set(dropped)))
 
 
 def _function(function: Mapping[str, Any], dropped: list[str]) -> dict[str, Any]:
@@ -120,10 +127,14 @@ def admit_relayed(fields: dict[str, msgspec.Raw]) -> tuple[dict[str, msgspec.Raw
     return {name: fields[name] for name in fields if name in _EMBEDDED}, [one for one in fields if one not in _EMBEDDED]
 
 
+def forces_a_call(tool_choice: Any) -> bool:
+    return tool_choice not in (None, "none", "auto")
+
+
 def leaves_sampling_free(extra: Mapping[str, Any], tools: list[dict[str, Any]], tool_choice: Any) -> bool:
     """Whether an answer with these fields comes from the policy's own distribution. What is not known to leave it alone
     does not."""
-    if tool_choice not in (None, "none", "auto"):
+    if forces_a_call(tool_choice):
         return False
     free = all(name in _PROMPT or asks_for_nothing(name, value) for name, value in extra.items())
     return free and not any(tool["function"].get("strict") for tool in tools)

@@ -81,6 +81,7 @@ class Answer:
         self.prompt_token_ids: tuple[int, ...] = ()
         self.spliced_tokens = 0
         self.replica = ""
+        self.dropped: tuple[str, ...] = ()
         self.extra: dict[str, Any] = {}
         self.response_json: str | None = None  # of an answer that was passed through
         self.choices = [Choice() for _ in range(n)]
@@ -105,6 +106,7 @@ class Answer:
                 self.prompt_token_ids = event.prompt_token_ids
                 self.spliced_tokens = event.spliced_tokens
                 self.replica = event.replica
+                self.dropped = event.dropped
                 self.extra = event.extra
             case Usage():
                 self.usage = event

@@ -35,7 +35,8 @@ class Caller:
     `mode` is None for calls that no attempt made. `sample` names the rollout within its run: what the algorithm called
     it (`metadata["sample"]`), so that a repeated run draws the same random numbers, or else its id. `attempt` is
     (rollout_id, attempt_id), None for nobody's. `lost` are the numbers of calls that may be stored and whose answers
-    were not sent: the next call says so. In a `deterministic` run every backend is given seeds."""
+    were not sent: the next call says so. `refused` counts requests that became no calls. In a `deterministic` run every
+    backend is given seeds."""
 
     rollout_id: str
     attempt_id: str
@@ -45,6 +46,7 @@ class Caller:
     sample: str = ""
     deterministic: bool = False
     running: int = 0
+    refused: int = 0
     lost: list[int] = field(default_factory=list[int], repr=False)
     call_indices: Iterator[int] = field(default_factory=itertools.count, repr=False)  # of the calls to come
 

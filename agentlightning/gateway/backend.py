@@ -74,12 +74,13 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
 class Started(msgspec.Struct, frozen=True):
     """First event: the exact prompt (empty where the backend does not tell), how much of it was recorded ids, and who
     answers (empty: the backend itself). `extra` are fields of the answer as a whole that the agent gets as they are
-    (`system_fingerprint`)."""
+    (`system_fingerprint`); `dropped` names hints of the call that are not followed."""
 
     prompt_token_ids: tuple[int, ...]
     spliced_tokens: int = 0
     replica: str = ""
     extra: dict[str, Any] = {}
+    dropped: tuple[str, ...] = ()
 
 
 class Delta(msgspec.Struct, frozen=True):

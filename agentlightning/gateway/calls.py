@@ -8,16 +8,18 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
-from agentlightning.errors import BackendError
+from agentlightning.errors import AgentLightningError, BackendError
 from agentlightning.gateway.admission import Admitted, admit, admit_relayed
 from agentlightning.gateway.attribution import Attributor, Caller, is_worker
 from agentlightning.gateway.backend import LEFT_OPEN, SESSION_HEADER, RelayedAnswer, RelayedCall, Sampling
+from agentlightning.gateway.callers import caller_attributes
 from agentlightning.gateway.capture import CallRecord
 from agentlightning.gateway.conversations import Conversations
 from agentlightning.gateway.endpoints.base import Endpoint, Head
@@ -27,8 +29,13 @@ from agentlightning.gateway.holding import Holding
 from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
 from agentlightning.gateway.request import NEUTRAL_PENALTIES, NOT_JSON, CallRefused, CallRequest
 from agentlightning.gateway.running import CallStatistics, Recorder, RunningCall
-from agentlightning.semconv import FROZEN_HEADER
-from agentlightning.types import Credential
+from agentlightning.semconv import CALL_REFUSED, ERROR_TYPE, FROZEN_HEADER, HTTP_STATUS
+from agentlightning.tracing.context import AttemptTracer
+from agentlightning.tracing.dialects import items, json_of
+from agentlightning.types import Attributes, Credential, SpanStatus
+
+_MOST_REFUSALS: Final = 100  # of one attempt that are recorded
+_LONGEST: Final = 1000  # characters of a reason, which may quote what an agent sent
 
 
 class CallOpener:
@@ -85,6 +92,7 @@ class CallOpener:
             sampling=sampling,
             session=_session(caller, key, headers),
             tools=admitted.tools,
+            tool_choice=admitted.tool_choice,
             extra=_extra(request, admitted, entry, caller),
         )
         record = CallRecord(
@@ -101,6 +109,7 @@ class CallOpener:
             dropped=[*admitted.dropped, *request.dropped],
             one_tool_call=admitted.one_tool_call,
             held_seconds=held_seconds,
+            made_by=caller_attributes(headers, _messages(request, fields)),
         )
         caller.lost = []
         recorder = self._recorders[0 if attempt else 1] if self._recorders else None
@@ -130,6 +139,20 @@ class CallOpener:
             )
         )
 
+    async def note_refusal(
+        self, path: str, headers: Mapping[str, str], path_ids: tuple[str, str] | None, error: BackendError
+    ) -> None:
+        """Record in the attempt of a request why it was refused: of each attempt the first 100, so that no agent fills
+        the store. Those that no attempt made leave nothing."""
+        with suppress(AgentLightningError):  # whose key is wrong, or a store that does not answer
+            caller, _ = await self._attributor.attribute(path_ids, headers)
+            if self._recorders and caller.attempt and caller.refused < _MOST_REFUSALS:
+                caller.refused += 1
+                said: Attributes = {CALL_REFUSED: path[:_LONGEST], ERROR_TYPE: error.code, HTTP_STATUS: error.status}
+                status = SpanStatus(status_code="ERROR", description=str(error)[:_LONGEST])
+                span = AttemptTracer(*caller.attempt).record(CALL_REFUSED, said, status=status)
+                await self._recorders[0].record(span)
+
     async def _read(
         self, caller: Caller, key: Credential | None, endpoint: Endpoint, body: bytes, headers: Mapping[str, str]
     ) -> tuple[CallRequest, ModelEntry, dict[str, msgspec.Raw] | None]:
@@ -149,7 +172,7 @@ class CallOpener:
         entry = self._models.resolve(model)
         if headers.get(FROZEN_HEADER) != "true":
             return entry
-        if entry.trainable and not (is_worker(key) or (key is not None and key.rewards)):
+        if entry.trainable and entry.name != ANY and not (is_worker(key) or (key is not None and key.rewards)):
             raise CallRefused(
                 f"an agent cannot take its calls of {entry.name!r} out of training ({FROZEN_HEADER}): ask a model that "
                 "is registered with trainable=False, or use a key with the scope worker, or one that gives rewards",
@@ -167,17 +190,24 @@ def _is_guarded(entry: ModelEntry, caller: Caller) -> bool:
 
 def _admitted(request: CallRequest, entry: ModelEntry, caller: Caller) -> Admitted:
     if _is_guarded(entry, caller):
-        return admit(request, trained=entry.trainable)
+        return admit(request, trained=entry.trainable, training=_learns(entry, caller))
     hints = frozenset[str]() if entry.backend.captures_tokens else request.hints.intersection(request.extra)
     extra = {name: value for name, value in request.extra.items() if name not in hints}
-    return Admitted(extra, request.tools, one_tool_call=False, dropped=sorted(hints))
+    one_tool_call = entry.backend.captures_tokens and extra.get("parallel_tool_calls") is False
+    return Admitted(extra, request.tools, request.tool_choice, one_tool_call, sorted(hints))
+
+
+def _learns(entry: ModelEntry, caller: Caller) -> bool:
+    """Whether the policy learns from the answer: then it is sampled freely, whatever the agent wishes it to be."""
+    return entry.trainable and entry.name != ANY and caller.mode == "train"
 
 
 def _extra(request: CallRequest, admitted: Admitted, entry: ModelEntry, caller: Caller) -> dict[str, Any]:
-    """What is sent beside messages, tools and sampling. What is trained has no penalty that is not recorded: vLLM takes
-    those that are left out from the model's generation config."""
-    neutral = NEUTRAL_PENALTIES if entry.trainable and caller.mode == "train" else {}
-    return {**neutral, **admitted.extra, **({} if _run_sampling(entry, caller) else request.shaping)}
+    """What is sent beside messages, tools and sampling. What is trained has no penalty: vLLM takes those that are left
+    out from the model's generation config."""
+    if _learns(entry, caller):
+        return {**NEUTRAL_PENALTIES, **admitted.extra}
+    return {**admitted.extra, **({} if _run_sampling(entry, caller) else request.shaping)}
 
 
 def _run_sampling(entry: ModelEntry, caller: Caller) -> Sampling | None:
@@ -202,6 +232,7 @@ def _effective_sampling(
             value = getattr(asked, name)
             if value is not None and value != getattr(sampling, name):
                 overridden[name] = value
+    if decided is not None or _learns(entry, caller):
         overridden |= request.shaping
     seeded = entry.backend.seeded or (caller.deterministic and entry.backend.captures_tokens)
     if sampling.seed is None and call_index is not None and seeded:
@@ -229,6 +260,14 @@ def _let_through(headers: Mapping[str, str]) -> dict[str, str]:
 
 def _model_of(request: CallRequest, entry: ModelEntry) -> str:
     return request.model if entry.name == ANY else entry.name
+
+
+def _messages(request: CallRequest, fields: Mapping[str, msgspec.Raw] | None) -> list[Any]:
+    """What is said, a system prompt first; of requests in any protocol."""
+    if fields is None:
+        return request.messages
+    system = json_of(bytes(fields.get("system") or fields.get("instructions") or b"").decode())
+    return [{"role": "system", "content": system}, *items(json_of(request.messages_json))]
 
 
 def _session(caller: Caller, key: Credential | None, headers: Mapping[str, str]) -> str | None:

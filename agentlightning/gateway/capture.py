@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from agentlightning import semconv
+from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import Caller
 from agentlightning.gateway.backend import Sampling
@@ -41,7 +42,8 @@ class CallRecord:
     """What was decided about a call before it was made, and when it began (seconds since the epoch).
 
     `call_index` is None for calls that no attempt made; `discards` are earlier calls whose answers were not sent.
-    `dropped` are the names of what the backend was not sent. Before it began it was held for `held_seconds`."""
+    `dropped` are the names of what the backend was not sent. Before it began it was held for `held_seconds`. `made_by`
+    says who made it and what for, in attributes of the span."""
 
     caller: Caller
     call_index: int | None
@@ -56,6 +58,7 @@ class CallRecord:
     dropped: list[str]
     one_tool_call: bool
     held_seconds: float
+    made_by: Attributes
     start_time: float = field(default_factory=time.time)
     span_id: str = field(default_factory=lambda: secrets.token_hex(8))  # nobody can guess it and take its place
 
@@ -76,6 +79,8 @@ def call_span(
     if flag:
         attributes[semconv.CALL_FLAG] = flag
     status = SpanStatus(status_code="ERROR", description=str(error) or flag) if error else SpanStatus()
+    if isinstance(error, BackendError):
+        attributes |= {semconv.ERROR_TYPE: error.code, semconv.HTTP_STATUS: error.status}
     name = f"{record.endpoint.operation} {record.head.model}"
     return _span(record, name, attributes, end_time, status, _tokens(answer))
 
@@ -171,7 +176,7 @@ def _attributes(record: CallRecord, answer: Answer) -> Attributes:
         (semconv.CALL_INDEX, record.call_index),
         (semconv.CALL_DISCARDS, record.discards or None),
         (semconv.CALL_HELD_SECONDS, record.held_seconds or None),
-        (semconv.CALL_DROPPED, record.dropped or None),
+        (semconv.CALL_DROPPED, [*record.dropped, *answer.dropped] or None),
         (semconv.CALL_OVERRIDDEN, _json(record.overridden) if record.overridden else None),
         (semconv.GEN_AI_TOOL_DEFINITIONS, request.tools_json or (_json(request.tools) if request.tools else None)),
         (semconv.RECORDED_SPLICE, answer.spliced_tokens or None),
@@ -179,7 +184,7 @@ def _attributes(record: CallRecord, answer: Answer) -> Attributes:
     for name, value in optional:
         if value is not None:
             attributes[name] = value
-    return attributes
+    return attributes | record.made_by
 
 
 def _tokens(answer: Answer) -> TokenCapture | None:

@@ -9,7 +9,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
+
+GrammarsAs: TypeAlias = Literal["masks", "structural_tag"] | None
+
+
+class Masks(Protocol):
+    """Which tokens may come next under a grammar: those whose bits in `allowed` are set, from the lowest on."""
+
+    allowed: bytes
+
+    def advance(self, token_id: int) -> None:
+        """This one came. BackendError where the grammar becomes too large to follow."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -18,7 +30,8 @@ class GenerationRequest:
     temperature 1; `top_p=1` and `top_k=0` mean no truncation. `seed` fixes the random numbers of the request whatever
     else is in the batch. `stop_token_ids` end the generation like the model's own end-of-sequence ids do.
     `top_logprobs` asks for that many of the likeliest tokens beside each sampled one. `model` is what the call asked
-    for, for a server that has several."""
+    for, for a server that has several. `masks` or `structural_tag` say what an answer must be, to a generator whose
+    `grammars` they are; logprobs are then those of the tokens that may come."""
 
     prompt_token_ids: tuple[int, ...] | list[int]
     max_tokens: int | None = None
@@ -29,6 +42,8 @@ class GenerationRequest:
     stop_token_ids: frozenset[int] = frozenset()
     top_logprobs: int = 0
     model: str | None = None
+    masks: Masks | None = None
+    structural_tag: dict[str, Any] | None = None
 
 
 class Ending(NamedTuple):
@@ -55,7 +70,10 @@ class SampledToken(NamedTuple):
 
 
 class TokenGenerator(Protocol):
-    """Samples tokens: the embedded engine, or a server that takes and gives token ids."""
+    """Samples tokens: the embedded engine, or a server that takes and gives token ids. `grammars` is how it is told
+    what an answer must be, if it can be."""
+
+    grammars: ClassVar[GrammarsAs]
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[SampledToken, None]:
         """Yield the tokens of a request as they are sampled. Closing the iterator cancels the generation.

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, TypeAlias
@@ -65,10 +66,10 @@ def gateway_routes(calls: CallOpener, models: ModelTable, *, body_limit: int, at
     routes: list[BaseRoute] = []
     for prefix in ("", _PREFIX) if attributed else ("",):
         for endpoint in _ENDPOINTS:
-            app = _App(partial(_answer, endpoint, calls, body_limit), endpoint.error)
+            app = _App(partial(_answer, endpoint, calls, body_limit), endpoint.error, calls)
             routes.append(Route(f"{prefix}/v1/{endpoint.path}", app, methods=["POST"]))
-        count = _App(partial(_count, _COUNT, "input_tokens", calls, body_limit), _COUNT.error)
-        generate = _App(partial(_generate, calls, body_limit), google_error)
+        count = _App(partial(_count, _COUNT, "input_tokens", calls, body_limit), _COUNT.error, calls)
+        generate = _App(partial(_generate, calls, body_limit), google_error, calls)
         routes += [
             Route(f"{prefix}/v1/{_COUNT.path}", count, methods=["POST"]),
             Route(f"{prefix}/v1/responses", _App(partial(_no_websocket, calls)), methods=["GET"]),
@@ -76,6 +77,8 @@ def gateway_routes(calls: CallOpener, models: ModelTable, *, body_limit: int, at
             Route(f"{prefix}/v1/models", shown, methods=["GET"]),
             Route(f"{prefix}/v1/models/{{name:path}}", shown, methods=["GET"]),
         ]
+    if attributed:
+        routes.append(Route(f"{_PREFIX}/{{rest:path}}", _App(_unknown, calls=calls), methods=["POST"]))
     return routes
 
 
@@ -109,22 +112,29 @@ class Shortcut:
         return self._app(scope, receive, send)
 
 
+@dataclass(eq=False)
 class _App:
-    """An ASGI application whose every failure becomes an error of the protocol's shape."""
+    """An ASGI application whose every failure becomes an error of the protocol's shape, and is noted by `calls` if no
+    call was begun."""
 
-    def __init__(self, answer: _Answer, error: Callable[[BackendError], bytes] = openai_error) -> None:
-        self._answer = answer
-        self._error = error
+    answer: _Answer
+    error: Callable[[BackendError], bytes] = openai_error
+    calls: CallOpener | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(send, self._error)
+        reply = Reply(send, self.error)
         with suppress(ClientGone):  # nobody is left to tell; the call is recorded as aborted
             try:
-                await self._answer(scope, receive, reply)
+                await self.answer(scope, receive, reply)
             except ClientGone:
                 raise
             except Exception as error:  # noqa: BLE001 - the boundary: nothing an agent sends may show it a traceback
-                await reply.fail(as_backend_error(error))
+                told = as_backend_error(error)
+                if self.calls is not None and not reply.of_call:
+                    ids, path = path_ids_of(scope), scope["path"]
+                    path = "/" + path.split("/", 5)[5] if ids else path
+                    await self.calls.note_refusal(path, headers_of(scope), ids, told)
+                await reply.fail(told)
 
 
 async def _answer(
@@ -134,6 +144,7 @@ async def _answer(
     headers, body = await _received(calls, body_limit, scope, receive)
     with ClientWatch(receive) as watch:
         async with await calls.open(endpoint, body, headers, path_ids_of(scope)) as call:
+            reply.of_call = True
             if call.relayed is not None:
                 await _pass_through(endpoint, call, reply, watch)
             elif call.request.stream:
@@ -247,6 +258,12 @@ async def _no_websocket(calls: CallOpener, scope: Scope, receive: Receive, reply
     raise CallRefused("responses are asked for by POST; there is no websocket here", status=426, code="no_websocket")
 
 
+async def _unknown(scope: Scope, receive: Receive, reply: Reply) -> None:
+    """What an attempt asks for that is none of the gateway's: its other calls may still be answered."""
+    path = scope["path_params"]["rest"]
+    raise CallRefused(f"there is no POST /{path} here; /docs lists what there is", status=404, code="not_found")
+
+
 async def _models(calls: CallOpener, models: ModelTable, scope: Scope, receive: Receive, reply: Reply) -> None:
     """`GET /v1/models` and `/v1/models/{name}`, in Anthropic's form for those who speak its protocol."""
     headers, name = headers_of(scope), scope["path_params"].get("name")
@@ -291,6 +308,7 @@ class Reply:
 
     def __init__(self, send: Send, encode: Callable[[BackendError], bytes]) -> None:
         self.in_stream: Callable[[BackendError], bytes] | None = None
+        self.of_call = False
         self._send = send
         self.encode = encode
         self._began = False

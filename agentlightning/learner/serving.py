@@ -107,7 +107,7 @@ def serve_policy(
     service = EngineService(engine, partial(_bring_up_to_date, model, policy))
     service.start()
     chat = ChatTemplate.from_pretrained(policy.tokenizer)
-    return EmbeddedSampler(service, TokenBackend(chat, service, name="embedded"), model)
+    return EmbeddedSampler(service, TokenBackend(chat, service, name="embedded", max_sequence_length=length), model)
 
 
 def _load(model: PreTrainedModel, directory: Path) -> None:

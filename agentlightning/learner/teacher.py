@@ -9,23 +9,24 @@ import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import aiohttp
 import msgspec
 import numpy as np
 
 from agentlightning.data.sequences import TrainingSequence
-from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, TrainingError
+
+if TYPE_CHECKING:
+    from agentlightning.data.token_bytes import TokenBytes
 
 # float32[N] of each sequence, a number for each of its sampled tokens. Blocks.
 Teacher: TypeAlias = Callable[[Sequence[TrainingSequence]], Sequence[FloatArray]]
 
 _AT_ONCE: Final = 16  # requests
 _RETRIES: Final = 3
-_SECONDS: Final = 300.0
 _PROBE: Final = "def f(x):\n    return x + 12345  # naïve café, 北京 🙂\n\n\tThe quick brown fox?!"
 
 
@@ -128,7 +129,7 @@ class _RemoteTeacher:
         key = self._server.api_key
         return aiohttp.ClientSession(
             headers={"authorization": f"Bearer {key}"} if key else {},
-            timeout=aiohttp.ClientTimeout(total=_SECONDS, sock_connect=10.0),
+            timeout=aiohttp.ClientTimeout(total=300.0, sock_connect=10.0),
             connector=aiohttp.TCPConnector(limit=_AT_ONCE),
         )
 

@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -31,11 +31,11 @@ from torch import Tensor
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
-from agentlightning.errors import BackendError, ConfigError, TrainingError, UnavailableError
+from agentlightning.errors import BackendError, ConfigError, TrainingError, UnavailableError, imported
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.chat.template import ChatTemplate
-from agentlightning.gateway.generation import Ending, GenerationRequest, SampledToken
+from agentlightning.gateway.generation import Ending, GenerationRequest, GrammarsAs, SampledToken
 from agentlightning.learner import losses
 from agentlightning.learner.base import AdamW, LoRA, Loss, Weights, WeightsForm
 from agentlightning.learner.policy import load_tokenizer
@@ -348,6 +348,7 @@ class TinkerSampler:
     weights that it asks for over those that it trains."""
 
     takes: WeightsForm = "handle"
+    grammars: ClassVar[GrammarsAs] = None
 
     def __init__(self, sdk: Any, service: Any, model: str, chat: ChatTemplate, name: str, length: int) -> None:
         self.backend = TokenBackend(chat, self, name=name, max_sequence_length=length)
@@ -468,13 +469,8 @@ def _new_name() -> str:
 
 
 def tinker_sdk() -> Any:
-    try:
-        return importlib.import_module("tinker")
-    except ImportError as error:
-        raise ConfigError(
-            f"learner: tinker needs its SDK ({error}): pip install 'agent-lightning-next[tinker]', in the version that "
-            "the server takes (docs/tinker.md)"
-        ) from None
+    """Its version is what the server takes: docs/tinker.md."""
+    return imported("tinker", "learner: tinker, whose SDK has the server's version,", "agent-lightning-next[tinker]")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import importlib
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import imported
 from agentlightning.types import LLM
 
 if TYPE_CHECKING:
@@ -62,12 +62,7 @@ def openai_client(llm: LLM) -> AsyncOpenAI:
 
 def make_client(llm: LLM) -> AsyncOpenAI:
     """A client with connections of its own. ConfigError where `openai` is not installed."""
-    try:
-        import openai
-    except ImportError:
-        raise ConfigError(
-            "openai_client needs the OpenAI SDK, which is not installed: pip install 'openai>=2.8,<4'"
-        ) from None
+    openai = imported("openai", "openai_client", "openai>=2.8,<4")
     base = openai.DefaultAsyncHttpxClient.__bases__[0]  # of httpx2, or of httpx before openai 3
     limits = importlib.import_module(base.__module__.partition(".")[0]).Limits(
         max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS, keepalive_expiry=KEEP_ALIVE_SECONDS

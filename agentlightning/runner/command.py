@@ -27,6 +27,7 @@ from agentlightning.runner.agent import LitAgent, RolloutRawResult, is_async, pi
 from agentlightning.runner.environment import agent_environment, current_server, inherited_environment
 from agentlightning.runner.executable import Output, execute
 from agentlightning.runner.execution import in_own_thread
+from agentlightning.runner.instrumented import instrumenting
 from agentlightning.tracing.attributes import to_json
 from agentlightning.tracing.context import current_binding
 from agentlightning.tracing.logs import KEPT_BYTES, record_log
@@ -50,10 +51,11 @@ class CommandFailedError(AgentLightningError):
 
 @dataclass(frozen=True)
 class CommandOutput:
-    """What a program that exited with status 0 wrote; of much output the beginning and the end."""
+    """What a program that exited with status 0 wrote, of much output the beginning and the end, and where it ran."""
 
     stdout: str
     stderr: str
+    directory: Path = Path()
 
 
 Grader: TypeAlias = Callable[[Any, CommandOutput], Any]
@@ -127,8 +129,13 @@ class Program:
             what = "is not executable (chmod +x)" if os.path.isfile(place) else what
             raise ConfigError(f"the command's program {place!r} {what}")
 
-    async def run(self, task: Any, stdin: str, variables: Mapping[str, str], what: str) -> CommandOutput:
+    def setting(self, variables: Mapping[str, str], own: Path) -> tuple[dict[str, str], Path | None]:
+        """The variables that `env` is added to, and where it runs; `own` is an empty directory of the attempt's."""
+        return {**inherited_environment(), **variables}, self.cwd
+
+    async def run(self, task: Any, stdin: str, variables: Mapping[str, str], what: str, own: Path) -> CommandOutput:
         """Run it on a task; what it wrote is logged however it ends. CommandFailedError if it fails."""
+        environment, directory = await in_own_thread(lambda: self.setting(variables, own))
         arguments = [_filled(word, task) for word in self._words]
         given = {name: _filled(value, task) for name, value in self.env.items()}
         with closing(Output("stdout", self.kept_bytes)) as stdout, closing(Output("stderr", self.kept_bytes)) as stderr:
@@ -136,24 +143,24 @@ class Program:
                 exit_code = await execute(
                     arguments,
                     (stdout, stderr),
-                    stdin=f"{stdin}\n".encode(),
-                    environment={**inherited_environment(), **variables, **given},
-                    directory=self.cwd,
+                    stdin=stdin.encode(),
+                    environment=environment | given,
+                    directory=directory,
                 )
             finally:
-                output = CommandOutput(stdout.taken(), stderr.taken())
+                output = CommandOutput(stdout.taken(), stderr.taken(), directory or Path())
                 if binding := current_binding():
                     record_log(binding.tracer, "stdout", output.stdout)
                     record_log(binding.tracer, "stderr", output.stderr)
         if exit_code:
-            raise CommandFailedError(_failure(what, exit_code, output.stderr))
+            raise CommandFailedError(_failure(what, exit_code, output.stderr.strip() or output.stdout.strip()))
         return output
 
 
 class CommandAgent(LitAgent[Any]):
     """What `command` makes: a program, and where its reward comes from."""
 
-    def __init__(self, program: Program, reward: RewardSource, grader: Grader | str | None) -> None:
+    def __init__(self, program: Program, reward: RewardSource, grader: Grader | Program | str | None) -> None:
         self._program = program
         self._source = reward
         self._warned = False
@@ -170,14 +177,14 @@ class CommandAgent(LitAgent[Any]):
 
     async def rollout_async(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> RolloutRawResult:
         """Run the program on the task and return its reward, None where it gave that itself or gave none."""
-        with tempfile.TemporaryDirectory(prefix="agentlightning-") as directory:
-            reward_file = Path(directory, "reward")
+        with tempfile.TemporaryDirectory(prefix="agentlightning-", ignore_cleanup_errors=True) as own:
+            reward_file = Path(own, "reward")
             variables = self._variables(resources, rollout)
             if self._source in ("auto", "file") and self._grader is None:
                 variables["AGL_REWARD_FILE"] = str(reward_file)
-            output = await self._program.run(task, to_json("the task", task), variables, "the command")
+            output = await self._program.run(task, _line(task), variables, "the command", Path(own))
             if self._grader is not None:
-                return await self._graded(self._grader, task, output)
+                return await self._graded(self._grader, task, output, Path(own))
             return self._reward(output, reward_file)
 
     def _variables(self, resources: NamedResources, rollout: AttemptedRollout) -> dict[str, str]:
@@ -194,7 +201,8 @@ class CommandAgent(LitAgent[Any]):
             )
         ids = rollout.rollout_id, rollout.attempt.attempt_id
         reward_key = rollout.reward_key if may_give else None  # else an agent could grade itself
-        return agent_environment(llm, *ids, server, rollout.api_key or "none", reward_key=reward_key)
+        variables = agent_environment(llm, *ids, server, rollout.api_key or "none", reward_key=reward_key)
+        return variables | instrumenting()
 
     def _reward(self, output: CommandOutput, file: Path) -> RolloutRawResult:
         if self._source == "url":
@@ -225,10 +233,11 @@ class CommandAgent(LitAgent[Any]):
             )
         return None
 
-    async def _graded(self, grader: Grader | Program, task: Any, output: CommandOutput) -> Any:
+    async def _graded(self, grader: Grader | Program, task: Any, output: CommandOutput, own: Path) -> Any:
         if isinstance(grader, Program):
             given = {"task": task, "stdout": output.stdout, "stderr": output.stderr}
-            graded = await grader.run(task, to_json("the task", given), {}, "the grader's command")
+            given["directory"] = str(output.directory.resolve())
+            graded = await grader.run(task, _line(given), {}, "the grader's command", own)
             return parse_reward(_last_line(graded), "the last line of the grader's stdout")._asdict()
         if is_async(grader):
             return await grader(task, output)
@@ -254,6 +263,10 @@ def _field(task: Any, path: str) -> str:
     return value if isinstance(value, str) else to_json("the task", value)
 
 
+def _line(value: Any) -> str:
+    return to_json("the task", value) + "\n"
+
+
 def _written(file: Path) -> bytes:
     """What stands in a reward file, b"" where there is none. InvalidError for what is no small plain file."""
     if not os.path.lexists(file):
@@ -267,11 +280,11 @@ def _last_line(output: CommandOutput) -> str:
     return output.stdout.rstrip().rpartition("\n")[2]
 
 
-def _failure(what: str, exit_code: int, stderr: str) -> str:
+def _failure(what: str, exit_code: int, said: str) -> str:
     if exit_code < 0:
         how = f"was killed by signal {-exit_code} ({signal.strsignal(-exit_code)})"
     else:
         how = f"exited with status {exit_code}"
-    end = stderr.strip()[-_SHOWN:]
+    end = said[-_SHOWN:]
     last = end.rpartition("\n")[2]
-    return f"{what} {how}: {last}\n{end}" if end else f"{what} {how} and wrote nothing to stderr"
+    return f"{what} {how}: {last}\n{end}" if end else f"{what} {how} and wrote nothing to stderr or stdout"

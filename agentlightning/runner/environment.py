@@ -1,8 +1,8 @@
 """The environment variables by which a process is an attempt's agent, whatever it is written in.
 
 They are those that SDKs read by themselves (OpenAI's, Anthropic's, Google's, OpenTelemetry's), a few of our own, and
-those of Agent Lightning 1.0 (AGL_OPENAI_BASE_URL, AGL_KEY, AGL_EVENT_URL). This module knows names of variables; it does
-not start processes.
+those of Agent Lightning 1.0 (AGL_OPENAI_BASE_URL, AGL_KEY, AGL_EVENT_URL). This module knows names of variables; it
+does not start processes.
 """
 
 from __future__ import annotations

@@ -53,11 +53,8 @@ def _check(url: str, headers: Any) -> None:
         return
     found = _PATH.search(url)
     bearer = headers.get("authorization", "").removeprefix("Bearer ")
-    named = (
-        found.groups()
-        if found
-        else claimed_attempt(bearer or headers.get("x-api-key") or headers.get("x-goog-api-key", ""))
-    )
+    key = bearer or headers.get("x-api-key") or headers.get("x-goog-api-key", "")
+    named = found.groups() if found else claimed_attempt(key)
     if named is not None and named[:2] != (binding.tracer.rollout_id, binding.tracer.attempt_id):
         raise ForeignClientError(
             f"this call of attempt {binding.tracer.attempt_id} would have been recorded for attempt {named[1]}, whose "

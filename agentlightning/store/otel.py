@@ -112,4 +112,5 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: str) -> str:
-    return value if value.isascii() else value.encode(errors="replace").decode()
+    # A framework's own kind of text (smolagents' AgentText) becomes plain text.
+    return value if type(value) is str and value.isascii() else str.encode(value, errors="replace").decode()

@@ -12,7 +12,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, cast, get_args
 
 import msgspec
 
@@ -171,6 +171,20 @@ def without_secrets(span: Span) -> Span:
 
     description = span.status.description
     return _replaced(span, cleaned, clean, description and clean(description))
+
+
+def settings_without_secrets(value: Any) -> Any:
+    """Settings or a command line without what is secret by its name, however deep."""
+    if isinstance(value, list):  # of flags, perhaps: what follows one that names a credential is one
+        items = cast("list[Any]", value)
+        flags = [is_credential(one.lstrip("-")) if isinstance(one, str) and one[:2] == "--" else False for one in items]
+        return [settings_without_secrets(one) for one, flag in zip(items, [False, *flags], strict=False) if not flag]
+    if isinstance(value, str) and value.startswith("--") and is_credential(value.partition("=")[0].lstrip("-")):
+        return value.partition("=")[0]
+    if not isinstance(value, dict):
+        return value
+    named = cast("dict[str, Any]", value)
+    return {name: settings_without_secrets(one) for name, one in named.items() if not is_credential(name)}
 
 
 def text_without_secrets(text: str) -> str:
@@ -379,6 +393,8 @@ _HARMLESS: Final = frozenset(
         semconv.CALL_ENDPOINT,
         semconv.CALL_SAMPLING,
         semconv.CALL_FLAG,
+        semconv.CALL_HOUSEKEEPING,
+        semconv.CALL_PARENT_AGENT,
         semconv.CALL_BACKEND,
         semconv.OPERATION_NAME,
         semconv.EXCEPTION_TYPE,

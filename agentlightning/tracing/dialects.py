@@ -5,7 +5,10 @@ Looks at a span by itself; how spans belong together is read in `tracing.steps`.
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+from contextlib import suppress
 from typing import Any, Final, Literal, TypeAlias, cast
 
 import msgspec
@@ -47,6 +50,14 @@ _NAMES: Final[dict[Kind, tuple[str, ...]]] = {
 }
 _ARGUMENTS: Final = ("gen_ai.tool.call.arguments", "input.value", "traceloop.entity.input", semconv.OPERATION_INPUT)
 _RESULTS: Final = ("gen_ai.tool.call.result", "output.value", "traceloop.entity.output", semconv.OPERATION_OUTPUT)
+_METHOD: Final = re.compile(r"\.(?:run|__call__|acall|forward|aforward)$")  # smolagents and DSPy name spans by it
+_PRIVATE: Final = re.compile(r"\._[a-z]")
+_DSPY: Final = "openinference.instrumentation.dspy"
+# Modules of DSPy's own; those that name an agent are the program's.
+_DSPY_MODULES: Final = re.compile(
+    r"(BestOfN|ChainOfThought|CodeAct|Flex|Module|MultiChainComparison|Predict|ProgramOfThought|ReAct|ReActV2|Refine|RLM)\b"
+)
+_LONGEST_DICT: Final = 10_000  # characters, as Python writes it
 _LANGCHAIN: Final = "traceloop.association.properties."
 _PREBUILT_NODES: Final = ("model", "agent", "tools")  # of every agent that LangChain builds: these name nobody
 
@@ -66,6 +77,10 @@ def kind_of(span: Span) -> Kind:
         return "call"
     told = (span.attributes.get(name) for name in _KIND_NAMES)
     kinds: list[Kind] = [_KINDS[value] for value in told if isinstance(value, str) and value in _KINDS]
+    if scope_of(span) == _DSPY and span.name.endswith("forward"):
+        return "other" if _DSPY_MODULES.match(span.name) else "agent"
+    if kinds == ["call"] and _PRIVATE.search(span.name):
+        return "other"  # LlamaIndex reports what prepares a call like one
     if kinds:
         return max(kinds, key=_RANK.index) if len(kinds) > 1 else kinds[0]
     if text_of(span, *_TOOL_NAMES):
@@ -75,19 +90,26 @@ def kind_of(span: Span) -> Kind:
 
 def name_of(span: Span, kind: Kind) -> str:
     """The tool's, agent's or model's name, else the span's."""
-    return text_of(span, *_NAMES[kind]) or span.name
+    return text_of(span, *_NAMES[kind]) or (_plain_name(span) if kind in ("tool", "agent") else span.name)
+
+
+def scope_of(span: Span) -> str | None:
+    """The instrumentation that it comes from."""
+    return text_of(span, "otel.scope.name")
 
 
 def names_agent(span: Span, kind: Kind) -> str | None:
     """The agent that what runs in this span, of that kind, belongs to, if the span says so.
 
     A call's own `gen_ai.agent.name` is not asked: some instrumentation writes one constant there for all agents, and
-    the gateway none."""
+    what the gateway writes is the harness's word, which a span around the call knows better."""
     if is_gateway_call(span):
         return None
     if kind == "agent":
         # OpenTelemetry calls the span of an agent after the operation, others after the agent.
-        return text_of(span, *_AGENT_NAMES) or (None if semconv.GEN_AI_OPERATION in span.attributes else span.name)
+        return text_of(span, *_AGENT_NAMES) or (
+            None if semconv.GEN_AI_OPERATION in span.attributes else _plain_name(span)
+        )
     if name := _langchain(span, "lc_agent_name"):
         return name
     # `writer:6f…|model:9c…` is the node of a graph within the node `writer`.
@@ -115,17 +137,21 @@ def said(span: Span, *names: str) -> str | None:
 
 
 def content_of(result: str | None) -> str | None:
-    """What the tool itself said, without LangChain's message around it."""
+    """What the tool itself said, without what LangChain, google-adk or LlamaIndex puts around it."""
     body = unwrapped(result)
-    content = body.get("content")
-    return content if "tool_call_id" in body and isinstance(content, str) else result
+    if "tool_call_id" in body and isinstance(body.get("content"), str):
+        return body["content"]
+    inner = body["response"] if body.keys() >= {"name", "response"} else body
+    inner = inner["raw_output"] if inner is body and body.keys() >= {"raw_output", "is_error"} else inner
+    inner = inner["result"] if isinstance(inner, dict) and inner.keys() == {"result"} else inner
+    return result if inner is body else inner if isinstance(inner, str) else json.dumps(inner, ensure_ascii=False)
 
 
 def unwrapped(result: object) -> dict[str, Any]:
-    """The JSON object that a result is, or LangChain's message in it."""
+    """The JSON object that a result is, or LangChain's message in it; also a dict as Python writes it."""
     if result is None or (isinstance(result, str) and not result.lstrip().startswith("{")):
         return {}  # most results are plain text, which an exception is a dear way to find out
-    body = mapping(json_of(result) if isinstance(result, str) else result)
+    body = mapping(_json_or_dict(result) if isinstance(result, str) else result)
     for wrapper in ("output", "data", "kwargs"):  # its messages are serialised in two ways
         inner = mapping(body.get(wrapper))
         body = inner if "tool_call_id" in inner or "kwargs" in inner else body
@@ -155,6 +181,14 @@ def json_of(text: str | None) -> Any:
         return None
 
 
+def _json_or_dict(text: str) -> Any:
+    """Decoded JSON, or a dict as Python writes it, which some frameworks make of a tool's."""
+    if (value := json_of(text)) is None and len(text) <= _LONGEST_DICT:
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            return ast.literal_eval(text.strip())
+    return value
+
+
 def mapping(value: object) -> dict[str, Any]:
     """`value` if it is a JSON object, else an empty one."""
     return cast(dict[str, Any], value) if isinstance(value, dict) else {}
@@ -163,6 +197,10 @@ def mapping(value: object) -> dict[str, Any]:
 def items(value: object) -> list[Any]:
     """`value` if it is a JSON array, else an empty one."""
     return cast(list[Any], value) if isinstance(value, list) else []
+
+
+def _plain_name(span: Span) -> str:
+    return _METHOD.sub("", span.name)
 
 
 def _langchain(span: Span, key: str) -> str | None:

@@ -1,7 +1,7 @@
 """`agl.instrument`: switch on the published OpenTelemetry instrumentation of the agent frameworks that are installed.
 
-Knows which package instruments which framework and where each is wanting; patches nothing itself, and knows neither
-attempts nor spans. Nothing of OpenTelemetry or of a framework is imported before it is asked for.
+Knows how instrumentation announces itself and where it is wanting; patches nothing itself, and knows neither attempts
+nor spans. Nothing of OpenTelemetry or of a framework is imported before it is asked for.
 """
 
 from __future__ import annotations
@@ -11,49 +11,51 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Collection
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from typing import Any, Final
 
 from agentlightning.errors import ConfigError, nearest
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class _Framework:
-    """Distributions that must be installed, and what switches its instrumentation on."""
-
-    distributions: tuple[str, ...]
-    switch_on: Callable[[], None]
-
-    def missing(self) -> list[str]:
-        return [name for name in self.distributions if not _installed(name)]
+_GROUP: Final = "opentelemetry_instrumentor"
+INSTRUMENT: Final = "AGL_INSTRUMENT"
+"""The variable that has agents of other processes instrumented: names with commas between them, or `all`."""
 
 
 def instrument(*names: str) -> list[str]:
-    """Let these frameworks report their tools and agents as spans; without names, all for which that is installed.
+    """Let these frameworks report their tools and agents as spans; without names, all whose instrumentation is
+    installed, but for `OTEL_PYTHON_DISABLED_INSTRUMENTATIONS`.
 
-    To be called before agents are built; in a process where it was done already it does nothing. Returns the names that
-    are on. ConfigError for an unknown name, a package that is missing (with the command that installs it), or one that
-    does not fit its framework's version."""
-    for name in names:
-        if name not in _FRAMEWORKS:
-            raise ConfigError(f"no instrumentation is known for {name!r}; {nearest(name, _FRAMEWORKS)}")
-        if missing := _FRAMEWORKS[name].missing():
-            raise ConfigError(f"to instrument {name} you need {' and '.join(missing)}: pip install {' '.join(missing)}")
+    A name is that in the entry-point group `opentelemetry_instrumentor`, where a package of instrumentation announces
+    itself, or a beginning of it (`autogen`); `agent_framework` and `pydantic_ai` need no package. To be called before
+    agents are built; in a process where it was done already it does nothing. Returns the names that are on. ConfigError
+    for a name that is not installed or cannot be switched on; without names that is a warning."""
+    # Two packages may announce one name: OpenInference's comes before Traceloop's.
+    announced = {entry.name: entry for entry in sorted(entry_points(group=_GROUP), key=_module, reverse=True)}
+    switches = {name: functools.partial(_switch_on, entry) for name, entry in sorted(announced.items())}
+    switches |= {name: functools.partial(_OWN[name][1]) for name in _OWN if _installed(_OWN[name][0])}
+    left_out = os.environ.get("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "").replace(" ", "").split(",")
+    chosen = [one for name in names for one in _called(name, switches)]
     switched_on: list[str] = []
-    for name in names or [name for name, framework in _FRAMEWORKS.items() if not framework.missing()]:
+    for name in chosen or [name for name in switches if name not in left_out and "*" not in left_out]:
         try:
-            _FRAMEWORKS[name].switch_on()
+            switches[name]()
         except Exception as error:
             if names:
                 raise ConfigError(f"{name} cannot be instrumented: {error}") from error
-            logger.warning("%s is left without instrumentation: %s", name, error)
+            level = logging.DEBUG if _lacks_framework(error) else logging.WARNING
+            logger.log(level, "%s is left without instrumentation: %s", name, error)
         else:
             switched_on.append(name)
     return switched_on
+
+
+def instrument_as_told() -> list[str]:
+    """Instrument what the environment names, if anything."""
+    names = [name for name in os.environ.get(INSTRUMENT, "").split(",") if name]
+    return instrument(*(name for name in names if name != "all")) if names else []
 
 
 def quiet_openai_agents() -> None:
@@ -96,20 +98,40 @@ def _installed(distribution: str) -> bool:
     return True
 
 
-def _openinference(distribution: str, package: str, name: str, **options: Any) -> _Framework:
-    """A framework that OpenInference's `package` instruments, whose instrumentor is called `name`."""
+def _called(name: str, known: Collection[str]) -> list[str]:
+    plain = name.replace("-", "_")
+    as_written = {one.replace("-", "_"): one for one in known}
+    found = [one for one in as_written if one == plain] or [one for one in as_written if one.startswith(f"{plain}_")]
+    if not found:
+        raise ConfigError(
+            f"nothing that is installed instruments {name!r}; {nearest(name, known)}. "
+            f"There may be a package for it: pip install openinference-instrumentation-{plain.replace('_', '-')}"
+        )
+    return [as_written[one] for one in found]
 
-    def switch_on() -> None:
-        if package == "openai-agents":
-            # It may have been switched off to keep it quiet.
-            importlib.import_module("agents").set_tracing_disabled(False)
-            quiet_openai_agents()
-        module = importlib.import_module(f"openinference.instrumentation.{package.replace('-', '_')}")
-        instrumentor = getattr(module, name)()
-        if not instrumentor.is_instrumented_by_opentelemetry:
-            instrumentor.instrument(raise_exception_on_conflict=True, **options)
 
-    return _Framework((distribution, f"openinference-instrumentation-{package}"), switch_on)
+def _module(entry: EntryPoint) -> str:
+    return entry.value
+
+
+def _lacks_framework(error: Exception) -> bool:
+    """Whether what would be instrumented is not installed: many packages of instrumentation bring no framework."""
+    conflict = getattr(error, "conflict", None)
+    missing = conflict is not None and not (conflict.found or getattr(conflict, "found_any", None))
+    return missing or isinstance(error, ModuleNotFoundError)
+
+
+def _switch_on(entry: EntryPoint) -> None:
+    options: dict[str, Any] = {}
+    if entry.name == "openai_agents":
+        # It may have been switched off to keep it quiet.
+        importlib.import_module("agents").set_tracing_disabled(False)
+        quiet_openai_agents()
+        # By default OpenInference's would take out every other processor, the user's own too.
+        options = {"exclusive_processor": False}
+    instrumentor = entry.load()()
+    if not instrumentor.is_instrumented_by_opentelemetry:
+        instrumentor.instrument(raise_exception_on_conflict=True, **options)
 
 
 def _agent_framework() -> None:
@@ -117,15 +139,12 @@ def _agent_framework() -> None:
     importlib.import_module("agent_framework.observability").enable_instrumentation(enable_sensitive_data=True)
 
 
-_FRAMEWORKS: Final = {
-    "langchain": _openinference("langchain-core", "langchain", "LangChainInstrumentor"),
-    # By default it would take out every other processor, the user's own too.
-    "openai-agents": _openinference(
-        "openai-agents", "openai-agents", "OpenAIAgentsInstrumentor", exclusive_processor=False
-    ),
-    "autogen": _openinference("autogen-agentchat", "autogen-agentchat", "AutogenAgentChatInstrumentor"),
-    "crewai": _openinference("crewai", "crewai", "CrewAIInstrumentor"),
-    "agent-framework": _Framework(("agent-framework-core", "opentelemetry-sdk"), _agent_framework),
-    "openai": _openinference("openai", "openai", "OpenAIInstrumentor"),
-    "anthropic": _openinference("anthropic", "anthropic", "AnthropicInstrumentor"),
+def _pydantic_ai() -> None:
+    importlib.import_module("pydantic_ai").Agent.instrument_all()
+
+
+# Frameworks that report by themselves once they are asked to, and their distributions.
+_OWN: Final[dict[str, tuple[str, Callable[[], None]]]] = {
+    "agent_framework": ("agent-framework-core", _agent_framework),
+    "pydantic_ai": ("pydantic-ai-slim", _pydantic_ai),
 }

@@ -170,7 +170,7 @@ class _Attempt:
                 break
             if kind != "call" and self.names[outer.span_id] != self.names[span.span_id]:
                 break
-            if kind == "tool" and _scope(outer) == _scope(head):  # a tool that calls itself
+            if kind == "tool" and dialects.scope_of(outer) == dialects.scope_of(head):  # a tool that calls itself
                 break
             head = outer
         return head.span_id
@@ -366,14 +366,11 @@ def _first_message(call: Span, name: str) -> dict[str, Any]:
     return dialects.mapping(messages[0]) if messages else {}
 
 
-def _scope(span: Span) -> str | None:
-    return dialects.text_of(span, "otel.scope.name")
-
-
 def _same_model(span: Span, call: Span) -> bool:
     models = {dialects.text_of(call, name) for name in (semconv.GEN_AI_REQUEST_MODEL, semconv.GEN_AI_RESPONSE_MODEL)}
     asked = dialects.name_of(span, "call")
-    return asked in models or asked == span.name
+    # LiteLLM's names begin with a provider's.
+    return asked == span.name or any(asked == model or asked.endswith(f"/{model}") for model in models)
 
 
 def _overlap(span: Span, call: Span) -> float:

@@ -12,6 +12,7 @@ from agentlightning.tracing.dialects import content_of, result_of, unwrapped
 from agentlightning.types import Span
 
 _READ: Final = 2000  # characters of an answer
+_ENDS_AS_A_FAILURE: Final = "Fix the errors and try again."  # pydantic-ai's, before version 2
 _FAILED: Final = ("error", "failed", "failure", "timeout")
 _WORDS: Final = r"""
     \W{0,4} (?:
@@ -39,6 +40,7 @@ def tool_failed(span: Span, pattern: str | None = None) -> bool:
     """Whether this span says that the tool failed; UNSET is success."""
     return (
         span.status.status_code == "ERROR"
+        or "error.type" in span.attributes
         or any(event.name == "exception" for event in span.events)
         or says_failure(result_of(span), pattern)
     )
@@ -47,10 +49,12 @@ def tool_failed(span: Span, pattern: str | None = None) -> bool:
 def says_failure(result: object, pattern: str | None = None) -> bool:
     """Whether what a tool answered is a failure: by the fields of a JSON object, or else by its first words; with a
     `pattern`, where that is found in it instead."""
-    if _reports_failure(unwrapped(result)):
+    said = (content_of(result) or "") if isinstance(result, str) else ""
+    if _reports_failure(unwrapped(result)) or (said != result and _reports_failure(unwrapped(said))):
         return True
-    text = (content_of(result) or "")[:_READ] if isinstance(result, str) else ""
-    return bool(re.search(pattern, text) if pattern else _BEGINS_AS_A_FAILURE.match(text))
+    if pattern:
+        return bool(re.search(pattern, said[:_READ]))
+    return bool(_BEGINS_AS_A_FAILURE.match(said[:_READ])) or said.endswith(_ENDS_AS_A_FAILURE)
 
 
 def _reports_failure(body: dict[str, Any]) -> bool:

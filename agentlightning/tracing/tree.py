@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+import msgspec
 from rich.text import Text
 from rich.tree import Tree
 
@@ -109,6 +110,7 @@ def arranged(steps: Sequence[Step], spans: Sequence[Span]) -> list[tuple[Step, i
     inner = set(above.values())
     shown: dict[str, int | None] = {}
     found: list[tuple[Step, int | None]] = []
+    folded: dict[int | None, list[Step]] = {}  # what is not worth a line of its own, by what it is shown below
     working: dict[str, list[Span]] = {}  # by the agent's name; the one that began last is the last
     for step in steps:
         span = step.span
@@ -121,12 +123,28 @@ def arranged(steps: Sequence[Step], spans: Sequence[Span]) -> list[tuple[Step, i
                 around.pop()
             place = around[-1].span_id if around else None
         below = None if place is None else shown[place]
-        if step.kind == "other" and span.span_id in inner and not step.failed and not _is_ours(span):
-            shown[span.span_id] = below  # a wrapper: what it holds says more
-            continue
+        if step.kind == "other" and not step.failed and not _is_told(span):
+            if span.span_id in inner:
+                shown[span.span_id] = below  # a wrapper: what it holds says more
+                continue
+            several = folded.setdefault(below, [])
+            several.append(step)
+            if len(several) > 1:
+                continue
         shown[span.span_id] = len(found)
         found.append((step, below))
+    for below, several in folded.items():
+        if len(several) > 1:
+            names = ", ".join(name for name, _ in Counter(step.name for step in several).most_common(3))
+            line = msgspec.structs.replace(several[0], name=f"{len(several)} other spans: {names} …", duration=0.0)
+            found[shown[several[0].span.span_id] or 0] = line, below
     return found
+
+
+def _is_told(span: Span) -> bool:
+    """Whether a span that is neither call, tool nor agent says something of its own."""
+    kind = span.attributes.get("openinference.span.kind", "CHAIN")
+    return _is_ours(span) or kind not in ("CHAIN", "LLM") or get_reward_value(span) is not None
 
 
 def _nearest(span: Span, above: Mapping[str, str | None], shown: Mapping[str, int | None]) -> str | None:
@@ -167,6 +185,8 @@ def _call(step: Step) -> Text:
     counts = token_counts(attributes)
     line.append(f"  {_tokens(counts)}" if counts else "").append(f"  {_seconds(step.duration)}")
     line.append(f"  {', '.join(finish_reasons(attributes))}", "dim")
+    named = [attributes[one] for one in (semconv.GEN_AI_AGENT_NAME, semconv.CALL_HOUSEKEEPING) if one in attributes]
+    line.append(f"  {one_line(': '.join(map(str, named)))}" if named else "", "bold")
     for message in output_messages(attributes):
         text = one_line(text_of(message))
         line.append(f"  “{text}”" if text else "")

@@ -30,9 +30,21 @@ TASKS = [{"number": number} for number in range(8)]
 SEED = "Say {number}."
 
 
+def speak(prompt: str) -> None:
+    """What an instrumented client reports of a call: a critic needs to see one."""
+    said = {
+        name: json.dumps([{"role": role, "content": prompt}])
+        for name, role in (("input", "user"), ("output", "assistant"))
+    }
+    agl.emit_annotation(
+        {"gen_ai.operation.name": "chat"} | {f"gen_ai.{name}.messages": text for name, text in said.items()}
+    )
+
+
 @agl.rollout
 async def counts_good(task: dict, prompt_template: agl.PromptTemplate) -> float:
     """A prompt is worth a tenth for each GOOD in it."""
+    speak(prompt_template.template)
     return min(1.0, prompt_template.format(number=task["number"]).count("GOOD") / 10)
 
 
@@ -226,6 +238,7 @@ async def test_candidates_are_measured_at_the_same_time(tmp_path: Path) -> None:
     @agl.rollout
     async def slow(task: dict, prompt_template: agl.PromptTemplate) -> float:
         nonlocal together, most
+        speak("slow")
         together += 1
         most = max(most, together)
         await asyncio.sleep(0.05)
@@ -241,6 +254,7 @@ async def test_candidates_are_measured_at_the_same_time(tmp_path: Path) -> None:
 async def test_several_templates_are_changed_in_turn(tmp_path: Path) -> None:
     @agl.rollout
     async def two(task: dict, resources: agl.NamedResources) -> float:
+        speak("two")
         texts = [resources[name].template for name in ("planner", "writer")]  # type: ignore[union-attr]
         return sum(min(1, text.count("GOOD")) for text in texts) / 2
 
@@ -416,6 +430,7 @@ async def test_a_dataset_smaller_than_a_batch_is_used_whole(tmp_path: Path) -> N
 async def test_rollouts_that_hang_are_cancelled_and_count_nothing(tmp_path: Path) -> None:
     @agl.rollout
     async def hangs_on_good(task: dict, prompt_template: agl.PromptTemplate) -> float:
+        speak("hangs")
         if "GOOD" in prompt_template.template:
             await asyncio.sleep(60)
         return 0.5
@@ -440,6 +455,37 @@ async def test_a_seed_that_earns_nothing_is_explained(tmp_path: Path) -> None:
         broken = {"prompt": PromptTemplate(template="Say {number")}
         with pytest.raises(ConfigError, match="template 'prompt' cannot be used: it is no f-string template"):
             await trainer(tmp_path / "b", apo(url), initial_resources=broken).fit_async(counts_good, TASKS, TASKS)
+
+
+OWN_CLIENT = """
+import openai, agentlightning as agl
+client = openai.AsyncOpenAI()
+@agl.rollout
+async def own(task: dict, prompt_template: agl.PromptTemplate) -> float:
+    asked = [{"role": "user", "content": prompt_template.format(number=task["number"])}]
+    await client.chat.completions.create(model="agent", messages=asked)
+    return prompt_template.template.count("GOOD") / 10
+"""
+
+
+@pytest.mark.anyio
+async def test_an_agent_with_a_client_of_its_own_is_recorded_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text(OWN_CLIENT)
+    agent = f"{tmp_path / 'own.py'}:own"
+    async with optimizer() as (script, url):
+        monkeypatch.setenv("OPENAI_BASE_URL", f"{url}/v1")
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-own")
+        small = {"beam_width": 1, "branch_factor": 1, "beam_rounds": 1, "val_batch_size": 1, "gradient_batch_size": 1}
+        with pytest.raises(TrainingError, match="no rollout has a recorded conversation"):
+            await trainer(tmp_path / "a", apo(url, **small)).fit_async(agent, TASKS[:2], TASKS[:1])
+        assert {*script.asked} == {"agent"}  # no critic
+        resources = {"prompt": PromptTemplate(template=SEED), "llm": agl.LLM(endpoint=f"{url}/v1", model="agent")}
+        job = trainer(tmp_path / "b", apo(url, **small), initial_resources=resources, n_runners=1)
+        await job.fit_async(agent, TASKS[:2], TASKS[:1])
+    critiques = [told[0]["content"] for told in script.told if "<run number" in told[0]["content"]]
+    assert critiques and all("say GOOD more often" in one for one in critiques)  # the agent's own answer
 
 
 def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:

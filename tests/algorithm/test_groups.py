@@ -131,20 +131,9 @@ def test_an_overlapping_run_that_was_interrupted_goes_on(tmp_path: Path) -> None
     assert [metrics.step for metrics in result.metrics if metrics.step] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.slow
-def test_recent_groups_are_trained_again_and_found_again_by_a_resumed_run(tmp_path: Path) -> None:
-    replaying: dict[str, Any] = {"loss": "importance_sampling", "replay_groups": 2, "replay_staleness": 3}
-    result = trainer(tmp_path, algorithm=algorithm(steps=3, **replaying)).fit(agents.vowels, TASKS)
-    assert flow(result, "groups_replayed") == [0, 2, 2]
-    again = trainer(tmp_path, algorithm=algorithm(steps=4, **replaying)).fit(agents.vowels, TASKS, resume=True)
-    assert flow(again, "groups_replayed")[-1] == 2
-
-
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"replay_groups": 1, "replay_staleness": 2}, "'ppo_clip' is not made for that"),
-        ({"replay_groups": 1, "loss": "cispo"}, "go together"),
         ({"max_staleness": -1}, "max_staleness is -1"),
         ({"difficulty": (0.9, 0.1)}, "lowest and the highest"),
         ({"curriculum": 3}, "curriculum is 3"),

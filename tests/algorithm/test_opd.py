@@ -170,6 +170,15 @@ async def test_a_server_tells_the_same(kind: str) -> None:
     assert set(server.keys) == {"Bearer secret"}
 
 
+async def test_a_run_uses_its_server_and_does_not_keep_the_key(tmp_path: Path) -> None:
+    async with scoring(policy(seed=7)) as server:
+        chosen = agl.OPD(teacher={"vllm": server.url, "api_key": "sk-key-of-the-teacher"}, steps=1, tasks_per_step=2)
+        result = await asyncio.to_thread(trainer(tmp_path, algorithm=chosen).fit, agents.vowels, TASKS)
+    assert result.metrics[-1].values["teacher_kl"] > 0
+    written = [file for file in result.directory.rglob("*") if file.is_file()]
+    assert written and not [file for file in written if b"key-of-the-teacher" in file.read_bytes()]
+
+
 async def test_what_a_server_cannot_do_is_told_before_the_run_or_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teachers, "_RETRIES", 0)
     async with scoring(policy(seed=7)) as server:

@@ -133,9 +133,7 @@ def test_every_measurement_reaches_every_tracker_and_a_run_goes_on_in_them(tmp_p
 
 @pytest.mark.slow
 def test_an_overlapping_run_measures_what_is_documented(tmp_path: Path) -> None:
-    overlapping = algorithm(
-        steps=4, max_staleness=2, evaluate_every=1, loss="importance_sampling", replay_groups=1, replay_staleness=2
-    )
+    overlapping = algorithm(steps=4, max_staleness=2, evaluate_every=1, loss="importance_sampling")
     result = trainer(tmp_path, algorithm=overlapping).fit(agents.vowels, TASKS, TASKS[:2])
     assert unknown_names(result.metrics) == set()
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4]
@@ -192,7 +190,7 @@ def test_a_tracker_is_named_in_a_run_file_and_a_wrong_name_or_option_is_refused(
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed here")
 def test_a_package_that_is_missing_is_named_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="pip install wandb"):
+    with pytest.raises(ConfigError, match="pip install 'wandb'"):
         trainer(tmp_path, trackers=["wandb"])
 
 

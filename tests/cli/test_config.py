@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.cli import config
 from agentlightning.cli.config import CommandConfig, build, load_config
 from agentlightning.errors import ConfigError
+from agentlightning.learner.base import AdamW
+from agentlightning.store.redaction import settings_without_secrets
 from agentlightning.types import LLM, FrozenModel, PromptTemplate
 
 COMPLETE = """
@@ -129,12 +130,12 @@ def test_an_assignment_that_makes_no_sense_is_refused(run_file: Path, assignment
 
 
 def test_fields_are_built_with_their_types_checked() -> None:
-    known = {"steps": int, "learning_rate": float}
-    assert build(dict, {"steps": 2, "learning_rate": 1}, known, "algorithm") == {"steps": 2, "learning_rate": 1.0}
-    with pytest.raises(ConfigError, match="algorithm: unknown key 'step'; did you mean 'steps'"):
-        build(dict, {"step": 2}, known, "algorithm")
-    with pytest.raises(ConfigError, match=r"algorithm\.steps: expected `int`, got `float`"):
-        build(dict, {"steps": 2.5}, known, "algorithm")
+    made = build(AdamW, {"warmup_steps": 2, "learning_rate": 1}, "optimizer")
+    assert made == AdamW(warmup_steps=2, learning_rate=1.0)
+    with pytest.raises(ConfigError, match="optimizer: unknown key 'warmup_step'; did you mean 'warmup_steps'"):
+        build(AdamW, {"warmup_step": 2}, "optimizer")
+    with pytest.raises(ConfigError, match=r"optimizer\.warmup_steps: expected `int`, got `float`"):
+        build(AdamW, {"warmup_steps": 2.5}, "optimizer")
 
 
 COMMAND = "agent: {command: python agent.py, reward: stdout}"
@@ -191,5 +192,5 @@ def test_a_sampler_by_url_takes_the_place_of_a_named_one(run_file: Path) -> None
 
 def test_a_key_among_flags_is_left_out_of_what_is_kept() -> None:
     flags = ["--api-key", "first", "--dtype", "bfloat16", "--api-key=second"]
-    kept = config._without_secrets({"sampler": {"sglang": "start", "flags": flags, "api_key": "third"}})
+    kept = settings_without_secrets({"sampler": {"sglang": "start", "flags": flags, "api_key": "third"}})
     assert kept == {"sampler": {"sglang": "start", "flags": ["--api-key", "--dtype", "bfloat16", "--api-key"]}}

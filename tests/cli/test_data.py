@@ -137,20 +137,3 @@ def test_frozen_models_teach_where_they_are_named(capsys: pytest.CaptureFixture[
     assert run(["data", "export", "hosted.sqlite", "--format", "sft", "--out", "out.jsonl"]) == 1
     assert "Name a model with --model" in capsys.readouterr().err
     assert answers(export("hosted.sqlite", "--format", "sft", "--model", "policy")) == ["hi"]
-
-
-def test_any_file_can_be_checked_and_the_line_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    export("--format", "sft")
-    capsys.readouterr()
-    assert run(["data", "check", "out.jsonl"]) == 1
-    assert capsys.readouterr().out == "out.jsonl: 3 lines; OpenAI and Azure take no fewer than 10\n"
-    good = Path("out.jsonl").read_text()
-    Path("out.jsonl").write_text(4 * good)
-    assert run(["data", "check", "out.jsonl"]) == 0
-    assert capsys.readouterr().out == "out.jsonl: nothing wrong\n"
-    Path("out.jsonl").write_text(4 * good + 3 * '{"messages": []}\n')
-    assert run(["data", "check", "out.jsonl", "--most", "1"]) == 1
-    first, more = capsys.readouterr().out.splitlines()
-    assert first.startswith("out.jsonl:13: what the format does not have") and more == "2 more"
-    assert run(["data", "check", "out.jsonl", "--json"]) == 1
-    assert [one["line"] for one in json.loads(capsys.readouterr().out)["problems"]] == [13, 14, 15]

@@ -1,4 +1,4 @@
-"""`agl data explain` as a user types it: a rollout with a break in it, and what cannot be explained."""
+"""`scripts/explain.py` as a user types it: a rollout with a break in it, and what cannot be explained."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from agentlightning import semconv
-from agentlightning.cli.main import run
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.learner.tiny import make_tokenizer
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import emit_reward
 from agentlightning.types import EnqueueRolloutRequest, SampledChoice, Span, TokenCapture
+from scripts.explain import main as explain
 
 TOKENIZER = make_tokenizer(["there", "hello", "and then?"] * 4, 300)
 CHAT = ChatTemplate.from_pretrained(TOKENIZER)
@@ -33,10 +33,10 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def agl(capsys: pytest.CaptureFixture[str]):
-    """Runs `agl data explain`; its exit code, stdout and stderr."""
+    """Runs the script; its exit code, stdout and stderr."""
 
     def command(*arguments: object) -> tuple[int, str, str]:
-        code = run(["data", "explain", *map(str, arguments)])
+        code = explain([*map(str, arguments)])
         shown = capsys.readouterr()
         return code, shown.out, shown.err
 

@@ -53,6 +53,9 @@ def test_every_command_speaks_to_programs_too() -> None:
         (["quikstart"], "did you mean 'quickstart'"),
         (["train", "--sede", "3"], "--seed"),
         (["dev"], "Missing argument"),
+        (["dev", "tasks.jsonl", "--model", "m"], "RUN.yaml, or --command"),
+        (["dev", "a.py:a", "tasks.jsonl", "--command", "x"], "RUN.yaml, or --command"),
+        (["dev", "a.py:a", "tasks.jsonl", "--grader", "x"], "are for --command"),
         (["rollouts", "lss"], "Did you mean 'ls'"),
         (["runs", "shwo"], "Did you mean 'show'"),
         (["store", "bakup"], "Did you mean 'backup'"),
@@ -63,6 +66,28 @@ def test_a_wrong_command_line_ends_with_2_and_the_nearest_right_one(
 ) -> None:
     assert run(arguments) == 2
     assert hint in capsys.readouterr().err
+
+
+def test_a_program_is_developed_by_its_command_and_told_what_to_instrument(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tasks.jsonl").write_text('{"word": "sea"}\n')
+    Path("agent.py").write_text(
+        "import contextlib, json, os, sys, urllib.request\n"
+        "asked = json.dumps({'model': 'm', 'messages': [{'role': 'user', 'content': 'hi'}]}).encode()\n"
+        "key = {'authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'], 'content-type': 'application/json'}\n"
+        "call = urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', asked, key)\n"
+        "with contextlib.suppress(OSError):  # nobody answers, and the call is recorded\n"
+        "    urllib.request.urlopen(call)\n"
+        "told = [sys.argv[1], os.environ['AGL_INSTRUMENT'], os.environ['PYTHONPATH'].split(os.pathsep)[0][-4:]]\n"
+        "print(json.dumps({'reward': told == ['sea', 'all', 'hook']}))\n"
+    )
+    command = f"{sys.executable} -S agent.py {{task[word]}}"
+    endpoint = ["--endpoint", "http://127.0.0.1:9/v1", "--endpoint-model", "m"]
+    assert run(["dev", "--command", command, "tasks.jsonl", *endpoint, "--instrument"]) == 0
+    assert "reward 1" in capsys.readouterr().out
+    assert "AGL_INSTRUMENT" not in os.environ
 
 
 def test_a_job_that_cannot_be_done_ends_with_1_and_the_reason(

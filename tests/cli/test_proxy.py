@@ -136,15 +136,18 @@ async def test_calls_of_an_agent_to_vllm_are_recorded_with_their_ids(tmp_path: P
         answer = await client.chat.completions.create(model="m", messages=user("hello"), temperature=0.3)
         stream = await client.chat.completions.create(model="m", messages=user("hello"), stream=True)
         text = "".join([part.choices[0].delta.content or "" async for part in stream if part.choices])
-        spans = await front.stop()
+        judged = {semconv.FROZEN_HEADER: "true"}
+        await client.chat.completions.create(model="m", messages=user("good?"), extra_headers=judged)
+        *spans, judge = await front.stop()
     assert text == answer.choices[0].message.content == "Hi!"
-    assert "calls: 2, recorded: 2" in front.said
+    assert "calls: 3, recorded: 3" in front.said
+    assert judge.attributes[semconv.CALL_TRAINABLE] is False  # whoever asks says so
     for span in spans:
         assert span.tokens is not None and span.tokens.prompt_token_ids == (1, 2, 3)
         assert span.tokens.choices[0].token_ids == (4, 5, 6)
-        assert span.attributes[semconv.CALL_TRAINABLE] is False
+        assert span.attributes[semconv.CALL_TRAINABLE] is True
         assert json.loads(str(span.attributes[semconv.GEN_AI_INPUT_MESSAGES])) == user("hello")
-    first, second = server.asked
+    first, second, _ = server.asked
     assert first["temperature"] == 0.3 and "temperature" not in second  # nothing is decided on the way
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,20 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.cli.main import run
+from agentlightning.errors import TrainingError
+from agentlightning.runner.harnesses import PRESETS
 from agentlightning.server.service import ServerSettings, running_server
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.transfer import Record
+from tests import agents
 from tests.cli.world import HOSTILE
-from tests.gateway.upstream import DONE, GOOD, Upstream, chunk
+from tests.gateway.upstream import DONE, GOOD, Upstream, chunk, piece
 from tests.gateway.world import serving
+from tests.test_trainer import policy, trainer
 
 USAGE = {"prompt_tokens": 1000, "completion_tokens": 20, "total_tokens": 1020}
 HI = [chunk({"index": 0, "delta": {"content": "Hi!"}, "finish_reason": "stop"}, usage=USAGE), DONE]
@@ -113,6 +119,48 @@ def logs(record: Record) -> dict[str, str]:
     return {str(log[semconv.LOG_STREAM]): str(log[semconv.LOG_TEXT]) for log in spans}
 
 
+def test_what_vllm_sampled_for_a_program_is_trained(desk: Desk, tmp_path: Path) -> None:
+    learner = policy()
+    asked, said = (learner.tokenizer.encode(text, add_special_tokens=False) for text in ("hello", "red green"))
+    desk.apis.events = [
+        chunk(piece("red green", said, [-1.0] * len(said), finish_reason="stop"), prompt_token_ids=asked),
+        chunk(usage={"prompt_tokens": len(asked), "completion_tokens": len(said), "total_tokens": 0}),
+        DONE,
+    ]
+    program = 'ask("hello"); urllib.request.urlopen(urllib.request.Request(os.environ["AGL_REWARD_URL"], b"0.7"))'
+    assert desk.run(program, "--backend", f"{desk.url}/v1", "--kind", "vllm") == 0
+    imitation = agl.SFT(traces=desk.store, best=None, threshold=0.5, steps=1, tasks_per_step=1)
+    for name in ("policy", "gpt-5"):
+        job = trainer(tmp_path / name, model=learner, model_name=name, algorithm=imitation)
+        with pytest.raises(TrainingError, match="Their model is called gpt-5") if name == "policy" else nullcontext():
+            assert job.fit(agents.vowels).metrics[-1].values["sequences"] == 1
+
+
+# --- harnesses ---------------------------------------------------------------------------------------------------
+
+ASKED = {  # Codex asks at /v1/responses, which the stand-in has not
+    "claude-code": ("-p", "hi"),
+    "opencode": ("run", "hi"),
+    "qwen-code": ("-p", "hi"),
+    "aider": ("--no-git", "--yes-always", "--message", "hi"),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_harness_that_is_installed_is_recorded_and_leaves_no_trace(
+    desk: Desk, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which(PRESETS[name].program) is None:
+        pytest.skip(f"there is no {PRESETS[name].program}: {PRESETS[name].install}")
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    assert run(["run", "--harness", name, "--model", "policy", "--", *ASKED[name]]) == 0
+    record = desk.recorded()
+    assert any(semconv.CALL_ENDPOINT in span.attributes for span in record.spans)
+    assert not [*home.iterdir()] and "Hi!" in logs(record)["stdout"]
+
+
 # --- what is recorded --------------------------------------------------------------------------------------------
 
 
@@ -168,8 +216,24 @@ def test_a_program_is_told_what_was_recorded_and_nothing_else(desk: Desk, capfd:
         "tokens_written": 20,
         "cost": 0.003,
         "unpriced": [],
+        "not_answered": {},
     }
     assert logs(desk.recorded())["stdout"] == "Hi!\n"
+
+
+def test_what_was_refused_is_told_with_the_reason(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
+    program = """
+for path in ("/audio/speech", "/chat/completions", "/chat/completions"):
+    try:
+        post(os.environ["OPENAI_BASE_URL"] + path, os.environ["OPENAI_API_KEY"], messages="hello")
+    except urllib.error.HTTPError as error:
+        print(error.code)
+"""
+    assert desk.run(program) == 0
+    out, told = capfd.readouterr()
+    assert out == "404\n400\n400\n"
+    assert "not answered: /v1/audio/speech: 404 there is no POST /v1/audio/speech here" in told
+    assert "not answered (2 times): /v1/chat/completions: 400 " in told and "base" not in told.lower()
 
 
 def test_what_models_and_programs_wrote_does_nothing_to_the_terminal(
@@ -196,9 +260,9 @@ def test_the_keys_that_are_ours_alone_reach_neither_the_program_nor_the_screen(
     monkeypatch.setenv("AGL_KEY", "agl-key-0123456789")
     monkeypatch.setenv("AGL_BACKEND_KEY", "sk-backend-0123456789")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://elsewhere")
-    names = "('AGL_KEY', 'AGL_BACKEND_KEY', 'OTEL_EXPORTER_OTLP_TRACES_ENDPOINT')"
-    assert desk.run(f"print([os.environ.get(name) for name in {names}])") == 0
-    assert capfd.readouterr().out == "[None, None, None]\n"
+    assert desk.run("print(dict(os.environ))") == 0
+    said = capfd.readouterr().out
+    assert "OPENAI_API_KEY" in said and not any(ours in said for ours in ("0123456789", "http://elsewhere"))
 
 
 def test_a_task_is_the_input_where_one_is_given(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
@@ -231,7 +295,7 @@ def test_an_instrumentation_that_is_not_known_is_told_and_the_program_runs(
     assert desk.run("print('ran')", "--instrument", "langchian") == 0
     written, told = capfd.readouterr()
     assert written == "ran\n"
-    assert "not instrumented" in told and "'langchain'" in told
+    assert "not instrumented" in told and "instruments 'langchian'" in told
 
 
 def test_a_sitecustomize_of_the_programs_own_is_imported_too(

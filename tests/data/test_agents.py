@@ -60,6 +60,7 @@ def test_the_names_that_a_framework_gives_its_agents_are_on_the_transitions(fram
         ("you are an editor, and strict", "editor"),
         ("\n  Critic \nfinds flaws", "Critic"),
         ([{"type": "text", "text": "You are writer: go"}], "writer"),
+        ("Your input fields are:\n1. `a` (str):\n" + "-" * 999 + "your objective is: \n    You are the poet.", "poet"),
         ("", None),
         ("x" * 100, "x" * 60),
     ],
@@ -87,8 +88,10 @@ def test_a_name_is_taken_from_what_is_nearest_to_the_program() -> None:
     prompt = {semconv.GEN_AI_INPUT_MESSAGES: '[{"role": "system", "content": "You are the poet."}]'}
     assert name_of(call(**prompt)).name == "poet"
     alias = prompt | {semconv.GEN_AI_REQUEST_MODEL: "poet-model"}
-    assert name_of(call(**alias)).name == "poet-model"
-    assert str(name_of(call(**alias))) == "poet-model = poet"
+    assert str(name_of(call(**alias))) == "poet = poet-model"
+    for unsaid in ("You are a helpful assistant.", "Be brief."):
+        said = alias | {semconv.GEN_AI_INPUT_MESSAGES: f'[{{"role": "system", "content": "{unsaid}"}}]'}
+        assert name_of(call(**said)).name == "poet-model"
     said = alias | {semconv.GEN_AI_AGENT_NAME: "said"}
     assert name_of(call(**said)).name == "said"
     around = msgspec.structs.replace(

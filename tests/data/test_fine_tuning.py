@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from agentlightning.data import fine_tuning
-from agentlightning.data.fine_tuning import file_problems, line_problem
+from agentlightning.data.fine_tuning import line_problem
 from tests.data.recorded import TOOL, asks_for, says, tool_says
 
 USER, HI = says("user", "hello"), says("assistant", "hi")
@@ -82,26 +80,3 @@ def test_both_sides_of_a_pair_are_checked() -> None:
     assert told(pair) == "an assistant's message that is empty (non_preferred_output), at messages[1]"
     assert told(pair | {"non_preferred_output": [HI]}) is None
     assert "length <= 1), at preferred_output" in str(told(pair | {"preferred_output": [HI, HI]}))
-
-
-def found_in(*lines: Any) -> list[tuple[int | None, str]]:
-    encoded = [line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines]
-    return [(line, str(one)) for line, one in file_problems(encoded)]
-
-
-def test_a_file_is_checked_line_by_line_and_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    good = {"messages": [USER, HI]}
-    assert found_in(*10 * [good]) == []
-    assert found_in(b"\xef\xbb\xbf" + json.dumps(good).encode(), *9 * [good]) == []
-    pair = {"input": {"messages": [USER]}, "preferred_output": [HI], "non_preferred_output": [says("assistant", "no")]}
-    mixed = found_in(good, b"\n", b"{", b"\xff", 7, pair)
-    assert [line for line, _ in mixed] == [2, 3, 4, 5, 6, None]
-    reasons = [reason for _, reason in mixed]
-    assert reasons[0] == "nothing but white space" and reasons[1].startswith("no JSON: ")
-    assert reasons[4:] == [
-        "a pair to prefer in a file that began with a conversation",
-        "6 lines; OpenAI and Azure take no fewer than 10",
-    ]
-    monkeypatch.setattr(fine_tuning, "MOST_BYTES", 900)
-    ((line, reason),) = found_in(*10 * [good])
-    assert line is None and reason.endswith("OpenAI and Azure take no more than 0.0009")

@@ -51,7 +51,7 @@ def test_each_framework_tells_which_call_asked_for_a_tool_and_how_it_went(framew
     first, second, *others = statuses(recorded(framework))
     assert [(one.tool, one.status) for one in first] == [("add", 1)]
     assert [(one.tool, one.status) for one in second] == [("boom", -1)]
-    assert not any(others)
+    assert {one.tool for other in others for one in other} <= {"finish", "final_answer"}  # DSPy's and smolagents'
     assert all(one.duration is not None and one.duration > 0 for one in (*first, *second))
 
 
@@ -106,6 +106,9 @@ def responses(output: Any) -> list[Any]:
         (chat('{"success": false, "data": []}'), -1),
         (chat('{"status": "failed"}'), -1),
         (chat('{"exit_code": 2, "stdout": ""}'), -1),
+        (chat("{'error': 'no such city', 'at': None}"), -1),  # as Python writes it
+        (chat('{"result": "Error: it exploded"}'), -1),  # google-adk's
+        (chat("it exploded\n\nFix the errors and try again."), -1),  # pydantic-ai's
         (chat('{"error": null, "temperature": 3}'), 1),
         (chat('{"success": true, "error": "", "exit_code": 0}'), 1),
         (chat('{"error": 0.02}'), 1),

@@ -67,23 +67,23 @@ class Outcome:
         return [self.chat.token_bytes.text(list(one)).removesuffix(END) for one in ids]
 
 
-def bin_of(environment: str) -> Path:
+def bin_of(environment: str, *, required: bool = True) -> Path:
     """The programs of a framework's environment, such as `.venv-crewai/bin`; skips the test where it was not made."""
     folder = ROOT / f".venv-{environment}"
     if not (folder / ".setup").is_file():
         reason = f"there is no {folder.name}; `make frameworks` makes it"
-        if os.environ.get("AGL_REQUIRE_FRAMEWORKS"):
+        if required and os.environ.get("AGL_REQUIRE_FRAMEWORKS"):
             pytest.fail(f"AGL_REQUIRE_FRAMEWORKS is set, and {reason}")
         pytest.skip(reason)
     return folder / "bin"
 
 
-def play(policy: Policy, directory: Path, example: str, programs: Path, *arguments: str) -> Outcome:
+def play(policy: Policy, directory: Path, example: Path, programs: Path, *arguments: str) -> Outcome:
     """Enqueue one rollout, and run `agl runner ARGUMENTS` in the example's folder until it has ended."""
     return asyncio.run(asyncio.wait_for(_play(policy, directory, example, programs, arguments), 90))
 
 
-async def _play(policy: Policy, directory: Path, example: str, programs: Path, arguments: Sequence[str]) -> Outcome:
+async def _play(policy: Policy, directory: Path, example: Path, programs: Path, arguments: Sequence[str]) -> Outcome:
     end = policy.tokenizer.eos_token_id
     service = EngineService(Engine(policy.model, eos_token_ids=[end], max_sequence_length=4096, slots=4))
     chat = ChatTemplate.from_pretrained(policy.tokenizer)
@@ -107,14 +107,14 @@ async def _play(policy: Policy, directory: Path, example: str, programs: Path, a
 
 
 async def _run(
-    store: LightningStoreClient, queued: Rollout, example: str, programs: Path, arguments: Sequence[str]
+    store: LightningStoreClient, queued: Rollout, example: Path, programs: Path, arguments: Sequence[str]
 ) -> tuple[Rollout, str]:
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "ANTHROPIC_"))}
     path = f"{programs}{os.pathsep}{variables['PATH']}"
     offline = {"HTTP_PROXY": NOWHERE, "HTTPS_PROXY": NOWHERE, "NO_PROXY": "127.0.0.1"}
     process = await asyncio.create_subprocess_exec(
         *(programs / "agl", "runner", *arguments),
-        cwd=EXAMPLES / example,
+        cwd=example,
         env={**variables, **offline, "PATH": path, "AGL_KEY": KEY, "PYTHONUNBUFFERED": "1"},
         stderr=asyncio.subprocess.PIPE,
     )

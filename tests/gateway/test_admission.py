@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
@@ -94,19 +95,20 @@ async def test_a_tool_that_asks_for_a_grammar_is_offered_without(tmp_path: Path)
         {"structured_outputs": {"regex": "a+"}},
     ],
 )
-async def test_what_changes_the_meaning_of_an_answer_is_sent_and_not_trained(
-    tmp_path: Path, fields: dict[str, Any]
-) -> None:
+async def test_what_an_answer_must_be_is_sent_except_in_training(tmp_path: Path, fields: dict[str, Any]) -> None:
+    wish = [*fields][-1]
     async with served(tmp_path) as (front, upstream):
-        span = await ask(front, **fields)
-    assert upstream.asked[0].items() >= fields.items()
-    assert span.attributes[semconv.CALL_FLAG] == "constrained by a grammar"
+        free, forced = await ask(front, "train", **fields), await ask(front, "val", **fields)
+    assert wish not in upstream.asked[0] and upstream.asked[1].items() >= fields.items()
+    assert free.attributes[semconv.CALL_DROPPED] == [wish] and semconv.CALL_FLAG not in free.attributes
+    assert semconv.CALL_DROPPED not in forced.attributes
+    assert forced.attributes[semconv.CALL_FLAG] == "constrained by a grammar"
 
 
 async def test_a_grammar_that_would_hold_up_the_engine_is_refused(tmp_path: Path) -> None:
     async with served(tmp_path) as (front, upstream):
         with pytest.raises(openai.BadRequestError, match="structured_outputs may have 65,536 bytes"):
-            await ask(front, structured_outputs={"choice": [f"choice {number}" for number in range(10_000)]})
+            await ask(front, "val", structured_outputs={"choice": [f"choice {number}" for number in range(10_000)]})
     assert upstream.asked == []
 
 
@@ -135,22 +137,15 @@ async def test_a_frozen_engine_is_sent_constraints_and_nothing_that_reaches_its_
     assert upstream.asked[0].keys() == SENT | kept
 
 
-async def test_a_penalty_that_the_agent_decides_is_not_trained(tmp_path: Path) -> None:
-    async with served(tmp_path, train=None) as (front, _):
-        flags = [(await ask(front, min_p=value)).attributes.get(semconv.CALL_FLAG) for value in (0.0, 0.2)]
-    assert flags == [None, "constrained by a grammar"]
-
-
-async def test_where_the_agent_decides_no_penalty_of_a_generation_config_is_trained(tmp_path: Path) -> None:
-    async with served(tmp_path, train=None) as (front, upstream):
-        span = await ask(front)
-        assert upstream.asked[0].items() >= NEUTRAL_PENALTIES.items()
-        assert semconv.CALL_FLAG not in span.attributes
-        penalties: dict[str, Any] = dict.fromkeys(NEUTRAL_PENALTIES, 0.5) | {"logit_bias": {"5": 1.0}}
+async def test_where_the_agent_decides_penalties_are_sent_except_in_training(tmp_path: Path) -> None:
+    penalties: dict[str, Any] = dict.fromkeys(NEUTRAL_PENALTIES, 0.5) | {"logit_bias": {"5": 1.0}}
+    async with served(tmp_path, train=None, val=None) as (front, upstream):
         for name, value in penalties.items():
-            span = await ask(front, **{name: value})
-            assert upstream.asked[-1][name] == value
-            assert span.attributes[semconv.CALL_FLAG] == "constrained by a grammar", name
+            free, forced = await ask(front, **{name: value}), await ask(front, "val", **{name: value})
+            assert upstream.asked[-2].items() >= NEUTRAL_PENALTIES.items() and upstream.asked[-1][name] == value
+            assert json.loads(free.attributes[semconv.CALL_OVERRIDDEN]) == {name: value}
+            assert semconv.CALL_FLAG not in free.attributes
+            assert forced.attributes[semconv.CALL_FLAG] == "constrained by a grammar", name
 
 
 async def test_a_server_is_sent_seeds_in_deterministic_runs_alone(tmp_path: Path) -> None:

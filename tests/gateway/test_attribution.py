@@ -124,5 +124,6 @@ async def test_a_refused_request_takes_no_number(gateway_world: World) -> None:
     with pytest.raises(openai.BadRequestError):
         await client.chat.completions.create(model="policy", messages=[])
     await say_hello(client)
-    (span,) = await gateway_world.spans(attempted)
+    refused, span = await gateway_world.spans(attempted)
+    assert semconv.CALL_INDEX not in refused.attributes
     assert span.attributes[semconv.CALL_INDEX] == 0

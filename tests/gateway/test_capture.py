@@ -171,9 +171,9 @@ async def test_the_next_prompt_repeats_an_answer_in_its_own_ids(gateway_world: W
 async def test_a_refusal_by_the_backend_is_recorded_and_not_trained(gateway_world: World) -> None:
     attempted = await gateway_world.attempt()
     with pytest.raises(openai.BadRequestError):
-        await call(gateway_world, attempted, tools=[SEARCH_TOOL], tool_choice="required")
+        await call(gateway_world, attempted, logprobs=True, top_logprobs=2)
     (span,) = await gateway_world.spans(attempted)
-    assert span.status.status_code == "ERROR" and "tool_choice" in (span.status.description or "")
+    assert span.status.status_code == "ERROR" and "top_logprobs" in (span.status.description or "")
     assert span.attributes[semconv.CALL_FLAG] == "call failed"
 
 

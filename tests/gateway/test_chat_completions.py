@@ -215,10 +215,11 @@ async def test_a_body_above_the_limit_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("parameters", "says"),
     [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "names none of the tools"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
         ({"top_logprobs": 2, "logprobs": True}, "top_logprobs"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"extra_body": {"guided_regex": "a+"}}, "guided_regex"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},

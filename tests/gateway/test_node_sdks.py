@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from agentlightning import semconv
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import AttemptedRollout, Span
+from agentlightning.types import AttemptedRollout, Mode, Span
 from tests.gateway.talker import PLAIN
 from tests.gateway.test_hostile_servers import BEGIN, RawServer, before
 from tests.gateway.upstream import DONE, GOOD, Upstream, chunk, gateway_before
@@ -51,9 +51,9 @@ async def run(packages: Path, there: World, scenario: str, attempted: AttemptedR
     return json.loads(out)
 
 
-async def captured(packages: Path, there: World, scenario: str) -> tuple[Any, list[Span]]:
+async def captured(packages: Path, there: World, scenario: str, mode: Mode = "train") -> tuple[Any, list[Span]]:
     """What a scenario printed, and the spans of its calls."""
-    attempted = await there.attempt()
+    attempted = await there.attempt(mode)
     told = await run(packages, there, scenario, attempted)
     await asyncio.wait_for(there.gateway.idle(), 60)
     return told, await there.spans(attempted)
@@ -206,7 +206,7 @@ async def test_structured_output_is_parsed(tmp_path: Path, packages: Path) -> No
     events = [chunk({"index": 0, "delta": {"content": '{"sun": true}'}, "finish_reason": "stop"}), DONE]
     upstream = Upstream(events)
     async with standing_in(upstream, tmp_path) as there:
-        told, (span,) = await captured(packages, there, "chat_parse")
+        told, (span,) = await captured(packages, there, "chat_parse", "test")
     assert told["choices"][0]["message"]["parsed"] == {"sun": True}
     assert upstream.asked[0]["response_format"]["json_schema"]["name"] == "weather"
     assert span.attributes[semconv.CALL_FLAG] == "constrained by a grammar"

@@ -52,7 +52,8 @@ async def talking() -> AsyncIterator[tuple[TokenBackend, EngineService]]:
     service = EngineService(Engine(talker.model, eos_token_ids=[end], max_sequence_length=512, slots=16))
     service.start()
     try:
-        yield TokenBackend(ChatTemplate.from_pretrained(talker.tokenizer), service, name="embedded"), service
+        chat = ChatTemplate.from_pretrained(talker.tokenizer)
+        yield TokenBackend(chat, service, name="embedded", max_sequence_length=512), service
     finally:
         service.close()
 

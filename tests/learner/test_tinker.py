@@ -164,7 +164,7 @@ def test_a_server_of_verl_that_was_trained_before_is_refused() -> None:
 def test_a_server_that_is_not_there_is_said(tmp_path: Path) -> None:
     model = tmp_path / "model"
     policy().save(model)
-    said = "needs its SDK" if importlib.util.find_spec("tinker") is None else "no Tinker server answers at"
+    said = "whose SDK" if importlib.util.find_spec("tinker") is None else "no Tinker server answers at"
     with pytest.raises(ConfigError, match=said):
         trainer(tmp_path, **settings(model=model)).fit(agents.vowels, TASKS)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -162,6 +163,116 @@ def anthropic() -> None:
     Anthropic().messages.create(model="policy", max_tokens=50, messages=[{"role": "user", "content": "3"}])
 
 
+def smolagents() -> None:
+    from smolagents import OpenAIModel, ToolCallingAgent, tool
+
+    instrument("smolagents")
+    model = OpenAIModel("policy")
+    tools = [tool(described(add)), tool(described(boom))]
+    ToolCallingAgent(tools, model, name="writer", description=WRITER, max_steps=2).run(TASK)
+    ToolCallingAgent([], model, name="rewriter", description=REWRITER, max_steps=1).run("3")
+
+
+def described(function: Callable[..., Any]) -> Callable[..., Any]:
+    """With the docstring that smolagents asks for."""
+    lines = (f"    {name}: A number." for name in function.__annotations__ if name != "return")
+    function.__doc__ = "\n".join([function.__doc__ or "", "", "Args:", *lines])
+    return function
+
+
+def dspy() -> None:
+    import dspy
+
+    instrument("dspy")
+    dspy.configure(lm=dspy.LM("openai/policy", cache=False))
+
+    class writer(dspy.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.write = dspy.ReAct(dspy.Signature("task -> text", WRITER), tools=[add, boom], max_iters=3)
+
+        def forward(self, task: str) -> Any:
+            return self.write(task=task)
+
+    class rewriter(dspy.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shorten = dspy.Predict(dspy.Signature("text -> shorter", REWRITER))
+
+        def forward(self, text: str) -> Any:
+            return self.shorten(text=text)
+
+    writer()(task=TASK)
+    rewriter()(text="3")
+
+
+def google_adk() -> None:
+    from google.adk.agents import LlmAgent
+    from google.adk.models.lite_llm import LiteLlm
+    from google.adk.runners import InMemoryRunner
+    from google.genai import types
+
+    instrument("google_adk")
+    model = LiteLlm("openai/policy")
+
+    def survive(tool: Any, args: Any, tool_context: Any, error: Exception) -> dict[str, str]:
+        return {"error": str(error)}
+
+    writer = LlmAgent(name="writer", model=model, instruction=WRITER, tools=[add, boom], on_tool_error_callback=survive)
+    rewriter = LlmAgent(name="rewriter", model=model, instruction=REWRITER)
+
+    async def run() -> None:
+        for agent, said in ((writer, TASK), (rewriter, "3")):
+            runner = InMemoryRunner(agent)
+            session = await runner.session_service.create_session(app_name=runner.app_name, user_id="u")
+            message = types.Content(role="user", parts=[types.Part(text=said)])
+            async for _ in runner.run_async(user_id="u", session_id=session.id, new_message=message):
+                pass
+
+    asyncio.run(run())
+
+
+def agno() -> None:
+    from agno.agent import Agent
+    from agno.models.openai import OpenAIChat
+
+    instrument("agno")
+    Agent(name="writer", model=OpenAIChat("policy"), instructions=WRITER, tools=[add, boom], telemetry=False).run(TASK)
+    Agent(name="rewriter", model=OpenAIChat("policy"), instructions=REWRITER, telemetry=False).run("3")
+
+
+def llama_index() -> None:
+    from llama_index.core.agent.workflow import FunctionAgent
+    from llama_index.llms.openai_like import OpenAILike
+
+    instrument("llama_index")
+    model = OpenAILike(
+        "policy", api_base=os.environ["OPENAI_BASE_URL"], is_chat_model=True, is_function_calling_model=True
+    )
+
+    async def run() -> None:
+        writer = FunctionAgent(name="writer", llm=model, system_prompt=WRITER, tools=[add, boom], streaming=False)
+        await writer.run(TASK)
+        await FunctionAgent(name="rewriter", llm=model, system_prompt=REWRITER, streaming=False).run("3")
+
+    asyncio.run(run())
+
+
+def pydantic_ai() -> None:
+    from pydantic_ai import Agent, ModelRetry
+    from pydantic_ai.models.openai import OpenAIChatModel
+
+    instrument("pydantic_ai")
+
+    def boom(x: int) -> int:
+        """Explode a number."""
+        raise ModelRetry(f"{x} exploded")
+
+    model = OpenAIChatModel("policy")
+    Agent(model, name="writer", instructions=WRITER, tools=[add, boom]).run_sync(TASK)
+    Agent(model, name="rewriter", instructions=REWRITER).run_sync("3")
+
+
 PROGRAMS: dict[str, Callable[[], None]] = {
     "langchain": langchain,
     "langchain-traceloop": lambda: langchain("traceloop"),
@@ -173,6 +284,12 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "agent-framework": agent_framework,
     "openai": openai,
     "anthropic": anthropic,
+    "smolagents": smolagents,
+    "dspy": dspy,
+    "google-adk": google_adk,
+    "agno": agno,
+    "llama-index": llama_index,
+    "pydantic-ai": pydantic_ai,
 }
 
 if __name__ == "__main__":

@@ -15,9 +15,6 @@ from typing import Any
 
 import pytest
 
-import agentlightning as agl
-from agentlightning.errors import ConfigError
-
 AGENTS_TRACING = """
 from agents.tracing.processors import default_processor
 class _Multi: _processors = ()
@@ -45,30 +42,36 @@ class {name}:
 """
 
 
-def install(site: Path, distribution: str, modules: dict[str, str] | None = None) -> None:
-    """A distribution with these modules, source by file."""
+def install(site: Path, distribution: str, modules: dict[str, str] | None = None, announces: str = "") -> None:
+    """A distribution with these modules, source by file, that announces `name = module:class`."""
     about = site / f"{distribution.replace('-', '_')}-1.0.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(f"[opentelemetry_instrumentor]\n{announces}\n")
     for name, source in (modules or {}).items():
         file = site / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(source)
 
 
+def install_instrumentor(site: Path, name: str, fails: bool | str = False) -> None:
+    module = f"openinference.instrumentation.{name}"
+    source = INSTRUMENTOR.format(name="Instrumentor", fails=fails is True)
+    source = source if isinstance(fails, bool) else fails + source
+    file = f"{module.replace('.', '/')}.py"
+    install(site, f"openinference-instrumentation-{name}", {file: source}, f"{name} = {module}:Instrumentor")
+
+
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """OpenAI Agents and CrewAI with their instrumentation, and LangChain without."""
-    prefix = "openinference-instrumentation-"
+    """OpenAI Agents with its instrumentation; of CrewAI's and of two others, which cannot be switched on."""
     processor = "_default = object()\ndef default_processor(): return _default\n"
     sdk = {"__init__.py": AGENTS, "tracing/__init__.py": AGENTS_TRACING, "tracing/processors.py": processor}
     install(tmp_path, "openai-agents", {f"agents/{file}": source for file, source in sdk.items()})
-    agents = INSTRUMENTOR.format(name="OpenAIAgentsInstrumentor", fails=False)
-    install(tmp_path, f"{prefix}openai-agents", {"openinference/instrumentation/openai_agents.py": agents})
-    install(tmp_path, "crewai")
-    crewai = INSTRUMENTOR.format(name="CrewAIInstrumentor", fails=True)
-    install(tmp_path, f"{prefix}crewai", {"openinference/instrumentation/crewai.py": crewai})
-    install(tmp_path, "langchain-core")
+    install_instrumentor(tmp_path, "openai_agents")
+    install_instrumentor(tmp_path, "crewai", fails=True)
+    install_instrumentor(tmp_path, "broken", fails="1 / 0\n")
+    install_instrumentor(tmp_path, "absent", fails="import a_framework_that_is_not_there\n")
     return tmp_path
 
 
@@ -86,13 +89,20 @@ def told(site: Path, program: str) -> Any:
 def test_all_that_is_installed_is_switched_on_once_and_what_fails_is_left_out(site: Path) -> None:
     program = """
 first, second = instrument(), instrument()
-from openinference.instrumentation.openai_agents import OpenAIAgentsInstrumentor as made
+from openinference.instrumentation.openai_agents import Instrumentor as made
 print(json.dumps([first, second, made.times, made.options]))
 """
     (first, second, times, options), log = told(site, program)
-    assert (first, second, times) == (["openai-agents"], ["openai-agents"], 1)
+    assert (first, second, times) == (["openai_agents"], ["openai_agents"], 1)
     assert options["exclusive_processor"] is False  # the user's own processors stay
     assert "crewai is left without instrumentation: requires another version" in log
+    assert "broken is left without instrumentation: division by zero" in log
+    assert "absent" not in log  # packages of instrumentation bring no framework
+
+
+def test_what_opentelemetry_is_told_to_leave_out_is_left_out(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "openai_agents, crewai")
+    assert told(site, "print(json.dumps(instrument()))")[0] == []
 
 
 def test_what_was_asked_for_by_name_must_work(site: Path) -> None:
@@ -100,19 +110,19 @@ def test_what_was_asked_for_by_name_must_work(site: Path) -> None:
 def refusal(name):
     try: instrument(name)
     except Exception as error: return f"{type(error).__name__}: {error}"
-print(json.dumps([refusal("crewai"), refusal("langchain")]))
+print(json.dumps([refusal("crewai"), refusal("langgraph")]))
 """
     (fails, lacks), _ = told(site, program)
     assert fails == "ConfigError: crewai cannot be instrumented: requires another version"
     assert lacks == (
-        "ConfigError: to instrument langchain you need openinference-instrumentation-langchain: "
-        "pip install openinference-instrumentation-langchain"
+        "ConfigError: nothing that is installed instruments 'langgraph'; Known: absent, broken, crewai, openai_agents. "
+        "There may be a package for it: pip install openinference-instrumentation-langgraph"
     )
 
 
-def test_an_unknown_name_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="no instrumentation is known for 'langchian'; did you mean 'langchain'"):
-        agl.instrument("langchian")
+@pytest.mark.parametrize("name", ["openai-agents", "openai_agents", "openai"])
+def test_a_name_may_be_written_in_several_ways(site: Path, name: str) -> None:
+    assert told(site, f"print(json.dumps(instrument({name!r})))")[0] == ["openai_agents"]
 
 
 def test_only_what_uploads_is_taken_out_of_an_imported_sdk_and_only_once(site: Path) -> None:

@@ -89,6 +89,20 @@ def test_a_span_of_the_programs_own_stands_where_it_was() -> None:
     assert lines[-2:] == ["├── parse  0.50 s", "└── agentlightning.message  body=hi"]
 
 
+def test_plumbing_is_one_line_with_a_count_and_what_says_something_is_not() -> None:
+    desk = agent("desk", 0, 9)
+    plumbing = [span("publish", start, start + 0.1, parent=desk.span_id) for start in range(1, 40)]
+    around = span("handle", 3, 4, parent=desk.span_id)
+    found = span("search", 3, 4, parent=around.span_id, openinference__span__kind="RETRIEVER")
+    failed = span("receive", 5, 6, parent=desk.span_id, failed="no receiver")
+    assert shown(desk, *plumbing, around, found, failed, span("ack", 6, 7, parent=desk.span_id))[2:] == [
+        "└── agent desk  9.00 s",
+        "    ├── 40 other spans: publish, ack …",
+        "    ├── search  1.00 s",
+        "    └── receive  1.00 s  ! no receiver",
+    ]
+
+
 def test_exceptions_are_told_and_logs_counted() -> None:
     raised = span(semconv.EXCEPTION, 1, 1, failed="x", exception__type="a.b.ValueError", exception__message="no seat")
     log = span(semconv.LOG, 2, 2, agentlightning__log__stream="stderr", agentlightning__log__text="one\ntwo")

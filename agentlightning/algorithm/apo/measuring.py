@@ -12,7 +12,7 @@ import random
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from agentlightning.algorithm.apo.budget import Budget, Usage
 from agentlightning.algorithm.apo.editing import in_words
@@ -20,12 +20,17 @@ from agentlightning.algorithm.apo.lineage import Candidate, Lineage, Score
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.algorithm.rl.groups import withdraw_rollouts
+from agentlightning.data.conversations import read_calls
 from agentlightning.data.transitions import trace_rollout
-from agentlightning.errors import ConflictError
+from agentlightning.errors import ConflictError, TrainingError
 from agentlightning.tracing.messages import model_name, token_counts
 from agentlightning.tracing.steps import read_steps
 from agentlightning.types import EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
 
+_UNHEARD: Final = (
+    "no rollout has a recorded conversation for the critic to see. An agent's own client is recorded where its API is "
+    "`llm` in initial_resources, and isolation='process' has the gateway in the environment; or make it from `llm`"
+)
 Measure: TypeAlias = tuple[str, Mode, int]
 """Name of a candidate, train or val, number of the task."""
 
@@ -48,6 +53,7 @@ class Measuring:
         self._lineage = lineage
         self._budget = budget
         self._timeout = timeout
+        self._heard = False  # whether a conversation was recorded
         chance = random.Random(context.seed)
         train, val = list(context.train_tasks), list(context.val_tasks)
         chance.shuffle(train)
@@ -85,6 +91,8 @@ class Measuring:
             for rollout in await self._context.unless_stopped(awaited):
                 await self._take(waiting.pop(rollout.rollout_id), rollout)
             self._context.progress.advance(len(requests) - len(waiting))
+        if not self._heard and any(one.rollout.status == "succeeded" for one in self.outcomes.values()):
+            raise TrainingError(_UNHEARD)
 
     def rewards(self, name: str, numbers: Iterable[int]) -> list[float]:
         """Of held-out tasks."""
@@ -96,9 +104,8 @@ class Measuring:
 
     def score(self, name: str) -> Score:
         """Over all held-out tasks that the candidate has run, at least one."""
-        outcomes = [self.outcomes[name, "val", number] for number in self.measured(name)]
-        mean = statistics.fmean(outcome.reward for outcome in outcomes)
-        return Score(mean, len(outcomes), sum(outcome.failed for outcome in outcomes))
+        made = [self.outcomes[name, "val", number] for number in self.measured(name)]
+        return Score(statistics.fmean(one.reward for one in made), len(made), sum(one.failed for one in made))
 
     async def evaluation(self, name: str, step: int) -> Evaluation:
         """All that was measured of a candidate on held-out tasks."""
@@ -106,8 +113,7 @@ class Measuring:
         for number in self.measured(name):
             rollout = self.outcomes[name, "val", number].rollout
             spans = await self.spans(rollout)
-            traced = await asyncio.to_thread(trace_rollout, rollout, spans)
-            tasks.append(EvaluatedTask(traced, tuple(spans)))
+            tasks.append(EvaluatedTask(await asyncio.to_thread(trace_rollout, rollout, spans), tuple(spans)))
         return Evaluation(step, 0, tuple(tasks))
 
     async def in_words(self, measure: Measure) -> str:
@@ -146,6 +152,7 @@ class Measuring:
 
     async def _take(self, measure: Measure, rollout: Rollout) -> None:
         spans = await self.spans(rollout)
+        self._heard |= bool(read_calls(spans)[0])
         reward = trace_rollout(rollout, spans).reward
         self.outcomes[measure] = Outcome(rollout, reward or 0.0, reward is None)
         self._budget.spend_rollout(usage_of(spans))

@@ -36,13 +36,12 @@ BATCHES_FILE: Final = "batches.jsonl"  # in the run's directory, one `RecordedBa
 
 
 class RecordedBatch(msgspec.Struct, frozen=True):
-    """What a step trained on: the rollouts of each group, in order, and by which weights. `replayed` groups were
-    trained before, and credited apart. Of a step that was done again after a kill the last line holds."""
+    """What a step trained on: the rollouts of each group, in order, and by which weights. Of a step that was done again
+    after a kill the last line holds."""
 
     step: int
     policy_version: int
     groups: tuple[tuple[str, ...], ...]
-    replayed: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)

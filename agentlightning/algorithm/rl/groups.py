@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -179,7 +178,7 @@ class Groups:
     @property
     def _too_old(self) -> int:
         """The least age, in publications, at which nothing is trained."""
-        return 1 + max(self.algorithm.max_staleness, self.algorithm.replay_staleness)
+        return 1 + self.algorithm.max_staleness
 
     def _enough(self) -> bool:
         if not self.algorithm.refills and self._begun:
@@ -330,23 +329,3 @@ async def withdraw_rollouts(context: RunContext, unwanted: Callable[[Rollout], b
         if unwanted(rollout):
             with contextlib.suppress(ConflictError):  # it has ended meanwhile
                 await context.store.cancel_rollout(rollout.rollout_id)
-
-
-# A group without spread may still be drawn: with a baseline over the batch it teaches, too.
-LEAST_PRIORITY: Final = 0.05
-
-
-def draw(groups: Sequence[CompleteGroup], count: int, *, seed: int, step: int) -> list[CompleteGroup]:
-    """Up to `count` different groups, to be trained again: each as likely as the standard deviation of its rewards is
-    large (prioritised replay, arXiv:1511.05952). Depends on the seed, the step and the groups alone."""
-    drawn: list[CompleteGroup] = []
-    left = list(groups)
-    chance = random.Random(f"{seed}/replay/{step}")
-    while left and len(drawn) < count:
-        drawn.append(left.pop(chance.choices(range(len(left)), [_priority(group) for group in left])[0]))
-    return drawn
-
-
-def _priority(group: CompleteGroup) -> float:
-    rewards = [traced.reward for traced in group.rollouts if traced.reward is not None]
-    return max(LEAST_PRIORITY, float(np.std(rewards))) if rewards else LEAST_PRIORITY

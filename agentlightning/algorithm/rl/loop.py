@@ -34,7 +34,7 @@ from agentlightning.algorithm.rl.batch import (
     make_batches,
     rollout_metrics,
 )
-from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups, Ticket, draw, withdraw_rollouts
+from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups, withdraw_rollouts
 from agentlightning.algorithm.rl.policies import EXPLOSION, FAR, FAR_KL, GradientNorms, Policies, Usage, over_steps
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.rewards import RewardSpec
@@ -65,7 +65,6 @@ class Loop:
         )
         self.run_id = context.run.run_id
         self.groups = groups
-        self.experience: list[CompleteGroup] = []  # trained lately
         self.checkpoints = Checkpoints(context.directory / "checkpoints")
         self.state = LoopState()
         norms = self.policies.named({policy: {"grad_norm": 0.0} for policy in self.policies.names})
@@ -129,22 +128,19 @@ class Loop:
         step = self.state.step + 1
         groups, dropped = await self.context.unless_stopped(self.groups.take())
         sampled = time.perf_counter()
-        replayed = draw(self.experience, self.algorithm.replay_groups, seed=self.context.seed, step=step)
-        self._record_batch(step, groups, replayed)
+        self._record_batch(step, groups)
         traced = [group.rollouts for group in groups]
         await self._check_trainable([*traced, *dropped.traced])
-        fresh = await self._credited(traced)
-        again = await self._credited([group.rollouts for group in replayed])
-        batches = {name: [*fresh[name].sequences, *again[name].sequences] for name in fresh}
-        metrics = rollout_metrics(self.algorithm, traced, dropped.useless) | _flow_metrics(groups, dropped, replayed)
-        metrics |= self.policies.named({name: batch.metrics for name, batch in fresh.items()})
+        credited = await self._credited(traced)
+        batches = {name: batch.sequences for name, batch in credited.items()}
+        metrics = rollout_metrics(self.algorithm, traced, dropped.useless) | _flow_metrics(groups, dropped)
+        metrics |= self.policies.named({name: batch.metrics for name, batch in credited.items()})
         version = None
         if any(batches.values()):
             metrics |= await self._learn(batches, step)
             version = self.state.policy_version
         elif metrics["calls"] or dropped.traced:
             self._note_nothing_learned(step, metrics["reward"], dropped)
-        self._remember(groups)
         # Together: a step that is cut short must find its groups again.
         self.state.step = step
         await self.groups.trained(version)
@@ -209,14 +205,6 @@ class Loop:
     def _overlaps(self) -> bool:
         """Whether rollouts go on while the learner learns."""
         return self.algorithm.max_staleness > 0
-
-    def _remember(self, groups: list[CompleteGroup]) -> None:
-        if self.algorithm.replay_groups:
-            self.experience = [group for group in (*self.experience, *groups) if not self._too_old(group)]
-
-    def _too_old(self, group: CompleteGroup) -> bool:
-        ages = (self.groups.staleness(traced, group.ticket) for traced in group.rollouts)
-        return max(ages) >= self.algorithm.replay_staleness
 
     def _note_nothing_learned(self, step: int, reward: float, dropped: Dropped) -> None:
         left_out = f"; {len(dropped.traced)} groups were replaced: {dict(dropped.groups)}" if dropped.traced else ""
@@ -397,19 +385,15 @@ class Loop:
             self.state.best_reward = evaluation.reward
             await self._written(self.checkpoints.save_best)
 
-    def _record_batch(self, step: int, groups: Sequence[CompleteGroup], replayed: Sequence[CompleteGroup]) -> None:
+    def _record_batch(self, step: int, groups: Sequence[CompleteGroup]) -> None:
         """Note what the step trains on, before it does."""
-        fresh, old = (
-            tuple(tuple(traced.rollout.rollout_id for traced in group.rollouts) for group in some)
-            for some in (groups, replayed)
-        )
+        names = tuple(tuple(traced.rollout.rollout_id for traced in group.rollouts) for group in groups)
         path = self.context.directory / BATCHES_FILE
         with explained("the record of steps", path), path.open("ab") as file:
-            file.write(msgspec.json.encode(RecordedBatch(step, self.state.policy_version, fresh, old)) + b"\n")
+            file.write(msgspec.json.encode(RecordedBatch(step, self.state.policy_version, names)) + b"\n")
 
     async def _save(self) -> None:
         self.state.groups = self.groups.state
-        self.state.experience = tuple(group.ticket for group in self.experience)
         rewards = self._recent_rewards()
         self.state.recent_reward = sum(rewards) / len(rewards) if rewards else None
         await self._written(self.checkpoints.save)
@@ -439,7 +423,6 @@ class Loop:
         else:
             self.state = restored
             self.groups.restore(restored.groups)
-            self.experience = [await self._read_again(ticket) for ticket in restored.experience]
             await self.context.tracking.go_on_after(restored.step)
             for _, measured in sorted(self.context.tracking.history.items()):
                 for name, norms in self.norms.items():
@@ -448,12 +431,6 @@ class Loop:
         if not self.context.owns_runner:
             await self._abandon_failures()
         await self._withdraw_leftovers()
-
-    async def _read_again(self, ticket: Ticket) -> CompleteGroup:
-        """A group of the experience, from the store."""
-        group = await self.context.store.get_group(self.groups.name(ticket))
-        names = () if group is None else group.rollout_ids
-        return CompleteGroup(ticket, 0, tuple(await self.groups.trace(names)))
 
     async def _abandon_failures(self) -> None:
         """Runners elsewhere went on while nothing served the policy: what failed then says nothing about the agent."""
@@ -486,13 +463,11 @@ class Loop:
                     await store.update_attempt(rollout.rollout_id, attempt.attempt_id, status="unresponsive")
 
 
-def _flow_metrics(
-    groups: Sequence[CompleteGroup], dropped: Dropped, replayed: Sequence[CompleteGroup]
-) -> dict[str, float]:
-    """How old the rollouts of a step are, and how much was dropped or trained again."""
+def _flow_metrics(groups: Sequence[CompleteGroup], dropped: Dropped) -> dict[str, float]:
+    """How old the rollouts of a step are, and how much was dropped."""
     ages = Counter(age for group in groups for age in group.staleness)
     return (
-        {"groups_replayed": float(len(replayed)), "groups_dropped": float(len(dropped.traced))}
+        {"groups_dropped": float(len(dropped.traced))}
         | {f"staleness/{age}": float(count) for age, count in sorted(ages.items())}
         | {f"groups_dropped/{reason}": float(count) for reason, count in dropped.groups.items()}
         | {f"rollouts_dropped/{reason}": float(count) for reason, count in dropped.rollouts.items()}

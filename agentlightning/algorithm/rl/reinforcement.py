@@ -37,13 +37,10 @@ from agentlightning.types import RolloutConfig
 if TYPE_CHECKING:
     from agentlightning.algorithm.rl.groups import Groups
 
-# Losses that weigh each token by how much likelier the weights have made it, whatever weights sampled it.
-TAKE_REPLAYED: Final = ("importance_sampling", "cispo")
-
 _LEAST: Final[dict[str, float]] = {
     **dict.fromkeys(("steps", "tasks_per_step", "group_size", "minibatches", "epochs"), 1.0),
     **dict.fromkeys(("checkpoint_every", "max_tokens"), 1.0),
-    **dict.fromkeys(("evaluate_every", "max_staleness", "replay_groups", "replay_staleness"), 0.0),
+    **dict.fromkeys(("evaluate_every", "max_staleness"), 0.0),
     **dict.fromkeys(("stop_on_explosion", "stop_on_collapse", "val_temperature"), 0.0),
     "temperature": 1e-3,
 }
@@ -85,7 +82,6 @@ class Reinforcement(metaclass=_Tried):
     is replaced by another.
     `difficulty` (low, high) leaves a task out of the next epoch whose mean reward lay outside; `curriculum` is a
     function (or `file.py:function`) of (tasks, epoch) that gives the order of an epoch as indices.
-    `replay_groups` recent groups, up to `replay_staleness` publications old, are trained again in every step.
     Training stops after `steps`, or once the mean training reward of three steps reaches `target_reward`; and with an
     error where a loss or gradient is not finite, or, if `stop_on_explosion` is not 0, after that many steps in a row
     whose gradient is over 20 times as large as usual (`GradientNorms`); without, the first of them is told. It stops,
@@ -124,8 +120,6 @@ class Reinforcement(metaclass=_Tried):
     dynamic_sampling: bool = False
     difficulty: tuple[float, float] | None = None
     curriculum: Any = None
-    replay_groups: int = 0
-    replay_staleness: int = 0
     target_reward: float | None = None
     stop_on_explosion: int = 0
     stop_on_collapse: int = 10
@@ -175,13 +169,6 @@ class Reinforcement(metaclass=_Tried):
         if self.difficulty is not None and not self.difficulty[0] <= self.difficulty[1]:
             raise ConfigError(
                 f"difficulty is {self.difficulty}; give the lowest and the highest mean reward to train on"
-            )
-        if bool(self.replay_groups) != bool(self.replay_staleness):
-            raise ConfigError("replay_groups (how many) and replay_staleness (how old at most) go together; give both")
-        if self.replay_groups and self.loss not in TAKE_REPLAYED:
-            raise ConfigError(
-                f"replay_groups trains groups again that older weights sampled, and loss {self.loss!r} is not made for "
-                f"that; give loss={' or '.join(map(repr, TAKE_REPLAYED))}"
             )
         self.curriculum_function = self.curriculum
         if isinstance(self.curriculum, str):

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, imported
 from agentlightning.gateway.backend import Backend, BackendEvent, ModelCall, RelayedAnswer, RelayedCall
 from agentlightning.gateway.backends.connection import Connection
 from agentlightning.gateway.backends.http import HttpBackend, Kind
@@ -104,18 +104,13 @@ def chat_template(tokenizer: str) -> ChatTemplate:
     """The tokenizer in this directory, or of this name on Hugging Face, with its chat template; read once and shared.
 
     ConfigError where it cannot be read, or `transformers` is not installed."""
-    try:
-        from transformers import AutoTokenizer
-
-        from agentlightning.gateway.chat.template import ChatTemplate
-    except ImportError as error:
-        raise ConfigError(
-            f"chats cannot be rendered without transformers ({error}): pip install 'agent-lightning-next[train]'"
-        ) from None
+    needed = "a chat that is rendered here", "agent-lightning-next[train]"
+    transformers = imported("transformers", *needed)
+    template = imported("agentlightning.gateway.chat.template", *needed)
     if tokenizer.startswith((".", "/")) and not Path(tokenizer).exists():  # or it would be looked for on Hugging Face
         raise ConfigError(f"there is no tokenizer {tokenizer} on this machine: name (--tokenizer) where it is here")
     try:
-        return ChatTemplate.from_pretrained(AutoTokenizer.from_pretrained(tokenizer))
+        return template.ChatTemplate.from_pretrained(transformers.AutoTokenizer.from_pretrained(tokenizer))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the tokenizer {tokenizer!r} cannot be read: {error}") from None
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 from uuid import uuid4
 
 import msgspec
@@ -19,7 +19,7 @@ from agentlightning.gateway.backends.connection import Connection, event_data
 from agentlightning.gateway.backends.wire import Response
 from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.chat.template import ChatTemplate
-from agentlightning.gateway.generation import Ending, GenerationRequest, SampledToken
+from agentlightning.gateway.generation import Ending, GenerationRequest, GrammarsAs, SampledToken
 from agentlightning.gateway.request import NOT_JSON
 
 _log = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ class SglangGenerator:
 
     Policy versions are the server's weight versions where those are numbers. Seeds count where the server was started
     with `--enable-deterministic-inference`."""
+
+    grammars: ClassVar[GrammarsAs] = "structural_tag"
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -161,6 +163,8 @@ class _Answer:
         }
         if request.seed is not None:
             sampling["sampling_seed"] = request.seed
+        if request.structural_tag is not None:
+            sampling["structural_tag"] = msgspec.json.encode(request.structural_tag).decode()
         body = {
             "rid": self.request_id,
             "input_ids": request.prompt_token_ids,

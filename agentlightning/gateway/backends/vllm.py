@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import msgspec
 
@@ -19,7 +19,7 @@ from agentlightning.gateway.backends.connection import event_data
 from agentlightning.gateway.backends.http import HttpBackend, WeightsSpan, version_runs
 from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.chat.template import ChatTemplate
-from agentlightning.gateway.generation import Ending, GenerationRequest, SampledToken
+from agentlightning.gateway.generation import Ending, GenerationRequest, GrammarsAs, SampledToken
 from agentlightning.gateway.request import NOT_JSON, given
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class VllmBackend(HttpBackend):
         super().__init__(
             base_url, kind="vllm", api_key=api_key, model=model, timeout_seconds=timeout_seconds, socket=socket
         )
-        self.of_ids = TokenBackend(chat, VllmGenerator(self), name=self.name)
+        self.of_ids = TokenBackend(chat, VllmGenerator(self), name=self.name, strict=True)
         self._takes_ids: bool | None = None
 
     async def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
@@ -82,6 +82,8 @@ class VllmBackend(HttpBackend):
 
 class VllmGenerator:
     """Samples on the server of `backend`; see `TokenGenerator`. The server names the weights of each token."""
+
+    grammars: ClassVar[GrammarsAs] = None
 
     def __init__(self, backend: VllmBackend) -> None:
         self._backend = backend

@@ -10,14 +10,16 @@ import hashlib
 import string
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any, Final
 
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.errors import BackendError
-from agentlightning.gateway.admission import asks_for_nothing
+from agentlightning.gateway.admission import asks_for_nothing, forces_a_call
 from agentlightning.gateway.backend import (
+    CONSTRAINED,
     STOPPED_BY_STRING,
     BackendEvent,
     Delta,
@@ -28,17 +30,20 @@ from agentlightning.gateway.backend import (
     Started,
     unsupported,
 )
+from agentlightning.gateway.chat.grammar import Form, Grammars, form_of
 from agentlightning.gateway.chat.recorded import EncodedPrompt, RecordedAnswers
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.chat.text import BEGIN, Reasoning, StopStrings
 from agentlightning.gateway.chat.tool_calls import Part, ToolCall, ToolCallParser
 from agentlightning.gateway.generation import Ending, GenerationRequest, SampledToken, TokenGenerator, choice_seed
+from agentlightning.gateway.request import NEUTRAL_PENALTIES
 from agentlightning.types import FinishReason
 
 _LONG: Final = 100_000  # characters, which take a tenth of a second to tokenise: other calls go on meanwhile
 # Fields that the chat template is given.
 _AHEAD: Final = 256  # events of an answer's choices that wait to be read
 _VARIABLES: Final = ("reasoning_effort", "documents")
+_HINTS: Final = frozenset({"verbosity", *NEUTRAL_PENALTIES})
 # Of fields that cannot be honoured, the values that state what holds here anyway.
 _NEUTRAL: Final[dict[str, Any]] = {
     "add_generation_prompt": True,
@@ -49,22 +54,31 @@ _NEUTRAL: Final[dict[str, Any]] = {
 
 class TokenBackend:
     """Answers chats and continues prompts with the tokens of `generator`; every sampled id comes with its logprob and
-    policy version. Tokens are sampled freely: what would constrain or penalise them is refused by name.
+    policy version. JSON output and forced calls are enforced where the generator takes grammars; what else would
+    constrain its tokens is refused by name.
 
     `name` is what spans say of it. Prompt and answer have `max_sequence_length` tokens at most, where it is given. The
     generator belongs to its owner. The seed of a call decides its random numbers alone, where the generator honours
-    seeds."""
+    seeds. Hints, such as penalties, are dropped, unless somebody else can follow them: `strict`, they are refused."""
 
     captures_tokens = seeded = True
     relays: frozenset[str] = frozenset()
 
     def __init__(
-        self, chat: ChatTemplate, generator: TokenGenerator, *, name: str, max_sequence_length: int | None = None
+        self,
+        chat: ChatTemplate,
+        generator: TokenGenerator,
+        *,
+        name: str,
+        max_sequence_length: int | None = None,
+        strict: bool = False,
     ) -> None:
         self.name = name
         self.generator = generator
         self.max_sequence_length = max_sequence_length
         self._chat = chat
+        self._strict = strict
+        self._grammars = Grammars(chat)
         self._recorded = RecordedAnswers(chat)
 
     @property
@@ -74,20 +88,23 @@ class TokenBackend:
 
     async def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
         """See `Backend.answer`. BackendError 400 names what a free-running sampler cannot honour."""
-        prompt = await self._prompt(call)
+        variables, dropped = self._check(call)
+        prompt = await self._prompt(call, variables)
+        form = form_of(call, self._chat.tool_format) if self.generator.grammars else None
         self._check_length(prompt)  # before it is sent, as often as there are choices
-        tools = call.prompt is None and call.tool_choice != "none" and bool(call.tools)
-        choices = [self._choice(call, index, prompt, parse_tools=tools) for index in range(call.sampling.n)]
+        if (self._request(call, 0, prompt).max_tokens or 0) < (call.sampling.max_tokens or 0):
+            dropped.append("max_tokens")  # there is no room for more
+        choices = [self._choice(call, index, prompt, form) for index in range(call.sampling.n)]
         started = False
         async with aclosing(choices[0] if len(choices) == 1 else _merged(choices)) as events:
             async for event in events:
                 if not started:  # a request that cannot be served is refused before anything is said
                     started = True
-                    yield Started(prompt.token_ids, prompt.spliced_tokens)
+                    yield Started(prompt.token_ids, prompt.spliced_tokens, dropped=tuple(dropped))
                 yield event
 
     async def count_tokens(self, call: ModelCall) -> int:
-        return len((await self._prompt(call)).token_ids)
+        return len((await self._prompt(call, self._check(call)[0])).token_ids)
 
     def relay(self, call: RelayedCall) -> AbstractAsyncContextManager[RelayedAnswer]:
         raise unsupported(call.path, f"{self.name} answers with text only")
@@ -95,8 +112,7 @@ class TokenBackend:
     async def close(self) -> None:
         """The generator belongs to its owner."""
 
-    async def _prompt(self, call: ModelCall) -> EncodedPrompt:
-        variables = _check(call)
+    async def _prompt(self, call: ModelCall, variables: dict[str, Any]) -> EncodedPrompt:
         if isinstance(call.prompt, tuple):
             known = self._chat.tokenizer.get_vocab_size()
             for token_id in call.prompt:
@@ -126,6 +142,27 @@ class TokenBackend:
         """Text that no template wrote gets the tokenizer's own beginning: a BOS where the model expects one."""
         return EncodedPrompt(text, tuple(self._chat.tokenizer.encode_batch([text])[0].ids))
 
+    def _check(self, call: ModelCall) -> tuple[dict[str, Any], list[str]]:
+        """(template variables, hints that are dropped); BackendError 400 for what cannot be honoured or is unknown."""
+        enforces = self.generator.grammars is not None
+        if forces_a_call(call.tool_choice) and not enforces:
+            raise unsupported("tool_choice", "it forces a call, but tokens are sampled freely: use 'auto' or 'none'")
+        variables, dropped = dict[str, Any](), list[str]()
+        for name, value in call.extra.items():
+            if name == "chat_template_kwargs" and isinstance(value, dict):
+                variables |= value
+            elif name in _VARIABLES:
+                variables.setdefault(name, value)
+            elif name in _HINTS and not self._strict:
+                dropped += [name] if value != NEUTRAL_PENALTIES.get(name) else []
+            elif name == "parallel_tool_calls" and not self._strict:
+                pass  # of several the gateway gives the agent the first
+            elif name == "response_format" and enforces:
+                pass  # see form_of
+            elif not asks_for_nothing(name, value) and (name not in _NEUTRAL or value != _NEUTRAL[name]):
+                raise unsupported(name, f"tokens are sampled freely here, without {name}={value!r}; leave it out")
+        return variables, dropped
+
     def _request(self, call: ModelCall, index: int, prompt: EncodedPrompt) -> GenerationRequest:
         sampling, max_tokens = call.sampling, call.sampling.max_tokens
         if self.max_sequence_length is not None:
@@ -144,12 +181,18 @@ class TokenBackend:
         )
 
     async def _choice(
-        self, call: ModelCall, index: int, prompt: EncodedPrompt, *, parse_tools: bool
+        self, call: ModelCall, index: int, prompt: EncodedPrompt, form: Form | None
     ) -> AsyncGenerator[BackendEvent, None]:
         request = self._request(call, index, prompt)
         thinks = self._chat.reasons and call.prompt is None
-        reasoning = Reasoning(begun=prompt.text.rstrip().endswith(BEGIN)) if thinks else None
-        writer = _ChoiceWriter(call, index, self._chat, parse_tools=parse_tools, reasoning=reasoning)
+        begun = prompt.text.rstrip().endswith(BEGIN)
+        if form is not None and self.generator.grammars == "masks":
+            masks = await self._grammars.masks(form, ("must" if begun else "may") if thinks else "no")
+            request = replace(request, masks=masks)
+        elif form is not None:
+            request = replace(request, structural_tag=form.structural_tag())
+        reasoning = Reasoning(begun=begun) if thinks else None
+        writer = _ChoiceWriter(call, index, self._chat, reasoning=reasoning, form=form)
         if call.stream or call.sampling.stop:
             async with aclosing(self.generator.generate(request)) as tokens:
                 async for token in tokens:
@@ -170,15 +213,19 @@ class _ChoiceWriter:
     calls parsed."""
 
     def __init__(
-        self, call: ModelCall, index: int, chat: ChatTemplate, *, parse_tools: bool, reasoning: Reasoning | None
+        self, call: ModelCall, index: int, chat: ChatTemplate, *, reasoning: Reasoning | None, form: Form | None
     ) -> None:
+        parse_tools = call.prompt is None and call.tool_choice != "none" and bool(call.tools)
         self.token_ids: list[int] = []
         self._finish_reason: FinishReason | None = None
         self._ending = Ending()
+        self._form = form
         self._call = call
         self._index = index
+        self._short_ids = chat.tool_format == "mistral"
         self._token_bytes = chat.token_bytes
-        self._detokenizer = chat.detokenizer(keep_markers=parse_tools, keep_reasoning=reasoning is not None)
+        markers = parse_tools or form is not None
+        self._detokenizer = chat.detokenizer(keep_markers=markers, keep_reasoning=reasoning is not None)
         self._stops = StopStrings(call.sampling.stop)
         self._reasoning = reasoning
         self._parser = chat.tool_call_parser() if parse_tools else ToolCallParser()
@@ -221,7 +268,9 @@ class _ChoiceWriter:
         assert self._finish_reason is not None, "a generation ended without saying why"
         reason = "tool_calls" if self._tool_calls and self._finish_reason == "stop" else self._finish_reason
         untrainable, version, versions = self._ending
-        if self.stop_string is not None:
+        if self._form is not None:
+            untrainable = CONSTRAINED
+        elif self.stop_string is not None:
             untrainable = STOPPED_BY_STRING
         return Finished(self._index, reason, untrainable, self.stop_string, version, list(versions))
 
@@ -242,9 +291,10 @@ class _ChoiceWriter:
     def _tool_call(self, call: ToolCall) -> dict[str, Any]:
         position, self._tool_calls = self._tool_calls, self._tool_calls + 1
         name = f"{self._call.request_id}/{self._index}/{position}"
+        # Mistral's templates demand nine letters and digits; agno replaces an id that does not begin like OpenAI's.
         return {
             "index": position,
-            "id": _tool_call_id(name),
+            "id": _letters(name, 9) if self._short_ids else f"call_{_letters(name, 20)}",
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
@@ -253,25 +303,9 @@ class _ChoiceWriter:
 _LETTERS = string.ascii_letters + string.digits
 
 
-def _tool_call_id(name: str) -> str:
-    """Nine letters and digits, which is what the templates of Mistral's models demand and others accept."""
+def _letters(name: str, count: int) -> str:
     number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "big")
-    return "".join(_LETTERS[number // 62**place % 62] for place in range(9))
-
-
-def _check(call: ModelCall) -> dict[str, Any]:
-    """Template variables of the call; BackendError 400 for what would constrain the sampling or is unknown."""
-    if call.tool_choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice", "it forces a call, but tokens are sampled freely: use 'auto' or 'none'")
-    variables: dict[str, Any] = {}
-    for name, value in call.extra.items():
-        if name == "chat_template_kwargs" and isinstance(value, dict):
-            variables |= value
-        elif name in _VARIABLES:
-            variables.setdefault(name, value)
-        elif not asks_for_nothing(name, value) and (name not in _NEUTRAL or value != _NEUTRAL[name]):
-            raise unsupported(name, f"tokens are sampled freely here, without {name}={value!r}; leave it out")
-    return variables
+    return "".join(_LETTERS[number // 62**place % 62] for place in range(count))
 
 
 async def _merged(choices: list[AsyncGenerator[BackendEvent, None]]) -> AsyncGenerator[BackendEvent, None]:

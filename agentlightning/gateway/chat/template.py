@@ -128,7 +128,7 @@ class ChatTemplate:
                 "the chat template's tool-call format is not one of hermes, llama3 or mistral, so tools cannot be used "
                 "with this model"
             )
-        return TOOL_FORMATS[self.tool_format]()
+        return TOOL_FORMATS[self.tool_format].parser()
 
     def _plain(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message as templates expect it: no nulls, text as one string, tool-call arguments as objects."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -212,8 +212,34 @@ def _decoded(text: str, kind: Any) -> Any:
         return None
 
 
-TOOL_FORMATS: dict[str, Callable[[], ToolCallParser]] = {
-    "hermes": lambda: MarkedParser("<tool_call>", "</tool_call>", _hermes),
-    "llama3": lambda: WholeAnswerParser("<|python_tag|>", _llama3),
-    "mistral": lambda: MarkedParser("[TOOL_CALLS]", None, _mistral),
+class ToolFormat(NamedTuple):
+    """How calls are read, and how templates write them: what is `before` the first, `between` and `after` them, and in
+    `front` of the arguments of each (with `NAME` for its name) and behind (`back`)."""
+
+    parser: Callable[[], ToolCallParser]
+    front: str
+    back: str
+    between: str
+    before: str = ""
+    after: str = ""
+
+    def begin(self, name: str) -> str:
+        """What comes in front of the arguments of a call of the tool `name`."""
+        return self.front.replace("NAME", json.dumps(name, ensure_ascii=False))
+
+
+_ARGUMENTS = '{"name": NAME, "arguments": '
+TOOL_FORMATS = {
+    "hermes": ToolFormat(
+        lambda: MarkedParser("<tool_call>", "</tool_call>", _hermes),
+        f"<tool_call>\n{_ARGUMENTS}",
+        "}\n</tool_call>",
+        "\n",
+    ),
+    "llama3": ToolFormat(
+        lambda: WholeAnswerParser("<|python_tag|>", _llama3), '{"name": NAME, "parameters": ', "}", "; "
+    ),
+    "mistral": ToolFormat(
+        lambda: MarkedParser("[TOOL_CALLS]", None, _mistral), _ARGUMENTS, "}", ", ", "[TOOL_CALLS] [", "]"
+    ),
 }

@@ -1,10 +1,11 @@
-"""A writer with two tools, one of which fails, and a rewriter, with the tool runner of Anthropic's SDK.
+"""A writer with two tools, one of which fails, and a rewriter, with the tool runner of Anthropic's SDK."""
 
-Of Agent Lightning it knows the parameter `llm` alone. Run it as `agl runner agent.py:write`: the SDK reports its
-tools by itself, and the system prompts tell who is who.
-"""
+import sys
 
 from anthropic import Anthropic, beta_tool
+
+client = Anthropic()
+MODEL = "claude-haiku-4-5"
 
 
 @beta_tool
@@ -19,19 +20,22 @@ def divide(a: int, b: int) -> str:
     return str(a / b)
 
 
-def write(task: dict, llm) -> float:
-    client = Anthropic(base_url=llm.endpoint.removesuffix("/v1"), api_key=llm.api_key)  # which adds /v1 itself
-    asked = {"model": llm.model, "max_tokens": 100}
+def write(topic: str) -> str:
     draft = client.beta.messages.tool_runner(
-        **asked,
+        model=MODEL,
+        max_tokens=100,
         system="You are the writer.",
-        messages=[{"role": "user", "content": task["topic"]}],
+        messages=[{"role": "user", "content": topic}],
         tools=[add, divide],
     ).until_done()
     with client.messages.stream(
-        **asked,
+        model=MODEL,
+        max_tokens=100,
         system="You are the rewriter.",
         messages=[{"role": "user", "content": draft.content[0].text}],
     ) as stream:
-        text = stream.get_final_text()
-    return float("sea" in text)
+        return stream.get_final_text()
+
+
+if __name__ == "__main__":
+    print(write(sys.argv[1]))

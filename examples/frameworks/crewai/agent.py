@@ -1,7 +1,6 @@
-"""A crew of two: a writer with two tools, one of which fails, and a rewriter.
+"""A crew of two: a writer with two tools, one of which fails, and a rewriter."""
 
-Of Agent Lightning it knows the parameter `llm` alone. Run it as `agl runner agent.py:write --instrument crewai`.
-"""
+import sys
 
 from crewai import LLM, Agent, Crew, Task
 from crewai.tools import tool
@@ -19,13 +18,17 @@ def divide(a: int, b: int) -> float:
     return a / b
 
 
-def write(task: dict, llm) -> float:
-    def model(stream: bool) -> LLM:
-        return LLM(model=llm.model, provider="openai", base_url=llm.endpoint, api_key=llm.api_key, stream=stream)
+model = LLM(model="gpt-4o-mini")
+writer = Agent(role="writer", goal="write", backstory="You use your tools.", llm=model, tools=[add, divide])
+rewriter = Agent(role="rewriter", goal="shorten", backstory="You are brief.", llm=LLM(model="gpt-4o-mini", stream=True))
+draft = Task(description="{topic}", expected_output="a text", agent=writer)
+final = Task(description="Shorten it.", expected_output="a text", agent=rewriter)
+crew = Crew(agents=[writer, rewriter], tasks=[draft, final])
 
-    writer = Agent(role="writer", goal="write", backstory="You use your tools.", llm=model(False), tools=[add, divide])
-    rewriter = Agent(role="rewriter", goal="shorten", backstory="You are brief.", llm=model(True))
-    draft = Task(description=task["topic"], expected_output="a text", agent=writer)
-    final = Task(description="Shorten it.", expected_output="a text", agent=rewriter)
-    text = Crew(agents=[writer, rewriter], tasks=[draft, final]).kickoff().raw
-    return float("sea" in text)
+
+def write(topic: str) -> str:
+    return crew.kickoff({"topic": topic}).raw
+
+
+if __name__ == "__main__":
+    print(write(sys.argv[1]))

@@ -1,7 +1,6 @@
-"""A writer with two tools, one of which fails, and a rewriter: two agents of LangChain, one after the other.
+"""A writer with two tools, one of which fails, and a rewriter: two agents of LangChain, one after the other."""
 
-Of Agent Lightning it knows the parameter `llm` alone. Run it as `agl runner agent.py:write --instrument langchain`.
-"""
+import sys
 
 from langchain.agents import create_agent
 from langchain.agents.middleware import wrap_tool_call
@@ -28,14 +27,18 @@ def tell_errors(request, call):
         return ToolMessage(f"Error: {error}", tool_call_id=request.tool_call["id"], status="error")
 
 
-def write(task: dict, llm) -> float:
-    model = ChatOpenAI(model=llm.model, base_url=llm.endpoint, api_key=llm.api_key)
-    writer = create_agent(
-        model, [add, divide], system_prompt="You are the writer.", middleware=[tell_errors], name="writer"
-    )
-    rewriter = create_agent(model, system_prompt="You are the rewriter.", name="rewriter")
-    draft = writer.invoke({"messages": [("user", task["topic"])]})["messages"][-1].text
-    text = ""
-    for part, _ in rewriter.stream({"messages": [("user", draft)]}, stream_mode="messages"):
-        text += part.text
-    return float("sea" in text)
+model = ChatOpenAI(model="gpt-4o-mini")
+writer = create_agent(
+    model, [add, divide], system_prompt="You are the writer.", middleware=[tell_errors], name="writer"
+)
+rewriter = create_agent(model, system_prompt="You are the rewriter.", name="rewriter")
+
+
+def write(topic: str) -> str:
+    draft = writer.invoke({"messages": [("user", topic)]})["messages"][-1].text
+    parts = rewriter.stream({"messages": [("user", draft)]}, stream_mode="messages")
+    return "".join(part.text for part, _ in parts)
+
+
+if __name__ == "__main__":
+    print(write(sys.argv[1]))

@@ -1,16 +1,12 @@
-"""A writer with two tools, one of which fails, and a rewriter: two nodes of a LangGraph graph.
+"""A writer with two tools, one of which fails, and a rewriter: two nodes of a LangGraph graph."""
 
-Of Agent Lightning it knows the line that instruments LangGraph. The model's URL and key come from the environment, and
-so each rollout needs a process to itself: run it as `agl runner agent.py:write --isolation process`.
-"""
+import sys
 
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 
-import agentlightning as agl
-
-agl.instrument("langchain")
+model = ChatOpenAI(model="gpt-4o-mini")
 
 
 def add(a: int, b: int) -> int:
@@ -24,7 +20,6 @@ def divide(a: int, b: int) -> float:
 
 
 tools = [add, divide]
-model = ChatOpenAI(model="policy")
 
 
 def writer(state):
@@ -46,9 +41,13 @@ graph.add_edge("rewriter", END)
 team = graph.compile()
 
 
-def write(task: dict) -> float:
+def write(topic: str) -> str:
     text = ""
-    for part, about in team.stream({"messages": [("user", task["topic"])]}, stream_mode="messages"):
+    for part, about in team.stream({"messages": [("user", topic)]}, stream_mode="messages"):
         if about["langgraph_node"] == "rewriter":
             text += part.text
-    return float("sea" in text)
+    return text
+
+
+if __name__ == "__main__":
+    print(write(sys.argv[1]))

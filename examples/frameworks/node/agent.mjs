@@ -1,10 +1,5 @@
 // A writer with two tools, one of which fails, and a rewriter, with OpenAI's SDK for Node.
-//
-// It knows nothing of Agent Lightning. Run it as `agl runner --command "node agent.mjs"`: the SDK finds the model's URL and
-// key in its environment, and the last line it prints is the reward. The models it asks for tell who is who: both
-// names mean the policy.
 
-import { readFileSync } from "node:fs";
 import OpenAI from "openai";
 
 const add = ({ a, b }) => a + b;
@@ -16,7 +11,7 @@ const divide = ({ a, b }) => {
 
 const numbers = { type: "object", properties: { a: { type: "integer" }, b: { type: "integer" } }, required: ["a", "b"] };
 
-// Without this an error of a tool ends the run. The model is told of it as "Error: …", which counts as failed.
+// Without this an error of a tool ends the run.
 const told = (call) => (given) => {
   try {
     return String(call(given));
@@ -29,15 +24,20 @@ const tool = (call, description) => ({
   function: { name: call.name, description, parameters: numbers, parse: JSON.parse, function: told(call) },
 });
 
-const task = JSON.parse(readFileSync("/dev/stdin", "utf8"));
 const chats = new OpenAI().chat.completions;
+const model = "gpt-4o-mini";
 const draft = await chats
   .runTools({
-    model: "writer",
-    messages: [{ role: "user", content: task.topic }],
+    model,
+    messages: [
+      { role: "system", content: "You are the writer." },
+      { role: "user", content: process.argv[2] },
+    ],
     tools: [tool(add, "Add two numbers."), tool(divide, "Divide two numbers.")],
   })
   .finalContent();
-const text = await chats.stream({ model: "rewriter", messages: [{ role: "user", content: draft }] }).finalContent();
-
-console.log(JSON.stringify({ reward: Number(text.includes("sea")) }));
+const messages = [
+  { role: "system", content: "You are the rewriter." },
+  { role: "user", content: draft },
+];
+console.log(await chats.stream({ model, messages }).finalContent());

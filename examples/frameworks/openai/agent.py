@@ -1,9 +1,4 @@
-"""A writer with two tools, one of which fails, and a rewriter, with nothing but OpenAI's SDK.
-
-Nothing here knows of Agent Lightning. The SDK finds the model's URL and key in its environment, and the last line of
-output is the reward: run it as `agl runner --command "python agent.py"`. The agents are told apart by the roles in
-their prompts, and what the model is told of a tool tells how it went.
-"""
+"""A writer with two tools, one of which fails, and a rewriter, with nothing but OpenAI's SDK."""
 
 import json
 import sys
@@ -11,7 +6,7 @@ import sys
 from openai import OpenAI
 
 client = OpenAI()
-MODEL = "policy"
+MODEL = "gpt-4o-mini"
 
 
 def add(a, b):
@@ -58,5 +53,5 @@ def rewrite(draft):
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 
-text = rewrite(write(json.load(sys.stdin)["topic"]))
-print(json.dumps({"reward": float("sea" in text)}))
+if __name__ == "__main__":
+    print(rewrite(write(sys.argv[1])))

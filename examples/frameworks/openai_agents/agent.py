@@ -1,14 +1,9 @@
-"""A writer with two tools, one of which fails, hands over to a rewriter: agents of the OpenAI Agents SDK.
-
-Nothing here knows of Agent Lightning. The SDK finds the model's URL and key in its environment, and the last line of
-output is the reward: run it as `agl runner --command "opentelemetry-instrument python agent.py"`.
-"""
+"""A writer with two tools, one of which fails, hands over to a rewriter: agents of the OpenAI Agents SDK."""
 
 import asyncio
-import json
 import sys
 
-from agents import Agent, Runner, function_tool, set_default_openai_api
+from agents import Agent, Runner, function_tool
 
 
 @function_tool
@@ -23,18 +18,18 @@ def divide(a: int, b: int) -> float:
     return a / b
 
 
+rewriter = Agent("rewriter", instructions="You are the rewriter.", model="gpt-4o-mini")
+writer = Agent(
+    "writer", instructions="You are the writer.", model="gpt-4o-mini", tools=[add, divide], handoffs=[rewriter]
+)
+
+
 async def write(topic: str) -> str:
-    rewriter = Agent("rewriter", instructions="You are the rewriter.", model="policy")
-    writer = Agent(
-        "writer", instructions="You are the writer.", model="policy", tools=[add, divide], handoffs=[rewriter]
-    )
     result = Runner.run_streamed(writer, topic)
     async for _ in result.stream_events():
         pass
     return result.final_output
 
 
-if "chat" in sys.argv:  # Chat Completions instead of Responses
-    set_default_openai_api("chat_completions")
-text = asyncio.run(write(json.load(sys.stdin)["topic"]))
-print(json.dumps({"reward": float("sea" in text)}))
+if __name__ == "__main__":
+    print(asyncio.run(write(sys.argv[1])))

@@ -194,6 +194,17 @@ async def test_every_choice_is_a_request_with_a_seed_of_its_own(world: Setting) 
     assert len({asked["rid"] for asked in server.asked}) == 3
 
 
+async def test_what_an_answer_must_be_is_told_as_a_structural_tag(world: Setting) -> None:
+    backend, server, _ = world
+    forced = chat_call("weather", tools=[SEARCH_TOOL], tool_choice="required", extra={"parallel_tool_calls": False})
+    assert (await answered(backend, forced)).choices[0].untrainable == "constrained by a grammar"
+    told = json.loads(server.asked[0]["sampling_params"]["structural_tag"])["format"]
+    (tag,) = told["tags"]
+    assert (told["type"], told["at_least_one"], told["stop_after_first"]) == ("tags_with_separator", True, True)
+    assert (tag["begin"], tag["end"]) == ('<tool_call>\n{"name": "search", "arguments": ', "}\n</tool_call>")
+    assert tag["content"]["json_schema"] == SEARCH_TOOL["function"]["parameters"]
+
+
 async def test_nothing_of_the_sampling_is_left_to_the_server(world: Setting) -> None:
     backend, server, _ = world
     await answered(backend, chat_call(sampling=Sampling(temperature=0.5, max_tokens=4)))

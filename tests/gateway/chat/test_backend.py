@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -134,7 +135,7 @@ async def test_ids_of_tool_calls_are_derived_from_the_request(engine: tuple[Toke
     first, again, other = await ids("one"), await ids("one"), await ids("two")
     assert first == again
     assert len({*first, *other}) == 4
-    assert all(len(name) == 9 and name.isalnum() for name in first)
+    assert all(re.fullmatch("call_[A-Za-z0-9]{20}", name) for name in first)
 
 
 async def test_bytes_of_tokens_are_given_where_logprobs_are_asked_for(

@@ -16,7 +16,7 @@ B = '<tool_call>\n{"name": "b", "arguments": {}}\n</tool_call>'
 
 def parsed(tool_format: str, text: str, cuts: list[int] | None = None) -> tuple[str, list[ToolCall]]:
     """(content, calls) of a text fed in pieces cut at the given places, by default character by character."""
-    parser = TOOL_FORMATS[tool_format]()
+    parser = TOOL_FORMATS[tool_format].parser()
     places = sorted({0, len(text), *(cuts if cuts is not None else range(len(text)))})
     parts = [part for a, b in pairwise(places) for part in parser.feed(text[a:b])]
     parts += parser.finish()
@@ -96,7 +96,7 @@ def test_how_a_text_is_cut_into_pieces_changes_nothing(text: str, cuts: list[int
 
 
 def test_content_streams_while_a_call_is_held_back() -> None:
-    parser = TOOL_FORMATS["hermes"]()
+    parser = TOOL_FORMATS["hermes"].parser()
     assert parser.feed("Let me") == ["Let me"]
     assert parser.feed(" see <tool") == [" see"]
     assert parser.feed("box>") == [" <toolbox>"]

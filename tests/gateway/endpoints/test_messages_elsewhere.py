@@ -160,12 +160,12 @@ async def test_what_the_engine_cannot_do_is_passed_on_in_the_form_of_chat_comple
     first, second = upstream.asked
     assert first["messages"] == [{"role": "system", "content": "Be brief."}, *user("hello")]
     assert first["tools"] == [{"type": "function", "function": SEARCH_TOOL["function"]}]
-    assert first["tool_choice"] == "required"
+    assert (first["tool_choice"], first["parallel_tool_calls"]) == ("required", False)
     assert first["reasoning_effort"] == "high"
     assert first["response_format"]["json_schema"]["schema"] == schema
     assert first["chat_template_kwargs"] == {"enable_thinking": True}
     assert (first["temperature"], first["top_k"], first["seed"], first["max_tokens"]) == (0.5, 7, 3, 64)
-    dropped = {"metadata", "service_tier", "cache_control", "system", "parallel_tool_calls", "thinking"}
+    dropped = {"metadata", "service_tier", "cache_control", "system", "thinking"}
     assert dropped.isdisjoint(first)
     assert second["tool_choice"] == {"type": "function", "function": {"name": "search"}}
     assert "thinking" not in second

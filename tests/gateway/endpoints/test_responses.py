@@ -195,8 +195,8 @@ async def test_logprobs_are_given_on_request(gateway_world: World) -> None:
 
 
 UNABLE = [
-    ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice"),
-    ({"text": {"format": {"type": "json_object"}}}, "response_format"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "strin"}}}}, "response_format"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AA=="}]}]},
         "image_url",
@@ -205,7 +205,7 @@ UNABLE = [
 
 
 async def test_the_embedded_engine_says_what_it_cannot_do(gateway_world: World) -> None:
-    client = gateway_world.client(await gateway_world.attempt())
+    client = gateway_world.client(await gateway_world.attempt("val"))
     for fields, says in UNABLE:
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError, match=says):
@@ -293,7 +293,8 @@ async def test_only_ones_own_stored_responses_can_be_continued(gateway_world: Wo
         await bare.responses.create(model="policy", input="count", previous_response_id=mine.id)
     again = await bare.responses.create(**SHORT, input="count", previous_response_id=nobodys.id)
     assert again.previous_response_id == nobodys.id
-    assert [span.attributes[semconv.CALL_INDEX] for span in await gateway_world.spans(attempted)] == [0, 1, 2]
+    numbers = [span.attributes.get(semconv.CALL_INDEX) for span in await gateway_world.spans(attempted)]
+    assert numbers == [0, 1, 2, *[None] * 5]  # those that were refused
 
 
 async def test_an_unstored_response_is_not_continued_after_a_restart_either(tmp_path: Path) -> None:
@@ -355,7 +356,7 @@ class Weather(BaseModel):
 
 async def test_structured_output_reaches_the_server_and_is_parsed(tmp_path: Path) -> None:
     async with front_of(tmp_path, delta(content='{"degrees": 20}'), delta("stop"), DONE) as (front, upstream):
-        client = front.client(await front.attempt())
+        client = front.client(await front.attempt("test"))
         response = await client.responses.parse(
             model="policy",
             input="How warm?",
@@ -467,7 +468,7 @@ async def test_a_failure_in_mid_stream_is_told_in_both_ways(tmp_path: Path) -> N
         with pytest.raises(openai.BadRequestError, match="not found"):  # what failed cannot be continued
             await client.responses.create(model="policy", input="x", previous_response_id=failed["response"]["id"])
         spans = await front.spans(attempted)
-        assert [span.attributes[semconv.CALL_FLAG] for span in spans] == ["call failed"] * 2
+        assert [span.attributes.get(semconv.CALL_FLAG) for span in spans] == ["call failed", "call failed", None]
 
 
 async def test_a_call_that_is_taken_up_again_is_an_error(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ const scenarios = {
   chat_tools: () => openai.chat.completions.create(asked("both", { tools })),
   chat_tools_stream: () => openai.chat.completions.stream(asked("both", { tools })).finalChatCompletion(),
   chat_errors: async () => ({
-    refused: await errorOf(openai.chat.completions.create(asked("hello", { tools, tool_choice: "required" }))),
+    refused: await errorOf(openai.chat.completions.create(asked("hello", { logprobs: true, top_logprobs: 2 }))),
     range: await errorOf(openai.chat.completions.create(asked("hello", { temperature: 9, stream: true }))),
     missing: await errorOf(openai.models.retrieve("nobody")),
   }),

@@ -1,0 +1,92 @@
+"""What an environment is: an agent that brings its tasks. Knows no hub; what all hubs share is here."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from agentlightning.data.datasets import load_dataset
+from agentlightning.errors import AgentLightningError, ConfigError, check_settings
+from agentlightning.runner.agent import LitAgent, RolloutRawResult, pick_resource
+from agentlightning.types import LLM, AttemptedRollout, NamedResources
+
+
+class EpisodeError(AgentLightningError):
+    """The hub played a task and reports that this failed."""
+
+
+@dataclass(eq=False)
+class Environment(LitAgent[Any]):
+    """Tasks, each a JSON value of the hub's, and the agent that plays them. `Trainer.fit` needs no dataset beside it.
+
+    `args` are the hub's own settings of its tasks. `limit` takes only the first. `held_out` is the share of tasks that
+    are measured instead of trained on, chosen by their content; or args that give the held-out tasks, such as
+    `{"split": "test"}`. `reward` names the one that is optimised: where it is None `reward`, else the first."""
+
+    name: str
+    _: dataclasses.KW_ONLY
+    args: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    limit: int | None = None
+    held_out: float | Mapping[str, Any] = 0.2
+    reward: str | None = None
+
+    def __post_init__(self) -> None:
+        check_settings(self, least={"limit": 1})
+        if not isinstance(self.held_out, Mapping) and not 0 <= self.held_out < 1:
+            raise ConfigError(f"held_out is {self.held_out!r}; give a share, at least 0 and below 1, or args")
+
+    def read_tasks(self, args: Mapping[str, Any]) -> Iterable[Any]:
+        """The hub's tasks by these args. ConfigError where there are none to be had."""
+        raise NotImplementedError
+
+    async def play(self, task: Any, llm: LLM, rollout: AttemptedRollout) -> Mapping[str, float]:
+        """Play a task with the model: its rewards by name. EpisodeError where the hub reports a failure."""
+        raise NotImplementedError
+
+    def tasks(self, **args: Any) -> list[Any]:
+        """The tasks, with these args over its own. ConfigError where there are none."""
+        try:
+            if found := list(islice(self.read_tasks({**self.args, **args}), self.limit)):
+                return found
+        except AgentLightningError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"the tasks of {self.name} cannot be read: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"the environment {self.name} has no tasks")
+
+    def split(self) -> tuple[list[Any], list[Any]]:
+        """The tasks to train on, and those held out."""
+        tasks = self.tasks()
+        if isinstance(self.held_out, Mapping):
+            return tasks, self.tasks(**self.held_out)
+        by_content = sorted(tasks, key=lambda task: hashlib.sha256(json.dumps(task, sort_keys=True).encode()).digest())
+        held_out = round(len(tasks) * self.held_out)
+        return by_content[held_out:], by_content[:held_out]
+
+    async def rollout_async(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> RolloutRawResult:
+        rewards = await self.play(task, pick_resource(resources, "llm", LLM), rollout)
+        chosen = self.reward or ("reward" if "reward" in rewards else next(iter(rewards), "reward"))
+        if chosen not in rewards:
+            raise EpisodeError(f"the environment gave no {chosen!r}; its rewards: {', '.join(rewards) or 'none'}")
+        return {"reward": rewards, "primary_key": chosen}
+
+    def __deepcopy__(self, memo: Any) -> Environment:
+        return self  # all rollouts share it: it keeps nothing of theirs
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Its settings go to another process, not what it has open."""
+        return partial(type(self), **{one.name: getattr(self, one.name) for one in dataclasses.fields(self)}), ()
+
+
+def tasks_of(agent: Any, train_dataset: Any, val_dataset: Any) -> list[list[Any]]:
+    """The tasks of both datasets, none of None; an environment's own where none are given to train on."""
+    if isinstance(agent, Environment) and train_dataset is None:
+        train_dataset, held_out = agent.split()
+        val_dataset = held_out or None if val_dataset is None else val_dataset
+    return [[] if one is None else load_dataset(one) for one in (train_dataset, val_dataset)]

@@ -1,0 +1,85 @@
+"""Who made a call and what for, where coding agents say so: two tables of what they send, and how they are read.
+
+Knows headers and messages. It does not know attempts, backends or spans, and what it finds decides nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from agentlightning.data.agents import role_in
+from agentlightning.semconv import CALL_HOUSEKEEPING, CALL_PARENT_AGENT, GEN_AI_AGENT_ID, GEN_AI_AGENT_NAME
+from agentlightning.tracing.dialects import items, json_of, mapping
+from agentlightning.types import Attributes
+
+_CLAUDE: Final = "x-claude-code-"
+# How `User-Agent` begins, the agent's name, and the headers with the ids of the agent, of the one that started it, and
+# of the session, which is the main agent's.
+_HARNESSES: Final = (
+    ("claude-cli/", "claude-code", _CLAUDE + "agent-id", _CLAUDE + "parent-agent-id", _CLAUDE + "session-id"),
+    ("codex", "codex", "thread-id", "x-codex-parent-thread-id", "session-id"),
+    ("opencode/", "opencode", "x-session-id", "x-parent-session-id", "x-session-id"),
+)
+_CODEX: Final = ("x-codex-turn-metadata", "x-openai-subagent")  # JSON with `agent_name` and `request_kind`; a word
+# What housekeeping a call is: by Codex' `request_kind`, or by how part of its system prompt or its latest text begins.
+_HOUSEKEEPING: Final = {
+    "prewarm": "prewarm",
+    "compaction": "compaction",
+    "memory": "memory",
+    "Generate a concise, sentence-case title": "title",  # Claude Code, Qwen Code
+    "Generate a short kebab-case name": "title",  # Claude Code
+    "You are a title generator": "title",  # opencode
+    "You are a helpful AI assistant tasked with summarizing conversations": "compaction",  # Claude Code
+    "Your task is to create a detailed summary of": "compaction",  # Claude Code
+    "Create a new anchored summary from the conversation": "compaction",  # opencode
+    "You are a specialized system component responsible for distilling chat history": "compaction",  # Gemini CLI
+    "You are the component that summarizes internal chat history": "compaction",  # Qwen Code
+    "*Briefly* summarize this partial conversation": "compaction",  # aider
+    "You are an expert software engineer that generates concise, one-line Git commit": "commit message",  # aider
+    "You are a Task Routing AI": "routing",  # Gemini CLI
+    "You are a specialized Task Routing AI": "routing",  # Gemini CLI
+    "Analyze *only* the content and structure of your immediately": "next speaker",  # Gemini CLI, Qwen Code
+}
+_PROMPTS: Final = [(begins, kind) for begins, kind in _HOUSEKEEPING.items() if " " in begins]
+_SYSTEM: Final = ("system", "developer")
+_PARTS: Final = 4  # of a system prompt, one of which begins so
+_LONGEST: Final = 200  # characters of a name or an id
+
+
+def caller_attributes(headers: Mapping[str, str], messages: Sequence[Any]) -> Attributes:
+    """Attributes of a call's span: the agent's name and id, its parent's id, and what housekeeping the call is, as far
+    as `headers` (with lower-case names) and prompts tell."""
+    turn, subagent = mapping(json_of(headers.get(_CODEX[0]))), headers.get(_CODEX[1])
+    system = _texts(messages[0], *_SYSTEM)[:_PARTS] if messages else []
+    latest = next((one for one in reversed(messages) if mapping(one).get("role") not in _SYSTEM), None)
+    found = _agent(headers, str(turn.get("agent_name") or ""), subagent, system)
+    texts = [text.lstrip() for text in (*system, *_texts(latest, "user")[-1:])]
+    kinds = (kind for begins, kind in _PROMPTS if any(text.startswith(begins) for text in texts))
+    if kind := _HOUSEKEEPING.get(str(turn.get("request_kind"))) or next(kinds, None):
+        found[CALL_HOUSEKEEPING] = kind
+    return found
+
+
+def _agent(headers: Mapping[str, str], path: str, subagent: str | None, system: Sequence[str]) -> Attributes:
+    """`path` is how Codex names an agent (`/root`, `/root/NAME`), `subagent` how it says what kind of one it is."""
+    for client, name, own, parent_header, session_header in _HARNESSES:
+        session = headers.get(session_header)
+        agent = headers.get(own) or session
+        if agent and headers.get("user-agent", "").startswith(client):
+            parent = headers.get(parent_header) or (session if session != agent else None)
+            role = path.removeprefix("/root").strip("/")
+            if parent and not role:
+                role = subagent or role_in("".join(system[-1:])) or "sub-agent"
+            name = f"{name}/{role}" if role else name
+            said = {GEN_AI_AGENT_NAME: name, GEN_AI_AGENT_ID: agent, CALL_PARENT_AGENT: parent}
+            return {attribute: value[:_LONGEST] for attribute, value in said.items() if value}
+    return {}
+
+
+def _texts(message: object, *roles: str) -> list[str]:
+    """The texts of a message by one of these."""
+    said = mapping(message)
+    content = said.get("content") if said.get("role") in roles else None
+    texts = [content] if isinstance(content, str) else [mapping(part).get("text") for part in items(content)]
+    return [text for text in texts if isinstance(text, str)]

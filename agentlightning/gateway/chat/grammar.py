@@ -1,0 +1,195 @@
+"""What an answer must be where a call insists: a JSON value, or calls of its tools in the model's own format.
+
+Knows schemas, formats of calls and tokenizers; which tokens may come next is llguidance's to say. No sampling, no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import msgspec
+
+from agentlightning.data.token_bytes import TokenBytes
+from agentlightning.gateway.admission import LARGEST_GRAMMAR, forces_a_call
+from agentlightning.gateway.backend import UNSUPPORTED, ModelCall
+from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.gateway.chat.text import BEGIN, END
+from agentlightning.gateway.chat.tool_calls import TOOL_FORMATS, ToolFormat
+from agentlightning.gateway.generation import Masks
+from agentlightning.gateway.request import CallRefused
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_SPACE: Final = "[ \\n]{0,24}"  # between the parts of a JSON value: unbounded, some small models write nothing else
+_LEXER_STATES: Final = 50_000  # of 1 to 2 kB; what else the library bounds keeps a mask to tens of milliseconds
+
+
+@dataclass(frozen=True)
+class Form:
+    """An answer of the JSON `schema`, or calls of `tools` (name, schema of the arguments) in a `format`; either, where
+    both are given. There is more than one call only with `many`. `field` is where the request says so."""
+
+    field: str
+    schema: Any = None
+    tools: tuple[tuple[str, Any], ...] = ()
+    format: ToolFormat | None = None
+    many: bool = True
+
+    def structural_tag(self) -> dict[str, Any]:
+        """As servers read it (xgrammar's structural tags)."""
+        ways = [] if self.schema is None else [_tagged(self.schema)]
+        if (form := self.format) is not None:
+            calls: dict[str, Any] = {"type": "tags_with_separator", "separator": form.between, "at_least_one": True}
+            calls["stop_after_first"] = not self.many
+            calls["tags"] = [
+                {"type": "tag", "begin": form.begin(name), "content": _tagged(schema), "end": form.back}
+                for name, schema in self.tools
+            ]
+            first, last = [{"type": "const_string", "value": text} for text in (form.before, form.after)]
+            ways.append({"type": "sequence", "elements": [first, calls, last]} if form.before else calls)
+        return {"type": "structural_tag", "format": {"type": "or", "elements": ways} if len(ways) > 1 else ways[0]}
+
+    def lark(self, thinks: str) -> str:
+        """As llguidance reads it. A model that `may` or `must` think does so before it answers."""
+        rules = [] if self.schema is None else [f"json: {_json(self.schema)}"]
+        answer = "json"
+        if (form := self.format) is not None:
+            answer = "calls" if self.schema is None else "(json | calls)"
+            more = f"({json.dumps(form.between)} call)*" if self.many else ""
+            rules.append(f"calls: {json.dumps(form.before)} call {more} {json.dumps(form.after)}")
+            rules.append("call: " + " | ".join(f"call{number}" for number in range(len(self.tools))))
+            for number, (name, schema) in enumerate(self.tools):
+                rules.append(f"call{number}: {json.dumps(form.begin(name))} {_json(schema)} {json.dumps(form.back)}")
+        if thinks != "no":
+            rules += [f"thought[suffix={json.dumps(END)}]: /(?s:.*)/", "space: /\\n{0,2}/"]
+            answer = f"thought space {answer}" if thinks == "must" else f"({json.dumps(BEGIN)} thought space)? {answer}"
+        return "\n".join([f"start: {answer}", *rules])
+
+
+class _JsonSchema(msgspec.Struct):
+    schema: dict[str, Any]
+
+
+class _Asked(msgspec.Struct, tag_field="type", tag="json_schema"):
+    json_schema: _JsonSchema
+
+
+def form_of(call: ModelCall, tool_format: str | None) -> Form | None:
+    """What the call insists on, None where it is free. CallRefused (400) for what is no form, or of another format."""
+    asked, schema = call.extra.get("response_format") or {"type": "text"}, None
+    if asked == {"type": "json_object"}:
+        schema = {"type": "object"}
+    elif asked != {"type": "text"}:
+        try:
+            schema = msgspec.convert(asked, _Asked).json_schema.schema
+        except msgspec.ValidationError as error:
+            _refuse("response_format", f"it is not that of OpenAI's chat completions: {error}")
+    choice, forced = call.tool_choice, forces_a_call(call.tool_choice)
+    if schema is None and not forced:
+        return None
+    functions = [] if choice == "none" or call.prompt is not None else [tool["function"] for tool in call.tools]
+    if forced and choice != "required":
+        functions = [one for one in functions if choice == {"type": "function", "function": {"name": one["name"]}}]
+    if forced and not functions:
+        _refuse("tool_choice", "it names none of the tools")
+    return Form(
+        field="tool_choice" if forced else "response_format",
+        schema=None if forced else schema,
+        tools=tuple((one["name"], {"type": "object", **(one.get("parameters") or {})}) for one in functions),
+        format=TOOL_FORMATS[tool_format] if functions and tool_format else None,
+        many=not isinstance(choice, dict) and call.extra.get("parallel_tool_calls") is not False,
+    )
+
+
+class Grammars:
+    """Makes forms into grammars of one model, one at a time and in a thread: a hostile one takes most of a second."""
+
+    def __init__(self, chat: ChatTemplate) -> None:
+        self._chat = chat
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+
+    async def masks(self, form: Form, thinks: str) -> Masks:
+        """Of a new answer. CallRefused (400) says what cannot be enforced."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._masks, form, thinks)
+
+    def _masks(self, form: Form, thinks: str) -> Masks:
+        from llguidance import LLMatcher, LLParserLimits
+
+        grammar = form.lark(thinks)
+        if len(grammar) > LARGEST_GRAMMAR:
+            _refuse(form.field, f"its grammar has {len(grammar):,} bytes, and {LARGEST_GRAMMAR:,} are the limit")
+        limits = LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        return _Masks(matcher, form.field)
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        vocabulary: Any = _Vocabulary(self._chat)
+        return LLTokenizer(vocabulary, eos_token=sorted(self._chat.stop_token_ids))
+
+
+class _Masks:
+    """See `Masks`."""
+
+    def __init__(self, matcher: LLMatcher, field: str) -> None:
+        self._matcher = matcher
+        self._field = field
+        self._look()
+
+    def advance(self, token_id: int) -> None:
+        self._matcher.consume_token(token_id)
+        self._look()
+
+    def _look(self) -> None:
+        self.allowed = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            reason = self._matcher.get_error().partition("\n")[0]
+            reason = "no value fits the schema" if reason.startswith("NoExtension") else reason
+            _refuse(self._field, re.sub(r"^at \d+\(\d+\): ", "", reason))
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance wants it; what a grammar leaves no choice about is said in the tokens it encodes to."""
+
+    bos_token_id = None
+    is_tokenizer_wrapper = True
+
+    def __init__(self, chat: ChatTemplate) -> None:
+        self._tokenizer = tokenizer = chat.tokenizer
+        self.eos_token_id = min(chat.stop_token_ids)
+        hidden = chat.token_bytes.hidden_ids.difference(map(tokenizer.token_to_id, (BEGIN, END)))
+        self.special_token_ids = sorted(hidden | chat.stop_token_ids)
+        self.tokens = [_written(chat.token_bytes, number) for number in range(tokenizer.get_vocab_size())]
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _written(token_bytes: TokenBytes, token_id: int) -> bytes:
+    """What a token adds to a text, anywhere but at its beginning."""
+    if token_bytes.exact:
+        return token_bytes[token_id]
+    piece = token_bytes.tokenizer.id_to_token(token_id) or ""
+    byte = re.fullmatch("<0x([0-9A-F]{2})>", piece)
+    return bytes.fromhex(byte[1]) if byte else piece.replace("▁", " ").encode()
+
+
+def _json(schema: Any) -> str:
+    return "%json " + msgspec.json.encode({**schema, "x-guidance": {"whitespace_pattern": _SPACE}}).decode()
+
+
+def _tagged(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _refuse(field: str, why: str) -> NoReturn:
+    raise CallRefused(f"{field} cannot be enforced: {why}", code=UNSUPPORTED, param=field)

@@ -1,0 +1,169 @@
+"""`harness`: the coding agents that people use (Claude Code, Codex, opencode, …), unchanged, as agents.
+
+A preset says how one of them is pointed at an attempt's model: by variables, flags and files in a home that is made for
+the attempt, so that the user's own configuration is neither read nor changed. They are in `harnesses.yaml`: adding one
+touches that file alone. How a program is run and graded `command` knows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import yaml
+
+from agentlightning.errors import ConfigError, nearest
+from agentlightning.runner.command import CommandAgent, CommandOutput, Grader, Program
+from agentlightning.runner.environment import inherited_environment
+from agentlightning.tracing.logs import KEPT_BYTES
+
+# Variables that a harness does not inherit: credentials, and what configures it, or leads to a user's own files.
+_OWN: Final = re.compile(
+    r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|SSH_AUTH|^(AIDER|ANTHROPIC|AWS|AZURE|CLAUDE|CODEX|GEMINI|GOOGLE|LITELLM|MSWEA"
+    r"|OPENAI|OPENCODE|OTEL|QWEN|XDG)"
+)
+_VERSION_SECONDS: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Preset:
+    """How a harness is run, as `harnesses.yaml` explains."""
+
+    program: str
+    least: str
+    install: str
+    flags: tuple[str, ...]
+    prompt: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
+    version: str = "--version"
+
+    def check(self, path: str | None = None) -> None:
+        """ConfigError where it is not installed (on `path`, default PATH), or too old."""
+        found = shutil.which(self.program, path=path)
+        if found is None:
+            raise ConfigError(f"{self.program!r} is not on the PATH; {self._advice()}")
+        with tempfile.TemporaryDirectory(prefix="agentlightning-", ignore_cleanup_errors=True) as home:
+            try:
+                told = subprocess.run(
+                    (found, self.version), env=_cleared(Path(home)) | {"PATH": path or os.environ.get("PATH", "")},
+                    stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_VERSION_SECONDS, check=False,
+                ).stdout  # fmt: skip
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise ConfigError(f"{found} does not say its version: {error}; {self._advice()}") from None
+        version = re.search(r"\d+\.\d+\.\d+", told)
+        if version is None:
+            raise ConfigError(f"{found} {self.version} says no version; {self._advice()}")
+        if _numbers(version[0]) < _numbers(self.least):
+            raise ConfigError(f"{found} is version {version[0]}; {self._advice()}")
+
+    def _advice(self) -> str:
+        return f"install {self.least} or newer: {self.install}"
+
+    def environment(self, variables: Mapping[str, str], home: Path) -> dict[str, str]:
+        """Write its files below `home`; the variables of a process that calls the model which `variables` name
+        (`agent_environment`). ConfigError where they name none."""
+        if "OPENAI_MODEL" not in variables:
+            raise ConfigError("a harness needs a model: train or serve one, or give an endpoint and the model's name")
+        named = {"endpoint": "OPENAI_BASE_URL", "root": "ANTHROPIC_BASE_URL", "key": "OPENAI_API_KEY"}
+        values = {place: variables[name] for place, name in named.items()}
+        values |= {"model": variables["OPENAI_MODEL"], "home": str(home)}
+        for name, text in self.files.items():
+            file = home / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(_filled(text, {place: json.dumps(value)[1:-1] for place, value in values.items()}))
+        # Its own spans are many, and say less than the calls that the gateway records.
+        given = {name: value for name, value in variables.items() if not name.startswith("OTEL_")}
+        return _cleared(home) | given | {name: _filled(text, values) for name, text in self.env.items()}
+
+
+def _cleared(home: Path) -> dict[str, str]:
+    """This process's variables without credentials and configuration, and with another home."""
+    inherited = inherited_environment()
+    return {name: value for name, value in inherited.items() if not _OWN.search(name)} | {"HOME": str(home)}
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    return re.sub(r"\{(endpoint|root|key|model|home)\}", lambda found: values[found[1]], text)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+PRESETS: Final = msgspec.convert(
+    yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")), dict[str, Preset]
+)
+
+
+def find_preset(name: str) -> Preset:
+    """The preset of this name. ConfigError if there is none."""
+    if name not in PRESETS:
+        raise ConfigError(f"there is no harness {name!r}; {nearest(name, PRESETS)}")
+    return PRESETS[name]
+
+
+def harness(
+    name: str,
+    *,
+    prompt: str = "{task}",
+    arguments: Sequence[str] = (),
+    workspace: str | os.PathLike[str] | None = None,
+    grader: Grader | str | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    kept_bytes: int = KEPT_BYTES,
+) -> CommandAgent:
+    """An agent of a coding agent that is installed: `harness("codex", prompt="{task[prompt]}", grader=grade)`.
+
+    `name` is one of `PRESETS`. `{task}` and its fields in `prompt`, and in further `arguments`, are as in `command`.
+    Each attempt works in a directory of its own that begins as a copy of `workspace` (default: empty), with a home of
+    its own, and without this process's credentials; `env` adds variables. It runs whatever its model says without
+    asking: use a machine or container that may be lost.
+
+    The `grader` gives the reward, as with `command`; the directory is its output's `directory`. `cwd` is where a
+    grader's command runs. ConfigError for an unknown name."""
+    preset = find_preset(name)
+    words = (preset.program, *preset.flags, *arguments, *(word.replace("{prompt}", prompt) for word in preset.prompt))
+    place, copied = None if cwd is None else Path(cwd), None if workspace is None else Path(workspace)
+    program = HarnessProgram(shlex.join(words), dict(env or {}), place, kept_bytes, preset, copied)
+    graded = Program(grader, dict(env or {}), place, kept_bytes) if isinstance(grader, str) else grader
+    return CommandAgent(program, "auto", graded or _no_reward)
+
+
+def _no_reward(task: Any, output: CommandOutput) -> None:
+    """What a harness prints is its model's, which must not grade itself."""
+
+
+@dataclass
+class HarnessProgram(Program):
+    """A harness with its preset, and what the directory it works in is a copy of."""
+
+    preset: Preset
+    workspace: Path | None
+
+    def check(self) -> None:
+        if self.workspace is not None and not self.workspace.is_dir():
+            raise ConfigError(f"workspace is {str(self.workspace)!r}, which is no directory")
+        self.preset.check(self.env.get("PATH"))
+
+    async def run(self, task: Any, stdin: str, variables: Mapping[str, str], what: str, own: Path) -> CommandOutput:
+        return await super().run(task, "", variables, self.preset.program, own)  # stdin would be part of the prompt
+
+    def setting(self, variables: Mapping[str, str], own: Path) -> tuple[dict[str, str], Path | None]:
+        home, directory = own / "home", own / "workspace"
+        for made in (home, directory):
+            made.mkdir()
+        if self.workspace is not None:
+            shutil.copytree(self.workspace, directory, symlinks=True, dirs_exist_ok=True)
+        return self.preset.environment(variables, home), directory

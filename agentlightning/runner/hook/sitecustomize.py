@@ -1,0 +1,3 @@
+from agentlightning.runner import instrumented
+
+instrumented.start(__file__)

@@ -1,0 +1,2 @@
+def grade(task: dict, output) -> float:
+    return float("sea" in output.stdout)
