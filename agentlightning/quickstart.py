@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentlightning.algorithm.base import Progress
-from agentlightning.algorithm.curves import draw_learning_curve
 from agentlightning.algorithm.directory import MARK, START, read_mark
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.data.conversations import conversation, first_tool
@@ -58,7 +57,6 @@ class QuickstartReport:
     seconds: float
     directory: Path
     checkpoint: Path | None
-    curve: Path
     stopped_because: str
     steps: int
     tasks: int
@@ -82,7 +80,6 @@ class QuickstartReport:
             "steps": self.steps,
             "stopped_because": self.stopped_because,
             "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
-            "curve": str(self.curve),
             "directory": str(self.directory),
         }
 
@@ -211,7 +208,6 @@ def _report(result: FitResult, example: FlightExample, seed: int, seconds: float
         seconds=seconds,
         directory=result.directory,
         checkpoint=result.checkpoint,
-        curve=draw_learning_curve(result.metrics, result.directory / "learning_curve.png", f"flight, seed {seed}"),
         stopped_because=result.stopped_because,
         steps=steps,
         tasks=len(before.tasks),

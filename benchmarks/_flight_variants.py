@@ -73,7 +73,6 @@ VARIANTS: Final = {
     # An agent that edits its history.
     "edited history as a tree": Variant(forgets=True),
     "edited history as transitions": Variant({"level": "transition"}, forgets=True),
-    "edited history as concat": Variant({"level": "concat"}, forgets=True),
     # The ids that were sampled, against those of the text.
     "exact ids": Variant(ON_POLICY),
     "re-tokenised text": Variant(ON_POLICY, retokenised=True),

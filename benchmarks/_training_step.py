@@ -1,11 +1,11 @@
-"""Part `step`: what a training step on multi-turn rollouts costs at each level: transition, trajectory, tree, concat.
+"""Part `step`: what a training step on multi-turn rollouts costs at each level: transition, trajectory, tree.
 
 One group of rollouts shares a prompt of 1,024 tokens; each has six calls, whose history grows to 4,096 tokens. The
 policy is a Qwen3 model of 10M random parameters, in float32, on one core. Each level runs in a process of its own,
 after a small step that warms it up; seconds are CPU seconds of the fastest of the rounds (other work on the machine
 slows a step), memory is the peak above what there was before. *Predicted* is the arithmetic of the step: a matrix
 product per token, and one per pair of tokens of which one attends to the other, forward and backward, padding included.
-All levels but concat always give the same gradient.
+All levels give the same gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 PROMPT, TURNS, HISTORY, ANSWER = 1024, 6, 4096, 192
 VOCABULARY, WIDTH, LAYERS = 2000, 384, 6
-LEVELS = "transition,trajectory,tree,concat"
+LEVELS = "transition,trajectory,tree"
 
 
 def rollout(number: int, prompt: np.ndarray, answer: int) -> list[Any]:

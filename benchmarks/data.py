@@ -2,7 +2,7 @@
 
     python benchmarks/data.py [--part store,step] [--rounds 1]
                               [--rollouts 1000]
-                              [--levels transition,trajectory,tree,concat] [--step-rollouts 8]
+                              [--levels transition,trajectory,tree] [--step-rollouts 8]
 
 `store`: spans in SQLite → transitions → a packed batch, and the adapters of Agent Lightning 0.3 (`_store_to_batch.py`).
 `step`: a training step at each level (`_training_step.py`). A part that is left out keeps its results.
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--part", default="store,step")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--rollouts", type=int, default=1000)
-    parser.add_argument("--levels", default="transition,trajectory,tree,concat")
+    parser.add_argument("--levels", default="transition,trajectory,tree")
     parser.add_argument("--step-rollouts", type=int, default=8)
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     parser.add_argument("--one-stage", nargs=2, help=argparse.SUPPRESS)

@@ -231,7 +231,7 @@ def levels_picture() -> str:
     heights = [22.0]
 
     def parts() -> Iterator[str]:
-        for level in ("transition", "trajectory", "tree", "concat"):
+        for level in ("transition", "trajectory", "tree"):
             y = heights[-1]
             if level == "tree":
                 micro, forest = planted(calls)
@@ -245,7 +245,7 @@ def levels_picture() -> str:
             heights.append(y + ROW * count + 34)
 
     body = list(parts())
-    return svg(CELL * (len(build_sequences(calls, "concat")[0]) + 2), int(heights[-1]) - 20, iter(body))
+    return svg(CELL * (max(map(len, build_sequences(calls, "transition"))) * 2 + 2), int(heights[-1]) - 20, iter(body))
 
 
 def _transition(prompt: str, answer: str) -> Transition:

@@ -68,7 +68,7 @@ def _conversation(messages: list[dict[str, Any]]) -> Text:
 
 def _show_places(console: Console, report: QuickstartReport) -> None:
     """Paths and commands on lines of their own, unwrapped, so that they can be copied."""
-    places = {"Learning curve": report.curve, "Checkpoint": report.checkpoint, "Everything": report.directory}
+    places = {"Checkpoint": report.checkpoint, "Everything": report.directory}
     for name, path in places.items():
         console.print(f"{name + ':':<16}{path}", markup=False, highlight=False, soft_wrap=True)
     values = {

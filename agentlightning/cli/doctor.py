@@ -183,16 +183,11 @@ def _proxy() -> Check:
     return Check("proxy", "warning", f"{proxies[0]} is set, and clients may send calls of 127.0.0.1 there", fix)
 
 
-def _place() -> Path:
-    """Where runs are written to."""
-    return RUNS if RUNS.is_dir() else Path()
-
-
 async def _writing() -> Check:
     """A store is made where runs would be, and written to: some network drives cannot hold one."""
     from agentlightning.store.sql import SqlStore
 
-    place = _place().absolute()
+    place = (RUNS if RUNS.is_dir() else Path()).absolute()
     try:
         with tempfile.TemporaryDirectory(prefix=".agl-doctor-", dir=place) as directory:
             store = await SqlStore.open(Path(directory) / "store.sqlite")

@@ -42,7 +42,7 @@ _PLACE: Final = {"store", "server", "api_key"}
     "--mode", type=click.Choice(["train", "val", "test"]), help="Of rollouts; default test, or what is stored."
 )
 @click.option("--compare", nargs=2, metavar="A B", help="Two models, prompts (NAME=FILE) or versions (RUN@N); or runs.")
-@click.option("-k", "ks", type=Numbers(1), metavar="1,4,8", help="Which pass@k; default 1 and --samples.")
+@click.option("-k", "ks", type=Numbers(), metavar="1,4,8", help="Which pass@k; default 1 and --samples.")
 @click.option("--threshold", type=float, default=1.0, show_default=True, help="The least reward that passes.")
 @click.option("--confidence", type=float, default=0.95, show_default=True, help="Of the intervals.")
 @click.option("--by", multiple=True, metavar="FIELD", help="Break down by this field of tasks; default tags and kind.")

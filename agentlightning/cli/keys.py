@@ -1,4 +1,4 @@
-"""The commands about keys: `agl keys issue`, `list`, `revoke`, `rotate`.
+"""The commands about keys: `agl keys issue`, `list`, `revoke`.
 
 This module reads command lines and prints; keys are the business of the store. A secret is printed once, alone on
 stdout, so that it can be piped to where it belongs.
@@ -14,7 +14,6 @@ import click
 
 from agentlightning.cli.options import Duration, print_json, tell
 from agentlightning.cli.place import on_store
-from agentlightning.errors import ConflictError, NotFoundError
 
 if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
@@ -25,7 +24,7 @@ _SCOPES: Final = ("read", "worker", "grader", "trainer", "admin")
 
 @click.group()
 def keys() -> None:
-    """Issue, list, end and replace keys of a store's server."""
+    """Issue, list and end keys of a store's server."""
 
 
 @keys.command()
@@ -88,30 +87,6 @@ async def revoke(store: LightningStore, key_id: str, as_json: bool) -> None:
 
     ended = await store.perform(calls.RevokeKey(key_id=key_id))
     tell(as_json, ended, f"{ended.key_id} ({ended.name}) {_state(ended, time.time())}")
-
-
-@keys.command()
-@click.argument("key_id", metavar="KEY_ID")
-@click.option("--grace", type=Duration(zero=True), default="0s", show_default=True,
-              help="How long the old key stays valid: 1h, 30m.")  # fmt: skip
-@on_store()
-async def rotate(store: LightningStore, key_id: str, as_json: bool, grace: float) -> None:
-    """Replace a key by a new one, whose secret is printed.
-
-    It has the same name, scopes and lifetime; the old one ends."""
-    from agentlightning.store import calls
-
-    old = next((one for one in await store.perform(calls.QueryKeys()) if one.key_id == key_id), None)
-    if old is None:
-        raise NotFoundError(f"there is no key {key_id!r}; `agl keys list` shows those there are")
-    if old.revoke_time is not None:
-        raise ConflictError(f"key {key_id} was revoked; issue a new one with `agl keys issue`")
-    lifetime = None if old.expire_time is None else old.expire_time - old.create_time
-    # The new key first: whatever happens in between, somebody holds a key that is valid.
-    call = calls.IssueKey(name=old.name, scopes=list(old.scopes), lifetime_seconds=lifetime)
-    _hand_out(await store.perform(call), as_json)
-    ended = await store.perform(calls.RevokeKey(key_id=key_id, after_seconds=grace))
-    click.echo(f"{ended.key_id}, the old one: {_state(ended, time.time())}", err=True)
 
 
 def _date(seconds: float) -> str:

@@ -59,19 +59,16 @@ def tell(as_json: bool, what: object, words: str) -> None:
 
 
 class Numbers(click.ParamType[tuple[int, ...]]):
-    """`"1,4,8"` → (1, 4, 8). A usage error for what is no list of whole numbers from `least` on."""
+    """`"1,4,8"` → (1, 4, 8). A usage error for what is no list of whole numbers from 1 on."""
 
     name = "numbers"
-
-    def __init__(self, least: int = 0) -> None:
-        self._least = least
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return cast("tuple[int, ...]", value)
         parts = str(value).split(",")
-        if not all(part.strip().isdecimal() and int(part) >= self._least for part in parts):
-            self.fail(f"{value!r} is no list of numbers from {self._least} on; write 1,4,8", param, ctx)
+        if not all(part.strip().isdecimal() and int(part) >= 1 for part in parts):
+            self.fail(f"{value!r} is no list of numbers from 1 on; write 1,4,8", param, ctx)
         return tuple(map(int, parts))
 
 

@@ -29,7 +29,7 @@ OF_COMMANDS: Final = {name: page for name, (_, page) in COMMANDS.items()} | {}
 
 
 def page_of(error: Exception, command: Sequence[str]) -> str | None:
-    """Where a person reads on about an error of `command`, such as `("store", "gc")`; None where there is no page."""
+    """Where a person reads on about an error of `command`, such as `("store", "delete")`, or None."""
     by_error = (OF_ERRORS[kind] for kind in type(error).__mro__ if kind in OF_ERRORS)
     by_command = (OF_COMMANDS[name] for name in (" ".join(command[:2]), *command[:1]) if name in OF_COMMANDS)
     page = next(by_error, None) or next(by_command, None)

@@ -84,7 +84,7 @@ async def _open_here(address: str, *, create: bool, reading: bool) -> LightningS
     from agentlightning.store.sql import SqlStore
 
     if not create:
-        _require_file(address)
+        require_file(address)
     try:
         # Whoever waits before a terminal may take their time, and ends a query themselves.
         return await (StoreReader.open(address) if reading else SqlStore.open(address, read_seconds=math.inf))
@@ -92,7 +92,7 @@ async def _open_here(address: str, *, create: bool, reading: bool) -> LightningS
         raise InUseError(f"{error}; with --server URL instead of --store that process is asked") from None
 
 
-def _require_file(address: str) -> None:
+def require_file(address: str) -> None:
     """A mistyped path would otherwise become a new store."""
     if not address.startswith(POSTGRES) and not Path(address).is_file():
         raise ConfigError(f"there is no store at {address} (looked in {Path.cwd()})")

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from agentlightning.cli.config import CommandConfig, TrainConfig, build, kept, load_config
 from agentlightning.cli.options import (
-    Numbers,
     Option,
     instrument_agents,
     instrument_option,
@@ -158,16 +157,12 @@ def agent_of(named: Sequence[str], options: dict[str, Any], *, here: bool = True
 @click.command()
 @click.argument("run_file", type=FILE, required=False, metavar="[RUN.yaml]")
 @click.option("--from", "repeat", metavar="RUN_DIR|RUN_ID", help="Repeat this run: its settings instead of RUN.yaml's.")
-@click.option(
-    "--seeds", type=Numbers(), metavar="N|A,B,…", help="A run with each of N seeds, or of these; then a table."
-)
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key: algorithm.group_size=4")
 @json_option
 @mirrored_flags
 def train(
     run_file: Path | None,
     repeat: str | None,
-    seeds: tuple[int, ...] | None,
     assignments: tuple[str, ...],
     as_json: bool,
     teacher: str | None,
@@ -192,7 +187,7 @@ def train(
         config = _repeated(repeat, console, assignments, flags)
     else:
         named = flags["agent"] or flags["environment"]
-        told = run_file is not None or named is not None or seeds is not None
+        told = run_file is not None or named is not None
         kept_there = not told and flags["resume"] and (flags["run_dir"] or not RUN_FILE.is_file())
         began = _to_resume(flags["run_dir"]) if kept_there else None
         if run_file is None and named is None and RUN_FILE.is_file():
@@ -201,15 +196,6 @@ def train(
             config = _repeated(str(began), console, assignments, {**flags, "run_dir": str(began)})
         else:
             config = load_config(run_file, assignments, flags)
-    if seeds is not None:
-        seeds = tuple(range(1, max(seeds) + 1)) if len(seeds) == 1 else seeds
-        if flags["seed"] is not None:
-            raise click.UsageError("give --seed or --seeds, not both")
-        if len(seeds) < 2 or len({*seeds}) < len(seeds):
-            raise click.UsageError("--seeds names fewer than two, or one twice; for a single run give --seed")
-        from agentlightning.cli.seeds import train_seeds
-
-        return train_seeds(config, seeds, console, as_json=as_json)
     result = fit(config, console)
     show_fit(console, result)
     if as_json:

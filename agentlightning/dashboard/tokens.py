@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 import msgspec
 import numpy as np
 
-from agentlightning import semconv
 from agentlightning.dashboard.credit import TracedGroup
 from agentlightning.data.continuity import continuity
 from agentlightning.data.explanation import ExplainedBreak, explain_break
 from agentlightning.data.forest import shared_length
 from agentlightning.data.recorded import CreditSettings
 from agentlightning.data.transitions import FloatArray, TracedRollout
-from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, UnavailableError
-from agentlightning.gateway.backend import Backend, Sampling
+from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.types import Span
 
 if TYPE_CHECKING:  # a server without models need not have tokenizers installed
@@ -29,7 +27,6 @@ if TYPE_CHECKING:  # a server without models need not have tokenizers installed
     from agentlightning.data.token_bytes import TokenBytes
 
 _FILE: Final = "tokenizer.json"
-_PATIENCE: Final = 5.0  # seconds, of which a training step may take all
 
 
 class TokenCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,16 +53,8 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
     advantages: list[float] | None
 
 
-class PresentTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """What the weights of `policy_version` give each sampled token, at the temperature it was sampled with."""
-
-    logprobs: list[float]
-    policy_version: int
-
-
 class TokenView(msgspec.Struct, frozen=True, kw_only=True):
-    """One of a rollout's `calls`. Without a `tokenizer` there are no texts; where `now` was asked for and is not known,
-    `now_problem` says why."""
+    """One of a rollout's `calls`. Without a `tokenizer` there are no texts."""
 
     span_id: str
     calls: list[TokenCall]
@@ -73,8 +62,6 @@ class TokenView(msgspec.Struct, frozen=True, kw_only=True):
     prompt: PromptTokens
     sampled: SampledTokens
     found_break: ExplainedBreak | None = msgspec.field(name="break")
-    now: PresentTokens | None = None
-    now_problem: str | None = None
 
 
 @runtime_checkable
@@ -83,15 +70,6 @@ class SpellsTokens(Protocol):
 
     @property
     def token_bytes(self) -> TokenBytes: ...
-
-
-@runtime_checkable
-class TellsLogprobs(Protocol):
-    """A generator whose weights are in this process."""
-
-    async def logprobs(
-        self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], temperature: float = 1.0, *, patience: float
-    ) -> tuple[FloatArray, int]: ...
 
 
 class Tokenizers:
@@ -179,28 +157,6 @@ def token_view(
         ),
         found_break=None if found is None else explain_break(found, classifier),
     )
-
-
-async def with_present(view: TokenView, span: Span, backend: Backend | None) -> TokenView:
-    """The view with what the weights behind `backend` give its tokens now, or why they cannot tell; `span` is the
-    call's."""
-    generator = getattr(backend, "generator", None)
-    try:
-        if not isinstance(generator, TellsLogprobs):
-            raise UnavailableError(
-                "the weights of the run that sampled these tokens are not in this process. Open the page of the "
-                "`agl train` that trains them, while it runs"
-            )
-        written = str(span.attributes.get(semconv.CALL_SAMPLING, "{}"))
-        sampling = msgspec.json.decode(written, type=Sampling)
-        if sampling.top_k or sampling.top_p not in (None, 1):
-            raise UnavailableError("the call was sampled with top_p or top_k, and its logprobs are of what those left")
-        temperature = 1.0 if sampling.temperature is None else sampling.temperature
-        ids = view.prompt.ids, view.sampled.ids
-        logprobs, version = await generator.logprobs(*ids, temperature, patience=_PATIENCE)
-    except (AgentLightningError, msgspec.DecodeError) as error:
-        return msgspec.structs.replace(view, now_problem=str(error))
-    return msgspec.structs.replace(view, now=PresentTokens(logprobs=logprobs.tolist(), policy_version=version))
 
 
 def _advantages(group: TracedGroup, span_id: str) -> list[float] | None:

@@ -2,9 +2,8 @@
 
 A training sequence is a row of token ids with a loss row per sampled token. At level `transition` each call is a
 sequence of its own; at level `tree` too, and whatever prefix the sequences of a batch share is computed once. At level
-`trajectory` a call whose prompt extends an earlier sequence token for token is appended to it; at level `concat`
-everything new is, whether or not it fits. Which token belongs to which transition is kept: "sequence" in a loss means a
-transition, however it was packed.
+`trajectory` a call whose prompt extends an earlier sequence token for token is appended to it. Which token belongs to
+which transition is kept: "sequence" in a loss means a transition, however it was packed.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from agentlightning.data.forest import Forest, cut, plant, prefix_order, shared_length
+from agentlightning.data.forest import Forest, cut, plant, prefix_order
 from agentlightning.data.transitions import FloatArray, IntArray, Transition
 
-Level: TypeAlias = Literal["transition", "trajectory", "tree", "concat"]
+Level: TypeAlias = Literal["transition", "trajectory", "tree"]
 Aggregation: TypeAlias = Literal["token-mean", "sequence-mean", "rollout-mean", "constant"]
 
 
@@ -111,13 +110,9 @@ def build_sequences(credited: Sequence[CreditedTransition], level: Level) -> lis
     """Lay the transitions of one rollout (in call order) into training sequences.
 
     At level `trajectory`: (O1, A1), (O1+A1+O2, A2) → one sequence O1 A1 O2 A2 with loss on A1 and A2; a prompt that
-    extends no earlier sequence starts a new one, and interleaved conversations each keep their own. At level `concat`
-    there is one sequence, whatever the prompts are: of each, what follows the prefix it shares with the call before is
-    appended, so that an answer may be trained after tokens that it was not sampled after."""
+    extends no earlier sequence starts a new one, and interleaved conversations each keep their own."""
     if level in ("transition", "tree"):
         return [_sequence([item], tree=level == "tree") for item in credited]
-    if level == "concat":
-        return [_concatenated(credited)] if credited else []
     chains: list[list[CreditedTransition]] = []
     tails: list[IntArray] = []  # all tokens of each chain so far
     for item in credited:
@@ -138,34 +133,15 @@ def _extends(prompt: IntArray, earlier: IntArray) -> bool:
     return len(earlier) <= len(prompt) and np.array_equal(earlier, prompt[: len(earlier)])
 
 
-def _concatenated(chain: Sequence[CreditedTransition]) -> TrainingSequence:
-    parts: list[IntArray] = []
-    starts: list[int] = []  # of the answers
-    earlier = np.zeros(0, np.int32)
-    for item in chain:
-        prompt, answer = item.transition.prompt_ids, item.transition.response_ids
-        parts += [prompt[shared_length(earlier, prompt) :], answer]
-        starts.append(sum(map(len, parts)) - len(answer))
-        earlier = np.concatenate([prompt, answer])
-    return _sequence(chain, np.concatenate(parts), starts)
-
-
-def _sequence(
-    chain: Sequence[CreditedTransition],
-    token_ids: IntArray | None = None,
-    starts: Sequence[int] | None = None,
-    *,
-    tree: bool = False,
-) -> TrainingSequence:
-    """The chain as one row: the tokens of its last call, which hold those of the others, unless others are given with
-    where the answers start in them."""
+def _sequence(chain: Sequence[CreditedTransition], *, tree: bool = False) -> TrainingSequence:
+    """The chain as one row: the tokens of its last call, which hold those of the others."""
     last = chain[-1].transition
-    starts = starts or [len(item.transition.prompt_ids) for item in chain]
+    starts = [len(item.transition.prompt_ids) for item in chain]
     lengths = [len(item.transition.response_ids) for item in chain]
     positions = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
     return TrainingSequence(
         rollout_id=last.rollout_id,
-        token_ids=np.concatenate([last.prompt_ids, last.response_ids]) if token_ids is None else token_ids,
+        token_ids=np.concatenate([last.prompt_ids, last.response_ids]),
         positions=np.concatenate(positions).astype(np.int32),
         transitions=np.repeat(np.arange(len(chain), dtype=np.int32), lengths),
         logprobs=np.concatenate([item.transition.logprobs for item in chain]),

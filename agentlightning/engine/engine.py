@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentlightning.data.transitions import FloatArray
 from agentlightning.engine.forward import DecoderForward, ModelForward, Piece
-from agentlightning.engine.request import TokenArray, check_request, token_ids
+from agentlightning.engine.request import TokenArray, check_request
 from agentlightning.engine.sampler import Sampler
 from agentlightning.engine.slots import SlotTable
 from agentlightning.engine.weights import shape_of, why_unsupported
@@ -36,9 +33,6 @@ PREFILL_TOKENS = 2048
 
 # Exchanging two slots costs about as much as computing this many idle rows.
 EXCHANGE_ROWS = 4
-
-# Rows of [tokens, vocabulary] that are made probabilities at once.
-ROWS_AT_ONCE = 256
 
 OnToken = Callable[[SampledToken], None]
 OnError = Callable[[BackendError], None]
@@ -133,25 +127,6 @@ class Engine:
         self._waiting.append(generation)
         self.statistics.requests += 1
         return generation
-
-    @torch.no_grad()
-    def logprobs(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], temperature: float = 1.0) -> FloatArray:
-        """What the model's present weights give each of `sampled_ids` [T] after `prompt_ids` [P], float32[T].
-
-        By its own forward over the whole sequence, as a learner computes it; `temperature` as in a request. Raises
-        BackendError(status=400) for what could not have been sampled here."""
-        prompt = self.check(GenerationRequest(list(prompt_ids), max_tokens=len(sampled_ids), temperature=temperature))
-        sampled = token_ids("sampled_ids", sampled_ids, self._vocabulary_size)
-        self.check(GenerationRequest([*prompt_ids, *sampled_ids[:-1]]))  # there is room for both
-        model: Any = self._model
-        inputs = torch.from_numpy(np.concatenate([prompt, sampled[:-1]])).to(model.device)[None]
-        logits = model(input_ids=inputs, use_cache=False, logits_to_keep=len(sampled)).logits[0].split(ROWS_AT_ONCE)
-        targets = torch.from_numpy(sampled).to(model.device).split(ROWS_AT_ONCE)
-        losses = [
-            F.cross_entropy(rows.float() / (temperature or 1.0), of, reduction="none")
-            for rows, of in zip(logits, targets, strict=True)
-        ]
-        return -torch.cat(losses).cpu().numpy()
 
     def cancel(self, generation: Generation) -> None:
         """Stop a request; no token of it is delivered any more. Nothing happens if it has ended."""

@@ -11,14 +11,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
 from typing import ClassVar
 
 import torch
 
-from agentlightning.data.transitions import FloatArray
 from agentlightning.engine.engine import Engine, Generation
 from agentlightning.errors import AgentLightningError, BackendError, UnavailableError
 from agentlightning.gateway.generation import GenerationRequest, GrammarsAs, SampledToken
@@ -140,35 +139,6 @@ class EngineService:
             return list(stream.tokens)
         finally:
             self._leave(stream)
-
-    async def logprobs(
-        self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], temperature: float = 1.0, *, patience: float
-    ) -> tuple[FloatArray, int]:
-        """See `Engine.logprobs`; and the version of the weights.
-
-        The engine's thread computes them between two steps, hence never while somebody holds the engine. Raises
-        UnavailableError where they are not there within `patience` seconds, BackendError where computing fails."""
-        self._bind()
-        asked: Future[tuple[FloatArray, int]] = Future()
-
-        def compute() -> None:
-            if asked.set_running_or_notify_cancel():  # else nobody waits any more
-                try:
-                    asked.set_result((self._engine.logprobs(prompt_ids, sampled_ids, temperature), self.version))
-                except Exception as error:  # noqa: BLE001 - raised where it is awaited; no sequence was touched
-                    asked.set_exception(error)
-
-        self._post(compute)
-        try:
-            async with asyncio.timeout(patience):
-                return await asyncio.wrap_future(asked)
-        except TimeoutError:
-            raise UnavailableError(
-                f"the engine did not come to it within {patience:g} seconds, most likely because a training step has "
-                "the weights; ask again in a while"
-            ) from None
-        except RuntimeError as error:  # torch's, such as memory that is not there
-            raise BackendError(f"the engine could not compute this call: {error}", status=500) from error
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncGenerator[Engine]:

@@ -146,7 +146,7 @@ def _parts_of(
     if gateway is not None:
         beside += ModelRoutes(gateway, access, body_limit).routes()
     models = ModelTable() if gateway is None else gateway.models
-    dashboard = DashboardRoutes(store, access, body_limit, _tokenizers(store, models), models, protected=protected)
+    dashboard = DashboardRoutes(store, access, body_limit, _tokenizers(store, models), protected=protected)
     beside += dashboard.routes()
     given = [*dashboard.page_routes(), *OtlpRoutes(store, access, body_limit).routes(), reward_route(store)]
     parts.routes = [Mount(PREFIX, routes=beside), *given]

@@ -23,7 +23,6 @@ from starlette.routing import BaseRoute, Route
 from agentlightning.dashboard import credit, rollouts, runs, tokens
 from agentlightning.data.recorded import CreditSettings
 from agentlightning.errors import InvalidError, NotFoundError, UnavailableError
-from agentlightning.gateway.models import ModelTable
 from agentlightning.server.access import Access, Scope, UnauthenticatedError
 from agentlightning.server.logs import note_caller
 from agentlightning.server.requests import asked_of, caller_of, in_json
@@ -87,8 +86,7 @@ class ConfinedStore(LightningStore):
 
 
 class DashboardRoutes:
-    """The routes over one store. `tokenizers` tell the texts of tokens, `models` who answers for a model here; a body
-    above `body_limit` bytes is refused."""
+    """The routes over one store. `tokenizers` tell the texts of tokens; a body above `body_limit` bytes is refused."""
 
     def __init__(
         self,
@@ -96,7 +94,6 @@ class DashboardRoutes:
         access: Access,
         body_limit: int,
         tokenizers: tokens.Tokenizers,
-        models: ModelTable,
         *,
         protected: bool,
     ) -> None:
@@ -104,7 +101,6 @@ class DashboardRoutes:
         self._access = access
         self._body_limit = body_limit
         self._tokenizers = tokenizers
-        self._models = models
         self._protected = protected
         self._runs = runs.Runs()
 
@@ -245,15 +241,7 @@ class DashboardRoutes:
         traced = next(one for one in group.traced if one.rollout.rollout_id == rollout.rollout_id)
         found = await asyncio.to_thread(self._tokenizers.find)
         asked = request.query_params.get("call")
-        view = await asyncio.to_thread(tokens.token_view, traced, spans, group, asked, found)
-        if request.query_params.get("now") != "true":
-            return view
-        call = next(one for one in traced.transitions if one.span_id == view.span_id)
-        span = next(one for one in spans if one.span_id == view.span_id)
-        # Versions count the weights of one run: those of another have the same numbers.
-        running = {None, *(run.run_id for run in await store.query_runs() if run.status == "running")}
-        entry = self._models.get(call.model) if rollout.run_id in running else None
-        return await tokens.with_present(view, span, entry and entry.backend)
+        return await asyncio.to_thread(tokens.token_view, traced, spans, group, asked, found)
 
     async def _tree(self, store: ConfinedStore, request: Request) -> Any:
         group = await credit.find_group(store, request.path_params["group_id"])

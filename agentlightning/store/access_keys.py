@@ -85,19 +85,10 @@ def held_by(connection: Connection, worker_id: str) -> list[tuple[str, str]]:
 
 
 def revoke(tx: Transaction, call: calls.RevokeKey) -> ApiKey:
-    """End a key for good, at once or after a while; one that has ended, or ends earlier, stays as it is."""
-    if not 0 <= call.after_seconds <= _LONGEST_LIFETIME:
-        raise InvalidError(f"after_seconds is {call.after_seconds}; give 0 for now, or how many seconds from now")
-    if call.after_seconds == 0:
-        tx.connection.execute(
-            "UPDATE api_keys SET revoke_time = ? WHERE key_id = ? AND revoke_time IS NULL", (tx.now, call.key_id)
-        )
-    else:
-        end = tx.now + call.after_seconds
-        tx.connection.execute(
-            "UPDATE api_keys SET expire_time = ? WHERE key_id = ? AND (expire_time IS NULL OR expire_time > ?)",
-            (end, call.key_id, end),
-        )
+    """End a key at once and for good; one that has ended stays as it is."""
+    tx.connection.execute(
+        "UPDATE api_keys SET revoke_time = ? WHERE key_id = ? AND revoke_time IS NULL", (tx.now, call.key_id)
+    )
     key = KEYS.one(tx.connection, "WHERE key_id = ?", call.key_id)
     if key is None:
         raise NotFoundError(f"there is no key {call.key_id!r}; `agl keys list` shows those there are")

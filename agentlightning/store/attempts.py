@@ -16,7 +16,7 @@ from agentlightning.store import calls, codec, keys, lifecycle
 from agentlightning.store.database import Connection
 from agentlightning.store.lifecycle import Standing
 from agentlightning.store.outcomes import note_error, recall
-from agentlightning.store.rollouts import create_rollout, require_rollout, set_status
+from agentlightning.store.rollouts import ACTIVE, QUEUED, create_rollout, require_rollout, set_status
 from agentlightning.store.tables import ATTEMPTS, ROLLOUTS
 from agentlightning.store.transaction import Transaction
 from agentlightning.types import (
@@ -40,8 +40,6 @@ _config: Final = msgspec.json.Decoder(RolloutConfig).decode
 _LONGEST_WORKER_ID: Final = 500  # what PostgreSQL can index, and more than any host's name
 _FORGOTTEN_SECONDS: Final = 86_400.0  # of a worker's silence
 _MOST_LEASED: Final = 1000  # rollouts in one transaction, so that nobody waits long
-_QUEUED: Final = "('queuing', 'requeuing')"
-_ACTIVE: Final = "('preparing', 'running')"
 
 
 def _standing(row: Sequence[Any]) -> tuple[int, Standing]:
@@ -124,7 +122,7 @@ def _decide(tx: Transaction, rollout_id: str, status: RolloutStatus) -> None:
     """A rollout becomes `status` by somebody's word, so that whatever attempts of it are active have ended."""
     set_status(tx, rollout_id, status)
     active = tx.connection.execute(
-        _STANDING + f"WHERE a.rollout_id = ? AND a.status IN {_ACTIVE}", (rollout_id,)
+        _STANDING + f"WHERE a.rollout_id = ? AND a.status IN {ACTIVE}", (rollout_id,)
     ).fetchall()
     for number, standing in map(_standing, active):
         save_standing(tx, number, standing, lifecycle.overrule(standing, tx.now))
@@ -144,9 +142,7 @@ def lease(tx: Transaction, call: calls.LeaseRollouts) -> list[AttemptedRollout]:
             names = (f"{call.lease_id}.{index}" for index in range(1, limit))
             rest = (_handed_out_again(tx, name) for name in names)
             return [earlier, *(rollout for rollout in rest if rollout is not None)]
-    rollouts = ROLLOUTS.all(
-        tx.connection, f"WHERE status IN {_QUEUED} ORDER BY priority DESC, number LIMIT ?", (limit,)
-    )
+    rollouts = ROLLOUTS.all(tx.connection, f"WHERE status IN {QUEUED} ORDER BY priority DESC, number LIMIT ?", (limit,))
     names = (None if call.lease_id is None else f"{call.lease_id}.{index}" for index in range(len(rollouts)))
     return [_start(tx, rollout, call.worker_id, name) for rollout, name in zip(rollouts, names, strict=True)]
 
@@ -323,7 +319,7 @@ def expire(tx: Transaction, limit: int = 500) -> int:
     """End attempts whose clock ran out, up to `limit`, and return how many ended. `changes.deadline` becomes the
     time of the next look."""
     rows = tx.connection.execute(
-        _STANDING + f"WHERE a.status IN {_ACTIVE} AND a.check_time <= ? ORDER BY a.check_time LIMIT ?",
+        _STANDING + f"WHERE a.status IN {ACTIVE} AND a.check_time <= ? ORDER BY a.check_time LIMIT ?",
         (tx.now, limit),
     ).fetchall()
     ended = 0
@@ -335,7 +331,7 @@ def expire(tx: Transaction, limit: int = 500) -> int:
             save_standing(tx, number, before, after)
             note_error(tx.connection, after.rollout_id, after.sequence_id, after.attempt_status)
             ended += 1
-    (earliest,) = tx.connection.execute(f"SELECT MIN(check_time) FROM attempts WHERE status IN {_ACTIVE}").fetchone()
+    (earliest,) = tx.connection.execute(f"SELECT MIN(check_time) FROM attempts WHERE status IN {ACTIVE}").fetchone()
     tx.changes.deadline = math.inf if earliest is None else earliest
     return ended
 
@@ -345,11 +341,11 @@ def grant_grace(tx: Transaction) -> None:
     been set back since. Whoever held a call back says so again."""
     tx.connection.execute(
         "UPDATE attempts SET lease_expires = ?, last_activity = ?, held_until = ?, check_time = ? "
-        f"WHERE status IN {_ACTIVE}",
+        f"WHERE status IN {ACTIVE}",
         (tx.now + tx.lease_seconds, *[tx.now] * 3),
     )
     tx.connection.execute(
-        f"UPDATE attempts SET start_time = ? WHERE status IN {_ACTIVE} AND start_time > ?", (tx.now, tx.now)
+        f"UPDATE attempts SET start_time = ? WHERE status IN {ACTIVE} AND start_time > ?", (tx.now, tx.now)
     )
 
 
@@ -383,7 +379,7 @@ def _forget_workers(tx: Transaction) -> None:
     """Remove those that were silent for long and hold nothing."""
     tx.connection.execute(
         "DELETE FROM workers WHERE worker_id IN (SELECT worker_id FROM workers WHERE last_heartbeat_time < ? "
-        f"AND worker_id NOT IN (SELECT worker_id FROM attempts WHERE status IN {_ACTIVE} AND worker_id IS NOT NULL)"
+        f"AND worker_id NOT IN (SELECT worker_id FROM attempts WHERE status IN {ACTIVE} AND worker_id IS NOT NULL)"
         f")",
         (tx.now - _FORGOTTEN_SECONDS,),
     )

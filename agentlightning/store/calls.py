@@ -399,11 +399,10 @@ class IssueAttemptKey(AdminCall[str], frozen=True, kw_only=True):
 
 
 class RevokeKey(AdminCall[ApiKey], frozen=True, kw_only=True):
-    """End a key, now or `after_seconds`, which lets its holders change to another one."""
+    """End a key."""
 
     route = "DELETE /keys/{key_id}"
     key_id: str
-    after_seconds: float = 0.0
 
 
 class FindKey(Call[Credential | None], frozen=True, kw_only=True):

@@ -1,8 +1,13 @@
 """One database connection behind one thread, with group commit.
 
-Operations handed over while a transaction is being written share the next one, and so one fsync; each runs in a
-savepoint, so that one that fails is undone alone. A caller gets its answer only after the commit. This module knows
-transactions, and what a connection must offer; it does not know what the operations do, nor which database it is.
+The commit path: `submit` notes an operation and a future on the event loop; at the end of the loop's turn all that were
+noted go to the thread together, and what comes while a transaction is written shares the next one, and so one fsync.
+The thread begins, runs each operation in a savepoint, so that one that fails is undone alone, calls `settle` with what
+they changed (the store numbers what has finished), and commits. Back on the event loop `committed` wakes whoever waits
+for these changes, and then each caller gets its answer. A connection lost before the commit runs all of it again.
+
+This module knows transactions, and what a connection must offer; it does not know what the operations do, nor which
+database it is.
 """
 
 from __future__ import annotations

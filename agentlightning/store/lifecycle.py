@@ -1,5 +1,11 @@
 """The lifecycle of rollouts and attempts: tables of allowed moves, and pure functions from standing to standing.
 
+The lease: a worker that takes a rollout gets an attempt, a time until which it holds (a visibility timeout) and a
+token, the attempt's number in the store, which only grows (a fencing token). A heartbeat with the token moves the time
+(`beat`). If it passes, the watchdog ends the attempt as unresponsive (`expire`), and the rollout is queued again or
+fails (`move`). A word from the attempt revives it until its retry has started (`hear`); from then on it is no longer
+the latest, its token is refused, and it moves nothing.
+
 This module knows what may follow what, which of the three clocks runs out first, and when a retry happens. It does
 not know SQL, HTTP or what time it is: `now` is always an argument, in seconds since the epoch.
 """

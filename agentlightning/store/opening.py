@@ -23,9 +23,9 @@ _READERS: Final = 2  # of each kind
 class Opened:
     """An open database, which this process owns. Connections to search with are apart from those to read with, so that
     slow queries hold up nobody else; without any, the one to write with does everything. Rows are looked up by their
-    id with `at_hand`, on the event loop, which takes less time than to ask a thread, or else with `lookups`.
-    `rewrite` (of a table, after a row) and then `shrink` are called by the writer until they return nothing, and then
-    `clean_up` by any thread: then no trace is left of what was removed. `release` is for when all is closed."""
+    id with `at_hand`, on the event loop, which takes less time than to ask a thread. `rewrite` (of a table, after a
+    row) is called by the writer until it returns None, and then `clean_up` by any thread: then no trace is left of what
+    was removed. `release` is for when all is closed."""
 
     writing: Connection
     reading: Sequence[Connection]
@@ -35,9 +35,7 @@ class Opened:
     release: Callable[[], None]
     now: float
     at_hand: Connection | None = None
-    lookups: Sequence[Connection] = ()
     rewrite: Callable[[str, int], int | None] = lambda table, after: None
-    shrink: Callable[[], bool] = lambda: False
     clean_up: Callable[[], None] = lambda: None
 
 
@@ -73,7 +71,6 @@ def open_sqlite(address: str, synchronous: sqlite.Synchronous) -> Opened:
             time.time(),
             at_hand=at_hand,
             rewrite=lambda table, after: sqlite.rewrite(writing, table, after),
-            shrink=lambda: sqlite.shrink(writing),
             clean_up=lambda: sqlite.empty_log(path),
         )
     except BaseException:
@@ -85,16 +82,15 @@ def open_postgres(url: str, synchronous: sqlite.Synchronous, seconds: float) -> 
     """The store in a PostgreSQL database, which this process then owns. What is read is limited to so many seconds."""
     postgres = psycopg_store()
     writing = postgres.open_owner(url, synchronous)
-    reading = [postgres.PostgresConnection(url, owner=writing, seconds=seconds) for _ in range(2 * _READERS + 1)]
+    reading = [postgres.PostgresConnection(url, owner=writing, seconds=seconds) for _ in range(2 * _READERS)]
     return Opened(
         writing,
         reading[:_READERS],
-        reading[_READERS:-1],
+        reading[_READERS:],
         read_secret(writing),
         "BEGIN ISOLATION LEVEL READ COMMITTED",  # whatever the database's default
         _nothing,
         postgres.read_clock(writing),
-        lookups=reading[-1:],
         clean_up=lambda: postgres.vacuum(url),
     )
 

@@ -13,7 +13,7 @@ from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store import calls, codec, lifecycle
 from agentlightning.store.attempts import touch_worker
 from agentlightning.store.database import Connection
-from agentlightning.store.rollouts import require
+from agentlightning.store.rollouts import ACTIVE, require
 from agentlightning.store.tables import RESOURCES, RUNS
 from agentlightning.store.transaction import Transaction
 from agentlightning.types import Metrics, Resource, ResourcesUpdate, Run, Worker
@@ -166,7 +166,7 @@ def _workers(tx: Transaction, worker_id: str | None = None) -> list[Worker]:
         worker: (rollout_id, attempt_id)
         for worker, rollout_id, attempt_id in tx.connection.execute(
             "SELECT worker_id, rollout_id, attempt_id FROM attempts "
-            f"WHERE status IN ('preparing', 'running') AND worker_id IS NOT NULL {of_worker}ORDER BY number",
+            f"WHERE status IN {ACTIVE} AND worker_id IS NOT NULL {of_worker}ORDER BY number",
             values,
         )
     }

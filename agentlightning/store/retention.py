@@ -12,14 +12,14 @@ from typing import Any, Final
 
 import msgspec
 
-from agentlightning.errors import ConflictError, InvalidError
+from agentlightning.errors import InvalidError
 from agentlightning.semconv import CALL_FLAG
 from agentlightning.store import calls, codec, lifecycle, query
 from agentlightning.store.attempts import cancel_rollout, insert_attempt
 from agentlightning.store.database import Connection
 from agentlightning.store.outcomes import note_error
 from agentlightning.store.query import Query
-from agentlightning.store.rollouts import TERMINAL_STATUSES, find_rollout
+from agentlightning.store.rollouts import ACTIVE, TERMINAL, find_rollout
 from agentlightning.store.spans import add_spans
 from agentlightning.store.tables import ROLLOUTS
 from agentlightning.store.transaction import Transaction
@@ -81,7 +81,7 @@ def delete_rollouts(
 def _matching(tx: Transaction, call: calls.DeleteRollouts, condition: str) -> list[Any]:
     """The number, id, status and group of the first rollouts that match and that a call may remove."""
     if not call.unfinished:
-        condition += f" AND status IN {TERMINAL_STATUSES}"
+        condition += f" AND status IN {TERMINAL}"
     matching = Query(call.where, query.ROLLOUTS, tx.connection)
     rest = f" AND {condition} ORDER BY number"
     return list(matching.rows("number, rollout_id, status, group_id", rest, most=_AT_ONCE))
@@ -114,7 +114,8 @@ def _remove(connection: Connection, rollout_id: str, group_id: str | None) -> De
 
 
 def import_rollout(tx: Transaction, call: calls.ImportRollout) -> bool:
-    """Store a terminal rollout as it was elsewhere, with its attempts and spans; False if it is stored already."""
+    """Store a terminal rollout as it was elsewhere, with its attempts and spans; False if it is stored already. The
+    database refuses an attempt, or a place in a group, that is another rollout's here."""
     rollout, attempts = call.rollout, sorted(call.attempts, key=lambda attempt: attempt.sequence_id)
     _check_whole(rollout, attempts, call.spans)
     columns = [codec.span_columns(span) for span in call.spans]
@@ -123,7 +124,6 @@ def import_rollout(tx: Transaction, call: calls.ImportRollout) -> bool:
         return True
     if find_rollout(tx.connection, rollout.rollout_id) is not None:
         return False
-    _check_room(tx.connection, rollout, attempts)
     ROLLOUTS.insert(tx.connection, rollout, attempts=len(attempts))
     for attempt in attempts:
         insert_attempt(tx.connection, attempt, attempt.start_time, attempt.start_time)
@@ -162,24 +162,6 @@ def _check_whole(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[
             raise InvalidError(f"span {span.span_id} is not of an attempt of rollout {rollout.rollout_id}")
 
 
-def _check_room(connection: Connection, rollout: Rollout, attempts: Sequence[Attempt]) -> None:
-    """ConflictError if what an id or an index names is another rollout's here."""
-    for attempt in attempts:
-        row = connection.execute("SELECT rollout_id FROM attempts WHERE attempt_id = ?", (attempt.attempt_id,))
-        other = row.fetchone()
-        if other is not None:
-            raise ConflictError(f"attempt {attempt.attempt_id} is stored already, of rollout {other[0]}")
-    if rollout.group_id is not None:
-        taken = connection.execute(
-            "SELECT rollout_id FROM rollouts WHERE group_id = ? AND group_index = ?",
-            (rollout.group_id, rollout.group_index),
-        ).fetchone()
-        if taken is not None:
-            raise ConflictError(
-                f"index {rollout.group_index} of group {rollout.group_id} is taken by rollout {taken[0]}"
-            )
-
-
 # --- what is wrong -----------------------------------------------------------------------------------------------
 
 
@@ -197,22 +179,22 @@ _RULES: Final[Mapping[str, str]] = {
     ),
     "finished rollouts without an end time or a number, or others with one": (
         f"SELECT rollout_id FROM rollouts WHERE rollout_id <> '{UNATTRIBUTED}' AND "
-        f"((status IN {TERMINAL_STATUSES}) <> (end_time IS NOT NULL) OR "
-        f"(status IN {TERMINAL_STATUSES}) <> (finished_index IS NOT NULL))"
+        f"((status IN {TERMINAL}) <> (end_time IS NOT NULL) OR "
+        f"(status IN {TERMINAL}) <> (finished_index IS NOT NULL))"
     ),
     "rollouts at work without an attempt at work": (
-        "SELECT rollout_id FROM rollouts r WHERE status IN ('preparing', 'running') AND NOT EXISTS "
+        f"SELECT rollout_id FROM rollouts r WHERE status IN {ACTIVE} AND NOT EXISTS "
         "(SELECT 1 FROM attempts a WHERE a.rollout_id = r.rollout_id AND a.sequence_id = r.attempts "
-        "AND a.status IN ('preparing', 'running'))"
+        f"AND a.status IN {ACTIVE})"
     ),
     "finished rollouts with an attempt still at work as their latest": (
         f"SELECT r.rollout_id FROM rollouts r JOIN attempts a ON a.rollout_id = r.rollout_id "
-        f"AND a.sequence_id = r.attempts WHERE r.status IN {TERMINAL_STATUSES} "
-        "AND a.status IN ('preparing', 'running')"
+        f"AND a.sequence_id = r.attempts WHERE r.status IN {TERMINAL} "
+        f"AND a.status IN {ACTIVE}"
     ),
     "complete groups without a number": (
         "SELECT group_id FROM rollout_groups g WHERE finished_index IS NULL AND size = "
-        f"(SELECT count(*) FROM rollouts r WHERE r.group_id = g.group_id AND r.status IN {TERMINAL_STATUSES})"
+        f"(SELECT count(*) FROM rollouts r WHERE r.group_id = g.group_id AND r.status IN {TERMINAL})"
     ),
     "spans that may be trained and whose logprobs are not as long as their token ids": (
         "SELECT span_id FROM spans WHERE logprobs IS NOT NULL AND length(logprobs) NOT IN (0, length(token_ids)) "

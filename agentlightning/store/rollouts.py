@@ -24,7 +24,16 @@ from agentlightning.types import (
 )
 
 MOST_BYTES: Final = 16 * 1024 * 1024  # of one page, after the row that exceeds it
-TERMINAL_STATUSES: Final = "('succeeded', 'failed', 'cancelled')"
+
+
+def _listed(statuses: Iterable[str]) -> str:
+    return f"({', '.join(map(repr, sorted(statuses)))})"
+
+
+TERMINAL: Final = _listed(lifecycle.TERMINAL)
+QUEUED: Final = _listed(lifecycle.QUEUED)
+ACTIVE: Final = _listed(lifecycle.ACTIVE)
+"""The statuses of the lifecycle as SQL has them: `('preparing', 'running')`."""
 
 
 def set_status(tx: Transaction, rollout_id: str, status: RolloutStatus) -> None:
@@ -59,7 +68,7 @@ def settle(connection: Connection, changes: Changes) -> None:
     for index, rollout_id in enumerate(finished, last - len(finished) + 1):
         # Unless it was deleted since, and another rollout was given its id.
         connection.execute(
-            f"UPDATE rollouts SET finished_index = ? WHERE rollout_id = ? AND status IN {TERMINAL_STATUSES}",
+            f"UPDATE rollouts SET finished_index = ? WHERE rollout_id = ? AND status IN {TERMINAL}",
             (index, rollout_id),
         )
     for group_id in dict.fromkeys(changes.groups):
@@ -70,7 +79,7 @@ def _complete_group(connection: Connection, group_id: str, changes: Changes) -> 
     """Number the group if all its rollouts are terminal now."""
     row = connection.execute(
         "SELECT g.run_id FROM rollout_groups g WHERE g.group_id = ? AND g.finished_index IS NULL AND g.size = "
-        f"(SELECT count(*) FROM rollouts r WHERE r.group_id = g.group_id AND r.status IN {TERMINAL_STATUSES})",
+        f"(SELECT count(*) FROM rollouts r WHERE r.group_id = g.group_id AND r.status IN {TERMINAL})",
         (group_id,),
     ).fetchone()
     if row is None:

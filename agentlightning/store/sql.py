@@ -144,7 +144,7 @@ class SqlStore(LightningStore):
         self._writer = DatabaseThread(
             opened.writing, "agl-store-writer", begin=opened.begin, settle=self._settle, committed=self._announce
         )
-        kinds = {"reader": opened.reading, "search": opened.searching, "look-up": opened.lookups}
+        kinds = {"reader": opened.reading, "search": opened.searching}
         self._readers = {kind: Readers(several, kind) for kind, several in kinds.items() if several}
 
     @classmethod
@@ -249,7 +249,7 @@ class SqlStore(LightningStore):
             except Exception as error:
                 if connection.trouble(error) is None:
                     raise
-        return await self._read(operation, "look-up" if rows <= _FEW else "reader")
+        return await self._read(operation)
 
     def _view(self, connection: Connection) -> Transaction:
         return Transaction(connection, self._clock(), self._lease_seconds, self._opened.secret)
@@ -460,9 +460,6 @@ class SqlStore(LightningStore):
             after: int | None = 0
             while after is not None:
                 after = await self._write(lambda tx, table=table, after=after: opened.rewrite(table, after))
-        give_up = _give_up(60.0)  # pages that the file keeps are used by what is written later
-        while await self._write(lambda tx: opened.shrink()) and time.monotonic() < give_up:
-            pass
         try:
             await asyncio.to_thread(opened.clean_up)
         except UnavailableError as error:

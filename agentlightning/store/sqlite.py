@@ -61,16 +61,11 @@ class SqliteConnection(sqlite3.Connection):
         """A file is not lost."""
 
 
-def real(path: Path) -> Path:
-    """The path without symbolic links: what lies beside a store is beside the file itself."""
-    return Path(os.path.realpath(path))
-
-
-def check_file(path: Path, *, reading: bool = False, copy: bool = False) -> Path:
+def check_file(path: Path, *, reading: bool = False) -> Path:
     """Where the file at `path` really is, whatever links lead there; nothing is changed. ConfigError if there is one
     and it is not a store of this version, may not be written although it is not only for `reading`, or has several
-    names although it is no `copy`, which nobody writes."""
-    path = real(path)
+    names."""
+    path = Path(os.path.realpath(path))  # what lies beside a store is beside the file itself
     try:
         if not path.exists() or path.stat().st_size == 0:
             return path
@@ -83,7 +78,7 @@ def check_file(path: Path, *, reading: bool = False, copy: bool = False) -> Path
     if not header.startswith(b"SQLite format 3\x00") or int.from_bytes(header[68:72], "big") != APPLICATION_ID:
         raise ConfigError(f"{path} is not an Agent Lightning store; it was left as it is. Choose another path")
     schema.check_version(int.from_bytes(header[60:64], "big"), f"the store {path}")
-    if names > 1 and not copy:
+    if names > 1:
         raise ConfigError(
             f"the store {path} has {names} names (hard links), and SQLite would keep a log of its own beside each; "
             "remove the others, and make copies with `agl store backup`"
@@ -139,7 +134,6 @@ def prepare_file(path: Path) -> None:
             draft = path.with_name(f"{path.name}-new")
             draft.unlink(missing_ok=True)
             with contextlib.closing(_open(str(draft))) as connection:
-                connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
                 _lay_out(connection)
                 connection.execute("PRAGMA journal_mode = WAL")
             # Prompts and the secret that keys are signed with: not for the machine's other users.
@@ -211,12 +205,9 @@ def connect_memory() -> SqliteConnection:
 
 _PATIENCE_SECONDS: Final = 60.0
 _PAUSE_SECONDS: Final = 0.1
-
-
 _ROWS: Final = 500  # in one transaction, so that nobody waits long
 _BYTES: Final = 4 * 1024 * 1024
 _OVERLAP: Final = 50  # rows, more than share a page with the last one
-_PAGES: Final = 1000
 
 
 def rewrite(connection: SqliteConnection, table: str, after: int) -> int | None:
@@ -237,12 +228,6 @@ def rewrite(connection: SqliteConnection, table: str, after: int) -> int | None:
     return rows[max(last // 2, last - _OVERLAP)][0]  # the page that holds the last rows is rewritten again
 
 
-def shrink(connection: SqliteConnection) -> bool:
-    """Give some free pages of the file back; whether there are more."""
-    connection.execute(f"PRAGMA incremental_vacuum({_PAGES})").fetchall()
-    return connection.execute("PRAGMA freelist_count").fetchone() != (0,)
-
-
 def empty_log(path: Path) -> None:
     """Move the write-ahead log, which holds what was written lately, into the file. UnavailableError says what is in
     the way."""
@@ -256,3 +241,26 @@ def empty_log(path: Path) -> None:
                 time.sleep(_PAUSE_SECONDS)
     except sqlite3.Error as error:
         raise UnavailableError(str(error)) from None
+
+
+# --- copies ------------------------------------------------------------------------------------------------------
+
+
+def back_up(path: Path, copy: Path) -> None:
+    """Copy the store as it is at one moment, whoever writes meanwhile; the copy takes its name when it is complete.
+    ConfigError if there is a file of that name, or the store is damaged."""
+    path = check_file(path, reading=True)
+    if copy.exists():
+        raise ConfigError(f"{copy} exists already; choose another name")
+    draft = copy.with_name(f"{copy.name}-part")
+    try:
+        draft.unlink(missing_ok=True)
+        draft.touch(mode=0o600)  # prompts and the secret that keys are signed with
+        with contextlib.closing(connect(path, "FULL", read_only=True)) as connection:
+            connection.execute("VACUUM INTO ?", (str(draft),))
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        draft.replace(copy)
+    except (OSError, sqlite3.Error) as error:
+        draft.unlink(missing_ok=True)
+        raise ConfigError(f"the store {path} cannot be copied to {copy}: {error}") from None

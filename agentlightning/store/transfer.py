@@ -9,18 +9,17 @@ import asyncio
 import contextlib
 import gzip
 import itertools
-import os
 import zlib
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, Final, cast
+from typing import BinaryIO, Final, Literal, cast
 
 import msgspec
 
 from agentlightning.errors import ConfigError, ConflictError, InvalidError, NotFoundError
 from agentlightning.store import calls, codec, lifecycle
 from agentlightning.store.base import LightningStore
-from agentlightning.types import Attempt, Filter, Noun, Rollout, Span
+from agentlightning.types import And, Attempt, Condition, Filter, Noun, Rollout, Span
 
 _AT_ONCE: Final = 16  # records held in memory
 _encoder: Final = msgspec.json.Encoder(enc_hook=codec.plain)
@@ -34,27 +33,20 @@ class Record(Noun, frozen=True, kw_only=True):
     attempts: list[Attempt]
     spans: list[Span]
 
-    @property
-    def finished(self) -> bool:
-        attempts_ended = all(attempt.status not in lifecycle.ACTIVE for attempt in self.attempts)
-        return self.rollout.status in lifecycle.TERMINAL and attempts_ended
-
 
 class Exported(Noun, frozen=True, kw_only=True):
-    """What was written; `unfinished` of the rollouts had not ended, and an import will leave them out."""
+    """What was written."""
 
     rollouts: int = 0
-    unfinished: int = 0
     attempts: int = 0
     spans: int = 0
 
 
 class Imported(Noun, frozen=True, kw_only=True):
-    """What became of the records of a file: `rollouts` are new, the others were stored already or had not ended."""
+    """What became of the records of a file: `rollouts` are new, the others were stored already."""
 
     rollouts: int = 0
     stored_already: int = 0
-    unfinished: int = 0
 
 
 async def export_rollouts(
@@ -64,11 +56,14 @@ async def export_rollouts(
     where: Filter | None = None,
     overwrite: bool = False,
 ) -> Exported:
-    """Write the rollouts that match into a file, as they were enqueued. The file appears once it is complete.
+    """Write the rollouts that match, and have ended with all their attempts, into a file, in the order they were
+    enqueued. The file appears once it is complete.
 
     ConfigError if it exists and is not to be overwritten, cannot be written, or ends in neither .jsonl nor
     .jsonl.gz."""
-    records = attempts = spans = unfinished = 0
+    records = attempts = spans = 0
+    ended = Condition("status", "in", sorted(lifecycle.TERMINAL))
+    where = ended if where is None else And([ended, where])
     with _writing(path, overwrite) as file:
         cursor = None
         while True:
@@ -79,18 +74,19 @@ async def export_rollouts(
             records += len(batch)
             attempts += sum(len(record.attempts) for record in batch)
             spans += sum(len(record.spans) for record in batch)
-            unfinished += sum(not record.finished for record in batch)
             cursor = page.next_cursor
             if cursor is None:
-                return Exported(rollouts=records, unfinished=unfinished, attempts=attempts, spans=spans)
+                return Exported(rollouts=records, attempts=attempts, spans=spans)
 
 
 async def _record(store: LightningStore, rollout: Rollout) -> Record | None:
-    """The record of a rollout, None if it has been removed meanwhile."""
+    """The record of a rollout, None if it has been removed meanwhile or an attempt of it is still at work."""
     try:
         attempts = await store.query_attempts(rollout.rollout_id)
         spans = await store.query_spans(rollout.rollout_id)
     except NotFoundError:
+        return None
+    if any(attempt.status in lifecycle.ACTIVE for attempt in attempts):
         return None
     return Record(rollout=rollout, attempts=attempts, spans=spans)
 
@@ -101,16 +97,14 @@ async def import_rollouts(store: LightningStore, path: Path) -> Imported:
 
     InvalidError or ConflictError names the line that cannot be stored; ConfigError says why the
     file cannot be read."""
-    new = unfinished = stored_already = 0
+    new = stored_already = 0
     with _reading(path) as records:
         while batch := await asyncio.to_thread(lambda: list(itertools.islice(records, _AT_ONCE))):
-            finished = [(place, record) for place, record in batch if record.finished]
-            unfinished += len(batch) - len(finished)
             # At once, so that they share a commit.
-            stored = await asyncio.gather(*(_import(store, place, record) for place, record in finished))
+            stored = await asyncio.gather(*(_import(store, place, record) for place, record in batch))
             new += sum(stored)
             stored_already += len(stored) - sum(stored)
-    return Imported(rollouts=new, stored_already=stored_already, unfinished=unfinished)
+    return Imported(rollouts=new, stored_already=stored_already)
 
 
 async def _import(store: LightningStore, place: str, record: Record) -> bool:
@@ -123,6 +117,10 @@ async def _import(store: LightningStore, place: str, record: Record) -> bool:
 
 
 # --- files -------------------------------------------------------------------------------------------------------
+
+
+def _open(path: Path, mode: Literal["rb", "wb"], suffix: str) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path, mode, 6) if suffix == ".jsonl.gz" else path.open(mode))
 
 
 def _suffix(path: Path) -> str:
@@ -141,14 +139,8 @@ def _writing(path: Path, overwrite: bool) -> Generator[BinaryIO]:
     draft = path.with_name(f"{path.name}-part")
     try:
         try:
-            with draft.open("wb") as file:
-                if suffix == ".jsonl.gz":
-                    with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=6) as compressed:
-                        yield cast(BinaryIO, compressed)
-                else:
-                    yield file
-                file.flush()
-                os.fsync(file.fileno())
+            with _open(draft, "wb", suffix) as file:
+                yield file
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
@@ -161,9 +153,8 @@ def _reading(path: Path) -> Generator[Iterator[tuple[str, Record]]]:
     """The records of a file, each with the place where it is in it."""
     suffix = _suffix(path)
     try:
-        with path.open("rb") as file:
-            lines = gzip.GzipFile(fileobj=file) if suffix == ".jsonl.gz" else file
-            yield _lines(path, cast(BinaryIO, lines))
+        with _open(path, "rb", suffix) as lines:
+            yield _lines(path, lines)
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 

@@ -196,14 +196,10 @@ def _stranger(answer: Answer) -> AgentLightningError:
     url, status, said = answer.url, answer.status, _excerpt(answer)
     if not answer.ends_the_call:
         return _unavailable(answer, f"what stands before the server at {url} answered {said}; is the server running?")
-    if 300 <= status < 400:
-        return ConfigError(f"{url} redirects to {answer.location or 'nowhere'}; use the URL it redirects to")
-    refused = f"what stands before the server at {url} refused the request: {said}"
     if status in (401, 403):
-        return ForbiddenError(f"{refused}; check the key and whom it is sent to")
-    if status == 413:
-        return InvalidError(refused)
-    return ConfigError(f"{url} is not the server of a store: it answered {said}; check the URL")
+        return ForbiddenError(f"what stands before the server at {url} answered {said}; check the key")
+    moved = f" and redirects to {answer.location}" if answer.location else ""
+    return ConfigError(f"{url} is not the server of a store: it answered {said}{moved}; check the URL")
 
 
 def _excerpt(answer: Answer) -> str:

@@ -256,8 +256,6 @@ export interface TokenView {
   };
   left_out: string | null;
   break: ExplainedBreak | null;
-  now: { logprobs: number[]; policy_version: number } | null;
-  now_problem: string | null;
 }
 
 export interface CreditMember {

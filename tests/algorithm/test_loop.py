@@ -154,7 +154,7 @@ def test_settings_out_of_range_are_refused_by_name() -> None:
             GRPO(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="unrewarded"):
         GRPO(unrewarded=math.nan)
-    with pytest.raises(ConfigError, match="level is 'trees'; known: transition, trajectory, tree, concat"):
+    with pytest.raises(ConfigError, match="level is 'trees'; known: transition, trajectory, tree"):
         GRPO(level="trees")  # type: ignore[arg-type]
 
 

@@ -49,7 +49,7 @@ def silent(sequences: Sequence[TrainingSequence]) -> list[np.ndarray]:
     return [np.zeros(len(sequence.positions), np.float32) for sequence in sequences]
 
 
-@pytest.mark.parametrize("level", ["transition", "trajectory", "tree", "concat"])
+@pytest.mark.parametrize("level", ["transition", "trajectory", "tree"])
 def test_every_sampled_token_has_its_own_value_and_no_other_token_has_one(level: Any) -> None:
     batch = make_batch(ppo(level=level), groups(1.0, 0.0, 0.5), telling_tokens).sequences
     for sequence, values in zip(batch, telling_tokens(batch), strict=True):

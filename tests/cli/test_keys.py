@@ -84,7 +84,6 @@ def test_the_secret_is_alone_on_stdout_and_nowhere_else(agl, path: Path) -> None
         (["issue", "ci"], "--scope"),
         (["issue", "ci", "--scope", "root"], "'root' is not one of"),
         (["issue", "ci", "--scope", "read", "--lifetime", "30"], "such as 30d or 12h"),
-        (["rotate", "key-1", "--grace", "soon"], "such as 30d or 12h"),
     ],
 )
 def test_a_key_that_cannot_be_made_is_a_wrong_command_line(agl, arguments: list[str], hint: str) -> None:
@@ -100,35 +99,6 @@ def test_a_revoked_key_opens_nothing(agl, path: Path) -> None:
     assert agl("revoke", key_id)[0] == 0
 
 
-@pytest.mark.parametrize("command", ["revoke", "rotate"])
-def test_a_key_that_is_not_there_is_named(agl, command: str) -> None:
-    code, _, err = agl(command, "key-none")
+def test_a_key_that_is_not_there_is_named(agl) -> None:
+    code, _, err = agl("revoke", "key-none")
     assert code == 1 and "no key 'key-none'" in err
-
-
-def test_a_rotated_key_is_replaced_by_one_like_it(agl, path: Path) -> None:
-    old, key_id = issue(agl, "--lifetime", "30d")
-    code, out, err = agl("rotate", key_id)
-    new = out.strip()
-    assert code == 0 and new != old and new not in err
-    assert opens(path, old) is None
-    credential = opens(path, new)
-    assert credential is not None and credential.scopes == ("worker",)
-    assert opens(path, new, later=31 * 86400) is None
-    code, _, err = agl("rotate", key_id)
-    assert code == 1 and "was revoked" in err
-
-
-def test_a_rotated_key_stays_valid_for_its_grace(agl, path: Path) -> None:
-    old, key_id = issue(agl)
-    code, out, err = agl("rotate", key_id, "--grace", "1h")
-    assert code == 0 and "valid until" in err
-    assert opens(path, old) is not None and opens(path, out.strip()) is not None
-    assert opens(path, old, later=3700) is None
-    assert opens(path, out.strip(), later=3700) is not None
-
-
-def test_a_grace_does_not_lengthen_a_life(agl, path: Path) -> None:
-    old, key_id = issue(agl, "--lifetime", "30m")
-    agl("rotate", key_id, "--grace", "1h")
-    assert opens(path, old, later=1900) is None

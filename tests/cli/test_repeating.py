@@ -1,11 +1,10 @@
-"""`agl train --from` repeats a run from its manifest; `agl train --seeds` repeats one with other seeds."""
+"""`agl train --from` repeats a run from its manifest."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -150,28 +149,6 @@ def test_the_manifest_keeps_no_secrets_and_nothing_of_the_one_run(elsewhere: Pat
 
 
 @pytest.mark.slow
-def test_seeds_are_trained_one_after_another_and_compared(
-    project: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("INTERRUPTED_SEED", "5")
-    command = ["train", "--from", str(project / "run"), "--seeds", "1,5", "--set", "deterministic=false"]
-    assert run([*command, "--out", "both"]) == 130
-    assert "1 of 2 seeds are left" in capsys.readouterr().out
-    first = weights(elsewhere / "both" / "seed-1")
-
-    assert run([*command, "--out", "both", "--resume", "--json"]) == 0
-    whole = json.loads(capsys.readouterr().out)
-    assert [one["seed"] for one in whole["seeds"]] == [1, 5]
-    rewards = [one["reward"]["after"] for one in whole["seeds"]]
-    expected = {"mean": pytest.approx(statistics.mean(rewards)), "std": pytest.approx(statistics.stdev(rewards))}
-    assert whole["reward"]["after"] == expected
-    assert weights(elsewhere / "both" / "seed-1") == first  # it was not trained again
-
-    assert run([*command, "--out", "both"]) == 1
-    assert "both holds runs already" in capsys.readouterr().err
-
-
-@pytest.mark.slow
 def test_a_run_goes_on_with_what_it_began_with(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,12 +164,6 @@ def test_a_run_goes_on_with_what_it_began_with(
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (["--seeds", "1"], 2, "for a single run give --seed"),
-        (["--seeds", "1,1"], 2, "one twice"),
-        (["--seeds", "two"], 2, "write 1,4,8"),
-        (["--seeds", "2", "--seed", "1"], 2, "not both"),
-        (["--seeds", "2", "--set", "val_dataset=null"], 1, "give the held-out tasks"),
-        (["--seeds", "2", "--resume"], 1, "no runs of several seeds to resume"),
         (["run.yaml"], 2, "not both"),
     ],
 )

@@ -147,53 +147,45 @@ def test_a_store_in_use_is_to_be_asked_for_at_its_server(agl, path: Path) -> Non
     asyncio.run(work())
 
 
-# --- gc and erase ------------------------------------------------------------------------------------------------
+# --- deleting ----------------------------------------------------------------------------------------------------
 
 
-def test_gc_removes_what_ended_long_ago(agl, path: Path) -> None:
+def test_what_ended_long_ago_is_deleted_by_its_age(agl, path: Path) -> None:
     fill(path, "old", "older", ago=31 * DAY)
     fill(path, "young")
-    arguments = ("store", "gc", "--store", path, "--older-than", "30d")
-    assert agl(*arguments, "--dry-run") == (0, "2 rollouts ended before that; nothing was removed\n", "")
+    arguments = ("store", "delete", "--store", path, "--older-than", "30d")
+    assert agl(*arguments, "--dry-run") == (0, "2 rollouts match; nothing was removed\n", "")
     assert len(inputs(path)) == 3
-    assert agl(*arguments)[:2] == (0, "removed 2 rollouts, 2 attempts, 0 spans\n")
+    assert agl(*arguments, "--yes")[:2] == (0, "removed 2 rollouts, 2 attempts, 0 spans\n")
     assert inputs(path) == ["young"]
 
 
-def test_erasing_leaves_no_trace(agl, path: Path) -> None:
-    fill(path, "my ZEBRA", "my horse")
-    code, out, _ = agl("store", "erase", "--store", path, "--task", "ZEBRA", "--yes")
-    assert (code, out) == (0, "removed 1 rollouts, 1 attempts, 0 spans\n")
+def test_deleting_asks_first_and_leaves_no_trace(agl, path: Path) -> None:
+    fill(path, "a ZEBRA", "my ZEBRA", "my horse")
+    command = [sys.executable, "-m", "agentlightning.cli.main", "store", "delete", "--store", path, "--task", "ZEBRA"]
+    refused = subprocess.run(command, input="n\n", capture_output=True, text=True)
+    assert (refused.returncode, refused.stdout) == (1, "2 rollouts match; nothing was removed\n")
+    assert "delete 2 rollouts" in refused.stderr
+    agreed = subprocess.run(command, input="y\n", capture_output=True, text=True)
+    assert (agreed.returncode, agreed.stdout) == (0, "removed 2 rollouts, 2 attempts, 0 spans\n")
     assert [file.name for file in path.parent.iterdir() if b"ZEBRA" in file.read_bytes()] == []
     assert inputs(path) == ["my horse"]
 
 
-def test_erasing_asks_first(agl, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(path, "one", "two")
-    command = [sys.executable, "-m", "agentlightning.cli.main", "store", "erase", "--store", str(path), "--task", "o"]
-    refused = subprocess.run(command, input="n\n", capture_output=True, text=True)
-    assert (refused.returncode, refused.stdout) == (1, "nothing was removed\n")
-    assert "erase 2 rollouts" in refused.stderr
-    agreed = subprocess.run(command, input="y\n", capture_output=True, text=True)
-    assert (agreed.returncode, agreed.stdout) == (0, "removed 2 rollouts, 2 attempts, 0 spans\n")
-
-
-def test_erasing_takes_one_rollout_or_a_run_or_says_that_there_is_none(agl, path: Path) -> None:
+def test_one_rollout_or_a_run_is_deleted_or_none_matches(agl, path: Path) -> None:
     fill(path, "one", "two")
     name = stored(path)[0].rollout_id
-    assert agl("store", "erase", "--store", path, "--rollout", name, "--yes")[:2] == (
-        0,
-        "removed 1 rollouts, 1 attempts, 0 spans\n",
-    )
-    none = (0, "no rollout matches; nothing was removed\n", "")
-    assert agl("store", "erase", "--store", path, "--run", "run-1", "--yes") == none
+    one = agl("store", "delete", "--store", path, "--rollout", name, "--yes")
+    assert one[:2] == (0, "removed 1 rollouts, 1 attempts, 0 spans\n")
+    none = (0, "0 rollouts match; nothing was removed\n", "")
+    assert agl("store", "delete", "--store", path, "--run", "run-1") == none
     for wrong in ([], ["--task", ""], ["--task", "x", "--run", "x"]):
-        code, _, err = agl("store", "erase", "--store", path, "--yes", *wrong)
-        assert code == 2 and "one of --task TEXT, --rollout ID, --run ID" in err
+        code, _, err = agl("store", "delete", "--store", path, "--yes", *wrong)
+        assert code == 2 and "one of --older-than AGE, --task TEXT, --rollout ID, --run ID" in err
     assert inputs(path) == ["two"]
 
 
-# --- check, backup, restore --------------------------------------------------------------------------------------
+# --- check and backup --------------------------------------------------------------------------------------------
 
 
 def test_check_ends_with_1_if_anything_is_wrong(agl, path: Path) -> None:
@@ -205,23 +197,16 @@ def test_check_ends_with_1_if_anything_is_wrong(agl, path: Path) -> None:
     assert code == 1 and "finished rollouts without an end time" in out
 
 
-def test_a_backup_becomes_a_store_again(agl, path: Path) -> None:
+def test_a_backup_is_a_store(agl, path: Path) -> None:
     copy = path.parent / "copy.db"
     fill(path, "old")
     assert agl("store", "backup", copy, "--store", path)[0] == 0
     fill(path, "new")
     code, _, err = agl("store", "backup", copy, "--store", path)
-    assert code == 1 and "--force" in err
-    code, _, err = agl("store", "restore", copy, path)
-    assert code == 1 and "--force" in err
-    assert agl("store", "restore", copy, path, "--force")[0] == 0
-    assert inputs(path) == ["old"]
-
-
-@pytest.mark.parametrize("arguments", [("backup", "x.dump", "--store"), ("restore", "x.dump")])
-def test_postgres_has_programs_of_its_own_for_that(agl, arguments: tuple[str, ...]) -> None:
-    code, _, err = agl("store", *arguments, "postgresql://me:geheim@db/agl")
-    assert code == 1 and "pg_dump --format=custom" in err and "pg_restore" in err and "geheim" not in err
+    assert code == 1 and "exists already" in err
+    assert inputs(copy) == ["old"]
+    code, _, err = agl("store", "backup", "x.dump", "--store", "postgresql://me:geheim@db/agl")
+    assert code == 1 and "pg_dump" in err and "geheim" not in err
 
 
 # --- export and import -------------------------------------------------------------------------------------------
@@ -256,8 +241,8 @@ def test_a_store_in_postgres_is_kept_alike(agl, tmp_path: Path, postgres_databas
     fill(postgres_database, "young ZEBRA", "horse")
     moved = tmp_path / "rollouts.jsonl.gz"
     assert agl("store", "export", moved, "--store", postgres_database)[0] == 0
-    assert agl("store", "gc", "--store", postgres_database, "--older-than", "30d")[1].startswith("removed 1 ")
-    assert agl("store", "erase", "--store", postgres_database, "--task", "ZEBRA", "--yes")[1].startswith("removed 1 ")
+    for chosen in (("--older-than", "30d"), ("--task", "ZEBRA")):
+        assert agl("store", "delete", "--store", postgres_database, *chosen, "--yes")[1].startswith("removed 1 ")
     assert (
         agl("store", "import", moved, "--store", postgres_database)[1] == "stored 2 rollouts; 1 were stored already\n"
     )
@@ -278,13 +263,13 @@ def test_a_running_server_is_asked_to_do_it(agl, path: Path) -> None:
         at = ("--server", url, "--key", KEY)
         asyncio.run(running(url))
         assert agl("store", "check", *at) == (0, "nothing is wrong\n", "")
-        assert "1 had not ended" in agl("store", "export", moved, *at)[1]
+        assert agl("store", "export", moved, *at)[1].startswith("wrote 2 rollouts")
         assert agl("store", "backup", copy, "--store", path)[0] == 0
-        assert agl("store", "erase", *at, "--task", "ZEBRA", "--yes")[1] == "removed 2 rollouts, 2 attempts, 0 spans\n"
+        assert agl("store", "delete", *at, "--task", "ZEBRA", "--yes")[1] == "removed 2 rollouts, 2 attempts, 0 spans\n"
         traces = [file.name for file in path.parent.iterdir() if b"ZEBRA" in file.read_bytes()]
         assert sorted(traces) == ["copy.db", "rollouts.jsonl"]
-        assert agl("store", "import", moved, *at)[1] == "stored 1 rollouts; 1 were stored already; 1 had not ended\n"
-        assert agl("store", "gc", *at, "--older-than", "30d")[1].startswith("removed 0 rollouts")
+        assert agl("store", "import", moved, *at)[1] == "stored 1 rollouts; 1 were stored already\n"
+        assert agl("store", "delete", *at, "--older-than", "30d")[1].startswith("0 rollouts match")
         code, _, err = agl("store", "check", "--server", url, "--key", "another key")
         assert code == 1 and "key" in err
     assert len(inputs(copy)) == 3
@@ -297,9 +282,8 @@ def test_the_clock_of_the_server_says_what_is_old(agl, path: Path) -> None:
         store = await SqlStore.open(path, clock=lambda: time.time() - DAY)
         await ended(store, "young")
         async with HttpServer(create_app(store, admin_key=KEY)) as server:
-            arguments = ("store", "gc", "--server", server.url, "--key", KEY, "--older-than", "12h")
-            assert (await asyncio.to_thread(agl, *arguments, "--dry-run"))[1].startswith("0 rollouts ended before that")
-            assert (await asyncio.to_thread(agl, *arguments))[1].startswith("removed 0 rollouts")
+            arguments = ("store", "delete", "--server", server.url, "--key", KEY, "--older-than", "12h")
+            assert (await asyncio.to_thread(agl, *arguments))[1].startswith("0 rollouts match")
         await store.close()
 
     asyncio.run(work())
@@ -318,7 +302,6 @@ def test_whatever_is_done_can_be_told_as_json(agl, path: Path, tmp_path: Path) -
     assert told("export", tmp_path / "all.jsonl", "--store", path)["rollouts"] == 2
     assert told("import", tmp_path / "all.jsonl", "--store", path)["stored_already"] == 2
     assert told("backup", tmp_path / "copy.db", "--store", path)["bytes"] > 0
-    assert told("restore", tmp_path / "copy.db", tmp_path / "new.db")["file"] == str(tmp_path / "new.db")
-    assert told("gc", "--store", path, "--older-than", "30d", "--dry-run")["rollouts_found"] == 1
-    assert told("gc", "--store", path, "--older-than", "30d")["rollouts"] == 1
-    assert told("erase", "--store", path, "--task", "young", "--yes")["rollouts"] == 1
+    assert told("delete", "--store", path, "--older-than", "30d", "--dry-run")["rollouts_found"] == 1
+    assert told("delete", "--store", path, "--older-than", "30d", "--yes")["rollouts"] == 1
+    assert told("delete", "--store", path, "--task", "young", "--yes")["rollouts"] == 1

@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from agentlightning.dashboard import tokens
 from agentlightning.dashboard.rollouts import csv_line
 from agentlightning.engine.engine import Engine
 from agentlightning.engine.service import EngineService
@@ -302,41 +301,9 @@ async def service(place) -> AsyncIterator[EngineService]:
     service.close()
 
 
-async def test_tokens_are_compared_with_what_the_present_weights_give_them(place, service):
-    one, _ = await record(place.store, [1.0, 0.0], sampling='{"temperature": 0.5}')
-    path = f"/rollouts/{one.rollout_id}/tokens"
-    now = (await place.get(f"{path}?now=true"))["now"]
-    async with service.exclusive() as engine:
-        assert now["logprobs"] == pytest.approx(engine.logprobs([1, 2, 0], [7, 8], 0.5).tolist(), abs=1e-5)
-    assert now["policy_version"] == 4
-    assert (await place.get(path))["now"] is None
-
-
 async def test_a_model_of_this_process_says_which_weights_it_answers_with(place, service):
     [model] = await place.ask("GET", "/api/v1/models")
     assert (model["name"], model["policy_version"]) == ("policy", 4)
-
-
-async def test_why_tokens_cannot_be_compared_is_said(place, service, monkeypatch):
-    monkeypatch.setattr(tokens, "_PATIENCE", 0.01)
-    one, _ = await record(place.store, [1.0, 0.0])
-    cut, _ = await record(place.store, [1.0, 0.0], sampling='{"top_p": 0.9}')
-
-    async def said(rollout: Rollout = one) -> str:
-        view = await place.get(f"/rollouts/{rollout.rollout_id}/tokens?now=true")
-        assert view["now"] is None and view["sampled"]["logprobs"] == [-0.5, -0.25]
-        return view["now_problem"]
-
-    assert "sampled with top_p" in await said(cut)
-    async with service.exclusive() as engine:
-        assert "training step has the weights" in await said()
-        engine.max_sequence_length = 4
-    assert "holds sequences of 4 tokens" in await said()
-    assert one.run_id is not None
-    await place.store.update_run(one.run_id, "succeeded")
-    assert "are not in this process" in await said()
-    place.models.remove("policy")
-    assert "are not in this process" in await said(cut)
 
 
 # --- groups and credit --------------------------------------------------------------------------------------------

@@ -150,14 +150,6 @@ def test_no_other_way_to_cut_costs_less(sizes: list[tuple[int, int, int]], max_t
     assert cost(found) == min(cost(way) for way in ways if all(fits(*one) for one in way))
 
 
-def test_concat_appends_what_is_new_whether_or_not_it_fits() -> None:
-    (sequence,) = build_sequences([credited([1, 2], [3]), credited([1, 2, 3, 4], [5]), credited([1, 9], [6])], "concat")
-    assert sequence.token_ids.tolist() == [1, 2, 3, 4, 5, 9, 6]
-    assert sequence.positions.tolist() == [2, 4, 6]
-    assert sequence.transitions.tolist() == [0, 1, 2]
-    assert build_sequences([], "concat") == []
-
-
 def test_what_training_each_call_alone_would_compute_is_known_at_every_level() -> None:
     calls = [credited([1, 2], [3]), credited([1, 2, 3, 4], [5, 6])]
     for level in ("transition", "tree", "trajectory"):

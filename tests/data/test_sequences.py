@@ -132,7 +132,7 @@ def test_one_giant_sequence_does_not_pad_the_small_ones() -> None:
     assert shapes == [(1, 2001), (5, 20)]
 
 
-@pytest.mark.parametrize("level", ["transition", "trajectory", "tree", "concat"])
+@pytest.mark.parametrize("level", ["transition", "trajectory", "tree"])
 def test_each_sampled_token_keeps_the_version_it_was_sampled_under_at_every_level(level: Level) -> None:
     """The weights changed in the middle of the first answer."""
     answers = [([1, 2], [3, 4, 5], [6, 6, 7]), ([1, 2, 3, 4, 5, 8], [9], [7])]

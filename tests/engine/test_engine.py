@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -20,12 +19,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from agentlightning.data.sequences import TrainingSequence
 from agentlightning.engine.engine import Engine, Generation, GenerationRequest, SampledToken
 from agentlightning.engine.forward import cache_bytes
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.learner.policy import Policy
-from agentlightning.learner.torch import TorchLearner
 from tests.models import tiny_model
 
 FAMILIES = ["llama", "qwen2", "qwen3"]
@@ -72,37 +68,6 @@ def reference(model: PreTrainedModel, request: GenerationRequest, output: list[S
 def worst_error(model: PreTrainedModel, request: GenerationRequest, output: list[SampledToken]) -> float:
     expected = reference(model, request, output)
     return max(abs(token.logprob - other) for token, other in zip(output, expected, strict=True))
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_present_logprobs_are_those_that_training_computes(temperature: float) -> None:
-    model = tiny_model()
-    engine = make_engine(model)
-    request = GenerationRequest(prompt(random.Random(1), 30), max_tokens=98, temperature=temperature, seed=1)
-    (output,) = run(engine, request)
-    prompt_ids, sampled = request.prompt_token_ids, ids(output)
-    told = engine.logprobs(prompt_ids, sampled, temperature)
-    assert (told.dtype, len(told)) == ("float32", len(sampled))
-    assert told == pytest.approx(reference(model, request, output), abs=1e-5)
-    one = TrainingSequence(
-        rollout_id="r",
-        token_ids=np.array([*prompt_ids, *sampled], np.int32),
-        positions=np.arange(len(prompt_ids), len(prompt_ids) + len(sampled), dtype=np.int32),
-        transitions=np.zeros(len(sampled), np.int32),
-        logprobs=told,
-        advantages=np.zeros(len(sampled), np.float32),
-        versions=np.zeros(len(sampled), np.int32),
-    )
-    learner = TorchLearner(Policy(model, None))  # type: ignore[arg-type]
-    assert told == pytest.approx(learner.logprobs([one], temperature or 1.0)[0].numpy(), abs=1e-5)
-
-
-def test_present_logprobs_of_what_cannot_have_been_sampled_are_refused() -> None:
-    engine = make_engine(tiny_model())
-    assert len(engine.logprobs([5] * 28, [6] * 100)) == 100
-    for sampled, said in ([6] * 101, "holds sequences of 128"), ([VOCABULARY], "sampled_ids holds 96"), ([], "max_tok"):
-        with pytest.raises(BackendError, match=said):
-            engine.logprobs([5] * 28, sampled)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -92,20 +92,6 @@ async def test_while_held_no_step_is_made_and_new_requests_wait(service: EngineS
     assert len(await running) == 250
 
 
-async def test_present_logprobs_wait_for_who_holds_the_engine_but_not_for_ever(service: EngineService) -> None:
-    async with service.exclusive() as engine:
-        expected = engine.logprobs([5, 6], [7, 8], 0.5)
-        with pytest.raises(UnavailableError, match=r"within 0\.01 seconds"):
-            await service.logprobs([5, 6], [7, 8], 0.5, patience=0.01)
-        waiting = asyncio.create_task(service.logprobs([5, 6], [7, 8], 0.5, patience=60))
-        await asyncio.sleep(0)
-        await service.update_weights(3)
-    told, version = await waiting
-    assert (told.tolist(), version) == (expected.tolist(), 3)
-    with pytest.raises(BackendError, match="holds sequences"):
-        await service.logprobs([5, 6], [7] * 300, patience=60)
-
-
 async def test_exclusive_use_is_had_by_one_at_a_time(service: EngineService) -> None:
     inside = 0
 

@@ -264,7 +264,6 @@ def test_rewriting_a_table_overwrites_the_copies_that_moved_rows_left(seed, tmp_
     monkeypatch.setattr(sqlite, "_ROWS", 40)
     chance = random.Random(seed)
     with contextlib.closing(sqlite._open(str(tmp_path / "file"))) as connection:
-        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         connection.execute("PRAGMA secure_delete = ON")
         connection.execute("CREATE TABLE r (number INTEGER PRIMARY KEY AUTOINCREMENT, input TEXT, metadata TEXT)")
         connection.execute("BEGIN")
@@ -278,11 +277,8 @@ def test_rewriting_a_table_overwrites_the_copies_that_moved_rows_left(seed, tmp_
         after: int | None = 0
         while after is not None:
             after = sqlite.rewrite(connection, "r", after)
-        while sqlite.shrink(connection):
-            pass
         connection.execute("COMMIT")
         assert connection.execute("SELECT * FROM r").fetchall() == before
-        assert connection.execute("PRAGMA freelist_count").fetchone() == (0,)
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     assert traces(tmp_path, b"ZEBRA") == []
 
@@ -399,11 +395,11 @@ async def test_what_is_not_a_whole_finished_rollout_is_refused(store, changes, r
 async def test_an_import_takes_nothing_from_another_rollout(store):
     other = await start(store)
     attempt = changed(FIRST, attempt_id=other.attempt.attempt_id)
-    with pytest.raises(ConflictError, match="is stored already, of rollout"):
+    with pytest.raises(ConflictError, match="is stored already"):
         await store.perform(elsewhere(attempts=[attempt, SECOND]))
     group = await store.create_group(1)
     await finish(store, group_id=group.group_id, group_index=0)
-    with pytest.raises(ConflictError, match="is taken by rollout"):
+    with pytest.raises(ConflictError, match="is stored already"):
         await store.perform(elsewhere(rollout=changed(elsewhere().rollout, group_id=group.group_id, group_index=0)))
     assert await store.get_rollout_by_id("ro-1") is None
 

@@ -137,33 +137,6 @@ async def test_ending_an_attempt_twice_alike_changes_nothing_and_otherwise_is_a_
         await end(store, leased, "failed")
 
 
-async def test_a_failed_attempt_is_retried_while_attempts_remain(store):
-    leased = await lease_new(store, RolloutConfig(max_attempts=2, retry_condition=("failed",)))
-    await end(store, leased, "failed")
-    assert await status_of(store, leased.rollout_id) == "requeuing"
-    retry = await store.dequeue_rollout()
-    assert (retry.rollout_id, retry.attempt.sequence_id) == (leased.rollout_id, 2)
-    await end(store, retry, "failed")
-    assert await status_of(store, leased.rollout_id) == "failed"
-    assert [a.status for a in await store.query_attempts(leased.rollout_id)] == ["failed", "failed"]
-
-
-async def test_an_end_outside_the_retry_conditions_is_final(store):
-    leased = await lease_new(store, RolloutConfig(max_attempts=3, retry_condition=("timeout",)))
-    await end(store, leased, "failed")
-    assert await status_of(store, leased.rollout_id) == "failed"
-
-
-async def test_only_the_latest_attempt_moves_its_rollout(store):
-    first = await lease_new(store)
-    second = await store.start_attempt(first.rollout_id, worker_id="worker-2")
-    assert second.attempt.sequence_id == 2
-    await end(store, first, "failed")
-    assert await status_of(store, first.rollout_id) == "preparing"
-    await end(store, second, "succeeded")
-    assert await status_of(store, first.rollout_id) == "succeeded"
-
-
 async def test_late_spans_are_kept_and_change_nothing(store):
     leased = await lease_new(store)
     await end(store, leased, "failed")
@@ -196,14 +169,6 @@ async def test_a_rollout_can_be_requeued_by_hand_but_not_declared_running(store)
     assert (requeued.status, requeued.metadata) == ("requeuing", {"why": "again"})
     assert (await store.get_latest_attempt(leased.rollout_id)).status == "cancelled"
     assert (await store.dequeue_rollout()).attempt.sequence_id == 2
-
-
-@pytest.mark.parametrize("ending", ["succeeded", "failed", "cancelled"])
-async def test_a_rollout_ended_by_hand_ends_its_attempt(store, ending):
-    leased = await lease_new(store)
-    await store.update_rollout(leased.rollout_id, status=ending)
-    beat = await store.heartbeat(leased.rollout_id, leased.attempt.attempt_id, leased.lease.token)
-    assert (beat.status, beat.lease_expires) == (ending, None)
 
 
 async def test_a_heartbeat_extends_the_lease_of_its_owner_only(store):
@@ -251,28 +216,6 @@ async def test_a_worker_that_dies_loses_its_lease_and_the_rollout_fails(hasty_st
     assert (attempt.status, attempt.end_time) == ("unresponsive", rollout.end_time)
 
 
-async def test_a_dead_workers_rollout_is_tried_again_where_that_is_wanted(hasty_store):
-    config = RolloutConfig(max_attempts=2, retry_condition=("unresponsive",))
-    leased = await lease_new(hasty_store, config)
-    retry = await hasty_store.dequeue_rollout(worker_id="worker-2", timeout=10)
-    assert (retry.rollout_id, retry.attempt.sequence_id) == (leased.rollout_id, 2)
-
-
-async def test_an_attempt_that_takes_too_long_times_out(store):
-    leased = await lease_new(store, RolloutConfig(timeout_seconds=0.1))
-    (rollout,) = await store.wait_for_rollouts([leased.rollout_id], timeout=10)
-    assert rollout.status == "failed"
-    beat = await store.heartbeat(leased.rollout_id, leased.attempt.attempt_id, leased.lease.token)
-    assert beat.status == "timeout"
-
-
-async def test_a_silent_attempt_becomes_unresponsive(store):
-    leased = await lease_new(store, RolloutConfig(unresponsive_seconds=0.1))
-    (rollout,) = await store.wait_for_rollouts([leased.rollout_id], timeout=10)
-    assert rollout.status == "failed"
-    assert (await store.get_latest_attempt(leased.rollout_id)).status == "unresponsive"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("clock", ["timeout", "unresponsive"])
 async def test_an_attempt_whose_calls_are_held_has_so_much_more_time(store, clock):
@@ -287,48 +230,11 @@ async def test_an_attempt_whose_calls_are_held_has_so_much_more_time(store, cloc
     assert attempt.end_time - attempt.start_time >= 1.3
 
 
-async def test_an_ended_attempt_is_not_held(store):
-    leased = await lease_new(store)
-    await end(store, leased)
-    before = await store.get_latest_attempt(leased.rollout_id)
-    await store.extend_attempts([(leased.rollout_id, leased.attempt.attempt_id)], 5)
-    assert await store.get_latest_attempt(leased.rollout_id) == before
-
-
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
 async def test_attempts_are_held_for_a_number_of_seconds(store, seconds):
     leased = await lease_new(store)
     with pytest.raises(InvalidError, match="positive and finite"):
         await store.extend_attempts([(leased.rollout_id, leased.attempt.attempt_id)], seconds)
-
-
-async def test_an_unresponsive_attempt_that_speaks_before_its_retry_is_revived(hasty_store):
-    leased = await lease_new(hasty_store, RolloutConfig(max_attempts=2, retry_condition=("unresponsive",)))
-    await _until_requeued(hasty_store, leased.rollout_id)
-    await hasty_store.add_span(span_of(leased))
-    assert await status_of(hasty_store, leased.rollout_id) == "running"
-    attempt = await hasty_store.get_latest_attempt(leased.rollout_id)
-    assert (attempt.sequence_id, attempt.status, attempt.end_time) == (1, "running", None)
-    assert await hasty_store.dequeue_rollout() is None, "the queued retry was withdrawn"
-    await end(hasty_store, leased, "succeeded")
-    assert await status_of(hasty_store, leased.rollout_id) == "succeeded"
-
-
-async def test_an_unresponsive_attempt_whose_retry_has_started_is_not_revived(hasty_store):
-    leased = await lease_new(hasty_store, RolloutConfig(max_attempts=2, retry_condition=("unresponsive",)))
-    retry = await hasty_store.dequeue_rollout(timeout=10)
-    await hasty_store.add_span(span_of(leased))
-    with pytest.raises(ConflictError, match="unresponsive"):
-        await end(hasty_store, leased, "succeeded")
-    await end(hasty_store, retry, "succeeded")
-    assert [a.status for a in await hasty_store.query_attempts(leased.rollout_id)] == ["unresponsive", "succeeded"]
-    assert len(await hasty_store.query_spans(leased.rollout_id)) == 1
-
-
-async def _until_requeued(store: LightningStore, rollout_id: str) -> None:
-    companion = await lease_new(store)  # leased later, so that its lease runs out later
-    await store.wait_for_rollouts([companion.rollout_id], timeout=10)
-    assert await status_of(store, rollout_id) == "requeuing"
 
 
 # --- waiting -----------------------------------------------------------------------------------------------------

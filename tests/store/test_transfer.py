@@ -153,7 +153,7 @@ async def test_rollouts_are_chosen_by_a_filter(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-async def test_unfinished_rollouts_are_exported_and_not_imported(tmp_path, suffix):
+async def test_unfinished_rollouts_are_not_exported(tmp_path, suffix):
     path = tmp_path / f"rollouts.{suffix}"
     async with other_store() as store, other_store() as other:
         await store.enqueue_rollout("queued")
@@ -162,11 +162,8 @@ async def test_unfinished_rollouts_are_exported_and_not_imported(tmp_path, suffi
         second = await store.start_attempt(superseded.rollout_id)
         await store.update_attempt(second.rollout_id, second.attempt.attempt_id, status="succeeded")
         await live(store, 1)
-        exported = await export_rollouts(store, path)
-        assert exported.rollouts == 4
-        imported = await import_rollouts(other, path)
-        assert imported.unfinished == exported.unfinished >= 2
-        assert imported.rollouts == 4 - imported.unfinished
+        assert (await export_rollouts(store, path)).rollouts == 1
+        assert (await import_rollouts(other, path)).rollouts == 1
 
 
 async def exported(path: Path) -> list[str]:
@@ -215,7 +212,7 @@ async def test_a_rollout_that_takes_anothers_place_is_a_conflict_at_its_line(tmp
     name = lines[0].partition('"rollout_id":"')[2].partition('"')[0]
     path.write_text("\n".join([lines[1], lines[0], lines[0].replace(name, "ro-other")]))
     async with other_store() as store:
-        with pytest.raises(ConflictError, match=r"line 3: attempt .* is stored already"):
+        with pytest.raises(ConflictError, match=r"line 3: something of this name is stored already"):
             await import_rollouts(store, path)
 
 

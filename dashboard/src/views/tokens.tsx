@@ -7,19 +7,15 @@ import { Choice, Empty, Facts, Tag, Waiting } from "../parts";
 import { query, useGet } from "../request";
 import { ask, place } from "../route";
 
-const SHADES = ["logprob", "advantage", "ratio", "mismatch", "version", "none"] as const;
+const SHADES = ["logprob", "advantage", "version", "none"] as const;
 type Shade = (typeof SHADES)[number];
 
-const CLIP = 1.2; // a ratio that PPO clips by default; less than that is shown pale
-const ROUNDING = 0.001; // a mismatch to expect in float32
 const LEAST = 1e-9; // an advantage
 const LONGEST_PROMPT = 2000; // tokens of a prompt that are shown, its last ones, unless all are asked for
 
 export function Tokens({ rolloutId }: { rolloutId: string }) {
   const call = place.value.query.get("call") ?? undefined;
-  // Computing them takes the engine's time: only for who looks at them.
-  const now = /^(ratio|mismatch)$/.test(place.value.query.get("color") ?? "") || undefined;
-  const path = `dashboard/rollouts/${encodeURIComponent(rolloutId)}/tokens${query({ call, now })}`;
+  const path = `dashboard/rollouts/${encodeURIComponent(rolloutId)}/tokens${query({ call })}`;
   const loaded = useGet<TokenView>(path, (happened) => happened.rollout_id === rolloutId);
   return <Waiting loaded={loaded}>{(view) => <Call view={view} />}</Waiting>;
 }
@@ -93,30 +89,21 @@ interface Sample {
   logprob: number | undefined;
   version: number | undefined;
   advantage: number | undefined;
-  now: number | undefined; // its logprob by the present weights
-  ratio: number | undefined; // of its probability by the present weights to that it was sampled with
-  mismatch: number | undefined; // how far those two are apart, where the same weights are meant to have told both
 }
 
 function Sampled({ view, shade }: { view: TokenView; shade: Shade }) {
   const { ids, texts, logprobs, versions, advantages } = view.sampled;
   const [pointed, setPointed] = useState(0);
   const samples = ids.map((id, index): Sample => {
-    const [then, now] = [logprobs[index], view.now?.logprobs[index]];
-    const same = versions[index] === view.now?.policy_version;
-    const told = then !== undefined && now !== undefined;
     return {
       id,
       text: texts?.[index],
-      logprob: then,
+      logprob: logprobs[index],
       version: versions[index],
       advantage: advantages?.[index],
-      now,
-      ratio: told ? Math.exp(now - then) : undefined,
-      mismatch: told && same ? Math.abs(Math.exp(now) - Math.exp(then)) : undefined,
     };
   });
-  const most = fullest(shade, samples);
+  const most = Math.max(LEAST, ...samples.map((one) => Math.abs(one.advantage ?? 0)));
   const newest = Math.max(...versions);
   const sum = logprobs.reduce((total, one) => total + one, 0);
   const one = samples[pointed];
@@ -157,7 +144,7 @@ function Sampled({ view, shade }: { view: TokenView; shade: Shade }) {
           {count(ids.length)} tokens, mean logprob {number(sum / ids.length)}
         </span>
       </h2>
-      <Legend shade={shade} most={most} view={view} mismatches={samples.flatMap((one) => one.mismatch ?? [])} />
+      <Legend shade={shade} most={most} view={view} />
       <p class="ids sampled" tabIndex={0} ref={line} onMouseOver={over} onClick={over}>
         {pieces}
       </p>
@@ -169,9 +156,6 @@ function Sampled({ view, shade }: { view: TokenView; shade: Shade }) {
             ["Id", String(one.id)],
             ["Logprob", number(one.logprob)],
             ["Probability", one.logprob === undefined ? null : number(Math.exp(one.logprob))],
-            ["Logprob now", one.now === undefined ? null : number(one.now)],
-            ["Ratio now to then", one.ratio === undefined ? null : number(one.ratio)],
-            ["Training/inference mismatch", one.mismatch === undefined ? null : number(one.mismatch)],
             ["Advantage", one.advantage === undefined ? null : signed(one.advantage)],
             ["Policy version", one.version === undefined || one.version < 0 ? "unknown" : String(one.version)],
           ]}
@@ -183,16 +167,7 @@ function Sampled({ view, shade }: { view: TokenView; shade: Shade }) {
 
 function spoken(sample: Sample, index: number): string {
   const advantage = sample.advantage === undefined ? "" : `, advantage ${signed(sample.advantage)}`;
-  const ratio = sample.ratio === undefined ? "" : `, ratio ${number(sample.ratio)} (now logprob ${number(sample.now)})`;
-  const mismatch = sample.mismatch === undefined ? "" : `, training/inference mismatch ${number(sample.mismatch)}`;
-  return `${index}: id ${sample.id}, logprob ${number(sample.logprob)}${ratio}${mismatch}${advantage}, version ${sample.version ?? "?"}`;
-}
-
-/** What is coloured in full: the most there is, unless that is little. */
-function fullest(shade: Shade, samples: Sample[]): number {
-  if (shade === "ratio") return Math.max(CLIP, ...samples.map(({ ratio }) => Math.max(ratio ?? 1, 1 / (ratio ?? 1))));
-  if (shade === "mismatch") return Math.max(ROUNDING, ...samples.map((one) => one.mismatch ?? 0));
-  return Math.max(LEAST, ...samples.map((one) => Math.abs(one.advantage ?? 0)));
+  return `${index}: id ${sample.id}, logprob ${number(sample.logprob)}${advantage}, version ${sample.version ?? "?"}`;
 }
 
 /** A token's colour: unlikely ones and blamed ones warm, praised ones cool. */
@@ -204,10 +179,6 @@ function background(shade: Shade, sample: Sample, most: number, newest: number):
       return mixed("--warm", Math.min(6, -(sample.logprob ?? 0)) / 6);
     case "advantage":
       return mixed((sample.advantage ?? 0) < 0 ? "--bad" : "--good", Math.abs(sample.advantage ?? 0) / most);
-    case "ratio":
-      return mixed((sample.ratio ?? 1) < 1 ? "--bad" : "--good", Math.abs(Math.log(sample.ratio ?? 1)) / Math.log(most));
-    case "mismatch":
-      return mixed("--warm", (sample.mismatch ?? 0) / most);
     case "version":
       return mixed("--accent", Math.min(4, newest - (sample.version ?? newest)) / 4);
     case "none":
@@ -215,23 +186,12 @@ function background(shade: Shade, sample: Sample, most: number, newest: number):
   }
 }
 
-function Legend(properties: { shade: Shade; most: number; view: TokenView; mismatches: number[] }) {
-  const { shade, most, view, mismatches } = properties;
-  const { now, sampled } = view;
-  const unknown = `Nothing can be computed now: ${view.now_problem}.`;
+function Legend({ shade, most, view: { sampled } }: { shade: Shade; most: number; view: TokenView }) {
   const said = {
     logprob: "The stronger the colour, the less likely the token was where it was sampled (full at a logprob of −6).",
     advantage: sampled.advantages
       ? `Green was praised, red was blamed; ${most > LEAST ? `full at ${number(most)}` : "here all are 0"}. Advantages are computed as the run trains with.`
       : "There are no advantages: the group is not complete, or nothing compares it.",
-    ratio: now
-      ? `Green is likelier by the weights of now, version ${now.policy_version}, than when it was sampled, red less likely; full at a ratio of ${number(most)} or ${number(1 / most)}.`
-      : unknown,
-    mismatch: !now
-      ? unknown
-      : mismatches.length === 0
-        ? `None of these tokens was sampled by version ${now.policy_version}, which is what can be computed now: with others, training is part of the difference. Newer rollouts have some.`
-        : `How far the probability that the model's own forward gives, as in training, is from the one sampled with; full at ${number(most)}, and at most ${number(Math.max(...mismatches))} here. Known of ${count(mismatches.length)} of ${count(sampled.ids.length)} tokens, those sampled by version ${now.policy_version}, which computes: with others, training is part of the difference.`,
     version: "The stronger the colour, the older the weights that sampled the token.",
     none: "",
   }[shade];
