@@ -4,6 +4,7 @@
 #   make test          what must pass before a commit
 #   make engines       train with real engines, and run a pool on Ray, in environments of their own
 #   make frameworks    environments in which the agents of examples/frameworks, and trackers, are tested
+#   make harnesses     coding agents (Claude Code, Codex, …) that tests run as they are
 #   make dashboard     build the dashboard's page from its source; needs Node 20 or newer
 #   make ci            what must pass before a merge
 
@@ -15,7 +16,7 @@ RUNS ?= runs
 SIDE_BY_SIDE ?= -n 3 --dist loadscope
 REQUIRE_ALL := AGL_REQUIRE_POSTGRES=1 AGL_REQUIRE_BROWSER=1 AGL_REQUIRE_NODE=1 AGL_REQUIRE_FRAMEWORKS=1
 
-.PHONY: help setup packages quickstart format lint types contracts test engines frameworks environments docs dashboard screenshots smoke ci soak experiments seeds benchmarks clean
+.PHONY: help setup packages quickstart format lint types contracts test engines frameworks environments harnesses docs dashboard screenshots smoke ci soak experiments seeds benchmarks clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -60,6 +61,13 @@ environments: .venv-verifiers/.setup .venv-inspect/.setup .venv-openenv/.setup
 
 .venv-verifiers/.setup .venv-inspect/.setup .venv-openenv/.setup: .venv-%/.setup: constraints-%.txt scripts/find_uv.sh scripts/environment_env.sh | setup
 	scripts/environment_env.sh $* $(VENV)
+	@touch $@
+
+# Coding agents from npm, in a folder of their own, which tests/cli/test_run.py looks into.
+harnesses: .harnesses/.setup
+
+.harnesses/.setup: scripts/harnesses/package.json scripts/harnesses.sh | setup
+	scripts/harnesses.sh $(VENV)
 	@touch $@
 
 # Harbor, which needs Python 3.12: its test is skipped where this was not made.
@@ -116,7 +124,7 @@ smoke: setup
 	$(BIN)/python scripts/check_quickstart.py --steps 2
 
 # pytest comes last, so that its closing line ends the log. Up to three tests that fail are run once more, alone.
-ci: packages setup frameworks lint types contracts docs smoke
+ci: packages setup frameworks harnesses lint types contracts docs smoke
 	scripts/check_dashboard.sh $(VENV)
 	$(REQUIRE_ALL) $(BIN)/pytest $(SIDE_BY_SIDE) --cache-clear -m "not soak" || $(REQUIRE_ALL) scripts/once_more.sh $(BIN)/pytest
 
@@ -144,4 +152,4 @@ benchmarks: setup .venv-trl/.setup .venv-experiments/.setup
 	.venv-experiments/bin/python benchmarks/retrieval.py
 
 clean:
-	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-tracking .venv-trl .venv-experiments .venv-verifiers .venv-inspect .venv-openenv .venv-harbor .venv-vllm .venv-sglang .venv-tinker .venv-verl .venv-ray site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-frameworks .venv-crewai .venv-tracking .venv-trl .venv-experiments .venv-verifiers .venv-inspect .venv-openenv .venv-harbor .venv-vllm .venv-sglang .venv-tinker .venv-verl .venv-ray .harnesses site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -35,6 +35,7 @@ from tests import agents
 from tests.cli.world import HOSTILE
 from tests.gateway.upstream import DONE, GOOD, Upstream, chunk, piece
 from tests.gateway.world import serving
+from tests.node import NODE
 from tests.test_trainer import policy, trainer
 
 USAGE = {"prompt_tokens": 1000, "completion_tokens": 20, "total_tokens": 1020}
@@ -138,6 +139,7 @@ def test_what_vllm_sampled_for_a_program_is_trained(desk: Desk, tmp_path: Path) 
 
 # --- harnesses ---------------------------------------------------------------------------------------------------
 
+HARNESSES = Path(__file__).parents[2] / ".harnesses" / "node_modules" / ".bin"  # `make harnesses`
 ASKED = {  # Codex asks at /v1/responses, which the stand-in has not
     "claude-code": ("-p", "hi"),
     "opencode": ("run", "hi"),
@@ -150,7 +152,9 @@ ASKED = {  # Codex asks at /v1/responses, which the stand-in has not
 def test_a_harness_that_is_installed_is_recorded_and_leaves_no_trace(
     desk: Desk, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PATH", os.pathsep.join((str(HARNESSES), str(NODE.parent), os.environ["PATH"])))
     if shutil.which(PRESETS[name].program) is None:
+        assert name == "aider" or not os.environ.get("AGL_REQUIRE_NODE"), "make harnesses installs what is missing"
         pytest.skip(f"there is no {PRESETS[name].program}: {PRESETS[name].install}")
     home = tmp_path / "home"
     home.mkdir()

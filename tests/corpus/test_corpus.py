@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from agentlightning import semconv
@@ -91,8 +91,10 @@ class Hosted(Upstream):
     async def own(self, request: Request) -> Response:
         self.asked.append(await request.json())
         kind = LAST[_protocol(request.url.path)][0]
-        usage = {"input_tokens": 3, "output_tokens": 1, "total_tokens": 4}
-        response = {"id": "r", "object": "response", "status": "completed", "output": [], "usage": usage}
+        said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hi!"}]}
+        response = {"id": "r", "object": "response", "status": "completed", "output": [said]}
+        if not self.asked[-1].get("stream"):
+            return JSONResponse(response)
         event = json.dumps({"type": kind, **({"response": response} if kind.startswith("response") else {})})
         return StreamingResponse(iter([f"event: {kind}\ndata: {event}\n\n"]), media_type="text/event-stream")
 
@@ -169,14 +171,18 @@ async def _problem(there: World, session: aiohttp.ClientSession, request: dict[s
     if response.status != 200:
         return f"{response.status} {text[:300]}"
     if response.content_type != "text/event-stream":
-        return "error" if "error" in json.loads(text) else None
-    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-    if any("error" in json.loads(event) for event in events if event != "[DONE]"):
-        return f"an error in the stream: {text[-300:]}"
-    if not any(last in events[-1] for last in LAST[_protocol(request["path"])]):
-        return f"ends with {events[-1][:200]}"
+        answer = json.loads(text)
+        if answer.get("error") or not any(answer.get(name) for name in ("choices", "output", "content")):
+            return f"answers {text[:300]}"
+    else:
+        events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+        if any("error" in json.loads(event) for event in events if event != "[DONE]"):
+            return f"an error in the stream: {text[-300:]}"
+        if not any(last in events[-1] for last in LAST[_protocol(request["path"])]):
+            return f"ends with {events[-1][:200]}"
     (span,) = await there.spans(attempted)
-    trains = there.gateway.entry("policy").backend.captures_tokens and mode == "train" and request["body"].get("tools")
-    if trains and not (span.attributes[semconv.CALL_TRAINABLE] and span.tokens and span.tokens.choices):
-        return "is not trainable"
+    trains = there.gateway.entry("policy").trainable and mode == "train"
+    exact = span.tokens is not None and span.tokens.choices and semconv.CALL_FLAG not in span.attributes
+    if trains and not exact:
+        return f"is not trainable: {span.attributes.get(semconv.CALL_FLAG)}"
     return None

@@ -19,6 +19,7 @@ from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.learner.policy import Policy
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Mode, Span
+from tests.frameworks.policy import make_policy
 from tests.frameworks.world import bin_of
 from tests.gateway.world import World, serving
 
@@ -32,6 +33,11 @@ WISHES = {
     "openai_parse": "response_format",
     "openai_responses": "response_format",
 }
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return make_policy()
 
 
 async def ran(policy: Policy, directory: Path, name: str, mode: Mode) -> tuple[str, list[Span]]:
