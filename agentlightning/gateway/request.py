@@ -136,3 +136,19 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
 def rest_json(raw: Mapping[str, msgspec.Raw], *without: str) -> str:
     """The request body without some fields, each as the agent wrote it."""
     return msgspec.json.encode({name: value for name, value in raw.items() if name not in without}).decode()
+
+
+def unsupported(name: str, why: str) -> CallRefused:
+    return CallRefused(f"{name} is not supported: {why}", code="unsupported_parameter", param=name)
+
+
+def assistant_message(text: list[str], thinking: list[str], calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """Texts and thoughts are joined as they are: it is how they were sampled."""
+    said = {"role": "assistant", "content": "".join(text) or (None if calls else "")}
+    more = {"reasoning_content": "".join(thinking), "tool_calls": calls}
+    return said | {name: value for name, value in more.items() if value}
+
+
+def content_of(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """A message's content: one text as a string; several parts as such, which the backend joins in its own way."""
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts or ""

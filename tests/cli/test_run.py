@@ -142,6 +142,7 @@ def test_what_vllm_sampled_for_a_program_is_trained(desk: Desk, tmp_path: Path) 
 HARNESSES = Path(__file__).parents[2] / ".harnesses" / "node_modules" / ".bin"  # `make harnesses`
 ASKED = {  # Codex asks at /v1/responses, which the stand-in has not
     "claude-code": ("-p", "hi"),
+    "gemini-cli": ("-p", "hi", "--skip-trust"),
     "opencode": ("run", "hi"),
     "qwen-code": ("-p", "hi"),
     "aider": ("--no-git", "--yes-always", "--message", "hi"),

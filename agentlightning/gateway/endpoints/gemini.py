@@ -21,7 +21,18 @@ from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.endpoints.base import Endpoint, Head
 from agentlightning.gateway.endpoints.completions import SAMPLING_TYPES, TopLogprobs, sampling_fields
 from agentlightning.gateway.endpoints.gemini_answer import ContentWriter, google_error, whole_content
-from agentlightning.gateway.request import MANY, NOT_JSON, SOME, CallRefused, CallRequest, converted, given
+from agentlightning.gateway.request import (
+    MANY,
+    NOT_JSON,
+    SOME,
+    CallRefused,
+    CallRequest,
+    assistant_message,
+    content_of,
+    converted,
+    given,
+    unsupported,
+)
 
 
 class _Struct(msgspec.Struct, rename="camel", frozen=True):
@@ -136,7 +147,7 @@ class GenerateContent(Endpoint):
     def _read(self, fields: dict[str, Any]) -> CallRequest:
         request: _Request = converted("", fields, _Request, strict=False)
         if "cachedContent" in fields:
-            raise _unsupported("cachedContent", "nothing is kept here; send the contents")
+            raise unsupported("cachedContent", "nothing is kept here; send the contents")
         config = dict(request.generation_config)
         dropped = [f"generationConfig.{name}" for name in config if name in _DROPPED_CONFIG]
         values = {
@@ -174,10 +185,6 @@ class GenerateContent(Endpoint):
 
 def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
-
-
-def _unsupported(name: str, why: str) -> CallRefused:
-    return CallRefused(f"{name} is not supported: {why}", code="unsupported_parameter", param=name)
 
 
 # --- Google's JSON -----------------------------------------------------------------------------------------------
@@ -239,9 +246,9 @@ def _response_format(config: dict[str, Any]) -> dict[str, Any] | None:
     kind, modalities = config.pop("responseMimeType", "text/plain"), config.pop("responseModalities", ["TEXT"])
     schema, openapi = config.pop("responseJsonSchema", None), config.pop("responseSchema", None)
     if modalities != ["TEXT"]:
-        raise _unsupported("generationConfig.responseModalities", "answers are text")
+        raise unsupported("generationConfig.responseModalities", "answers are text")
     if kind not in ("text/plain", "application/json"):
-        raise _unsupported("generationConfig.responseMimeType", "answers are text/plain or application/json")
+        raise unsupported("generationConfig.responseMimeType", "answers are text/plain or application/json")
     if schema is None and openapi is not None:
         schema = _schema(openapi)
     if schema is None:
@@ -322,7 +329,6 @@ class _Turns:
         self._open: dict[str, str] = {}  # id → name
 
     def answered(self, parts: list[_Part]) -> None:
-        """Text and thoughts are joined as they are: it is how they were sampled."""
         self._open.clear()
         text: list[str] = []
         thoughts: list[str] = []
@@ -334,12 +340,7 @@ class _Turns:
                 (thoughts if part.thought else text).append(part.text)
             else:
                 raise _unshown("of the role model")
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(text) or (None if calls else "")}
-        if thoughts:
-            message["reasoning_content"] = "".join(thoughts)
-        if calls:
-            message["tool_calls"] = calls
-        self.messages.append(message)
+        self.messages.append(assistant_message(text, thoughts, calls))
 
     def asked(self, parts: list[_Part]) -> None:
         """The results of functions, and then what else the user says."""
@@ -377,9 +378,7 @@ def _text(response: dict[str, Any]) -> str:
 
 
 def _content(parts: list[_Part]) -> str | list[dict[str, Any]]:
-    """One text as a string; several parts as such, which the backend joins in its own way."""
-    told = [_shown(part) for part in parts]
-    return told[0]["text"] if len(told) == 1 and told[0]["type"] == "text" else told or ""
+    return content_of([_shown(part) for part in parts])
 
 
 def _shown(part: _Part) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer, Choice
 from agentlightning.gateway.backend import Delta, Started, Usage
 from agentlightning.gateway.endpoints.base import Head, server_sent
+from agentlightning.gateway.endpoints.completions import LogprobEntry, TokenLogprob
 from agentlightning.gateway.request import NOT_JSON, CallRequest
 
 _STATUSES: Final = {
@@ -81,7 +82,9 @@ def _end(request: CallRequest, choice: Choice) -> dict[str, Any]:
     reason = "SAFETY" if choice.string("refusal") else _REASONS.get(choice.finish_reason or "abort", "STOP")
     if not request.logprobs:
         return {"finishReason": reason}
-    entries = msgspec.json.decode(msgspec.json.encode(choice.logprob_entries), type=list[_Entry])  # some may be JSON
+    entries = msgspec.json.decode(
+        msgspec.json.encode(choice.logprob_entries), type=list[LogprobEntry]
+    )  # some may be JSON
     chosen = [
         _logprob(entry) | {"tokenId": token_id} for entry, token_id in zip(entries, choice.token_ids, strict=False)
     ]
@@ -91,16 +94,7 @@ def _end(request: CallRequest, choice: Choice) -> dict[str, Any]:
     return {"finishReason": reason, "logprobsResult": result}
 
 
-class _TokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float | None = None
-
-
-class _Entry(_TokenLogprob):
-    top_logprobs: list[_TokenLogprob] = []
-
-
-def _logprob(entry: _TokenLogprob) -> dict[str, Any]:
+def _logprob(entry: TokenLogprob) -> dict[str, Any]:
     return {"token": entry.token, "logProbability": entry.logprob}
 
 

@@ -28,8 +28,11 @@ from agentlightning.gateway.request import (
     CallRefused,
     CallRequest,
     Fields,
+    assistant_message,
+    content_of,
     given,
     rest_json,
+    unsupported,
 )
 
 
@@ -174,7 +177,7 @@ class Messages(Endpoint):
             raise CallRefused(f"thread is not supported: {_ONLY_THERE}", code=NO_THREADS, param="thread")
         for name in extra:
             if name in _REFUSED:
-                raise _unsupported(name, _REFUSED[name])
+                raise unsupported(name, _REFUSED[name])
         tool_choice: _ToolChoice | None = values.get("tool_choice")
         if tool_choice is not None and tool_choice.disable_parallel_tool_use:
             extra["parallel_tool_calls"] = False
@@ -215,14 +218,10 @@ class CountTokens(Messages):
     _required = ("model", "messages")
 
 
-def _unsupported(name: str, why: str) -> CallRefused:
-    return CallRefused(f"{name} is not supported: {why}", code="unsupported_parameter", param=name)
-
-
 def _tool(index: int, tool: _Tool) -> dict[str, Any]:
     place = f"tools[{index}]"
     if tool.type not in (None, "custom"):
-        raise _unsupported(
+        raise unsupported(
             place, f"{tool.type!r} is a tool of Anthropic's; define your own by name, description and input_schema"
         )
     if not tool.name or tool.input_schema is None:
@@ -267,7 +266,6 @@ def _blocks(content: str | Iterable[_Block]) -> list[_Block]:
 
 
 def _assistant_message(blocks: list[_Block]) -> dict[str, Any]:
-    """Text and thinking are joined as they are: it is how they were sampled."""
     text: list[str] = []
     thinking: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -284,12 +282,7 @@ def _assistant_message(blocks: list[_Block]) -> dict[str, Any]:
                 pass  # encrypted for another model
             case _:
                 raise _refused_block(block, "an assistant's message")
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(text) or (None if calls else "")}
-    if thinking:
-        message["reasoning_content"] = "".join(thinking)
-    if calls:
-        message["tool_calls"] = calls
-    return message
+    return assistant_message(text, thinking, calls)
 
 
 def _user_messages(blocks: list[_Block]) -> list[dict[str, Any]]:
@@ -308,11 +301,7 @@ def _tool_message(result: _ToolResult) -> dict[str, Any]:
 
 
 def _content(blocks: Sequence[_Block]) -> str | list[dict[str, Any]]:
-    """One text as a string; several blocks as parts, which the backend joins in its own way."""
-    parts = [_part(block) for block in blocks]
-    if len(parts) == 1 and parts[0]["type"] == "text":
-        return parts[0]["text"]
-    return parts or ""
+    return content_of([_part(block) for block in blocks])
 
 
 def _part(block: _Block) -> dict[str, Any]:

@@ -256,6 +256,20 @@ async def test_how_an_answer_ends(
     assert (told["parts"], told["finishReason"]) == (told["parts"] if parts is None else parts, reason)
 
 
+async def test_what_is_forced_is_enforced_outside_training(gateway_world: World) -> None:
+    attempted = await gateway_world.attempt(mode="val")
+    calling = {"functionCallingConfig": {"mode": "ANY"}}
+    unit = {"type": "STRING", "enum": ["metres"]}
+    size = {"type": "OBJECT", "properties": {"unit": unit}, "required": ["unit"], "additionalProperties": False}
+    tools = [{"functionDeclarations": [{"name": "measure", "parameters": size}]}]
+    told = await answered(gateway_world, True, asked(tools=tools, toolConfig=calling), attempted)
+    (call,) = told["parts"]
+    assert (call["functionCall"]["name"], call["functionCall"]["args"]) == ("measure", {"unit": "metres"})
+    config = {"responseMimeType": "application/json", "responseSchema": size}
+    told = await answered(gateway_world, False, asked(generationConfig=config), attempted)
+    assert json.loads(told["parts"][0]["text"]) == {"unit": "metres"}
+
+
 async def test_logprobs_and_several_candidates(gateway_world: World) -> None:
     config = {"candidateCount": 2, "responseLogprobs": True}
     _, told = await post(gateway_world, asked(generationConfig=config))
