@@ -259,13 +259,13 @@ async def test_how_an_answer_ends(
 async def test_what_is_forced_is_enforced_outside_training(gateway_world: World) -> None:
     attempted = await gateway_world.attempt(mode="val")
     calling = {"functionCallingConfig": {"mode": "ANY"}}
-    unit = {"type": "STRING", "enum": ["metres"]}
+    unit, room = {"type": "STRING", "enum": ["metres"]}, {"maxOutputTokens": 100}
     size = {"type": "OBJECT", "properties": {"unit": unit}, "required": ["unit"], "additionalProperties": False}
     tools = [{"functionDeclarations": [{"name": "measure", "parameters": size}]}]
-    told = await answered(gateway_world, True, asked(tools=tools, toolConfig=calling), attempted)
+    told = await answered(gateway_world, True, asked(tools=tools, toolConfig=calling, generationConfig=room), attempted)
     (call,) = told["parts"]
     assert (call["functionCall"]["name"], call["functionCall"]["args"]) == ("measure", {"unit": "metres"})
-    config = {"responseMimeType": "application/json", "responseSchema": size}
+    config = {"responseMimeType": "application/json", "responseSchema": size, **room}
     told = await answered(gateway_world, False, asked(generationConfig=config), attempted)
     assert json.loads(told["parts"][0]["text"]) == {"unit": "metres"}
 
