@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from agentlightning.cli.drift import visible
 from agentlightning.cli.options import print_json
 from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, with_place
 from agentlightning.cli.tables import make_table, print_table
@@ -149,6 +148,11 @@ def _break(one: ExplainedBreak) -> list[str]:
         f"    prompt    {before} » {anew}",
         f"    {one.suggestion}",
     ]
+
+
+def visible(text: str) -> str:
+    """A line break as `\\n`, and nothing that a terminal would obey."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,41 +1,35 @@
-"""`agl doctor`: what an installation, a server and a backend need to work, each looked at for real, each with a fix.
+"""`agl doctor`: what an installation and a backend need to work, each looked at for real, each with a fix.
 
 Nothing is changed: what is written to see whether that can be done is removed again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
-import re
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
-import aiohttp
 import click
 import msgspec
 
 from agentlightning.cli.backends import Upstream, with_backend
 from agentlightning.cli.options import json_option, print_json
 from agentlightning.cli.place import RUNS, run
-from agentlightning.errors import AgentLightningError, ConfigError, ForbiddenError, NotFoundError, UnavailableError
-from agentlightning.store.wire import Answer, error_of
+from agentlightning.errors import AgentLightningError, ConfigError
 
 if TYPE_CHECKING:
     from agentlightning.gateway.backends.http import HttpBackend
     from agentlightning.gateway.backends.sglang import SglangBackend
 
 _DISTRIBUTION: Final = "agent-lightning-next"
-_ANSWER_SECONDS: Final = 10.0
-_EXTRA: Final = re.compile(r"extra == ['\"]([\w-]+)['\"]")
 
 
 @dataclass(frozen=True)
@@ -49,34 +43,26 @@ class Check:
 
 
 @click.command()
-@click.option("--server", metavar="URL", help="Look at this `agl server` too.")
-@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
 @with_backend(required=False, left_out="none is looked at")
 @click.option("--model", metavar="NAME", help="What to ask the backend for; default the first that it lists.")
 @json_option
 def doctor(
-    server: str | None,
-    key: str | None,
     backend: Upstream | None,
     model: str | None,
     as_json: bool,
 ) -> int:
-    """Check versions, GPU and write access, and with --server and --backend what those need, with fixes.
+    """Check the installation, GPU and write access, and with --backend what that needs, with fixes.
 
     A backend is asked for one token. The exit code is 1 if a check has failed; warnings are no failures."""
 
     async def work() -> int:
-        parts = [_here()]
-        if server is not None:
-            parts.append(_server(server, key))
+        found = f"{metadata.version(_DISTRIBUTION)}, Python {sys.version.split()[0]} at {sys.executable}"
+        checks = [Check("installation", "ok", f"{_DISTRIBUTION} {found}"), _gpu(), _proxy(), await _writing()]
         if backend is not None:
-            parts.append(_backend(backend, model))
-        failed = False
-        for checks in parts:
-            async for check in checks:
-                failed = failed or check.state == "failed"
-                _tell(check, as_json)
-        return 1 if failed else 0
+            checks += [check async for check in _backend(backend, model)]
+        for check in checks:
+            _tell(check, as_json)
+        return 1 if any(check.state == "failed" for check in checks) else 0
 
     return run(work())
 
@@ -98,58 +84,7 @@ def _tell(check: Check, as_json: bool) -> None:
     Console(highlight=False).print(line, soft_wrap=True)
 
 
-async def _here() -> AsyncGenerator[Check]:
-    """What is looked at on this machine."""
-    for check in (*_versions(), _gpu(), _proxy(), await _writing()):
-        yield check
-
-
 # --- this machine ------------------------------------------------------------------------------------------------
-
-
-def _versions() -> Iterator[Check]:
-    """Python, and the packages of each extra against what the distribution asks for."""
-    yield Check("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
-    needed: dict[str, list[str]] = {}
-    for line in metadata.requires(_DISTRIBUTION) or ():
-        extra = _EXTRA.search(line)
-        if not line.startswith(_DISTRIBUTION) and "sys_platform" not in line and (extra is None or extra[1] != "all"):
-            needed.setdefault(extra[1] if extra else "", []).append(line.partition(";")[0].strip())
-    for extra, requirements in needed.items():
-        yield _packages(extra, requirements)
-
-
-def _packages(extra: str, requirements: list[str]) -> Check:
-    """Those of one extra (`""`: of none)."""
-    name = f"packages [{extra}]" if extra else "packages"
-    found: list[str] = [] if extra else [f"{_DISTRIBUTION} {metadata.version(_DISTRIBUTION)}"]
-    missing: list[str] = []
-    wrong: list[str] = []
-    for requirement in requirements:
-        package = re.split(r"[\[<>=!~ ]", requirement)[0]
-        try:
-            version = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            missing.append(package)
-            continue
-        found.append(f"{package} {version}")
-        if not _satisfies(version, requirement):
-            wrong.append(f"{package} {version} (needs {requirement})")
-    install = f"pip install '{_DISTRIBUTION}[{extra}]'" if extra else f"pip install {_DISTRIBUTION}"
-    if wrong:
-        return Check(name, "failed", ", ".join(wrong), install)
-    if missing and (not extra or len(found) > len(missing)):
-        return Check(name, "failed" if not extra else "warning", f"without {', '.join(missing)}", install)
-    return Check(name, "ok", ", ".join(found) if not missing else f"not installed ({install})")
-
-
-def _satisfies(version: str, requirement: str) -> bool:
-    """Whether a version is one that is asked for; so it is taken to be where nobody here can tell."""
-    try:
-        from packaging.requirements import Requirement
-    except ImportError:
-        return True
-    return Requirement(requirement).specifier.contains(version, prereleases=True)
 
 
 def _gpu() -> Check:
@@ -204,58 +139,6 @@ async def _writing() -> Check:
     return Check("writing", "ok", f"a store at {place} commits in {took * 1000:.0f} ms")
 
 
-# --- a server ----------------------------------------------------------------------------------------------------
-
-
-async def _server(url: str, key: str | None) -> AsyncGenerator[Check]:
-    try:
-        ready = await _ask(url, "/ready", None)
-    except AgentLightningError as error:
-        yield Check("server", "failed", str(error), "start it: agl server --store work.sqlite; or look at its log")
-        return
-    yield Check("server", "ok", f"{url} is {ready['status']}")
-    try:
-        await _ask(url, "/api/v1/statistics", key)
-        yield Check("key", "ok", "the server takes it" if key else "the server needs none")
-        models = await _ask(url, "/api/v1/models", key)
-    except ForbiddenError as error:
-        yield Check("key", "failed", str(error), "export AGL_KEY=…, the server's own; `agl keys issue` makes others")
-        return
-    for model in models:
-        for replica in model["replicas"]:
-            name, fine = f"model {model['name']}", replica["healthy"]
-            why = f": {replica['why']}" if replica.get("why") else ""
-            fix = (
-                None if fine else f"see whether {replica['base_url']} runs; agl doctor --backend {replica['base_url']}"
-            )
-            yield Check(
-                name, "ok" if fine else "failed", f"{replica['base_url']} {'healthy' if fine else 'away'}{why}", fix
-            )
-
-
-async def _ask(server: str, path: str, key: str | None) -> Any:
-    """GET `path` of a server: its JSON. UnavailableError where it cannot be reached, NotFoundError where it has no such
-    path, its own error where it refuses."""
-    url = f"{server.rstrip('/')}{path}"
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_SECONDS)) as session,
-            session.get(url, headers=headers) as answer,
-        ):
-            said = await answer.read()
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise UnavailableError(f"nothing answers at {url} ({error or 'in time'}); is `agl server` running?") from None
-    if answer.status == 404:
-        raise NotFoundError(f"the server has nothing at {url}")
-    if answer.status >= 400:
-        raise error_of(Answer(url=url, status=answer.status, content_type=answer.content_type, body=said))
-    try:
-        return msgspec.json.decode(said)
-    except msgspec.DecodeError:
-        raise UnavailableError(f"what answers at {url} is no `agl server`: it does not speak JSON") from None
-
-
 # --- a backend ---------------------------------------------------------------------------------------------------
 
 
@@ -266,9 +149,8 @@ async def _backend(upstream: Upstream, model: str | None) -> AsyncGenerator[Chec
     except ConfigError as error:
         yield Check("backend", "failed", str(error), "start it, or correct the URL, which usually ends in /v1")
         return
-    async with contextlib.aclosing(_answers(opened, model)) as checks:
-        async for check in checks:
-            yield check
+    async for check in _answers(opened, model):
+        yield check
     await opened.close()
 
 

@@ -33,7 +33,6 @@ COMMANDS = {
     "runs": ("runs", "terminal#runs"),
     "rollouts": ("rollouts", "terminal#rollouts"),
     "doctor": ("doctor", "terminal#doctor"),
-    "drift": ("drift", "drift"),
     "data": ("data", "datasets-from-traces"),
     "store": ("store", "upkeep"),
     "keys": ("keys", "security"),

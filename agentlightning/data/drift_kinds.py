@@ -54,7 +54,7 @@ class Drift:
 
 
 @dataclass(frozen=True)
-class _Difference:
+class Difference:
     """The shortest ranges, recorded[start:recorded_end] and anew[start:anew_end], that begin with the first difference
     and end at the same byte. `overhangs`: there are none, since the last token of anew reaches beyond all recorded."""
 
@@ -76,29 +76,19 @@ class Classifier:
         self._specials = tuple(token.content for token in added.values() if token.special)
         self._special = re.compile("|".join(map(re.escape, self._specials)) or "(?!)")
 
-    def of_answer(self, sampled: Ids, anew: Ids) -> Drift:
-        difference = self._difference(sampled, anew)
-        kind = self._cut(sampled, anew, difference) if difference.same_text else "normalisation"
-        return self._drift(kind, sampled, anew, difference.start, _changed(sampled, anew, difference.start))
-
-    def of_prompt(self, recorded: Ids, anew: Ids) -> Drift:
-        difference = self._difference(recorded, anew)
-        kind = self._cut(recorded, anew, difference) if difference.same_text else "template"
-        return self._drift(kind, recorded, anew, difference.start, _changed(recorded, anew, difference.start))
-
     def of_history(self, prompt: Ids, answer: Ids, later: Ids, calls_tools: bool) -> Drift:
         recorded = (*prompt, *answer)
-        difference = self._difference(recorded, later)
+        difference = self.difference(recorded, later)
         across = difference.start < len(prompt) < difference.recorded_end
         if difference.overhangs or (difference.same_text and across):
             kind = "turn boundary"
         elif difference.same_text:
-            kind = self._cut(recorded, later, difference)
+            kind = self.cut(recorded, later, difference)
         else:
             kind = self._reworded(prompt, answer, later, calls_tools)
-        return self._drift(kind, recorded, later, difference.start, len(recorded) - difference.start)
+        return self.drift(kind, recorded, later, difference.start, len(recorded) - difference.start)
 
-    def _difference(self, recorded: Ids, anew: Ids) -> _Difference:
+    def difference(self, recorded: Ids, anew: Ids) -> Difference:
         start = recorded_end = anew_end = common_length(recorded, anew)
         left = right = b""  # what the two ranges spell so far
         while True:
@@ -113,7 +103,7 @@ class Classifier:
             if len(left) == len(right) and start not in (recorded_end, anew_end):
                 break
         overhangs = len(left) < len(right) and right.startswith(left)
-        return _Difference(start, recorded_end, anew_end, left == right, overhangs)
+        return Difference(start, recorded_end, anew_end, left == right, overhangs)
 
     def _spelling(self, token_id: int) -> bytes:
         """The token's own bytes, those of a word with the space it begins with."""
@@ -123,7 +113,7 @@ class Classifier:
         byte = _BYTE.fullmatch(token)
         return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
 
-    def _cut(self, recorded: Ids, anew: Ids, difference: _Difference) -> Kind:
+    def cut(self, recorded: Ids, anew: Ids, difference: Difference) -> Kind:
         """The kind where both sides spell the same text."""
         left = recorded[difference.start : difference.recorded_end]
         right = anew[difference.start : difference.anew_end]
@@ -164,7 +154,7 @@ class Classifier:
             words = words.removesuffix(end).rstrip()
         return words
 
-    def _drift(self, kind: Kind, recorded: Ids, anew: Ids, start: int, tokens: int) -> Drift:
+    def drift(self, kind: Kind, recorded: Ids, anew: Ids, start: int, tokens: int) -> Drift:
         return Drift(
             kind,
             tokens,
@@ -176,11 +166,6 @@ class Classifier:
     def shown(self, ids: Ids) -> tuple[str, ...]:
         """The text of each token; of one without any its id, as `#17`."""
         return tuple(self._spelling(token_id).decode(errors="backslashreplace") or f"#{token_id}" for token_id in ids)
-
-
-def _changed(recorded: Ids, anew: Ids, start: int) -> int:
-    """How many recorded ids lie between the first difference and the last; where something was only put in, one."""
-    return max(1, len(recorded) - start - common_length(recorded[start:][::-1], anew[start:][::-1]))
 
 
 def _calls_begin(said: str) -> int:

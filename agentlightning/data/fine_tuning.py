@@ -1,17 +1,16 @@
 """What a line of a fine-tuning file must be: OpenAI's chat format with tools (Azure's too), and its pairs to prefer.
 
-Knows the format, and not where lines come from. What a host counts in tokens, or finds in an image, it does not check.
+Knows the format, and not where lines come from. How messages belong together, what a host
+counts in tokens, or finds in an image, it does not check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
-
-from agentlightning.tracing.dialects import json_of
 
 FEWEST_LINES: Final = 10  # that OpenAI and Azure take
 _MOST_TOOLS: Final = 128
@@ -89,45 +88,10 @@ def line_problem(line: Any) -> Problem | None:
     except msgspec.ValidationError as error:
         message, _, place = str(error).partition(" - at `$")
         return Problem(f"what the format does not have ({message[0].lower()}{message[1:]})", place.strip("`."))
-    if not pair:
-        learned = any(one.get("weight", 1) for one in line["messages"] if one["role"] == "assistant")
-        wrong = _conversation_problem(line["messages"], line.get("tools", ()))
-        return wrong or (None if learned else Problem("no answer of the assistant's that has weight"))
-    asked, tools = line["input"]["messages"], line["input"].get("tools", ())
-    problems = ((name, _conversation_problem([*asked, *line[name]], tools)) for name in _SIDES)
-    return next((Problem(f"{found.what} ({name})", found.where) for name, found in problems if found), None)
-
-
-def _conversation_problem(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> Problem | None:
-    for index, tool in enumerate(tools):
-        schema = tool["function"].get("parameters") or {}
-        if unknown := set(schema.get("required", ())) - schema.get("properties", {}).keys():
-            return Problem(f"a tool that requires {sorted(unknown)[0]!r}, which it does not have", f"tools[{index}]")
-    names = {tool["function"]["name"] for tool in tools}
-    unanswered: set[str] = set()
-    for index, message in enumerate(messages):
-        if (what := _message_problem(message, unanswered, names)) is not None:
-            return Problem(what, f"messages[{index}]")
-        unanswered -= {message.get("tool_call_id", "")}
-        unanswered |= {call["id"] for call in message.get("tool_calls") or ()}
-    return None if messages[-1]["role"] == "assistant" else Problem("a last message that is not the assistant's")
-
-
-def _message_problem(message: dict[str, Any], unanswered: set[str], tools: set[str]) -> str | None:
-    """What is wrong with a message where these tool calls wait for their results; without `tools` any may be called."""
-    if message["role"] == "tool":
-        return None if message["tool_call_id"] in unanswered else "a tool result that answers no call"
-    if unanswered:
-        return "a tool call that was not answered"
-    if message["role"] != "assistant":
+    if pair:
         return None
-    calls = message.get("tool_calls") or []
-    if not (message.get("content") or calls or message.get("refusal")):
-        return "an assistant's message that is empty"
-    if len({call["id"] for call in calls}) < len(calls):
-        return "two tool calls of one id"
-    if any(not isinstance(json_of(call["function"]["arguments"]), dict) for call in calls):
-        return "a tool call whose arguments are no JSON object"
-    if tools and any(call["function"]["name"] not in tools for call in calls):
-        return "a call of a tool that was not offered"
-    return None
+    answers = [one for one in line["messages"] if one["role"] == "assistant"]
+    if line["messages"][-1]["role"] != "assistant":
+        return Problem("a last message that is not the assistant's")
+    learned = any(one.get("weight", 1) for one in answers)
+    return None if learned else Problem("no answer of the assistant's that has weight")

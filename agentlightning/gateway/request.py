@@ -5,7 +5,7 @@ Knows JSON bodies and nothing else: no backends, no rollouts, no HTTP server.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -152,3 +152,12 @@ def assistant_message(text: list[str], thinking: list[str], calls: list[dict[str
 def content_of(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     """A message's content: one text as a string; several parts as such, which the backend joins in its own way."""
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts or ""
+
+
+def require_question(name: str, turns: Sequence[Any], own_role: str) -> None:
+    """CallRefused (400) where there are no turns, or the last one is the model's own."""
+    if not turns:
+        raise CallRefused(f"{name} is empty; a call needs at least one message", param=name)
+    if turns[-1].role == own_role:
+        why = f"{name} ends with the {own_role}'s own words, and continuing them is not supported; end with the user's"
+        raise CallRefused(why, code="unsupported_parameter", param=name)

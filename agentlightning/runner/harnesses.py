@@ -23,14 +23,15 @@ import msgspec
 import yaml
 
 from agentlightning.errors import ConfigError, nearest
-from agentlightning.runner.command import CommandAgent, CommandOutput, Grader, Program
+from agentlightning.runner.command import CommandAgent, CommandFailedError, CommandOutput, Grader, Program
 from agentlightning.runner.environment import inherited_environment
 from agentlightning.tracing.logs import KEPT_BYTES
 
 # Variables that a harness does not inherit: credentials, and what configures it, or leads to a user's own files.
 _OWN: Final = re.compile(
-    r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|SSH_AUTH|^(AIDER|ANTHROPIC|AWS|AZURE|CLAUDE|CODEX|GEMINI|GOOGLE|LITELLM|MSWEA"
-    r"|OPENAI|OPENCODE|OTEL|QWEN|XDG)"
+    r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|SSH_AUTH|_PAT$|DATABASE_URL|KUBECONFIG|^(AIDER|ANTHROPIC|AWS|AZURE|CLAUDE|CODEX|GEMINI|GOOGLE|LITELLM|MSWEA"
+    r"|OPENAI|OPENCODE|OTEL|QWEN|XDG)",
+    re.IGNORECASE,
 )
 _VERSION_SECONDS: Final = 60.0
 
@@ -81,7 +82,9 @@ class Preset:
         for name, text in self.files.items():
             file = home / name
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(_filled(text, {place: json.dumps(value)[1:-1] for place, value in values.items()}))
+            file.write_text(
+                _filled(text, {place: json.dumps(value)[1:-1] for place, value in values.items()}), encoding="utf-8"
+            )
         # Its own spans are many, and say less than the calls that the gateway records.
         given = {name: value for name, value in variables.items() if not name.startswith("OTEL_")}
         return _cleared(home) | given | {name: _filled(text, values) for name, text in self.env.items()}
@@ -137,12 +140,19 @@ def harness(
     words = (preset.program, *preset.flags, *arguments, *(word.replace("{prompt}", prompt) for word in preset.prompt))
     place, copied = None if cwd is None else Path(cwd), None if workspace is None else Path(workspace)
     program = HarnessProgram(shlex.join(words), dict(env or {}), place, kept_bytes, preset, copied)
-    graded = Program(grader, dict(env or {}), place, kept_bytes) if isinstance(grader, str) else grader
+    graded = _Grading(grader, dict(env or {}), place, kept_bytes) if isinstance(grader, str) else grader
     return CommandAgent(program, "auto", graded or _no_reward)
 
 
 def _no_reward(task: Any, output: CommandOutput) -> None:
     """What a harness prints is its model's, which must not grade itself."""
+
+
+class _Grading(Program):
+    """A command that may run what the harness wrote, as tests do: it has no credentials either."""
+
+    def setting(self, variables: Mapping[str, str], own: Path) -> tuple[dict[str, str], Path | None]:
+        return {**_cleared(Path.home()), **variables}, self.cwd
 
 
 @dataclass
@@ -158,7 +168,10 @@ class HarnessProgram(Program):
         self.preset.check(self.env.get("PATH"))
 
     async def run(self, task: Any, stdin: str, variables: Mapping[str, str], what: str, own: Path) -> CommandOutput:
-        return await super().run(task, "", variables, self.preset.program, own)  # stdin would be part of the prompt
+        output = await super().run(task, "", variables, self.preset.program, own)  # stdin would be part of the prompt
+        if output.directory.is_symlink():
+            raise CommandFailedError(f"{self.preset.program} put a link in the place of the directory it works in")
+        return output
 
     def setting(self, variables: Mapping[str, str], own: Path) -> tuple[dict[str, str], Path | None]:
         home, directory = own / "home", own / "workspace"

@@ -40,14 +40,9 @@ def test_conversations_that_are_taken(messages: list[Any]) -> None:
         ([], "length >= 1), at messages"),
         ([USER], "a last message that is not the assistant's"),
         ([says("narrator", "once"), HI], "invalid value 'narrator'), at messages[0].role"),
-        ([USER, asks_for("c1"), HI], "a tool call that was not answered, at messages[2]"),
-        ([USER, tool_says("c1", "warm"), HI], "a tool result that answers no call, at messages[1]"),
-        ([USER, says("assistant", "")], "an assistant's message that is empty, at messages[1]"),
         ([says("user", None) | {"content": [{"type": "input_audio"}]}, HI], "at messages[0].content[0].type"),
         ([says("system", None) | {"content": [{"type": "image_url"}]}, HI], "invalid value 'image_url'"),
         ([USER, asks_for("")], "at messages[1].tool_calls[0].id"),
-        ([USER, asks_for("c1", "{")], "a tool call whose arguments are no JSON object, at messages[1]"),
-        ([USER, asks_for("c1") | {"tool_calls": 2 * asks_for("c1")["tool_calls"]}], "two tool calls of one id"),
         ([USER, WEIGHTLESS], "no answer of the assistant's that has weight"),
         ([USER, says("assistant", "hi", weight=0.5)], "at messages[1].weight"),
         ([USER | {"weight": 1}, HI], "unknown field `weight`), at messages[0]"),
@@ -63,11 +58,6 @@ def test_what_is_wrong_with_a_conversation_and_where(messages: list[Any], wrong:
         ({"type": "web_search"}, "invalid enum value 'web_search'), at tools[0].type"),
         ({"type": "function", "function": {"name": "two words"}}, "at tools[0].function.name"),
         ({"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}, "parameters.type"),
-        (
-            {"type": "function", "function": {"name": "f", "parameters": {"properties": {}, "required": ["q"]}}},
-            "a tool that requires 'q', which it does not have, at tools[0]",
-        ),
-        ({"type": "function", "function": {"name": "other"}}, "a call of a tool that was not offered, at messages[1]"),
     ],
 )
 def test_what_is_wrong_with_tools(tool: Any, wrong: str) -> None:
@@ -76,7 +66,7 @@ def test_what_is_wrong_with_tools(tool: Any, wrong: str) -> None:
 
 
 def test_both_sides_of_a_pair_are_checked() -> None:
-    pair = {"input": {"messages": [USER]}, "preferred_output": [HI], "non_preferred_output": [says("assistant", "")]}
-    assert told(pair) == "an assistant's message that is empty (non_preferred_output), at messages[1]"
-    assert told(pair | {"non_preferred_output": [HI]}) is None
+    pair = {"input": {"messages": [USER]}, "preferred_output": [HI], "non_preferred_output": [HI]}
+    assert told(pair) is None
+    assert "length >= 1), at non_preferred_output" in str(told(pair | {"non_preferred_output": []}))
     assert "length <= 1), at preferred_output" in str(told(pair | {"preferred_output": [HI, HI]}))

@@ -17,7 +17,6 @@ from agentlightning.engine.engine import Engine
 from agentlightning.engine.service import EngineService
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.chat.backend import TokenBackend
-from agentlightning.gateway.chat.drift import DriftCheck, recorded_call
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.learner.policy import Policy
@@ -26,6 +25,7 @@ from agentlightning.server.service import ServerSettings, running_server
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.tracing.steps import Step, read_steps
 from agentlightning.types import LLM, EnqueueRolloutRequest, Rollout, Span
+from scripts.drift import DriftCheck, recorded_call
 from tests.frameworks.policy import TASK
 
 ROOT = Path(__file__).parents[2]

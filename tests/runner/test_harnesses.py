@@ -14,6 +14,7 @@ import agentlightning as agl
 from agentlightning.cli.config import load_config
 from agentlightning.cli.main import run
 from agentlightning.errors import ConfigError
+from agentlightning.runner.command import CommandFailedError
 from agentlightning.runner.environment import agent_environment
 from agentlightning.runner.harnesses import PRESETS
 from agentlightning.runner.runner import Runner
@@ -26,7 +27,15 @@ LLM = agl.LLM(endpoint=ENDPOINT, model='my"model', api_key="attempt-key")
 @pytest.fixture
 def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The variables that a preset gives, and what it writes."""
-    for name in ("ANTHROPIC_AUTH_TOKEN", "GH_TOKEN", "CODEX_HOME", "XDG_CONFIG_HOME", "OPENAI_ORG_ID"):
+    for name in (
+        "ANTHROPIC_AUTH_TOKEN",
+        "GH_TOKEN",
+        "CODEX_HOME",
+        "XDG_CONFIG_HOME",
+        "OPENAI_ORG_ID",
+        "PGPASSFILE",
+        "my_api_key",
+    ):
         monkeypatch.setenv(name, "the user's")
     monkeypatch.setenv("KEPT", "1")
 
@@ -126,6 +135,20 @@ async def test_an_attempt_works_in_a_copy_and_only_its_grader_rewards_it(
         await Runner(store, agl.harness("codex", prompt="{task[promt]}")).run_one({"prompt": "x"}, {"llm": LLM})
     with pytest.raises(ConfigError, match="a harness needs a model"):
         await Runner(store, agl.harness("codex")).run_one("x", {})
+
+
+@pytest.mark.anyio
+async def test_a_harness_can_neither_borrow_its_graders_credentials_nor_swap_what_is_graded(
+    store: SqlStore, tmp_path: Path, installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GH_TOKEN", "the user's")
+    installed("1.0.0")
+    agent = agl.harness("codex", grader="sh -c 'echo ${GH_TOKEN:-0.25}'")
+    rollout = await Runner(store, agent).run_one("x", {"llm": LLM})
+    assert agl.find_final_reward(await store.query_spans(rollout.rollout_id)) == 0.25
+    installed("1.0.0", f'd=$(pwd) && cd / && rm -r "$d" && ln -s {tmp_path} "$d"')
+    with pytest.raises(CommandFailedError, match="a link in the place"):
+        await Runner(store, agent).run_one("x", {"llm": LLM})
 
 
 def test_a_run_file_names_a_harness(tmp_path: Path) -> None:

@@ -290,14 +290,14 @@ class CompletionWriter(OpenAIStream):
         return self._logprobs[event.index].columns(event.logprob_entries)
 
 
-class TokenLogprob(msgspec.Struct):
+class _TokenLogprob(msgspec.Struct):
     token: str
     logprob: float | None = None
 
 
-class LogprobEntry(TokenLogprob):
+class _Entry(_TokenLogprob):
     written: list[int] | None = msgspec.field(default=None, name="bytes")
-    top_logprobs: list[TokenLogprob] = []
+    top_logprobs: list[_TokenLogprob] = []
 
 
 class _Logprobs:
@@ -311,7 +311,7 @@ class _Logprobs:
 
     def columns(self, entries: Iterable[Any]) -> dict[str, Any]:
         """Of `Delta.logprob_entries`."""
-        read = msgspec.json.decode(msgspec.json.encode(entries), type=list[LogprobEntry])  # some may still be JSON
+        read = msgspec.json.decode(msgspec.json.encode(entries), type=list[_Entry])  # some may still be JSON
         return {
             "tokens": [entry.token for entry in read],
             "token_logprobs": [entry.logprob for entry in read],
@@ -321,7 +321,7 @@ class _Logprobs:
             "text_offset": [self._place(entry) for entry in read],
         }
 
-    def _place(self, entry: LogprobEntry) -> int:
+    def _place(self, entry: _Entry) -> int:
         place = self._offset
         written = entry.token.encode() if entry.written is None else bytes(entry.written)
         self._offset += len(self._decoder.decode(written))

@@ -19,7 +19,7 @@ import msgspec
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.endpoints.base import Endpoint, Head
-from agentlightning.gateway.endpoints.completions import SAMPLING_TYPES, TopLogprobs, sampling_fields
+from agentlightning.gateway.endpoints.completions import SAMPLING_TYPES, sampling_fields
 from agentlightning.gateway.endpoints.gemini_answer import ContentWriter, google_error, whole_content
 from agentlightning.gateway.request import (
     MANY,
@@ -31,6 +31,7 @@ from agentlightning.gateway.request import (
     content_of,
     converted,
     given,
+    require_question,
     unsupported,
 )
 
@@ -119,10 +120,7 @@ _NAMES: Final = {
     "candidateCount": "n",
     "presencePenalty": "presence_penalty",
     "frequencyPenalty": "frequency_penalty",
-    "responseLogprobs": "logprobs",
-    "logprobs": "top_logprobs",
 }
-_TYPES: Final = SAMPLING_TYPES | {"logprobs": bool, "top_logprobs": TopLogprobs}
 _CHOICES: Final = {"MODE_UNSPECIFIED": None, "AUTO": "auto", "VALIDATED": "auto", "NONE": "none", "ANY": "required"}
 
 
@@ -149,42 +147,39 @@ class GenerateContent(Endpoint):
         if "cachedContent" in fields:
             raise unsupported("cachedContent", "nothing is kept here; send the contents")
         config = dict(request.generation_config)
+        if config.pop("responseLogprobs", False):
+            raise unsupported("generationConfig.responseLogprobs", "the span of a call keeps them")
         dropped = [f"generationConfig.{name}" for name in config if name in _DROPPED_CONFIG]
         values = {
-            name: converted(f"generationConfig.{theirs}", config.pop(theirs), _TYPES[name], strict=False)
+            name: converted(f"generationConfig.{theirs}", config.pop(theirs), SAMPLING_TYPES[name], strict=False)
             for theirs, name in _NAMES.items()
             if theirs in config
         }
         response_format = _response_format(config)
         known = _READ | _NEUTRAL | _DROPPED
+        rest = {name: value for name, value in fields.items() if name not in _CONVERSATION}
         tools, tool_choice = _chosen(_tools(request.tools, dropped), request.tool_config.function_calling_config)
         return CallRequest(
             messages=_chat(request.system_instruction, request.contents),
             tools=tools,
             tool_choice=tool_choice,
-            logprobs=values.get("logprobs", False),
-            top_logprobs=values.get("top_logprobs", 0),
             extra={name: value for name, value in fields.items() if name not in known}
             | {name: value for name, value in config.items() if name not in _DROPPED_CONFIG}
             | given(response_format=response_format),
             dropped=tuple(sorted({*dropped, *_DROPPED.intersection(fields)})),
-            request_json=_json({name: value for name, value in fields.items() if name not in _CONVERSATION}),
+            request_json=msgspec.json.encode(rest).decode(),
             **sampling_fields(values | self._said, values.get("max_tokens")),
         )
 
     def whole(self, request: CallRequest, answer: Answer, head: Head) -> bytes:
-        body = whole_content(request, answer, head)
+        body = whole_content(answer, head)
         return b"[" + body + b"]" if self._listed else body
 
     def stream(self, request: CallRequest, head: Head) -> ContentWriter:
-        return ContentWriter(request, head)
+        return ContentWriter(head)
 
     def error(self, error: BackendError) -> bytes:
         return google_error(error)
-
-
-def _json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
 
 
 # --- Google's JSON -----------------------------------------------------------------------------------------------
@@ -297,14 +292,7 @@ def _chosen(tools: list[dict[str, Any]], calling: _Calling) -> tuple[list[dict[s
 
 def _chat(system: _Content | None, contents: list[_Content]) -> list[dict[str, Any]]:
     """The whole conversation. Consecutive contents of one role are one turn, as the protocol has it."""
-    if not contents:
-        raise CallRefused("contents is empty; a call needs at least one", param="contents")
-    if contents[-1].role == "model":
-        raise CallRefused(
-            "contents ends with the model's own words, and continuing them is not supported; end with a user's",
-            code="unsupported_parameter",
-            param="contents",
-        )
+    require_question("contents", contents, "model")
     turns = _Turns()
     if system is not None and system.parts:
         turns.messages.append({"role": "system", "content": _content(system.parts)})

@@ -13,8 +13,7 @@ from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer, Choice
 from agentlightning.gateway.backend import Delta, Started, Usage
 from agentlightning.gateway.endpoints.base import Head, server_sent
-from agentlightning.gateway.endpoints.completions import LogprobEntry, TokenLogprob
-from agentlightning.gateway.request import NOT_JSON, CallRequest
+from agentlightning.gateway.request import NOT_JSON
 
 _STATUSES: Final = {
     401: "UNAUTHENTICATED",
@@ -38,7 +37,7 @@ def _error(error: BackendError) -> dict[str, Any]:
     return {"error": {"code": error.status, "message": str(error), "status": status}}
 
 
-def whole_content(request: CallRequest, answer: Answer, head: Head) -> bytes:
+def whole_content(answer: Answer, head: Head) -> bytes:
     """The body of an answer that is not streamed."""
     candidates = [
         _candidate(
@@ -48,7 +47,7 @@ def whole_content(request: CallRequest, answer: Answer, head: Head) -> bytes:
                 *_said(choice.string("content") or choice.string("refusal")),
                 *map(_call, choice.tool_calls),
             ],
-            _end(request, choice),
+            _end(choice),
         )
         for index, choice in enumerate(answer.choices)
     ]
@@ -77,25 +76,9 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     return {"functionCall": {"id": call["id"], "name": name, "args": msgspec.Raw(arguments)}}
 
 
-def _end(request: CallRequest, choice: Choice) -> dict[str, Any]:
-    """How a choice finished, and its logprobs where they were asked for."""
+def _end(choice: Choice) -> dict[str, Any]:
     reason = "SAFETY" if choice.string("refusal") else _REASONS.get(choice.finish_reason or "abort", "STOP")
-    if not request.logprobs:
-        return {"finishReason": reason}
-    entries = msgspec.json.decode(
-        msgspec.json.encode(choice.logprob_entries), type=list[LogprobEntry]
-    )  # some may be JSON
-    chosen = [
-        _logprob(entry) | {"tokenId": token_id} for entry, token_id in zip(entries, choice.token_ids, strict=False)
-    ]
-    result: dict[str, Any] = {"chosenCandidates": chosen or [_logprob(entry) for entry in entries]}
-    if request.top_logprobs:
-        result["topCandidates"] = [{"candidates": [_logprob(top) for top in one.top_logprobs]} for one in entries]
-    return {"finishReason": reason, "logprobsResult": result}
-
-
-def _logprob(entry: TokenLogprob) -> dict[str, Any]:
-    return {"token": entry.token, "logProbability": entry.logprob}
+    return {"finishReason": reason}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -114,8 +97,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 class ContentWriter:
     """Writes one streamed answer: texts as they come, function calls, which this protocol has whole, at the end."""
 
-    def __init__(self, request: CallRequest, head: Head) -> None:
-        self._request = request
+    def __init__(self, head: Head) -> None:
         self._head = head
 
     def started(self, event: Started) -> bytes:
@@ -129,7 +111,7 @@ class ContentWriter:
 
     def end(self, answer: Answer) -> bytes:
         ends = [
-            _candidate(index, [*map(_call, choice.tool_calls)], _end(self._request, choice))
+            _candidate(index, [*map(_call, choice.tool_calls)], _end(choice))
             for index, choice in enumerate(answer.choices)
         ]
         return server_sent(_response(self._head, ends, usageMetadata=_usage(answer.token_counts())))

@@ -31,6 +31,7 @@ from agentlightning.gateway.request import (
     assistant_message,
     content_of,
     given,
+    require_question,
     rest_json,
     unsupported,
 )
@@ -240,15 +241,7 @@ def _choice(choice: _ToolChoice) -> str | dict[str, Any]:
 
 def _chat(system: str | list[_Text] | None, messages: list[_Message]) -> list[dict[str, Any]]:
     """The whole conversation. Consecutive messages of one role are one turn, as the protocol has it."""
-    if not messages:
-        raise CallRefused("messages is empty; a call needs at least one message", param="messages")
-    if messages[-1].role == "assistant":
-        raise CallRefused(
-            "messages ends with the assistant's own words, and continuing them is not supported; "
-            "end with a message of the user",
-            code="unsupported_parameter",
-            param="messages",
-        )
+    require_question("messages", messages, "assistant")
     chat: list[dict[str, Any]] = [{"role": "system", "content": _content(_blocks(system))}] if system else []
     for role, turn in groupby(messages, key=lambda message: message.role):
         blocks = [block for message in turn for block in _blocks(message.content)]

@@ -19,7 +19,17 @@ from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.endpoints.base import Endpoint, Head
 from agentlightning.gateway.endpoints.completions import SAMPLING_TYPES, TopLogprobs, sampling_fields
 from agentlightning.gateway.endpoints.responses_answer import Called, Original, ResponseWriter, whole_response
-from agentlightning.gateway.request import MANY, SOME, CallRefused, CallRequest, Fields, converted, given, rest_json
+from agentlightning.gateway.request import (
+    MANY,
+    SOME,
+    CallRefused,
+    CallRequest,
+    Fields,
+    converted,
+    given,
+    rest_json,
+    unsupported,
+)
 
 
 class _Tool(msgspec.Struct):
@@ -134,7 +144,7 @@ class Responses(Endpoint):
         values, others, raw = _FIELDS.read(body, "model")
         for name, (harmless, why) in _REFUSED.items():
             if values.get(name, harmless) != harmless:
-                raise CallRefused(f"{name} is not supported: {why}", code="unsupported_parameter", param=name)
+                raise unsupported(name, why)
         items = values.get("input", [])
         said = _chat_messages(items)
         if not said and "previous_response_id" not in values:

@@ -137,8 +137,6 @@ def test_settings_are_those_of_chat_completions() -> None:
         "seed": 3,
         "candidateCount": 2,
         "presencePenalty": 0.5,
-        "responseLogprobs": True,
-        "logprobs": 1,
         "responseMimeType": "application/json",
         "responseSchema": schema,
         "thinkingConfig": {"thinkingBudget": 0},
@@ -155,7 +153,7 @@ def test_settings_are_those_of_chat_completions() -> None:
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.5, 0.9, 40, 7)
     assert (sampling.stop, sampling.seed, sampling.n) == (("x",), 3, 2)
-    assert (request.logprobs, request.top_logprobs, request.shaping) == (True, 1, {"presence_penalty": 0.5})
+    assert request.shaping == {"presence_penalty": 0.5}
     wanted = {"name": "answer", "schema": json_schema, "strict": True}
     assert request.extra == {"madeUp": 1, "response_format": {"type": "json_schema", "json_schema": wanted}}
     assert request.tools == [{"type": "function", "function": {"name": "f", "parameters": json_schema}}]
@@ -190,6 +188,7 @@ def test_function_calling_is_a_tool_choice(calling: dict[str, Any], choice: Any,
         (asked(tools=[{"computerUse": {}}]), "tools[0]"),
         (asked(cachedContent="cachedContents/1"), "cachedContent"),
         (asked(generationConfig={"topK": "many"}), "generationConfig.topK"),
+        (asked(generationConfig={"responseLogprobs": True}), "generationConfig.responseLogprobs"),
         (asked(generationConfig={"responseModalities": ["AUDIO"]}), "generationConfig.responseModalities"),
         (asked(generationConfig={"responseMimeType": "text/x.enum"}), "generationConfig.responseMimeType"),
         (asked(generationConfig={"responseSchema": {}}), "generationConfig.responseMimeType"),
@@ -257,25 +256,21 @@ async def test_how_an_answer_ends(
 
 
 async def test_what_is_forced_is_enforced_outside_training(gateway_world: World) -> None:
-    attempted = await gateway_world.attempt(mode="val")
-    calling = {"functionCallingConfig": {"mode": "ANY"}}
-    unit, room = {"type": "STRING", "enum": ["metres"]}, {"maxOutputTokens": 100}
+    calling = {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["measure"]}}
+    unit, room = {"type": "STRING", "enum": ["metres"]}, {"maxOutputTokens": 400}
     size = {"type": "OBJECT", "properties": {"unit": unit}, "required": ["unit"], "additionalProperties": False}
     tools = [{"functionDeclarations": [{"name": "measure", "parameters": size}]}]
-    told = await answered(gateway_world, True, asked(tools=tools, toolConfig=calling, generationConfig=room), attempted)
+    told = await answered(gateway_world, True, asked(tools=tools, toolConfig=calling, generationConfig=room))
     (call,) = told["parts"]
     assert (call["functionCall"]["name"], call["functionCall"]["args"]) == ("measure", {"unit": "metres"})
     config = {"responseMimeType": "application/json", "responseSchema": size, **room}
-    told = await answered(gateway_world, False, asked(generationConfig=config), attempted)
+    told = await answered(gateway_world, False, asked(generationConfig=config))
     assert json.loads(told["parts"][0]["text"]) == {"unit": "metres"}
 
 
-async def test_logprobs_and_several_candidates(gateway_world: World) -> None:
-    config = {"candidateCount": 2, "responseLogprobs": True}
-    _, told = await post(gateway_world, asked(generationConfig=config))
+async def test_several_candidates(gateway_world: World) -> None:
+    _, told = await post(gateway_world, asked(generationConfig={"candidateCount": 2}))
     assert [one["index"] for one in told["candidates"]] == [0, 1]
-    result = told["candidates"][1]["logprobsResult"]
-    assert all(one["logProbability"] <= 0 and one["tokenId"] >= 0 for one in result["chosenCandidates"])
 
 
 async def test_a_stream_without_events_is_a_list_of_one(gateway_world: World) -> None:

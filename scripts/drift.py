@@ -1,4 +1,6 @@
-"""Drift: where tokens made anew from text differ from those that were recorded.
+"""Compare what was sampled with its text tokenised anew.
+
+    python scripts/drift.py [STORE] --tokenizer ID|DIR [--run ID] [--model NAME] [--examples N] [--json]
 
 Agents keep text, and text is tokenised again: by the chat template at the next call, by tools that train from
 transcripts. Three checks compare recorded ids with ids made anew; `data.drift_kinds` tells why they differ:
@@ -13,28 +15,33 @@ transcripts. Three checks compare recorded ids with ids made anew; `data.drift_k
 
 Prompts that repeat recorded answers in their own ids (`chat.recorded`) do so on purpose, which is no drift: a history
 agrees with them, and before such a prompt is compared with its rendering, its own text is tokenised anew too.
-
-This module does not know where spans come from.
 """
 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 
+import click
 import msgspec
 
 from agentlightning import semconv
+from agentlightning.cli.options import print_json
+from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, with_place
+from agentlightning.cli.tables import make_table, print_table
 from agentlightning.data.drift_kinds import Classifier, Drift, Ids, Kind
-from agentlightning.data.histories import words_of
-from agentlightning.errors import BackendError
+from agentlightning.data.histories import common_length, words_of
+from agentlightning.display import counting
+from agentlightning.errors import AgentLightningError, BackendError, ConfigError
+from agentlightning.gateway.backends.kinds import chat_template
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.tracing.messages import input_messages, output_messages
-from agentlightning.types import Span
+from agentlightning.types import And, Condition, Filter, Span
 
 T = TypeVar("T")
 Check: TypeAlias = Literal["answer", "history", "prompt"]
@@ -163,6 +170,17 @@ class DriftReport:
         return [example for row in self.found() for example in self._examples[row.check, row.kind]]
 
 
+class _Anew(Classifier):
+    """Tells the kind where ids and their own text, or a prompt and its rendering, differ."""
+
+    def told(self, recorded: Ids, anew: Ids, *, otherwise: Kind) -> Drift:
+        found = self.difference(recorded, anew)
+        kind = self.cut(recorded, anew, found) if found.same_text else otherwise
+        # From the first difference to the last; where something was only put in, one.
+        same = found.start + common_length(recorded[found.start :][::-1], anew[found.start :][::-1])
+        return self.drift(kind, recorded, anew, found.start, max(1, len(recorded) - same))
+
+
 class DriftCheck:
     """Compares calls as they come, each after those in its history. The last `remembered` answers are looked for in
     later prompts. `refused` counts prompts that the template refuses to render, `refusal` is what it says."""
@@ -171,7 +189,7 @@ class DriftCheck:
         self.refused = 0
         self.refusal = ""
         self._chat = chat
-        self._classifier = Classifier(chat.token_bytes)
+        self._classifier = _Anew(chat.token_bytes)
         self._remembered = remembered
         self._answered: OrderedDict[bytes, tuple[RecordedCall, int]] = OrderedDict()
 
@@ -191,7 +209,7 @@ class DriftCheck:
     def _answer(self, call: RecordedCall, index: int) -> Comparison:
         sampled = call.answers[index]
         anew = self._anew(sampled)
-        drift = self._classifier.of_answer(sampled, anew) if sampled != anew else None
+        drift = self._classifier.told(sampled, anew, otherwise="normalisation") if sampled != anew else None
         return Comparison.of("answer", call, len(sampled), drift)
 
     def _history(self, later: RecordedCall, prefixes: list[bytes]) -> Comparison | None:
@@ -221,7 +239,7 @@ class DriftCheck:
             self.refused += 1
             self.refusal = str(error)
             return None
-        drift = self._classifier.of_prompt(recorded, rendered) if recorded != rendered else None
+        drift = self._classifier.told(recorded, rendered, otherwise="template") if recorded != rendered else None
         return Comparison.of("prompt", call, len(recorded), drift)
 
     def _rendered(self, call: RecordedCall, tools: list[dict[str, Any]]) -> Ids:
@@ -248,3 +266,126 @@ def _prefixes(call: RecordedCall) -> Iterator[bytes]:
 def _answered(prefix: bytes, message: Mapping[str, Any]) -> bytes:
     """Names an answer by what was asked and its words."""
     return prefix + words_of(message)
+
+
+# --- the command ---------------------------------------------------------------------------------------------------
+
+_AT_ONCE: Final = 32  # spans held in memory, each with a whole prompt
+_SEPARATOR: Final = "·"
+_UNITS: Final = {"answer": "answers", "history": "histories", "prompt": "prompts"}
+
+
+@click.command()
+@click.option("--tokenizer", "source", metavar="ID|DIR", required=True, help="The model's: directory or hub id.")
+@click.option("--run", "run_id", metavar="ID", help="Only calls of this run.")
+@click.option("--model", metavar="NAME", help="Only calls that this model answered.")
+@click.option("--examples", type=click.IntRange(min=0), default=1, show_default=True, help="Per check and kind.")
+@with_place(STORE_ARGUMENT, newest_store)
+async def drift(place: Place, source: str, run_id: str | None, model: str | None, examples: int, as_json: bool) -> None:
+    """Compare what was sampled with its text tokenised anew.
+
+    STORE is a SQLite file or a postgresql:// URL; default the newest of agentlightning.sqlite and runs/*."""
+
+    check, report = await _compare(place, source, _calls(run_id, model), examples)
+    if as_json:
+        told = {"compared": report.compared, "drift": report.found(), "refused_prompts": check.refused}
+        print_json(told | {"examples": report.examples()})
+        return
+    _show(check, report)
+
+
+def _calls(run_id: str | None, model: str | None) -> Filter:
+    asked = (
+        (True, Condition("has_tokens", "eq", True)),
+        (run_id, Condition("run_id", "eq", run_id)),
+        (model, Condition(f"attributes.{semconv.GEN_AI_RESPONSE_MODEL}", "eq", model)),
+    )
+    return And([condition for value, condition in asked if value is not None])
+
+
+async def _compare(place: Place, source: str, where: Filter, examples: int) -> tuple[DriftCheck, DriftReport]:
+    async with place.open(reading=True) as store:
+        check, report = DriftCheck(chat_template(source)), DriftReport(examples)
+        cursor, done = None, 0
+        with counting("calls", (await store.page_spans(where, limit=0, with_total=True)).total) as advance:
+            while True:
+                # In the order of attempts, and in each as its calls were finished: earlier ones come before later ones.
+                page = await store.page_spans(where, limit=_AT_ONCE, cursor=cursor)
+                for call in filter(None, map(recorded_call, page.items)):
+                    for comparison in check.compare(call):
+                        report.add(comparison)
+                done += len(page.items)
+                advance(done)
+                cursor = page.next_cursor
+                if cursor is None:
+                    break
+    if not report.compared["answer"].calls:
+        asked = " of that run or model" if len(where.of) > 1 else ""
+        raise ConfigError(
+            f"{place} holds no calls with exact token ids{asked}; the gateway captures them where the "
+            "backend returns them, and `agl runs` lists runs"
+        )
+    return check, report
+
+
+# --- what is shown ------------------------------------------------------------------------------------------------
+
+
+def _show(check: DriftCheck, report: DriftReport) -> None:
+    compared = [f"{tally.calls:,} {_UNITS[name]} ({tally.tokens:,} tokens)" for name, tally in report.compared.items()]
+    print(f"compared {', '.join(compared)}")
+    if check.refused:
+        refusal = visible(check.refusal)
+        print(f"{check.refused:,} prompts were left out, which this tokenizer's template refuses: {refusal}")
+    found = report.found()
+    if not found:
+        print("no drift")
+        return
+    names = ("check", "kind", "calls", "share", "tokens", "share")
+    rows = [
+        (
+            one.check,
+            one.kind,
+            f"{one.calls:,}",
+            f"{one.share_of_calls:.2%}",
+            f"{one.tokens:,}",
+            f"{one.share_of_tokens:.2%}",
+        )
+        for one in found
+    ]
+    print_table(make_table(names, rows, right=("calls", "share", "tokens")))
+    for example in report.examples():
+        print("\n".join(_lines(example)))
+
+
+def _lines(example: Comparison) -> list[str]:
+    drift = example.drift
+    assert drift is not None, "only drift is kept as an example"
+    call = "" if example.call_index is None else f", call {example.call_index}"
+    before = _SEPARATOR.join(map(visible, drift.before))
+    return [
+        f"{example.check}, {drift.kind}: rollout {example.rollout_id}, attempt {example.attempt_id}{call}",
+        f"    recorded  {before} » {_SEPARATOR.join(map(visible, drift.recorded))}",
+        f"    anew      {before} » {_SEPARATOR.join(map(visible, drift.anew))}",
+    ]
+
+
+def visible(text: str) -> str:
+    """A line break as `\\n`, and nothing that a terminal would obey."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    try:
+        return int(drift.main(None if arguments is None else list(arguments), standalone_mode=False) or 0)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except AgentLightningError as error:
+        click.echo(f"error: {error}", err=True)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
