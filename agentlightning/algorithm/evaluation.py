@@ -17,6 +17,7 @@ from agentlightning.errors import ConfigError, TrainingError, check_settings
 from agentlightning.store.base import LightningStore
 from agentlightning.types import LLM, EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
 
+SUPERVISED: Final = RolloutConfig(timeout_seconds=300.0, max_attempts=3, retry_condition=("unresponsive",))
 EVALUATED_STEP: Final = "step"
 """Key of a rollout's metadata: the training step after which it was measured."""
 
@@ -153,9 +154,7 @@ class Baseline:
     task. The result is in `evaluations` afterwards."""
 
     samples: int = 1
-    rollout: RolloutConfig = field(
-        default_factory=lambda: RolloutConfig(timeout_seconds=300.0, max_attempts=3, retry_condition=("unresponsive",))
-    )
+    rollout: RolloutConfig = SUPERVISED
     mode: Mode = "val"
     name: str = "baseline"
     evaluations: list[Evaluation] = field(default_factory=list[Evaluation], init=False)

@@ -6,7 +6,6 @@ Knows steps and the messages of a call; it does not know what is trained or why.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -40,11 +39,6 @@ class AgentName:
 
     def __str__(self) -> str:
         return " = ".join(self.names) or "one without a name"
-
-
-def agents_of(calls: Iterable[Step]) -> dict[str, AgentName]:
-    """The agent of each of these calls, by its span id."""
-    return {call.span.span_id: agent_of(call) for call in calls}
 
 
 def agent_of(step: Step) -> AgentName:

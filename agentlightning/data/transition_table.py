@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 from agentlightning import semconv
-from agentlightning.data.agents import agents_of
+from agentlightning.data.agents import agent_of
 from agentlightning.data.call_filter import UNUSED_CHOICE, CallFilter
 from agentlightning.data.export import LOW_REWARD, NO_CALL, Lines, Wanted
 from agentlightning.data.images import image_references
@@ -86,7 +86,7 @@ def transition_rows(recorded: Recorded, wanted: Wanted) -> list[dict[str, Any]]:
 def _calls(spans: Sequence[Span], traced: TracedRollout) -> Iterator[dict[str, Any]]:
     """A row for each answer of a call: of those that train the first, which is the one that agents read."""
     left_out = [step for step in read_steps(spans) if step.kind == "call"] if traced.left_out else []
-    agents = {span_id: found.name for span_id, found in agents_of(left_out).items()}
+    agents = {step.span.span_id: agent_of(step).name for step in left_out}
     trained = {transition.span_id: transition for transition in traced.transitions}
     for span in spans:
         transition, reason = trained.get(span.span_id), traced.left_out.get(span.span_id)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentlightning import semconv
-from agentlightning.data.agents import agent_pattern, agents_of, chosen
+from agentlightning.data.agents import agent_of, agent_pattern, chosen
 from agentlightning.data.call_filter import (
     CALL_MISSING,
     EVERY_CALL,
@@ -170,7 +170,7 @@ def _sort_calls(
     tools: Mapping[str, Sequence[ToolStatus]],
 ) -> _SortedCalls:
     found = _SortedCalls()
-    names = agents_of(step for step in steps if step.call is step.span)
+    names = {step.span.span_id: agent_of(step) for step in steps if step.call is step.span}
     pattern = None if calls.agents is None else agent_pattern(calls.agents)
     incomplete, discarded = _lacks_a_call(spans), discarded_calls(spans)
     plain = ""  # the latest messages without images

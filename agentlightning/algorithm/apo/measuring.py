@@ -7,7 +7,6 @@ a rollout in the store, found again by a process that resumes the run. Knows no 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import statistics
 from collections.abc import Iterable, Sequence
@@ -22,7 +21,7 @@ from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.algorithm.rl.groups import withdraw_rollouts
 from agentlightning.data.conversations import read_calls
 from agentlightning.data.transitions import trace_rollout
-from agentlightning.errors import ConflictError, TrainingError
+from agentlightning.errors import TrainingError
 from agentlightning.tracing.messages import model_name, token_counts
 from agentlightning.tracing.steps import read_steps
 from agentlightning.types import EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
@@ -84,8 +83,7 @@ class Measuring:
         deadline = loop.time() + self._timeout
         while waiting:
             if loop.time() > deadline:
-                for rollout_id in waiting:
-                    await self._cancel(rollout_id)
+                await withdraw_rollouts(self._context, lambda rollout: rollout.rollout_id in waiting)
             # A short wait only paces the display; finished rollouts wake it.
             awaited = self._context.store.wait_for_rollouts(list(waiting), timeout=1.0)
             for rollout in await self._context.unless_stopped(awaited):
@@ -145,10 +143,6 @@ class Measuring:
             return
         ours = {request.rollout_id for request in requests}
         await withdraw_rollouts(self._context, lambda rollout: rollout.rollout_id not in ours)
-
-    async def _cancel(self, rollout_id: str) -> None:
-        with contextlib.suppress(ConflictError):  # it has ended just now
-            await self._context.store.update_rollout(rollout_id, status="cancelled")
 
     async def _take(self, measure: Measure, rollout: Rollout) -> None:
         spans = await self.spans(rollout)

@@ -14,11 +14,11 @@ import shutil
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from agentlightning.algorithm.base import RunContext
-from agentlightning.algorithm.evaluation import Evaluation
+from agentlightning.algorithm.evaluation import SUPERVISED, Evaluation
 from agentlightning.data.call_filter import CallFilter
 from agentlightning.data.credit_table import RewardedGroup, check_credited
 from agentlightning.data.references import is_reference, load_reference
@@ -125,9 +125,7 @@ class Reinforcement(metaclass=_Tried):
     stop_on_collapse: int = 10
     evaluate_every: int = 0
     checkpoint_every: int = 10
-    rollout: RolloutConfig = field(
-        default_factory=lambda: RolloutConfig(timeout_seconds=300.0, max_attempts=3, retry_condition=("unresponsive",))
-    )
+    rollout: RolloutConfig = SUPERVISED
     name: str = "rl"
 
     def __post_init__(self) -> None:
