@@ -73,7 +73,7 @@ def gateway_routes(calls: CallOpener, models: ModelTable, *, body_limit: int, at
         routes += [
             Route(f"{prefix}/v1/{_COUNT.path}", count, methods=["POST"]),
             Route(f"{prefix}/v1/responses", _App(partial(_no_websocket, calls)), methods=["GET"]),
-            Route(f"{prefix}/v1beta/models/{{call:path}}", generate, methods=["POST"]),
+            *(Route(f"{prefix}/{one}/models/{{call:path}}", generate, methods=["POST"]) for one in ("v1beta", "v1")),
             Route(f"{prefix}/v1/models", shown, methods=["GET"]),
             Route(f"{prefix}/v1/models/{{name:path}}", shown, methods=["GET"]),
         ]

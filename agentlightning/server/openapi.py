@@ -72,6 +72,7 @@ _OF_A_GATEWAY: Final = {
     "POST /v1/messages": "Anthropic's messages, streamed or whole",
     "POST /v1/messages/count_tokens": "How many tokens the prompt of a message has",
     "POST /v1beta/models/{call}": "Google's `{model}:generateContent`, `:streamGenerateContent` and `:countTokens`",
+    "POST /v1/models/{call}": "The same",
     "GET /v1/models": "The models there are",
     "GET /v1/models/{name}": "One of them",
 }

@@ -85,13 +85,13 @@ def test_rewards_choose_the_rollouts() -> None:
 def test_what_gives_no_line_is_counted() -> None:
     unseen = recorded(call(0, [USER], HI, GEN_AI_INPUT_MESSAGES=None))
     cut = recorded(call(0, [USER], HI, GEN_AI_FINISH_REASONS=["length"]))
-    broken = recorded(call(0, [USER, asks_for("c1"), USER], HI))
+    broken = recorded(call(0, [USER, asks_for(""), USER], HI))
     left_out = [sft_lines([one], ANYTHING).left_out for one in (unseen, recorded(), cut, broken)]
     assert left_out == [
         {export.NO_CONTENT: 1},
         {export.NO_CALL: 1},
         {CUT: 1},
-        {"conversations with a tool call that was not answered": 1},
+        {"conversations with what the format does not have (expected `str` of length >= 1)": 1},
     ]
 
 

@@ -105,9 +105,7 @@ _CONVERSATION: Final = frozenset({"contents", "systemInstruction", "tools"})
 _READ: Final = _CONVERSATION | {"toolConfig", "generationConfig"}
 _NEUTRAL: Final = frozenset({"model", "labels", "store", "serviceTier"})  # they change nothing about what is answered
 _DROPPED: Final = frozenset({"safetySettings"})  # hints to Google's own servers, as are those of generationConfig
-_DROPPED_CONFIG: Final = frozenset(
-    {"thinkingConfig", "mediaResolution", "speechConfig", "imageConfig", "enableEnhancedCivicAnswers"}
-)
+_DROPPED_CONFIG: Final = frozenset({"thinkingConfig", "mediaResolution", "speechConfig", "imageConfig"})
 # The agent gets on without these tools, which Google runs; all others of Google's are refused.
 _HOSTED: Final = frozenset({"googleSearch", "googleSearchRetrieval", "googleMaps", "urlContext", "codeExecution"})
 _NAMES: Final = {
