@@ -58,14 +58,12 @@ class Upstream(NamedTuple):
 
 
 def with_backend(
-    *, required: bool, left_out: str = "it is what OPENAI_BASE_URL, OPENAI_API_KEY and their like say"
+    left_out: str = "it is what OPENAI_BASE_URL, OPENAI_API_KEY and their like say",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """`--backend` and what says more of it, handed to the command as one `backend`, an `Upstream` or None."""
-    address = "Who answers, such as http://localhost:8000/v1."
-    if not required:
-        address += f" Left out, {left_out}."
+    address = f"Who answers, such as http://localhost:8000/v1. Left out, {left_out}."
     options = together(
-        click.option("--backend", metavar="URL", required=required, help=address),
+        click.option("--backend", metavar="URL", help=address),
         click.option("--kind", type=click.Choice(["vllm", "sglang", "openai", "azure", "anthropic"]),
                      help="What it is. Left out, it is told by its address, or else asked whether it is vLLM."),
         click.option("--backend-key", metavar="KEY", envvar="AGL_BACKEND_KEY", show_envvar=True,

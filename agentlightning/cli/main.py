@@ -27,7 +27,6 @@ COMMANDS = {
     "serve": ("serving", "command-line#agl-serve"),
     "server": ("serving", "deploying"),
     "runner": ("serving", "runners"),
-    "proxy": ("serving", "command-line#agl-proxy"),
     "run": ("run", "recording"),
     "import": ("importing", "recording"),
     "runs": ("runs", "terminal#runs"),

@@ -25,7 +25,7 @@ OF_ERRORS: Final[dict[type[Exception], str]] = {
     TrainingError: "tracking#when-training-comes-apart",
     ModuleNotFoundError: "install",
 }
-OF_COMMANDS: Final = {name: page for name, (_, page) in COMMANDS.items()} | {}
+OF_COMMANDS: Final = {name: page for name, (_, page) in COMMANDS.items()}
 
 
 def page_of(error: Exception, command: Sequence[str]) -> str | None:

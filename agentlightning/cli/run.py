@@ -49,7 +49,7 @@ _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL", "AG
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.argument("command", metavar="COMMAND…", nargs=-1, required=True, type=click.UNPROCESSED)
-@with_backend(required=False)
+@with_backend()
 @click.option("--harness", metavar="NAME",
               help="COMMAND is what follows the name of this harness: claude-code, codex, opencode, …")  # fmt: skip
 @click.option("--model", metavar="NAME", help="What OPENAI_MODEL, ANTHROPIC_MODEL and AGL_MODEL name; for a --harness.")

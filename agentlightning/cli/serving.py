@@ -1,5 +1,4 @@
-"""The commands that stay up: `agl serve` (a checkpoint), `agl server` (store and gateway), `agl proxy` (the same before
-another server), `agl runner` (an agent)."""
+"""The commands that stay up: `agl serve` (a checkpoint), `agl server` (store and gateway), `agl runner` (an agent)."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import click
 import msgspec
@@ -22,9 +21,6 @@ from agentlightning.cli.training import agent_of, command_options, isolation_opt
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.attribution import api_key_of
 from agentlightning.runner.ending import on_signal, run_to_end, watched
-
-if TYPE_CHECKING:
-    pass
 
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -145,7 +141,7 @@ async def _serve(
 @click.command()
 @address_options(8123)
 @STORE
-@with_backend(required=False, left_out="models are those that trainers name")
+@with_backend("models are those that trainers name")
 @click.option("--synchronous", type=click.Choice(["FULL", "NORMAL"]), default="FULL", show_default=True,
               help="NORMAL: what was acknowledged last may be lost in a power cut.")  # fmt: skip
 @KEY
@@ -174,38 +170,18 @@ def server(
     as_json: bool,
     **others: Any,
 ) -> None:
-    """Run the store and the gateway as a process of their own.
+    """Run the store and the gateway as a process of their own; with --backend, calls are passed on there and recorded.
 
     Trainers join with `agl train --server URL`, runners with `agl runner AGENT --server URL`. The interface describes
     itself at URL/docs. At Ctrl-C or SIGTERM requests at hand are answered first; nothing acknowledged is lost."""
     from agentlightning.data.references import load_reference
-
-    others |= {"body_limit": body_limit * 1024 * 1024, "retain_seconds": retain}
-    _run_server(backend, as_json, log_format, store=address, hook=redact and load_reference(redact), **others)
-
-
-@click.command()
-@with_backend(required=True)
-@STORE
-@address_options(8124)
-@KEY
-@forwarding_options
-@json_option
-def proxy(backend: Upstream, address: str, as_json: bool, **others: Any) -> None:
-    """Pass an agent's calls on to a server, and record them: `agl server --backend`, in fewer words.
-
-    Nothing is changed on the way, and recording never delays an answer. From vLLM the exact token ids are recorded too.
-    Models are asked for by the names that the server knows."""
-    _run_server(backend, as_json, "text", store=address, **others)
-
-
-def _run_server(upstream: Upstream | None, as_json: bool, log_format: Literal["text", "json"], **settings: Any) -> None:
-    """Run a server with these `ServerSettings`; where there is one, `upstream` answers all calls."""
     from agentlightning.server.logs import configure_logging
     from agentlightning.server.serve import run_on_fastest_loop
 
+    others |= {"store": address, "body_limit": body_limit * 1024 * 1024, "retain_seconds": retain}
+    others["hook"] = redact and load_reference(redact)
     configure_logging(log_format)
-    run_on_fastest_loop(_server(upstream, as_json, settings))
+    run_on_fastest_loop(_server(backend, as_json, others))
 
 
 async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, Any]) -> None:

@@ -43,6 +43,8 @@ class OpenEnvServer(Environment):
         return ({"seed": seed, **args} for seed in range(self.limit))
 
     async def play(self, task: Any, llm: LLM, rollout: AttemptedRollout) -> Mapping[str, float]:
+        if not isinstance(task, Mapping):
+            raise ConfigError(f"a task is what reset is called with, as {{'seed': 3}}; this is {task!r}")
         kind = imported("openenv.core", "an environment of OpenEnv", "agent-lightning-next[openenv]").GenericEnvClient
         messages: list[dict[str, Any]] = [{"role": "system", "content": self.prompt}] if self.prompt else []
         chat: Any = openai_client(llm).chat.completions
@@ -69,6 +71,6 @@ class OpenEnvServer(Environment):
         return seen if isinstance(seen, str) else json.dumps(seen)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.cache
 def _free(environment: OpenEnvServer, loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
     return asyncio.Semaphore(environment.sessions)

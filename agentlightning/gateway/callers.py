@@ -1,6 +1,6 @@
 """Who made a call and what for, where coding agents say so: two tables of what they send, and how they are read.
 
-Knows headers and messages. It does not know attempts, backends or spans, and what it finds decides nothing here.
+Knows headers and messages. It does not know attempts, backends or spans.
 """
 
 from __future__ import annotations
@@ -22,26 +22,35 @@ _HARNESSES: Final = (
     ("opencode/", "opencode", "x-session-id", "x-parent-session-id", "x-session-id"),
 )
 _CODEX: Final = ("x-codex-turn-metadata", "x-openai-subagent")  # JSON with `agent_name` and `request_kind`; a word
-# What housekeeping a call is: by Codex' `request_kind`, or by how part of its system prompt or its latest text begins.
-_HOUSEKEEPING: Final = {
-    "prewarm": "prewarm",
-    "compaction": "compaction",
-    "memory": "memory",
-    "Generate a concise, sentence-case title": "title",  # Claude Code, Qwen Code
-    "Generate a short kebab-case name": "title",  # Claude Code
-    "You are a title generator": "title",  # opencode
-    "You are a helpful AI assistant tasked with summarizing conversations": "compaction",  # Claude Code
-    "Your task is to create a detailed summary of": "compaction",  # Claude Code
-    "Create a new anchored summary from the conversation": "compaction",  # opencode
-    "You are a specialized system component responsible for distilling chat history": "compaction",  # Gemini CLI
-    "You are the component that summarizes internal chat history": "compaction",  # Qwen Code
-    "*Briefly* summarize this partial conversation": "compaction",  # aider
-    "You are an expert software engineer that generates concise, one-line Git commit": "commit message",  # aider
-    "You are a Task Routing AI": "routing",  # Gemini CLI
-    "You are a specialized Task Routing AI": "routing",  # Gemini CLI
-    "Analyze *only* the content and structure of your immediately": "next speaker",  # Gemini CLI, Qwen Code
+_CODEX_KINDS: Final = frozenset({"prewarm", "compaction", "memory"})  # of requests that are housekeeping
+# What housekeeping a call is, by how `User-Agent` begins, and how part of the system prompt or the latest text does.
+_PROMPTS: Final = {
+    "claude-cli/": {
+        "Generate a concise, sentence-case title": "title",
+        "Generate a short kebab-case name": "title",
+        "You are a helpful AI assistant tasked with summarizing conversations": "compaction",
+        "Your task is to create a detailed summary of": "compaction",
+    },
+    "opencode/": {
+        "You are a title generator": "title",
+        "Create a new anchored summary from the conversation": "compaction",
+    },
+    "GeminiCLI": {
+        "You are a specialized system component responsible for distilling chat history": "compaction",
+        "You are a Task Routing AI": "routing",
+        "You are a specialized Task Routing AI": "routing",
+        "Analyze *only* the content and structure of your immediately": "next speaker",
+    },
+    "QwenCode/": {
+        "Generate a concise, sentence-case title": "title",
+        "You are the component that summarizes internal chat history": "compaction",
+        "Analyze *only* the content and structure of your immediately": "next speaker",
+    },
+    "": {  # aider, whose SDK says its own name
+        "*Briefly* summarize this partial conversation": "compaction",
+        "You are an expert software engineer that generates concise, one-line Git commit": "commit message",
+    },
 }
-_PROMPTS: Final = [(begins, kind) for begins, kind in _HOUSEKEEPING.items() if " " in begins]
 _SYSTEM: Final = ("system", "developer")
 _PARTS: Final = 4  # of a system prompt, one of which begins so
 _LONGEST: Final = 200  # characters of a name or an id
@@ -50,13 +59,17 @@ _LONGEST: Final = 200  # characters of a name or an id
 def caller_attributes(headers: Mapping[str, str], messages: Sequence[Any]) -> Attributes:
     """Attributes of a call's span: the agent's name and id, its parent's id, and what housekeeping the call is, as far
     as `headers` (with lower-case names) and prompts tell."""
+    client = headers.get("user-agent", "")
     turn, subagent = mapping(json_of(headers.get(_CODEX[0]))), headers.get(_CODEX[1])
     system = _texts(messages[0], *_SYSTEM)[:_PARTS] if messages else []
     latest = next((one for one in reversed(messages) if mapping(one).get("role") not in _SYSTEM), None)
     found = _agent(headers, str(turn.get("agent_name") or ""), subagent, system)
     texts = [text.lstrip() for text in (*system, *_texts(latest, "user")[-1:])]
-    kinds = (kind for begins, kind in _PROMPTS if any(text.startswith(begins) for text in texts))
-    if kind := _HOUSEKEEPING.get(str(turn.get("request_kind"))) or next(kinds, None):
+    prompts = next((prompts for begins, prompts in _PROMPTS.items() if client.startswith(begins)), {})
+    kind = next((kind for begins, kind in prompts.items() if any(text.startswith(begins) for text in texts)), None)
+    if client.startswith("codex") and str(turn.get("request_kind")) in _CODEX_KINDS:
+        kind = turn["request_kind"]
+    if kind:
         found[CALL_HOUSEKEEPING] = kind
     return found
 

@@ -130,11 +130,13 @@ class _App:
                 raise
             except Exception as error:  # noqa: BLE001 - the boundary: nothing an agent sends may show it a traceback
                 told = as_backend_error(error)
-                if self.calls is not None and not reply.of_call:
-                    ids, path = path_ids_of(scope), scope["path"]
-                    path = "/" + path.split("/", 5)[5] if ids else path
-                    await self.calls.note_refusal(path, headers_of(scope), ids, told)
-                await reply.fail(told)
+                try:
+                    if self.calls is not None and not reply.of_call:
+                        ids, path = path_ids_of(scope), scope["path"]
+                        path = "/" + path.split("/", 5)[5] if ids else path
+                        await self.calls.note_refusal(path, headers_of(scope), ids, told)
+                finally:
+                    await reply.fail(told)
 
 
 async def _answer(

@@ -1,4 +1,4 @@
-"""`agl proxy`, a process between an agent and a server: it records, and keeps each side's key from the other."""
+"""`agl server --backend`, between an agent and a server: it records, and keeps each side's key from the other."""
 
 from __future__ import annotations
 
@@ -91,11 +91,9 @@ class Proxy:
             await store.close()
 
 
-async def start(
-    directory: Path, *arguments: str, command: str = "proxy", **environment: str
-) -> asyncio.subprocess.Process:
+async def start(directory: Path, *arguments: str, **environment: str) -> asyncio.subprocess.Process:
     variables = {name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
-    program = [sys.executable, "-m", "agentlightning.cli.main", command]
+    program = [sys.executable, "-m", "agentlightning.cli.main", "server"]
     return await asyncio.create_subprocess_exec(
         *(*program, "--store", str(directory / "store.sqlite"), *arguments),
         env=variables | environment,
@@ -151,14 +149,9 @@ async def test_calls_of_an_agent_to_vllm_are_recorded_with_their_ids(tmp_path: P
     assert first["temperature"] == 0.3 and "temperature" not in second  # nothing is decided on the way
 
 
-@pytest.mark.parametrize("command", ["proxy", "server"])
-async def test_calls_to_a_hosted_api_are_recorded_without_ids(tmp_path: Path, command: str) -> None:
+async def test_calls_to_a_hosted_api_are_recorded_without_ids(tmp_path: Path) -> None:
     server = Server(vllm=False)
-    async with (
-        server.served() as url,
-        proxy(tmp_path, "--backend", url, command=command) as front,
-        front.client() as client,
-    ):
+    async with server.served() as url, proxy(tmp_path, "--backend", url) as front, front.client() as client:
         assert f"calls to {url} (openai) are recorded in" in front.greeting
         await client.chat.completions.create(model="m", messages=user("hello"))
         await client.embeddings.create(model="e", input="hello", encoding_format="float")

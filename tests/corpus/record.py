@@ -2,8 +2,8 @@
 
     python tests/corpus/record.py http://127.0.0.1:8000 DIRECTORY    # listens at http://127.0.0.1:8001
 
-Point the agent at it instead of the server behind it, which may be `agl proxy` or a provider. Each request becomes a
-file.
+Point the agent at it instead of the server behind it, which may be an `agl server` or a provider. Each request becomes
+a file.
 """
 
 from __future__ import annotations

@@ -90,6 +90,9 @@ SHAPES: dict[str, tuple[Mapping[str, str], tuple[str, dict[str, Any]], tuple[str
         chat("You are an expert software engineer that generates concise, one-line Git commit messages"),
         (None, None, "commit message"),
     ),
+    "a chat about compactions": ({"user-agent": "OpenAI/Python 2.9.0"}, chat("You help", FROM_USER), (None,) * 3),
+    "a chat with codex' header": (turn(request_kind="compaction"), chat("You help"), (None,) * 3),
+    "codex' header of another type": (CODEX | turn(request_kind=["compaction"]), codex(), ("codex", None, None)),
     "no harness": ({"x-session-id": "s"}, chat("You are the writer.", "Write: You are a title generator"), (None,) * 3),
 }  # fmt: skip
 
