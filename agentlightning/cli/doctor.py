@@ -43,7 +43,7 @@ class Check:
 
 
 @click.command()
-@with_backend(required=False, left_out="none is looked at")
+@with_backend("none is looked at")
 @click.option("--model", metavar="NAME", help="What to ask the backend for; default the first that it lists.")
 @json_option
 def doctor(
