@@ -61,7 +61,8 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            raise click.UsageError(f"no command {args[0]!r}; {nearest(args[0], COMMANDS)}", ctx)
+            instead = "use agl server --backend" if args[0] == "proxy" else nearest(args[0], COMMANDS)
+            raise click.UsageError(f"no command {args[0]!r}; {instead}", ctx)
         return super().resolve_command(ctx, args)
 
 

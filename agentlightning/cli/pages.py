@@ -25,14 +25,12 @@ OF_ERRORS: Final[dict[type[Exception], str]] = {
     TrainingError: "tracking#when-training-comes-apart",
     ModuleNotFoundError: "install",
 }
-OF_COMMANDS: Final = {name: page for name, (_, page) in COMMANDS.items()}
 
 
 def page_of(error: Exception, command: Sequence[str]) -> str | None:
     """Where a person reads on about an error of `command`, such as `("store", "delete")`, or None."""
     by_error = (OF_ERRORS[kind] for kind in type(error).__mro__ if kind in OF_ERRORS)
-    by_command = (OF_COMMANDS[name] for name in (" ".join(command[:2]), *command[:1]) if name in OF_COMMANDS)
-    page = next(by_error, None) or next(by_command, None)
+    page = next(by_error, None) or COMMANDS.get(next(iter(command), ""), ("", None))[1]
     return None if page is None else address_of(page)
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from agentlightning.tracing.tree import Prices
 
 _OUTPUT_SECONDS: Final = 1.0  # how long what the program left running may hold its output open
+_REASONS: Final = 10  # that are printed
 _NO_CALLS: Final = (
     "no call of a language model was recorded; the program must find its API by OPENAI_BASE_URL, ANTHROPIC_BASE_URL "
     "or GOOGLE_GEMINI_BASE_URL, as the SDKs do where no other address is written into it"
@@ -99,8 +100,10 @@ def run(
             ended = await store.get_rollout_by_id(rollout.rollout_id)
         Console(stderr=True, highlight=False).print(rollout_tree(ended or rollout, spans, prices=prices))
         unanswered = _unanswered(spans)
-        for why, times in unanswered.items():
+        for why, times in unanswered.most_common(_REASONS):
             click.echo(f"not answered{f' ({times} times)' * (times > 1)}: {why}", err=True)
+        if len(unanswered) > _REASONS:
+            click.echo(f"not answered, for {len(unanswered) - _REASONS} other reasons: see the tree", err=True)
         if not unanswered and not any(CALL_ENDPOINT in span.attributes for span in spans):
             click.echo(_NO_CALLS, err=True)
         server = place.server

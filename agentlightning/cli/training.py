@@ -174,12 +174,8 @@ def train(
 
     Without RUN.yaml, --from, --agent and --environment it is the run.yaml of this folder, with --resume --run-dir what
     the run in there began with."""
-    if teacher is not None:
-        assignments = (*assignments, f"algorithm.teacher={teacher}")
-    if steps is not None:
-        assignments = (*assignments, f"algorithm.steps={steps}")
-    if max_usd is not None:
-        assignments = (*assignments, f"algorithm.max_usd={max_usd}")
+    short = {"teacher": teacher, "steps": steps, "max_usd": max_usd}
+    assignments += tuple(f"algorithm.{key}={value}" for key, value in short.items() if value is not None)
     console = Console(stderr=as_json)
     if repeat is not None:
         if run_file is not None:

@@ -7,13 +7,15 @@ import functools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from agentlightning.environments.base import Environment
 from agentlightning.errors import ConfigError, check_settings, imported
 from agentlightning.runner.clients import openai_client
 from agentlightning.tracing.emit import emit_reward
 from agentlightning.types import LLM, AttemptedRollout
+
+_OPENENV: Final = ("openenv.core", "an environment of OpenEnv", "agent-lightning-next[openenv]")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -40,16 +42,17 @@ class OpenEnvServer(Environment):
     def read_tasks(self, args: Mapping[str, Any]) -> Iterable[Any]:
         if self.limit is None:
             raise ConfigError("an environment of OpenEnv has a task for every seed: give a limit, how many to take")
+        imported(*_OPENENV)
         return ({"seed": seed, **args} for seed in range(self.limit))
 
     async def play(self, task: Any, llm: LLM, rollout: AttemptedRollout) -> Mapping[str, float]:
-        if not isinstance(task, Mapping):
-            raise ConfigError(f"a task is what reset is called with, as {{'seed': 3}}; this is {task!r}")
-        kind = imported("openenv.core", "an environment of OpenEnv", "agent-lightning-next[openenv]").GenericEnvClient
         messages: list[dict[str, Any]] = [{"role": "system", "content": self.prompt}] if self.prompt else []
         chat: Any = openai_client(llm).chat.completions
         total = 0.0
-        async with _free(self, asyncio.get_running_loop()), kind(base_url=self.name) as session:
+        async with (
+            _free(self, asyncio.get_running_loop()),
+            imported(*_OPENENV).GenericEnvClient(base_url=self.name) as session,
+        ):
             result = await session.reset(**task)
             for _ in range(self.max_turns):
                 if result.done:

@@ -213,7 +213,7 @@ async def _pass_through(endpoint: Endpoint, call: RunningCall, reply: Reply, wat
             reason = copy.read_into(call.answer, streamed=streamed)
         if answer.status >= 400:
             call.answer.abort(FAILED)
-            call.refused = BackendError(f"the backend answered {answer.status}", status=answer.status)
+            call.refused = copy.refusal(answer.status)
         else:
             call.answer.add(Finished(0, reason))
     if await _commit(call, watch):

@@ -51,6 +51,7 @@ def test_every_command_speaks_to_programs_too() -> None:
     ("arguments", "hint"),
     [
         (["quikstart"], "did you mean 'quickstart'"),
+        (["proxy", "--backend", "http://x"], "use agl server --backend"),
         (["train", "--sede", "3"], "--seed"),
         (["dev"], "Missing argument"),
         (["dev", "tasks.jsonl", "--model", "m"], "RUN.yaml, or --command"),

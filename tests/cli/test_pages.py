@@ -21,18 +21,14 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", line.lower())).strip("-") for line in lines}
 
 
-@pytest.mark.parametrize("page", sorted({*pages.OF_ERRORS.values(), *pages.OF_COMMANDS.values()}))
+@pytest.mark.parametrize("page", sorted({*pages.OF_ERRORS.values(), *(page for _, page in COMMANDS.values())}))
 def test_every_page_and_heading_there_is(page: str) -> None:
     name, _, heading = page.partition("#")
     assert (DOCS / f"{name}.md").is_file()
     assert not heading or heading in headings(DOCS / f"{name}.md")
 
 
-def test_every_command_has_a_page() -> None:
-    assert set(COMMANDS) <= set(pages.OF_COMMANDS)
-
-
-def test_the_error_says_more_than_the_command_and_two_words_more_than_one() -> None:
+def test_the_error_says_more_than_the_command() -> None:
     assert (pages.page_of(InUseError("x"), ["train"]) or "").endswith("docs/store.md")
     assert (pages.page_of(ConfigError("x"), ["data", "export"]) or "").endswith("datasets-from-traces.md")
     assert pages.page_of(ConfigError("x"), ["trian"]) is None

@@ -34,7 +34,7 @@ class City(BaseModel, extra="forbid"):
 SCHEMA = City.model_json_schema()
 LOOK = {"type": "function", "function": {"name": "löök", "parameters": SCHEMA}}
 ENUM = {"type": "object", "properties": {"q": {"enum": ["sun", "rain"]}}, "additionalProperties": False}
-TIGHT = {"type": "function", "function": {"name": "search", "parameters": ENUM}}
+TIGHT = {"type": "function", "function": {"name": "search", "parameters": {**ENUM, "propertyNames": {"minLength": 1}}}}
 
 
 def json_format(schema: Any) -> dict[str, Any]:

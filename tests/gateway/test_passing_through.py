@@ -223,6 +223,7 @@ async def test_refusals_are_the_backends_own_but_its_key_is_not_the_agents_matte
         await front.gateway.close()
         spans = await front.store.query_spans(UNATTRIBUTED)
     assert {span.attributes[semconv.CALL_FLAG] for span in spans} == {"call failed"}
+    assert "the backend answered 422: {" in str([span.status.description for span in spans])
 
 
 @pytest.mark.parametrize("path", ["models", "models/hosted"])

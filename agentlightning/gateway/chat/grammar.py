@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _SPACE: Final = "[ \\n]{0,24}"  # between the parts of a JSON value: unbounded, some small models write nothing else
-_LEXER_STATES: Final = 50_000  # of 1 to 2 kB; what else the library bounds keeps a mask to tens of milliseconds
+_LEXER_STATES: Final = 10_000  # 5 MB a choice; what else the library bounds keeps a mask to tens of milliseconds
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class Form:
             rules.append(f"calls: {json.dumps(form.before)} call {more} {json.dumps(form.after)}")
             rules.append("call: " + " | ".join(f"call{number}" for number in range(len(self.tools))))
             for number, (name, schema) in enumerate(self.tools):
-                rules.append(f"call{number}: {json.dumps(form.begin(name))} {_json(schema)} {json.dumps(form.back)}")
+                content = _json(schema, lenient=True)  # tools promise no more, unless they are strict
+                rules.append(f"call{number}: {json.dumps(form.begin(name))} {content} {json.dumps(form.back)}")
         if thinks != "no":
             rules += [f"thought[suffix={json.dumps(END)}]: /(?s:.*)/", "space: /\\n{0,2}/"]
             answer = f"thought space {answer}" if thinks == "must" else f"({json.dumps(BEGIN)} thought space)? {answer}"
@@ -183,8 +184,10 @@ def _written(token_bytes: TokenBytes, token_id: int) -> bytes:
     return bytes.fromhex(byte[1]) if byte else piece.replace("▁", " ").encode()
 
 
-def _json(schema: Any) -> str:
-    return "%json " + msgspec.json.encode({**schema, "x-guidance": {"whitespace_pattern": _SPACE}}).decode()
+def _json(schema: Any, *, lenient: bool = False) -> str:
+    """`lenient`, keywords that llguidance does not know are left out."""
+    told = {"whitespace_pattern": _SPACE, "lenient": lenient}
+    return "%json " + msgspec.json.encode({**schema, "x-guidance": told}).decode()
 
 
 def _tagged(schema: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
+from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, Usage
 from agentlightning.gateway.endpoints.base import Endpoint
@@ -76,6 +77,11 @@ class AnswerCopy:
         self._size += len(part)
         if self._size <= _KEPT_BYTES:
             self._parts.append(part)
+
+    def refusal(self, status: int) -> BackendError:
+        """What an answer says that is an error."""
+        told = b"".join(self._parts)[:500].decode(errors="replace")
+        return BackendError(f"the backend answered {status}: {told}", status=status)
 
     def read_into(self, answer: Answer, *, streamed: bool) -> FinishReason:
         """What was said so far, the tools called, the usage, and the body itself; gives how it ended. An answer in a
