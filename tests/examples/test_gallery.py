@@ -1,0 +1,64 @@
+"""The gallery's functions against the values of verl and SkyRL, and against the algorithms that take them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import agentlightning as agl
+from agentlightning.data.credit import Returns
+from tests.golden import INPUTS, MASK, OUTPUTS, sampled
+
+GALLERY = Path(__file__).parents[2] / "examples" / "gallery"
+sys.path.insert(0, str(GALLERY))
+import baselines  # noqa: E402
+import losses  # noqa: E402
+
+TRANSITIONS = torch.from_numpy(np.nonzero(MASK)[0])
+ADVANTAGES = sampled(INPUTS["advantages"])
+OLD = sampled(INPUTS["old_log_prob"])
+
+
+def weights(aggregation: str) -> torch.Tensor:
+    lengths = torch.from_numpy(MASK.sum(1))
+    if aggregation == "token-mean":
+        return torch.full((int(MASK.sum()),), 1 / float(MASK.sum()))
+    return 1 / (lengths[TRANSITIONS] * len(lengths))
+
+
+@pytest.mark.parametrize(
+    ("name", "oracle", "aggregation"),
+    [
+        ("sapo", "verl.sapo", "sequence-mean"),
+        ("gmpo", "verl.geo_mean", "sequence-mean"),
+        ("dppo_tv", "verl.dppo_tv", "token-mean"),
+        ("dppo_kl", "verl.dppo_kl", "token-mean"),
+    ],
+)
+def test_a_loss_and_its_gradient_are_those_of_verl(name: str, oracle: str, aggregation: str) -> None:
+    logprobs = sampled(INPUTS["log_prob"]).requires_grad_()
+    total = (getattr(losses, name)(logprobs, OLD, ADVANTAGES, TRANSITIONS) * weights(aggregation)).sum()
+    total.backward()
+    assert float(total.detach()) == pytest.approx(OUTPUTS[f"{oracle}.loss"], abs=1e-5)
+    torch.testing.assert_close(logprobs.grad, sampled(OUTPUTS[f"{oracle}.grad"]), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "oracle"), [("opo", "verl.opo"), ("maxrl", "skyrl.maxrl")])
+def test_a_baseline_gives_the_advantages_of_the_oracle(name: str, oracle: str) -> None:
+    rewards = np.array(INPUTS["rewards"])
+    groups = np.unique(INPUTS["index"], return_inverse=True)[1]
+    rows = np.arange(len(rewards))
+    returns = Returns(rewards, rows, MASK.sum(1), groups, rewards)
+    expected = [row[mask][0] for row, mask in zip(np.array(OUTPUTS[oracle]), MASK, strict=True)]
+    np.testing.assert_allclose(getattr(baselines, name)(returns), expected, atol=1e-5)
+
+
+def test_an_algorithm_takes_each() -> None:
+    for name in ("sapo", "gmpo", "dppo_tv", "dppo_kl"):
+        agl.GRPO(loss=getattr(losses, name))
+    for name in ("opo", "maxrl"):
+        agl.GRPO(baseline=getattr(baselines, name))
