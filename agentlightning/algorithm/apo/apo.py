@@ -60,9 +60,8 @@ class BeamSearch:
     async def _measure_seed(self) -> None:
         """Round 0: the seed on all held-out tasks, and the rollouts of the first critiques with it."""
         held_out = range(self._held_out if self.settings.run_initial_validation else 0)
-        asked = self._gradient_measures(self.seed)
-        asked += [(self.seed, "val", task) for task in held_out]
-        await self.measuring.measure(asked)
+        of_seed: list[tuple[Candidate, Mode, int]] = [(self.seed, "val", task) for task in held_out]
+        await self.measuring.measure([*self._gradient_measures(self.seed), *of_seed])
         if all(outcome.failed for outcome in self.measuring.outcomes.values()):
             rollouts = [outcome.rollout for outcome in self.measuring.outcomes.values()]
             raise await why_unrewarded(self.context.store, rollouts)
