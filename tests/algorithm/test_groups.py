@@ -148,7 +148,7 @@ def test_what_cannot_flow_is_refused(wrong: dict[str, Any], said: str) -> None:
 def test_what_goes_wrong_beside_a_step_ends_the_run_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trace, trained = Groups.trace, Groups.trained
+    trace, trained = Groups._trace, Groups.trained
 
     async def failing_later(self: Groups, rollout_ids: Any) -> Any:
         if self.steps_left < 6:
