@@ -23,7 +23,7 @@ from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import STOPPED_BY_STRING, Delta, ModelCall, Sampling
 from agentlightning.gateway.backends.kinds import make_backend
-from agentlightning.gateway.backends.sglang import TRUNCATED, SglangBackend
+from agentlightning.gateway.backends.tokens import TRUNCATED, SglangBackend
 from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.generation import GenerationRequest, SampledToken
 from agentlightning.gateway.models import ModelEntry, ModelTable
