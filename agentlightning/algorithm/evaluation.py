@@ -119,9 +119,7 @@ async def refuse_uncalled(context: RunContext, rollouts: Sequence[TracedRollout]
     ignored = FROZEN if context.policies else None  # a judge's calls are none of the policy's
     if not succeeded or any(one.transitions or set(one.left_out.values()) - {ignored} for one in succeeded):
         return
-    store, name = context.store, context.resources_id
-    latest = await (store.get_latest_resources() if name is None else store.get_resources_by_id(name))
-    if latest is None or not any(isinstance(one, LLM) and one.gateway for one in latest.resources.values()):
+    if not any(isinstance(one, LLM) and one.gateway for one in (await context.resources()).resources.values()):
         return
     raise TrainingError(
         f"none of {len(succeeded)} rollouts that succeeded called the model that is served: they measured another. A "
@@ -132,9 +130,9 @@ async def refuse_uncalled(context: RunContext, rollouts: Sequence[TracedRollout]
     )
 
 
-async def why_unrewarded(store: LightningStore, rollouts: Sequence[TracedRollout]) -> TrainingError:
+async def why_unrewarded(store: LightningStore, rollouts: Sequence[Rollout]) -> TrainingError:
     """An error that explains why not one of `rollouts` was rewarded, in the words of the first that failed."""
-    failed = next((traced.rollout for traced in rollouts if traced.rollout.status == "failed"), None)
+    failed = next((rollout for rollout in rollouts if rollout.status == "failed"), None)
     if failed is None:
         return TrainingError(
             f"none of {len(rollouts)} rollouts was rewarded: the agent must return a number, or call agl.emit_reward"
@@ -144,7 +142,7 @@ async def why_unrewarded(store: LightningStore, rollouts: Sequence[TracedRollout
     ended = attempt.status if attempt else "failed"
     return TrainingError(
         f"none of {len(rollouts)} rollouts was rewarded. The first to fail, {failed.rollout_id}, ended as {ended}"
-        f"{': ' + reason if reason else ''}. Mend the agent (agl dev runs it on a few tasks) and try again"
+        f"{': ' + reason if reason else ''}. Fix the agent (agl dev runs it on a few tasks) and try again"
     )
 
 

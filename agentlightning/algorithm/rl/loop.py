@@ -219,7 +219,7 @@ class Loop:
         silent = not any(traced.transitions for traced in rollouts)
         unrewarded = all(traced.reward is None for traced in rollouts)
         if unrewarded and (silent or self.algorithm.unrewarded == "exclude"):
-            raise await why_unrewarded(self.context.store, rollouts)
+            raise await why_unrewarded(self.context.store, [traced.rollout for traced in rollouts])
         excluded = sum((traced.excluded for traced in rollouts), Counter[str]())
         others = sorted({name for traced in rollouts for name in traced.other_agents})
         if silent and others:
@@ -337,7 +337,7 @@ class Loop:
         started = time.perf_counter()
         first = await self._evaluation(0, self.state.first_version)
         if first.unrewarded == len(first.tasks) and self.algorithm.unrewarded == "exclude":
-            raise await why_unrewarded(self.context.store, [task.traced for task in first.tasks])
+            raise await why_unrewarded(self.context.store, [task.rollout for task in first.tasks])
         await self._keep(first)
         self.state.evaluation_seconds = max(self.state.evaluation_seconds, time.perf_counter() - started)
         if self.context.deadline is not None:
