@@ -73,8 +73,7 @@ class TokenGenerator(Protocol):
     """Samples tokens: the embedded engine, or a server that takes and gives token ids. `grammars` is how it is told
     what an answer must be, if it can be."""
 
-    @property
-    def grammars(self) -> GrammarsAs: ...
+    grammars: GrammarsAs
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[SampledToken, None]:
         """Yield the tokens of a request as they are sampled. Closing the iterator cancels the generation.

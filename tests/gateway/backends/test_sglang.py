@@ -238,7 +238,7 @@ async def test_a_later_turn_repeats_the_ids_that_were_sampled(world: Setting) ->
     second = await answered(backend, chat_call(messages=turns, session="attempt"))
     before = (*first.prompt_token_ids, *first.choices[0].token_ids)
     assert second.prompt_token_ids[: len(before)] == before
-    assert second.spliced_tokens == len(first.choices[0].token_ids)
+    assert second.started.spliced_tokens == len(first.choices[0].token_ids)
 
 
 async def test_a_prompt_is_continued(world: Setting) -> None:
