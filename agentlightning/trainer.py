@@ -152,7 +152,7 @@ class Trainer:
         self.frozen = read_frozen(models or {}, self.models)
         n_runners = n_workers if n_runners is None else n_runners
         if adapter is not None:
-            from agentlightning.v03.training import with_adapter
+            from agentlightning.v03.adapters import with_adapter
 
             algorithm = with_adapter(algorithm, adapter)
         self.algorithm: Algorithm = GRPO() if algorithm is None else algorithm

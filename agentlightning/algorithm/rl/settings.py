@@ -20,7 +20,8 @@ from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.sequences import Aggregation, CreditedTransition, Level
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, check_settings
-from agentlightning.learner.base import Critic, KLEstimator, Loss, Old
+from agentlightning.learner.base import Critic
+from agentlightning.learner.losses import KLEstimator, Loss, Old
 from agentlightning.types import RolloutConfig
 
 _LEAST: Final[dict[str, float]] = {
