@@ -55,6 +55,10 @@ class Evaluation:
     def unrewarded(self) -> int:
         return sum(task.reward is None for task in self.tasks)
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"val_reward": self.reward, "val_unrewarded": float(self.unrewarded)}
+
 
 def evaluation_id(run_id: str, mode: Mode, step: int, version: int) -> str:
     """What the ids of an evaluation's rollouts begin with."""
@@ -173,5 +177,4 @@ class Baseline:
             samples=self.samples,
         )
         self.evaluations = [evaluation]
-        values = {"val_reward": evaluation.reward, "val_unrewarded": float(evaluation.unrewarded)}
-        await context.tracking.record(0, values)
+        await context.tracking.record(0, evaluation.metrics)

@@ -27,7 +27,7 @@ from agentlightning.errors import AgentLightningError, ConfigError
 
 if TYPE_CHECKING:
     from agentlightning.gateway.backends.http import HttpBackend
-    from agentlightning.gateway.backends.sglang import SglangBackend
+    from agentlightning.gateway.backends.tokens import SglangBackend
 
 _DISTRIBUTION: Final = "agent-lightning-next"
 

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelTable
-from agentlightning.gateway.routes import Shortcut
+from agentlightning.gateway.serving import Shortcut
 from agentlightning.server.access import Access
 from agentlightning.server.dashboard import page_routes, page_views
 from agentlightning.server.events import EventRoutes

@@ -159,7 +159,6 @@ class UpdateModel(AdminCall[UpdatedModel], frozen=True, kw_only=True):
     name: str
     policy_version: Version
     path: str | None = None
-    lora_name: str | None = None
     in_flight: Literal["finish", "pause"] = "finish"
     seconds: Seconds = 300.0
 
@@ -284,10 +283,10 @@ def _entry(call: RegisterModel) -> ModelEntry:
     if not call.trainable and not {call.train, call.val} <= {None, RunSampling()}:
         raise ConfigError("train and val are the sampling of a trainable model; a frozen one is asked as agents ask it")
     settings = {name: getattr(call, name) for name in ("kind", "api_key", "model", "tokenizer", "timeout_seconds")}
-    replicas = [Replica(make_backend(url, **settings)) for url in urls]
+    servers = [make_backend(url, **settings) for url in urls]
     return ModelEntry(
         call.name,
-        replicas[0].backend if len(replicas) == 1 else Replicas(replicas),
+        servers[0] if len(servers) == 1 else Replicas(servers),
         trainable=call.trainable,
         train=call.train and msgspec.convert(call.train, Sampling, from_attributes=True),
         val=call.val and msgspec.convert(call.val, Sampling, from_attributes=True),

@@ -27,9 +27,8 @@ from agentlightning.store import calls
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.client import LightningStoreClient
-from agentlightning.store.redaction import Capture, redaction
+from agentlightning.store.redaction import Capture, Redact, redaction
 from agentlightning.store.retention import ended_before
-from agentlightning.store.spans import Redact
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.sqlite import Synchronous
 
