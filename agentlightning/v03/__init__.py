@@ -89,7 +89,7 @@ _INSTEAD: Final = {
         "LightningStoreStatistics MongoLightningStore"
     ),
     "start `agl server`, and connect with agl.LightningStoreClient(url)": "LightningStoreServer AgentLightningServer",
-    "use `await agl.Runner(store, agent).run_one(task, resources)`, or `agl dev` on the command line": (
+    "use `await agl.Runner(store, agent).run_one(task, resources)`, or `agl eval --show` on the command line": (
         "LitAgentRunner LegacyAgentRunner DevTaskLoader AgentLightningClient"
     ),
     "write a class with `name` and `async def run(self, context)` (agentlightning/algorithm/base.py), or decorate a "
