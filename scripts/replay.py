@@ -24,15 +24,17 @@ import click
 import msgspec
 from safetensors import deserialize
 
-from agentlightning.algorithm.checkpoints import STATE_FILE
 from agentlightning.algorithm.directory import START, read_mark
-from agentlightning.algorithm.rl import Reinforcement
-from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batches, trace_group
+from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batches
+from agentlightning.algorithm.rl.checkpoints import STATE_FILE
+from agentlightning.algorithm.rl.groups import trace_group
 from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
+from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.cli.config import build, load_config
 from agentlightning.cli.options import json_option, print_json
 from agentlightning.cli.place import STORE_FILE, Place
 from agentlightning.cli.training import make_algorithm
+from agentlightning.data.recorded import rewarded_group
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.display import hide_library_progress
 from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, TrainingError
@@ -315,7 +317,8 @@ async def _sequences(
             f"any more: {', '.join(gone[:_SHOWN])}{' …' if len(gone) > _SHOWN else ''}"
         )
     traced = [await trace_group(store, group, algorithm, policies.names) for group in batch.groups]
-    batches = make_batches(algorithm, traced, policies.critics(algorithm))
+    rewarded = [rewarded_group(group, algorithm.unrewarded) for group in traced]
+    batches = make_batches(algorithm, rewarded, policies.critics(algorithm))
     return {model: made.sequences for model, made in batches.items()}
 
 

@@ -25,9 +25,8 @@ from agentlightning.server.models import hold_model, register_model, release_mod
 from agentlightning.server.serve import HttpServer
 from agentlightning.store import calls
 from agentlightning.store.base import LightningStore
-from agentlightning.store.redaction import Capture, redaction
+from agentlightning.store.redaction import Capture, Redact, redaction
 from agentlightning.store.retention import ended_before
-from agentlightning.store.spans import Redact
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.sqlite import Synchronous
 

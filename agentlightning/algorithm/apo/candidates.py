@@ -2,7 +2,7 @@
 
 A candidate's version holds its templates; its parent is the version it was made from, and its metadata say which
 template was changed, by which critique, and how. When a round is over its leader is stored once more, as the latest
-version, with the scores of all who took part. Knows the store; does not know how candidates are made or measured.
+version, with the scores of all who took part.
 """
 
 from __future__ import annotations
@@ -56,8 +56,15 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
 class Lineage:
     """The candidates of one run by name, and its rounds."""
 
-    def __init__(self, context: RunContext, base: ResourcesUpdate, tuned: tuple[str, ...]) -> None:
-        self.tuned = choose_templates(base, tuned)
+    def __init__(self, context: RunContext, base: ResourcesUpdate, wanted: tuple[str, ...]) -> None:
+        there = {name: one for name, one in base.resources.items() if isinstance(one, PromptTemplate)}
+        if unknown := [name for name in wanted if name not in there]:
+            raise ConfigError(f"templates: there is no prompt template {unknown[0]!r}; {nearest(unknown[0], there)}")
+        if not there:
+            raise ConfigError(
+                "there is no prompt to optimise; give the Trainer initial_resources={'prompt': agl.PromptTemplate(…)}"
+            )
+        self.tuned = {name: there[name] for name in wanted or there}
         self.candidates: dict[str, Candidate] = {}
         self.rounds: list[Round] = []
         self._context = context
@@ -66,20 +73,18 @@ class Lineage:
 
     async def open(self) -> None:
         """Read what the run has stored before."""
-        run_id = self._context.run.run_id
         for update in await self._context.store.query_resources():
-            if update.run_id != run_id:
+            if update.run_id != self._context.run.run_id:
                 continue
             if CANDIDATE in update.metadata:
                 candidate = msgspec.convert(update.metadata[CANDIDATE], Candidate)
-                self.candidates[candidate.name] = candidate
-                self._stored.setdefault(candidate.name, []).append(update)
+                self._remember(candidate, update)
             elif ROUND in update.metadata:
                 self.rounds.append(msgspec.convert(update.metadata[ROUND], Round))
 
     def seed(self) -> Candidate:
         """What the run began with."""
-        texts = {name: self._template(name).template for name in self.tuned}
+        texts = {name: template.template for name, template in self.tuned.items()}
         return self.candidates.get("seed") or Candidate(name="seed", round=0, texts=texts)
 
     def of_texts(self, texts: dict[str, str]) -> Candidate | None:
@@ -88,7 +93,7 @@ class Lineage:
 
     def templates(self, candidate: Candidate) -> dict[str, PromptTemplate]:
         return {
-            name: msgspec.structs.replace(self._template(name), template=text) for name, text in candidate.texts.items()
+            name: msgspec.structs.replace(self.tuned[name], template=text) for name, text in candidate.texts.items()
         }
 
     def calls(self) -> dict[str, tuple[int, int]]:
@@ -107,17 +112,17 @@ class Lineage:
         for update in self._stored.get(candidate.name, ()):
             if update.resources == resources:
                 return update
+        self.candidates[candidate.name] = candidate  # known before it is stored: others may come to the same
         parent = self.candidates.get(candidate.parent or "")
-        metadata = {
-            CANDIDATE: msgspec.to_builtins(candidate),
-            "diff": "" if parent is None else difference(parent, candidate),
-        }
+        diff = "" if parent is None else difference(parent, candidate)
         above = self._base if parent is None else await self.version(parent)
         update = await self._context.store.add_resources(
-            resources, metadata, run_id=self._context.run.run_id, parent_id=above.resources_id
+            resources,
+            {CANDIDATE: msgspec.to_builtins(candidate), "diff": diff},
+            run_id=self._context.run.run_id,
+            parent_id=above.resources_id,
         )
-        self.candidates[candidate.name] = candidate
-        self._stored.setdefault(candidate.name, []).append(update)
+        self._remember(candidate, update)
         return update
 
     async def publish(self, result: Round) -> None:
@@ -136,33 +141,15 @@ class Lineage:
         for name, text in leader.texts.items():
             (folder / f"{name}.txt").write_text(text, encoding="utf-8")
 
-    def _template(self, name: str) -> PromptTemplate:
-        template = self._base.resources[name]
-        assert isinstance(template, PromptTemplate)
-        return template
-
-
-def choose_templates(base: ResourcesUpdate, wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of the templates to tune: those wanted, or all. ConfigError where there are none of that name, or none."""
-    there = [name for name, resource in base.resources.items() if isinstance(resource, PromptTemplate)]
-    if unknown := [name for name in wanted if name not in there]:
-        raise ConfigError(f"templates: there is no prompt template {unknown[0]!r}; {nearest(unknown[0], there)}")
-    if not there:
-        raise ConfigError(
-            "there is no prompt to optimise; give the Trainer initial_resources={'prompt': agl.PromptTemplate(…)}"
-        )
-    return wanted or tuple(there)
+    def _remember(self, candidate: Candidate, update: ResourcesUpdate) -> None:
+        self.candidates[candidate.name] = candidate
+        self._stored.setdefault(candidate.name, []).append(update)
 
 
 def difference(parent: Candidate, candidate: Candidate) -> str:
     """A unified diff of all templates."""
     lines: list[str] = []
     for name, text in candidate.texts.items():
-        lines += difflib.unified_diff(
-            parent.texts[name].splitlines(),
-            text.splitlines(),
-            f"{parent.name}/{name}",
-            f"{candidate.name}/{name}",
-            lineterm="",
-        )
+        files = f"{parent.name}/{name}", f"{candidate.name}/{name}"
+        lines += difflib.unified_diff(parent.texts[name].splitlines(), text.splitlines(), *files, lineterm="")
     return "\n".join(lines)
