@@ -155,7 +155,7 @@ async def read_groups(
 
 
 _OTHERWISE: Final = (
-    "Train the model that sampled them, or one with its tokenizer; or take the text: agl data export --format sft"
+    "Train the model that sampled them, or one with its tokenizer; or take the text: agl export --format sft"
 )
 
 
