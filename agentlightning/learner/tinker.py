@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -249,7 +249,7 @@ class TinkerSampler:
     weights that it asks for over those that it trains."""
 
     takes: WeightsForm = "handle"
-    grammars: ClassVar[GrammarsAs] = None
+    grammars: GrammarsAs = None
 
     def __init__(self, sdk: Any, service: Any, model: str, chat: ChatTemplate, name: str, length: int) -> None:
         self.backend = TokenBackend(chat, self, name=name, max_sequence_length=length)

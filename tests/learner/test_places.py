@@ -1,4 +1,4 @@
-"""What a run says of its learner and sampler: what is none, and what does not go together, said before anything runs."""
+"""What a run says of its learner and sampler: what is none, and what does not go together, before anything runs."""
 
 from __future__ import annotations
 
