@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from agentlightning.algorithm.tracking import JSONLines, Tracker, Tracking
-from agentlightning.errors import AgentLightningError
+from agentlightning.algorithm.tracking import Tracker, Tracking
+from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.learner.base import Learner, Sampler
 from agentlightning.store.base import LightningStore
-from agentlightning.types import Run
+from agentlightning.types import ResourcesUpdate, Run
 
 T = TypeVar("T")
 
@@ -96,8 +96,15 @@ class RunContext:
     run_time: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        trackers = (JSONLines(), *self.trackers)
-        self.tracking = Tracking(self.store, self.run, self.directory, trackers, self.progress.note)
+        self.tracking = Tracking(self.store, self.run, self.directory, self.trackers, self.progress.note)
+
+    async def resources(self) -> ResourcesUpdate:
+        """What rollouts are given. ConfigError where the store has none."""
+        name, store = self.resources_id, self.store
+        found = await (store.get_latest_resources() if name is None else store.get_resources_by_id(name))
+        if found is None:
+            raise ConfigError("the store has no resources; give the Trainer some, with initial_resources=…")
+        return found
 
     def noise(self, sample: str) -> dict[str, Any]:
         """Metadata of the rollout known as `sample` in its run, by which every run of this seed draws the same random

@@ -55,6 +55,10 @@ class Evaluation:
     def unrewarded(self) -> int:
         return sum(task.reward is None for task in self.tasks)
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"val_reward": self.reward, "val_unrewarded": float(self.unrewarded)}
+
 
 def evaluation_id(run_id: str, mode: Mode, step: int, version: int) -> str:
     """What the ids of an evaluation's rollouts begin with."""
@@ -119,9 +123,7 @@ async def refuse_uncalled(context: RunContext, rollouts: Sequence[TracedRollout]
     ignored = FROZEN if context.policies else None  # a judge's calls are none of the policy's
     if not succeeded or any(one.transitions or set(one.left_out.values()) - {ignored} for one in succeeded):
         return
-    store, name = context.store, context.resources_id
-    latest = await (store.get_latest_resources() if name is None else store.get_resources_by_id(name))
-    if latest is None or not any(isinstance(one, LLM) and one.gateway for one in latest.resources.values()):
+    if not any(isinstance(one, LLM) and one.gateway for one in (await context.resources()).resources.values()):
         return
     raise TrainingError(
         f"none of {len(succeeded)} rollouts that succeeded called the model that is served: they measured another. A "
@@ -132,9 +134,9 @@ async def refuse_uncalled(context: RunContext, rollouts: Sequence[TracedRollout]
     )
 
 
-async def why_unrewarded(store: LightningStore, rollouts: Sequence[TracedRollout]) -> TrainingError:
+async def why_unrewarded(store: LightningStore, rollouts: Sequence[Rollout]) -> TrainingError:
     """An error that explains why not one of `rollouts` was rewarded, in the words of the first that failed."""
-    failed = next((traced.rollout for traced in rollouts if traced.rollout.status == "failed"), None)
+    failed = next((rollout for rollout in rollouts if rollout.status == "failed"), None)
     if failed is None:
         return TrainingError(
             f"none of {len(rollouts)} rollouts was rewarded: the agent must return a number, or call agl.emit_reward"
@@ -144,7 +146,7 @@ async def why_unrewarded(store: LightningStore, rollouts: Sequence[TracedRollout
     ended = attempt.status if attempt else "failed"
     return TrainingError(
         f"none of {len(rollouts)} rollouts was rewarded. The first to fail, {failed.rollout_id}, ended as {ended}"
-        f"{': ' + reason if reason else ''}. Mend the agent (agl dev runs it on a few tasks) and try again"
+        f"{': ' + reason if reason else ''}. Fix the agent (agl eval --show runs it on a few tasks) and try again"
     )
 
 
@@ -175,5 +177,4 @@ class Baseline:
             samples=self.samples,
         )
         self.evaluations = [evaluation]
-        values = {"val_reward": evaluation.reward, "val_unrewarded": float(evaluation.unrewarded)}
-        await context.tracking.record(0, values)
+        await context.tracking.record(0, evaluation.metrics)

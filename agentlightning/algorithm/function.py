@@ -36,15 +36,12 @@ class FunctionAlgorithm:
 
     async def run(self, context: RunContext) -> None:
         """Call the function and wait for its end. Stopped if the job must end first."""
-        latest = None
-        if "initial_resources" in self._injected:
-            resources_id, store = context.resources_id, context.store
-            latest = await (store.get_resources_by_id(resources_id) if resources_id else store.get_latest_resources())
+        resources = (await context.resources()).resources if "initial_resources" in self._injected else {}
         values = {
             "store": context.store,
             "train_dataset": context.train_tasks,
             "val_dataset": context.val_tasks,
-            "initial_resources": latest.resources if latest else {},
+            "initial_resources": resources,
             "adapter": self.adapter or agentlightning.TracerTraceToTriplet(),
             "context": context,
         }

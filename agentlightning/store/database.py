@@ -30,6 +30,8 @@ Trouble: TypeAlias = Literal["conflict", "lost", "invalid", "overdue", "unavaila
 transaction; the values cannot be stored; the time for the query was over; the database cannot be written."""
 
 _TRIES: Final = 5
+READERS: Final = 2
+"""Connections of each kind to read with."""
 
 
 class Cursor(Protocol):
@@ -252,6 +254,23 @@ def _typed(trouble: Trouble | None, error: Exception, seconds: float | None) -> 
     if trouble == "conflict":
         return ConflictError(f"something of this name is stored already: {error}")
     return UnavailableError(f"the store could not be written: {error}; nothing of this call was stored")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An open database, which this process owns. Connections to search with are apart from those to read with, so that
+    slow queries hold up nobody else; without any, the one to write with does everything. Rows are looked up by their
+    id with `at_hand`, on the event loop, which takes less time than to ask a thread. `clean_up`, called by any thread,
+    leaves no trace of what was removed. `release` is for when all is closed."""
+
+    writing: Connection
+    reading: Sequence[Connection]
+    searching: Sequence[Connection]
+    begin: str
+    now: float
+    clean_up: Callable[[], None]
+    release: Callable[[], None] = lambda: None
+    at_hand: Connection | None = None
 
 
 class Readers:

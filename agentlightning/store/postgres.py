@@ -22,7 +22,7 @@ from psycopg.pq import TransactionStatus
 
 from agentlightning.errors import ConfigError, InUseError, UnavailableError
 from agentlightning.store import codec, schema
-from agentlightning.store.database import Cursor, Dialect, Trouble
+from agentlightning.store.database import READERS, Cursor, Dialect, Opened, Trouble
 from agentlightning.store.sqlite import Synchronous
 
 _LOCK: Final = 0x41474C53  # with a hash of the schema: who has it owns the store
@@ -308,13 +308,17 @@ def _lay_out(connection: PostgresConnection) -> None:
     connection.execute("INSERT INTO meta (name, value) VALUES ('layout', ?)", (str(schema.VERSION).encode(),))
 
 
-def read_clock(connection: PostgresConnection) -> float:
-    """The database's own time, which is the same from whatever machine the store is opened."""
-    (now,) = connection.execute("SELECT EXTRACT(EPOCH FROM clock_timestamp())::float8").fetchone()
-    return now
+def open_store(url: str, synchronous: Synchronous, read_seconds: float) -> Opened:
+    """The store in a database, which this process then owns. What is read is limited to so many seconds."""
+    writing = open_owner(url, synchronous)
+    reading = [PostgresConnection(url, owner=writing, seconds=read_seconds) for _ in range(2 * READERS)]
+    # The database's own time, which is the same from whatever machine the store is opened.
+    (now,) = writing.execute("SELECT EXTRACT(EPOCH FROM clock_timestamp())::float8").fetchone()
+    begin = "BEGIN ISOLATION LEVEL READ COMMITTED"  # whatever the database's default
+    return Opened(writing, reading[:READERS], reading[READERS:], begin, now, clean_up=lambda: _vacuum(url))
 
 
-def vacuum(url: str) -> None:
+def _vacuum(url: str) -> None:
     """Free the space of rows that were removed, while others go on. UnavailableError says what is in the way."""
     try:
         with psycopg.connect(url, autocommit=True, connect_timeout=10) as connection:

@@ -6,19 +6,17 @@ Nothing is changed and nobody is kept out. Other processes' commits wake nobody 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from agentlightning.errors import ConflictError
-from agentlightning.store import calls, rollouts, sqlite
+from agentlightning.store import calls, rollouts
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.database import Connection, DatabaseThread
-from agentlightning.store.opening import is_postgres, psycopg_store
-from agentlightning.store.sql import LEASE_SECONDS, READS
+from agentlightning.store.sql import LEASE_SECONDS, READS, database_of
 from agentlightning.store.transaction import Transaction
 
 T = TypeVar("T")
@@ -42,9 +40,7 @@ class StoreReader(LightningStore):
     @classmethod
     async def open(cls, address: Path | str) -> StoreReader:
         """ConfigError if there is no store, or it is damaged; UnavailableError if PostgreSQL cannot be reached."""
-        if is_postgres(address):
-            return cls(await asyncio.to_thread(psycopg_store().open_reader, str(address)))
-        return cls(await asyncio.to_thread(_connect, Path(address)))
+        return cls(await asyncio.to_thread(database_of(address).open_reader, str(address)))
 
     async def close(self) -> None:
         await self._thread.close()
@@ -62,11 +58,3 @@ class StoreReader(LightningStore):
             if remaining <= 0 or getattr(answer, "rollouts", True):  # only what has finished is waited for
                 return answer
             await asyncio.sleep(min(_LOOK_AGAIN_SECONDS, remaining))
-
-
-def _connect(path: Path) -> sqlite.SqliteConnection:
-    path = sqlite.check_file(path, reading=True)
-    # A connection that may write puts the log away if it is the last to close.
-    connection = sqlite.connect(path, "FULL", read_only=not os.access(path, os.W_OK))
-    connection.execute("PRAGMA query_only = ON")
-    return connection

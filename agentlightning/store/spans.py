@@ -5,7 +5,7 @@ This module does not know threads, event loops or HTTP, nor what a span means.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
@@ -15,12 +15,10 @@ from agentlightning.store.attempts import load_standing, load_with_sequence, sav
 from agentlightning.store.codec import SpanColumns
 from agentlightning.store.database import Connection
 from agentlightning.store.outcomes import note_reward
+from agentlightning.store.redaction import Redact
 from agentlightning.store.rollouts import require_rollout
 from agentlightning.store.transaction import Transaction
 from agentlightning.types import UNATTRIBUTED, Span
-
-Redact: TypeAlias = Callable[[Span], Span | None]
-"""Looks at a span before anything of it is written: gives it back, changed or as it is, or None to drop it."""
 
 Prepared: TypeAlias = tuple[list[Span | None], list[SpanColumns | None]]
 

@@ -15,18 +15,29 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, TypeVar
 
 import msgspec
 
-from agentlightning.errors import ConfigError, ConflictError, InvalidError, UnavailableError
-from agentlightning.store import access_keys, attempts, calls, codec, keys, paging, records, retention, rollouts, spans
+from agentlightning.errors import ConfigError, ConflictError, InvalidError, UnavailableError, imported
+from agentlightning.store import (
+    access_keys,
+    attempts,
+    calls,
+    codec,
+    keys,
+    paging,
+    records,
+    retention,
+    rollouts,
+    spans,
+    sqlite,
+)
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
-from agentlightning.store.database import Connection, DatabaseThread, Readers
-from agentlightning.store.opening import Opened, is_postgres, open_postgres, open_sqlite
-from agentlightning.store.redaction import redaction, text_without_secrets
-from agentlightning.store.spans import Redact
+from agentlightning.store.database import Connection, DatabaseThread, Opened, Readers
+from agentlightning.store.redaction import Redact, redaction, text_without_secrets
 from agentlightning.store.sqlite import Synchronous
 from agentlightning.store.transaction import Changes, Transaction
 from agentlightning.store.waiting import Alarm, Subscribers, Waiters, woken_within
@@ -128,6 +139,8 @@ class SqlStore(LightningStore):
         self._latest: dict[str, Attempt] = {}  # by rollout
         self._announced = 0
         self._closed = False
+        (secret,) = opened.writing.execute("SELECT value FROM meta WHERE name = 'secret'").fetchone()
+        self._secret = bytes(secret)
         self._watchdog: asyncio.Task[None] | None = None
         self._others: Mapping[type[Call[Any]], Callable[[Any], Awaitable[Any]]] = {
             calls.LeaseRollouts: self._lease_rollouts,
@@ -173,14 +186,8 @@ class SqlStore(LightningStore):
         for name, seconds in (("lease_seconds", lease_seconds), ("read_seconds", read_seconds)):
             if not seconds > 0:
                 raise ConfigError(f"{name} is {seconds}; it must be positive")
-        if is_postgres(address):
-            opened = await asyncio.to_thread(open_postgres, str(address), synchronous, read_seconds)
-        elif "://" in str(address):  # a path would lose a slash, and become a directory of that name
-            raise ConfigError(
-                f"{text_without_secrets(str(address))!r} is no store; give a path (SQLite) or a postgresql:// URL"
-            )
-        else:
-            opened = await asyncio.to_thread(open_sqlite, str(address), synchronous)
+        database = database_of(address)
+        opened = await asyncio.to_thread(database.open_store, str(address), synchronous, read_seconds)
         clock = _steady(opened.now) if clock is None else clock
         store = cls(str(address), opened, clock, lease_seconds, redact, stored, read_seconds)
         try:
@@ -252,14 +259,14 @@ class SqlStore(LightningStore):
         return await self._read(operation)
 
     def _view(self, connection: Connection) -> Transaction:
-        return Transaction(connection, self._clock(), self._lease_seconds, self._opened.secret)
+        return Transaction(connection, self._clock(), self._lease_seconds, self._secret)
 
     def _write(self, operation: Callable[[Transaction], T]) -> asyncio.Future[T]:
         changes = Changes()
 
         def run(connection: Connection) -> T:
             changes.clear()  # what an earlier try noted was undone
-            return operation(Transaction(connection, self._clock(), self._lease_seconds, self._opened.secret, changes))
+            return operation(Transaction(connection, self._clock(), self._lease_seconds, self._secret, changes))
 
         return self._writer.submit(run, changes)
 
@@ -406,11 +413,11 @@ class SqlStore(LightningStore):
         return found
 
     async def _find_key(self, call: calls.FindKey) -> Credential | None:
-        holder = keys.verify(self._opened.secret, call.api_key)
+        holder = keys.verify(self._secret, call.api_key)
         if holder is not None:
             attempt = (holder.rollout_id, holder.attempt_id)
             return Credential(name=f"attempt {holder.attempt_id}", attempt=attempt, rewards=holder.rewards)
-        worker_id = keys.verify_worker(self._opened.secret, call.api_key)
+        worker_id = keys.verify_worker(self._secret, call.api_key)
         if worker_id is not None:
             return await self._find_worker(worker_id)
         if not call.api_key.startswith(access_keys.PREFIX):
@@ -454,14 +461,9 @@ class SqlStore(LightningStore):
         return deleted
 
     async def _scrub(self) -> None:
-        """Leave no trace of what was removed, a little at a time, between what others write."""
-        opened = self._opened
-        for table in ("rollouts", "attempts", "spans"):
-            after: int | None = 0
-            while after is not None:
-                after = await self._write(lambda tx, table=table, after=after: opened.rewrite(table, after))
+        """Leave no trace of what was removed."""
         try:
-            await asyncio.to_thread(opened.clean_up)
+            await asyncio.to_thread(self._opened.clean_up)
         except UnavailableError as error:
             raise UnavailableError(
                 f"what matched was removed, but traces of it are left in the database's files: {error}. Ask again later"
@@ -469,6 +471,17 @@ class SqlStore(LightningStore):
 
     async def _check(self, call: calls.CheckStore) -> list[str]:
         return await self._read(lambda tx: retention.check(tx, call), "search", math.inf)
+
+
+def database_of(address: str | Path) -> ModuleType:
+    """`store.sqlite` or `store.postgres`, whichever opens such an address; ConfigError if none does."""
+    if str(address).startswith(("postgresql://", "postgres://")):
+        return imported("agentlightning.store.postgres", "a store in PostgreSQL", "agent-lightning-next[postgres]")
+    if "://" in str(address):  # a path would lose a slash, and become a directory of that name
+        raise ConfigError(
+            f"{text_without_secrets(str(address))!r} is no store; give a path (SQLite) or a postgresql:// URL"
+        )
+    return sqlite
 
 
 def _steady(now: float) -> Callable[[], float]:

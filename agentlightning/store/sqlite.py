@@ -16,12 +16,14 @@ from typing import Any, Final, Literal, TypeAlias
 
 from agentlightning.errors import ConfigError, InUseError, UnavailableError
 from agentlightning.store import schema
-from agentlightning.store.database import Dialect, Trouble, take_rows
+from agentlightning.store.database import READERS, Dialect, Opened, Trouble
 
 APPLICATION_ID: Final = 0x41474C53  # "AGLS", in the header of every store's file
 
 Synchronous: TypeAlias = Literal["FULL", "NORMAL"]
 
+_BEGIN: Final = "BEGIN IMMEDIATE"
+_PATIENCE: Final = 600_000  # milliseconds; only a file that is written anew keeps others waiting
 _STEPS: Final = 1000  # of SQLite's machine between two looks at the clock: some 20 µs
 
 
@@ -182,7 +184,7 @@ def connect(path: Path, synchronous: Synchronous, *, read_only: bool = False) ->
     """A connection to a prepared file, to be used by one thread at a time. ConfigError if the file is damaged."""
     connection = _open(f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}", uri=True)
     try:
-        connection.execute("PRAGMA busy_timeout = 5000")
+        connection.execute(f"PRAGMA busy_timeout = {_PATIENCE}")
         connection.execute(f"PRAGMA synchronous = {synchronous}")
         connection.execute("PRAGMA temp_store = MEMORY")
         connection.execute("PRAGMA secure_delete = ON")
@@ -194,51 +196,53 @@ def connect(path: Path, synchronous: Synchronous, *, read_only: bool = False) ->
     return connection
 
 
-def connect_memory() -> SqliteConnection:
-    """A connection to a new store that lives and dies with it."""
-    connection = _open(":memory:")
-    _lay_out(connection)
+def open_store(address: str, synchronous: Synchronous, read_seconds: float) -> Opened:
+    """The store in a file, which this process then owns, or one in memory. Queries are limited by the caller."""
+    if address == ":memory:":
+        memory = _open(":memory:")
+        _lay_out(memory)
+        return Opened(memory, (), (), _BEGIN, time.time(), clean_up=lambda: None)
+    path = check_file(Path(address))
+    owner = own(path)
+    try:
+        prepare_file(path)
+        writing = connect(path, synchronous)
+        reading = [connect(path, synchronous, read_only=True) for _ in range(2 * READERS)]
+        # Closed last, and not read-only: the last connection to close moves the log into the file.
+        at_hand = connect(path, synchronous)
+    except BaseException:
+        owner.close()
+        raise
+
+    def release() -> None:
+        at_hand.close()
+        owner.close()
+
+    return Opened(
+        *(writing, reading[:READERS], reading[READERS:], _BEGIN, time.time()),
+        clean_up=lambda: _vacuum(path),
+        release=release,
+        at_hand=at_hand,
+    )
+
+
+def open_reader(address: str) -> SqliteConnection:
+    """A connection that reads a store, whoever owns it. ConfigError if there is none, or it is damaged."""
+    path = check_file(Path(address), reading=True)
+    # A connection that may write puts the log away if it is the last to close.
+    connection = connect(path, "FULL", read_only=not os.access(path, os.W_OK))
+    connection.execute("PRAGMA query_only = ON")
     return connection
 
 
-# --- leaving no trace --------------------------------------------------------------------------------------------
-
-_PATIENCE_SECONDS: Final = 60.0
-_PAUSE_SECONDS: Final = 0.1
-_ROWS: Final = 500  # in one transaction, so that nobody waits long
-_BYTES: Final = 4 * 1024 * 1024
-_OVERLAP: Final = 50  # rows, more than share a page with the last one
-
-
-def rewrite(connection: SqliteConnection, table: str, after: int) -> int | None:
-    """Write some rows of a table anew, those after a rowid, and return the one to go on after; None at the end. What is
-    deleted is overwritten, but not the copies of it in pages that rows were moved out of: these pages are freed here,
-    and freed pages are overwritten as a whole."""
-    columns = ", ".join(row[1] for row in connection.execute(f"PRAGMA table_info({table})"))
-    select = f"SELECT rowid, {columns} FROM {table} WHERE rowid > ? ORDER BY rowid LIMIT ?"
-    rows, whole = take_rows(connection.execute(select, (after, _ROWS)), _BYTES)
-    if not rows:
-        return None
-    connection.execute(f"DELETE FROM {table} WHERE rowid BETWEEN ? AND ?", (rows[0][0], rows[-1][0]))
-    marks = ", ".join("?" * len(rows[0]))
-    connection.executemany(f"INSERT INTO {table} (rowid, {columns}) VALUES ({marks})", rows)
-    if whole and len(rows) < _ROWS:
-        return None
-    last = len(rows) - 1
-    return rows[max(last // 2, last - _OVERLAP)][0]  # the page that holds the last rows is rewritten again
-
-
-def empty_log(path: Path) -> None:
-    """Move the write-ahead log, which holds what was written lately, into the file. UnavailableError says what is in
-    the way."""
-    give_up = time.monotonic() + _PATIENCE_SECONDS
+def _vacuum(path: Path) -> None:
+    """Write the file anew, while writers wait, and empty its log: what was deleted is overwritten, but not the copies
+    of it in pages that rows were moved out of. UnavailableError says what is in the way."""
     try:
-        # Without patience of its own: while it waited for a reader, nobody could write.
-        with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=0)) as connection:
-            while connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
-                if time.monotonic() > give_up:
-                    raise UnavailableError("a query that is going on needs the log of earlier writes")
-                time.sleep(_PAUSE_SECONDS)
+        with contextlib.closing(connect(path, "FULL")) as connection:
+            connection.execute("VACUUM")
+            if connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
+                raise UnavailableError("a query that is going on needs the log of earlier writes")
     except sqlite3.Error as error:
         raise UnavailableError(str(error)) from None
 

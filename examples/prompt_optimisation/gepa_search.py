@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import importlib
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, TypeVar
 
+from agentlightning.algorithm.apo.apo import APO, BeamSearch
 from agentlightning.algorithm.apo.budget import OutOfBudget
+from agentlightning.algorithm.apo.candidates import Round
 from agentlightning.algorithm.apo.editing import Rejected, critique, edit
-from agentlightning.algorithm.apo.lineage import Round
-from agentlightning.algorithm.apo.optimizer import PromptOptimizer, Search
-from agentlightning.errors import BackendError, ConfigError, TrainingError
+from agentlightning.errors import BackendError, ConfigError, TrainingError, check_settings
 from agentlightning.types import Mode
 
 T = TypeVar("T")
@@ -24,39 +24,11 @@ Task = tuple[Mode, int]
 Texts = dict[str, str]
 
 
-@dataclass(kw_only=True)
-class GEPA(PromptOptimizer):
-    """Improves the prompt templates among the agent's resources as the `gepa` package does (`pip install gepa`).
-
-    Until `max_metric_calls` measurements are made, `proposals` parents at a time are run on `reflection_minibatch_size`
-    training tasks each, and `reflection_model` edits one of their templates. For the other settings see
-    `PromptOptimizer`. ConfigError where the package is not installed."""
-
-    reflection_model: str = "gpt-5-mini"
-    reflection_minibatch_size: int = 3
-    proposals: int = 4
-    max_metric_calls: int = 500
-    name: str = "gepa"
-
-    @property
-    def counts(self) -> tuple[str, ...]:
-        return ("reflection_minibatch_size", "proposals", "max_metric_calls", "val_samples")
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        return (self.reflection_model,)
-
-    @property
-    def search(self) -> type[Search]:
-        return Evolution
-
-
-class Evolution(Search):
+@dataclass(eq=False)
+class Evolution(BeamSearch):
     """The package's adapter and its reflection, in one: called in its thread, the work is done in our event loop."""
 
     propose_new_texts = None  # the package asks for it: edits are made by `reflect_many`
-
-    settings: GEPA
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,9 +44,6 @@ class Evolution(Search):
 
     async def run(self) -> None:
         await self.lineage.version(self.seed)
-        self.context.progress.note(
-            f"before the start: {self.budget.estimate(self.settings.max_metric_calls, {}, self.lineage.models())}"
-        )
         result = await asyncio.to_thread(
             self._gepa.optimize,
             seed_candidate=dict(self.seed.texts),
@@ -151,7 +120,7 @@ class Evolution(Search):
     async def _edit_all(self, jobs: Sequence[tuple[Texts, Any, list[str]]]) -> list[Texts]:
         made = await self.context.unless_stopped(asyncio.gather(*(self._edit(*job) for job in jobs)))
         if made and all(isinstance(one, BackendError) for one in made):
-            raise TrainingError(f"the optimiser's model failed: {made[0]}. Mend it, and resume the run")
+            raise TrainingError(f"the optimiser's model failed: {made[0]}. Fix it, and resume the run")
         for one in made:
             if isinstance(one, Exception):
                 self.context.progress.note(f"an edit came to nothing: {one}")
@@ -174,3 +143,26 @@ class Evolution(Search):
 
     def _next_name(self) -> str:
         return f"g{len(self.lineage.candidates)}"
+
+
+@dataclass
+class GEPA(APO):
+    """Improves the prompt templates among the agent's resources as the `gepa` package does (`pip install gepa`).
+
+    Until `max_metric_calls` measurements are made, `proposals` parents at a time are run on `reflection_minibatch_size`
+    training tasks each, and `reflection_model` edits one of their templates. Of APO's settings those of the client,
+    the templates and the budget hold here too. ConfigError where the package is not installed."""
+
+    _: KW_ONLY
+    reflection_model: str = "gpt-5-mini"
+    reflection_minibatch_size: int = 3
+    proposals: int = 4
+    max_metric_calls: int = 500
+    name: str = "gepa"
+
+    search: ClassVar[type[BeamSearch]] = Evolution
+
+    def __post_init__(self, async_openai_client: object) -> None:
+        super().__post_init__(async_openai_client)
+        self.gradient_model = self.apply_edit_model = self.reflection_model
+        check_settings(self, least=dict.fromkeys(("reflection_minibatch_size", "proposals", "max_metric_calls"), 1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,16 +12,15 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, OpenAI
 
 import agentlightning as agl
-from agentlightning.algorithm.apo import editing, model
 from agentlightning.algorithm.apo.budget import Budget, OutOfBudget
-from agentlightning.algorithm.apo.editing import check_edit, placeholders
+from agentlightning.algorithm.apo.editing import placeholders, read_edit
 from agentlightning.algorithm.apo.racing import Standing, going_on, rungs
 from agentlightning.data.references import load_reference
 from agentlightning.errors import ConfigError, TrainingError
+from agentlightning.rewards import chat
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import PromptTemplate
 
@@ -50,7 +48,7 @@ async def counts_good(task: dict, prompt_template: agl.PromptTemplate) -> float:
 
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "WAITS", (0.0, 0.0))
+    monkeypatch.setattr(chat, "WAITS", (0.0, 0.0))
 
 
 class Optimizer:
@@ -74,16 +72,6 @@ class Optimizer:
         said = self.critique
         if "<critique>" in text:
             said = self.edit(text.split("<prompt>\n")[1].partition("\n</prompt>")[0], number)
-        if request.path == "/v1/messages":
-            body = {
-                "id": "m",
-                "type": "message",
-                "role": "assistant",
-                "model": body["model"],
-                "stop_reason": "end_turn",
-            }
-            body |= {"content": [{"type": "text", "text": said}], "usage": {"input_tokens": 10, "output_tokens": 5}}
-            return web.json_response(body, status=self.status)
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said}}
         usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
         body = {"id": "c", "object": "chat.completion", "created": 1, "model": body["model"], "usage": usage}
@@ -147,7 +135,7 @@ def test_a_candidate_of_few_tasks_is_judged_by_its_origin_too() -> None:
     [
         ("f-string", "{a} {b.c} {d[0]:>4} {{e}}", {"a", "b", "d"}),
         ("jinja", "{{ a }} {% for x in xs %}{{ x.y }}{% endfor %}", {"a", "xs"}),
-        ("poml", '<p for="x in xs" if="ok">{{ x.y }} {{ a }} {{ "text" }}</p>', {"xs", "ok", "a"}),
+        ("poml", '<p>{{ x.y }} {{ a }} {{ "text" }}</p>', {"x", "a"}),
     ],
 )
 def test_placeholders_of_each_template_language(engine: Any, text: str, names: set[str]) -> None:
@@ -158,13 +146,13 @@ def test_an_edit_that_changes_the_placeholders_or_nothing_is_refused_with_the_re
     original = PromptTemplate(template="Do {a}")
     for text, reason in (("Do it", "lost"), ("{a} {b}", "nothing fills"), ("{a", "no f-string"), ("Do {a} ", "same")):
         with pytest.raises(ConfigError, match=reason):
-            check_edit(PromptTemplate(template=text), original)
+            read_edit(f"<prompt>{text}</prompt>", original)
 
 
 def test_a_budget_begins_no_batch_that_does_not_fit() -> None:
     budget = Budget(max_rollouts=4, max_usd=1.0, prices={"m": (1.0, 2.0)})
     budget.spend_rollout({"m-2026-01-31": (100_000, 100_000)})
-    assert budget.usd == pytest.approx(0.3)
+    assert budget.spent["usd"] == pytest.approx(0.3)
     budget.require(2)
     with pytest.raises(OutOfBudget, match=r"max_usd is 1: 0\.30 are spent"):
         budget.require(3)
@@ -181,12 +169,6 @@ def test_a_price_is_that_of_the_model_or_of_one_it_is_a_dated_release_of() -> No
     assert budget.price("gpt-mini-2026-01-31") == (0.5, 0.5)
     assert budget.price("gpt-nano") is None
     assert budget.price("policy") == (0.0, 0.0)
-
-
-def test_an_estimate_says_which_price_is_unknown() -> None:
-    budget = Budget(prices={"m": (1.0, 2.0)})
-    assert "about $0.40" in budget.estimate(100, {}, ["m"])
-    assert "no price for x" in budget.estimate(100, {"x": 3}, ["m"])
 
 
 # --- the search ---
@@ -290,20 +272,15 @@ async def test_a_search_that_was_interrupted_goes_on_from_the_store(tmp_path: Pa
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("client", [AsyncOpenAI, AsyncAnthropic, None])
-async def test_any_endpoint_and_client_can_be_the_optimiser(tmp_path: Path, client: Any) -> None:
-    async with optimizer() as (script, url):
-        settings: dict[str, Any] = {"beam_rounds": 1, "beam_width": 1, "branch_factor": 1}
-        if client is None:
-            algorithm = agl.APO(endpoint=url, api="anthropic", **settings)
-            await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS, TASKS)
-        else:
-            base = f"{url}/v1" if client is AsyncOpenAI else url
-            async with client(base_url=base, api_key="k") as opened:
-                algorithm = agl.APO(opened, **settings)
-                await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS, TASKS)
+@pytest.mark.parametrize("own_client", [True, False])
+async def test_a_client_or_an_endpoint_can_be_the_optimiser(tmp_path: Path, own_client: bool) -> None:
+    settings: dict[str, Any] = {"beam_rounds": 1, "beam_width": 1, "branch_factor": 1, "val_batch_size": 16}
+    async with optimizer() as (script, url), AsyncOpenAI(base_url=f"{url}/v1", api_key="k") as client:
+        algorithm = agl.APO(client, **settings) if own_client else agl.APO(endpoint=f"{url}/v1", **settings)
+        result = await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS[:1], TASKS[:3])  # fewer than a batch
     assert script.asked == ["gpt-5-mini", "gpt-4.1-mini"]
     assert algorithm.get_best_prompt().template.count("GOOD") == 1
+    assert len(result.evaluations[-1].tasks) == 3
 
 
 GEPA: Any = load_reference(f"{Path(__file__).parents[2]}/examples/prompt_optimisation/gepa_search.py:GEPA")
@@ -347,7 +324,7 @@ async def test_gepa_ends_where_the_optimiser_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        ("", "the answer is empty"),
+        ("", "no prompt between"),
         ("I would say GOOD.", "no prompt between"),
         ("<prompt>Say GOOD.</prompt>", r"lost the placeholder {number}"),
         ("<prompt>Say {number} {x}.</prompt>", r"has the placeholder {x}"),
@@ -415,15 +392,6 @@ async def test_a_branch_that_fails_is_skipped_and_counted(tmp_path: Path) -> Non
         result = await trainer(tmp_path, apo(url, beam_rounds=1)).fit_async(counts_good, TASKS, TASKS)
     assert result.metrics[1].values["rejected"] == 3
     assert result.metrics[1].values["candidates"] == 2
-
-
-@pytest.mark.anyio
-async def test_a_dataset_smaller_than_a_batch_is_used_whole(tmp_path: Path) -> None:
-    async with optimizer() as (_, url):
-        algorithm = apo(url, val_batch_size=16, gradient_batch_size=4, beam_rounds=1)
-        result = await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS[:1], TASKS[:3])
-    assert len(result.evaluations[-1].tasks) == 3
-    assert algorithm.get_best_prompt().template.count("GOOD") == 1
 
 
 @pytest.mark.anyio
@@ -496,20 +464,12 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
         trainer(tmp_path / "a", agl.APO(llm, templates=("promt",))).fit(counts_good, TASKS, TASKS)
     with pytest.raises(ConfigError, match="give an AsyncOpenAI"):
         trainer(tmp_path / "b", agl.APO(OpenAI(api_key="k"))).fit(counts_good, TASKS, TASKS)
-    with pytest.raises(ConfigError, match="takes no temperature"):
-        trainer(tmp_path / "f", agl.APO(api="anthropic", diversity_temperature=0.5)).fit(counts_good, TASKS, TASKS)
     with pytest.raises(ConfigError, match="no prompt to optimise"):
         trainer(tmp_path / "c", agl.APO(llm), initial_resources={}).fit(counts_good, TASKS, TASKS)
     with pytest.raises(ConfigError, match="held-out tasks"):
         trainer(tmp_path / "d", agl.APO(llm)).fit(counts_good, TASKS)
     with pytest.raises(ConfigError, match=r"price of 'gpt-4\.1-mini' is unknown"):
         trainer(tmp_path / "e", agl.APO(llm, max_usd=1.0)).fit(counts_good, TASKS, TASKS)
-
-
-def test_poml_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "poml", None)
-    with pytest.raises(ConfigError, match="pip install 'poml"):
-        PromptTemplate(template="<p>{{ a }}</p>", engine="poml").format(a=1)
 
 
 @pytest.mark.slow
@@ -529,8 +489,3 @@ def test_a_template_in_poml_is_filled_by_its_package_in_every_rollout_of_a_searc
     best = (asyncio.run(search()) / "prompts" / "prompt.txt").read_text()
     assert best == "<poml><p>Say {{ number }}.</p><p>GOOD and GOOD</p></poml>"
     assert PromptTemplate(template=best, engine="poml").format(number=3) == "Say 3.\n\nGOOD and GOOD"
-
-
-def test_long_rollouts_are_cut_in_the_middle() -> None:
-    cut = editing.cut_middle("a" * 100 + "b" * 100, 20)
-    assert cut.startswith("a" * 10 + "\n") and cut.endswith("\n" + "b" * 10) and "180 characters" in cut

@@ -15,7 +15,7 @@ from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry
-from agentlightning.rewards import judge as judge_module
+from agentlightning.rewards import chat
 from agentlightning.store.calls import IssueAttemptKey
 from agentlightning.tracing.context import AttemptTracer, bind, recording
 from agentlightning.types import LLM, PromptTemplate
@@ -54,7 +54,7 @@ class JudgingServer:
 
 @pytest.fixture
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[JudgingServer]:
-    monkeypatch.setattr(judge_module, "WAITS", (0.01, 0.01))
+    monkeypatch.setattr(chat, "WAITS", (0.01, 0.01))
     judging = JudgingServer()
     app = web.Application()
     app.router.add_post("/v1/chat/completions", judging.answer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import sqlite3
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.semconv import CALL_FLAG, REWARD, reward_value
-from agentlightning.store import calls, sqlite
+from agentlightning.store import calls
 from agentlightning.store.base import LightningStore
 from agentlightning.store.retention import ended_before
 from agentlightning.store.sql import SqlStore
@@ -256,48 +255,6 @@ async def test_nothing_of_an_erased_rollout_is_left_in_the_files(tmp_path):
     await store.enqueue_rollout("still at work")
     await store.close()
     assert traces(tmp_path, b"ZEBRA") == []
-
-
-@pytest.mark.parametrize("seed", [14, 27, 34, 47])
-def test_rewriting_a_table_overwrites_the_copies_that_moved_rows_left(seed, tmp_path, monkeypatch):
-    """Workloads after which deleting alone leaves words in the file, although what is deleted is overwritten."""
-    monkeypatch.setattr(sqlite, "_ROWS", 40)
-    chance = random.Random(seed)
-    with contextlib.closing(sqlite._open(str(tmp_path / "file"))) as connection:
-        connection.execute("PRAGMA secure_delete = ON")
-        connection.execute("CREATE TABLE r (number INTEGER PRIMARY KEY AUTOINCREMENT, input TEXT, metadata TEXT)")
-        connection.execute("BEGIN")
-        for number in range(1, 600):
-            for changed, most in ((number, 1800), *((chance.randint(1, number), 900) for _ in range(3))):
-                words = (("ZEBRA " if changed % 7 == 0 else "horse ") * 300)[: chance.randrange(most)]
-                connection.execute("INSERT OR IGNORE INTO r VALUES (?, ?, '')", (changed, words))
-                connection.execute("UPDATE r SET metadata = ? WHERE number = ?", (words, changed))
-        connection.execute("DELETE FROM r WHERE number % 7 = 0")
-        before = connection.execute("SELECT * FROM r").fetchall()
-        after: int | None = 0
-        while after is not None:
-            after = sqlite.rewrite(connection, "r", after)
-        connection.execute("COMMIT")
-        assert connection.execute("SELECT * FROM r").fetchall() == before
-        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-    assert traces(tmp_path, b"ZEBRA") == []
-
-
-async def test_others_write_while_a_file_is_rewritten_to_leave_no_trace(tmp_path, monkeypatch):
-    monkeypatch.setattr(sqlite, "_ROWS", 20)
-    store = await SqlStore.open(tmp_path / "store.db")
-    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="horse " * 300) for _ in range(400)])
-    await finish(store, "ZEBRA")
-    working = await start(store)
-    erasing = asyncio.create_task(delete(store, Condition("input", "contains", "ZEBRA"), scrub=True))
-    beats = 0
-    while not erasing.done():
-        await store.heartbeat(working.rollout_id, working.attempt.attempt_id, working.lease.token)
-        beats += 1
-    assert beats > 10
-    assert traces(tmp_path, b"ZEBRA") == []
-    assert (await store.perform(calls.CheckStore()), len(await store.query_rollouts())) == ([], 401)
-    await store.close()
 
 
 async def test_every_kind_of_store_can_be_asked_to_leave_no_trace(store):

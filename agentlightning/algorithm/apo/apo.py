@@ -1,7 +1,6 @@
-"""`APO`: automatic prompt optimisation by a beam search with textual gradients.
+"""`APO`: automatic prompt optimisation by a beam search with textual gradients (`docs/prompt-optimisation.md`).
 
-Rounds of critique, edit and race, from the seed to the best prompts; reads like the algorithm
-(`docs/prompt-optimisation.md`). Knows what each part gives, and nothing of how.
+Rounds of critique, edit and race, from the seed to the best prompts.
 """
 
 from __future__ import annotations
@@ -10,89 +9,42 @@ import asyncio
 import math
 import random
 import statistics
-from collections import Counter
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import KW_ONLY, InitVar, dataclass, field
+from typing import Any, ClassVar, Final
 
-from agentlightning.algorithm.apo.budget import OutOfBudget
-from agentlightning.algorithm.apo.editing import Rejected, critique, edit
-from agentlightning.algorithm.apo.lineage import Candidate, Round
-from agentlightning.algorithm.apo.optimizer import PromptOptimizer, Search
-from agentlightning.algorithm.apo.racing import Standing, going_on, halved, rungs
-from agentlightning.algorithm.evaluation import why_unrewarded
-from agentlightning.data.transitions import trace_rollout
-from agentlightning.errors import BackendError, ConfigError, TrainingError
-from agentlightning.types import Mode
-
-
-@dataclass(kw_only=True)
-class APO(PromptOptimizer):
-    """Improves the prompt templates among the agent's resources by a beam search with textual gradients.
-
-    In each of `beam_rounds` rounds the prompts of the beam, `beam_width` of them, are run on training tasks. From
-    `gradient_batch_size` of these rollouts `gradient_model` makes a critique, which `apply_edit_model` follows in an
-    edit, `branch_factor` times for each. All are raced on `val_batch_size` held-out tasks; the best are the next beam.
-    At last the beam is raced on all held-out tasks. With several templates each edit changes one of them, in turn.
-
-    `run_initial_validation` measures the prompts that the search begins with on all held-out tasks. `confidence` is how
-    sure it must be that a candidate is worse than the leader before it is dropped for that. For the other settings see
-    `PromptOptimizer`."""
-
-    gradient_model: str = "gpt-5-mini"
-    apply_edit_model: str = "gpt-4.1-mini"
-    gradient_batch_size: int = 4
-    val_batch_size: int = 16
-    beam_width: int = 4
-    branch_factor: int = 4
-    beam_rounds: int = 3
-    run_initial_validation: bool = True
-    confidence: float = 0.8
-    name: str = "apo"
-
-    def __class_getitem__(cls, task: object) -> type[APO]:
-        return cls  # `APO[Task](…)`, as agents of Agent Lightning 0.3 write it
-
-    def __post_init__(self, async_openai_client: object) -> None:
-        super().__post_init__(async_openai_client)
-        if not 0.5 <= self.confidence < 1:
-            raise ConfigError(f"confidence is {self.confidence}; give 0.5 to below 1")
-
-    @property
-    def counts(self) -> tuple[str, ...]:
-        return ("gradient_batch_size", "val_batch_size", "beam_width", "branch_factor", "beam_rounds", "val_samples")
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        return self.gradient_model, self.apply_edit_model
-
-    @property
-    def steps(self) -> int:
-        """Rounds, for a display."""
-        return self.beam_rounds
-
-    @property
-    def search(self) -> type[BeamSearch]:
-        return BeamSearch
-
+from agentlightning.algorithm.apo.budget import Budget, OutOfBudget, Price
+from agentlightning.algorithm.apo.candidates import Candidate, Lineage, Round
+from agentlightning.algorithm.apo.editing import OptimizerModel, Rejected, critique, edit, placeholders
+from agentlightning.algorithm.apo.measuring import Measuring
+from agentlightning.algorithm.apo.racing import Standing, going_on, rungs
+from agentlightning.algorithm.base import RunContext, Stopped
+from agentlightning.algorithm.evaluation import Evaluation, why_unrewarded
+from agentlightning.errors import BackendError, ConfigError, TrainingError, check_settings
+from agentlightning.types import Mode, PromptTemplate
 
 POOL: Final = 1.5  # times as many training tasks as one critique sees are run with a parent; branches draw from them
 
 
-class BeamSearch(Search):
-    """`best` is the leader of the last round that is over."""
+@dataclass(eq=False)
+class BeamSearch:
+    """One search, by what it works with. `best` is the leader of the last round that is over."""
 
-    settings: APO
+    settings: Any  # APO, or what subclasses it
+    context: RunContext
+    lineage: Lineage
+    measuring: Measuring
+    model: OptimizerModel
+    budget: Budget
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        settings, measuring = self.settings, self.measuring
-        self._held_out = len(measuring.tasks["val"])
-        self._batch = min(settings.val_batch_size, self._held_out)
-        train = len(measuring.tasks["train"])
-        self._shown = min(settings.gradient_batch_size, train)
+        self.seed = self.best = self.lineage.seed()
+        train, self._held_out = (len(self.measuring.tasks[mode]) for mode in ("train", "val"))
+        self._batch = min(self.settings.val_batch_size, self._held_out)
+        self._shown = min(self.settings.gradient_batch_size, train)
         self._pool = min(math.ceil(POOL * self._shown), train)
 
     async def run(self) -> None:
+        """Go on from what the store holds, to the end. OutOfBudget and Stopped leave `best` as it was then."""
         await self.lineage.version(self.seed)
         rounds = self.lineage.rounds
         if rounds:
@@ -100,25 +52,19 @@ class BeamSearch(Search):
             if rounds[-1].final:
                 return
         else:
-            self._tell_estimate("before the start")
             await self._measure_seed()
         for number in range(rounds[-1].number + 1, self.settings.beam_rounds + 1):
             await self._round(number)
         await self._final()
 
-    # --- the rounds ---
-
     async def _measure_seed(self) -> None:
         """Round 0: the seed on all held-out tasks, and the rollouts of the first critiques with it."""
-        await self.measuring.measure(
-            [
-                *self._gradient_measures(self.seed),
-                *((self.seed, "val", task) for task in range(self._held_out) if self.settings.run_initial_validation),
-            ]
-        )
+        held_out = range(self._held_out if self.settings.run_initial_validation else 0)
+        of_seed: list[tuple[Candidate, Mode, int]] = [(self.seed, "val", task) for task in held_out]
+        await self.measuring.measure([*self._gradient_measures(self.seed), *of_seed])
         if all(outcome.failed for outcome in self.measuring.outcomes.values()):
-            raise await self._unrewarded()
-        self._tell_estimate("after the seed")
+            rollouts = [outcome.rollout for outcome in self.measuring.outcomes.values()]
+            raise await why_unrewarded(self.context.store, rollouts)
         await self._end_round(0, [self.seed], [self.seed], {})
 
     async def _round(self, number: int) -> None:
@@ -139,11 +85,48 @@ class BeamSearch(Search):
         if not candidates and all(isinstance(one, BackendError) for one in failures.values()):
             raise TrainingError(
                 f"the optimiser's model answered none of {len(failures)} times in round {number}: "
-                f"{next(iter(failures.values()))}. What was measured is kept: mend it, and resume the run"
+                f"{next(iter(failures.values()))}. What was measured is kept: fix it, and resume the run"
             )
         ranking = await self._race([*beam, *candidates], number, 0, self._batch, width)
         rejected = {name: str(one) for name, one in failures.items()}
         await self._end_round(number, ranking[:width], [*beam, *candidates], rejected)
+
+    async def _branch(
+        self, number: int, slot: int, parent: Candidate
+    ) -> Candidate | OutOfBudget | Rejected | BackendError:
+        """The candidate that critique and edit make of `parent`, stored; or why there is none."""
+        name = f"r{number}-{slot}"
+        if (known := self.lineage.candidates.get(name)) is not None:
+            return known
+        templates = self.lineage.templates(parent)
+        changed = [*templates][(number - 1 + slot) % len(templates)]
+        try:
+            shown = await self._shown_rollouts(name, parent)
+            said = await critique(self.model, self.settings.gradient_model, templates, changed, shown, slot)
+            edited = await edit(self.model, self.settings.apply_edit_model, templates[changed], said)
+        except (OutOfBudget, Rejected, BackendError) as error:
+            return error
+        texts = {**parent.texts, changed: edited.template}
+        if self.lineage.of_texts(texts) is not None:
+            return Rejected("the edit is the same as another")
+        return await self.add(name, number, texts, parent, changed, said)
+
+    async def add(
+        self,
+        name: str,
+        number: int,
+        texts: dict[str, str],
+        parent: Candidate | None = None,
+        changed: str | None = None,
+        said: str | None = None,
+    ) -> Candidate:
+        """Store a new candidate of round `number`."""
+        above, calls = parent and parent.name, dict(self.budget.optimizer)
+        candidate = Candidate(
+            name=name, round=number, texts=texts, parent=above, changed=changed, critique=said, calls=calls
+        )
+        await self.lineage.version(candidate)
+        return candidate
 
     async def _final(self) -> None:
         """The beam, and the seed if it was measured whole, race on over all held-out tasks."""
@@ -176,16 +159,11 @@ class BeamSearch(Search):
     async def _end_round(
         self, number: int, beam: list[Candidate], racing: list[Candidate], rejected: dict[str, str], final: bool = False
     ) -> None:
+        names, calls = [one.name for one in beam], dict(self.budget.optimizer)
         scores = {one.name: self.measuring.score(one.name) for one in racing if self.measuring.measured(one.name)}
-        result = Round(
-            number=number,
-            beam=[one.name for one in beam],
-            scores=scores,
-            rejected=rejected,
-            calls=dict(self.budget.optimizer),
-            final=final,
+        await self.lineage.publish(
+            Round(number=number, beam=names, scores=scores, rejected=rejected, calls=calls, final=final)
         )
-        await self.lineage.publish(result)
         self.best = beam[0]
         values = {
             "candidates": float(len(racing)),
@@ -202,28 +180,6 @@ class BeamSearch(Search):
             count = sum(one == reason for one in rejected.values())
             self.context.progress.note(f"round {number}: {count} of the edits came to nothing: {reason}")
 
-    # --- one branch ---
-
-    async def _branch(
-        self, number: int, slot: int, parent: Candidate
-    ) -> Candidate | OutOfBudget | Rejected | BackendError:
-        """The candidate that critique and edit make of `parent`, stored; or why there is none."""
-        name = f"r{number}-{slot}"
-        if (known := self.lineage.candidates.get(name)) is not None:
-            return known
-        templates = self.lineage.templates(parent)
-        changed = self.lineage.tuned[(number - 1 + slot) % len(self.lineage.tuned)]
-        try:
-            shown = await self._shown_rollouts(name, parent)
-            said = await critique(self.model, self.settings.gradient_model, templates, changed, shown, slot)
-            edited = await edit(self.model, self.settings.apply_edit_model, templates[changed], said)
-        except (OutOfBudget, Rejected, BackendError) as error:
-            return error
-        texts = {**parent.texts, changed: edited.template}
-        if self.lineage.of_texts(texts) is not None:
-            return Rejected("the edit is the same as another")
-        return await self.add(name, number, texts, parent, changed, said)
-
     def _gradient_measures(self, parent: Candidate) -> list[tuple[Candidate, Mode, int]]:
         """Training tasks to run with a parent: those of its own round, so that a parent of several rounds has them."""
         train = len(self.measuring.tasks["train"])
@@ -233,34 +189,110 @@ class BeamSearch(Search):
         drawn = random.Random(f"{self.context.seed}-{name}").sample(self._gradient_measures(parent), self._shown)
         return [await self.measuring.in_words((one.name, mode, task)) for one, mode, task in drawn]
 
-    # --- words ---
 
-    def _tell_estimate(self, when: str) -> None:
-        settings = self.settings
-        branches = settings.beam_rounds * settings.beam_width * settings.branch_factor
-        calls = Counter({settings.gradient_model: branches}) + Counter({settings.apply_edit_model: branches})
-        rollouts = max(0, self._most_rollouts() - self.budget.rollouts)
-        self.context.progress.note(f"{when}: {self.budget.estimate(rollouts, calls, self.lineage.models())}")
+@dataclass
+class APO:
+    """Improves the prompt templates among the agent's resources by a beam search with textual gradients.
 
-    def _most_rollouts(self) -> int:
-        """How many the whole search takes if no candidate is ever clearly worse than another."""
-        settings = self.settings
-        width, branches = settings.beam_width, settings.beam_width * settings.branch_factor
-        total = self._held_out * settings.run_initial_validation
-        for number in range(settings.beam_rounds):
-            old = width if number else 1
-            total += self._pool * old + _race_rollouts(branches + old, 0, self._batch, width)
-        return total + _race_rollouts(width, self._batch, self._held_out, 1)
+    In each of `beam_rounds` rounds the prompts of the beam, `beam_width` of them, are run on training tasks. From
+    `gradient_batch_size` of these rollouts `gradient_model` makes a critique, which `apply_edit_model` follows in an
+    edit, `branch_factor` times for each. All are raced on `val_batch_size` held-out tasks; the best are the next beam.
+    At last the beam is raced on all held-out tasks. With several templates each edit changes one of them, in turn.
 
-    async def _unrewarded(self) -> TrainingError:
-        rollouts = [outcome.rollout for outcome in self.measuring.outcomes.values()]
-        traced = [trace_rollout(one, await self.measuring.spans(one)) for one in rollouts]
-        return await why_unrewarded(self.context.store, traced)
+    Args:
+        async_openai_client: what to ask the two models through: an `AsyncOpenAI` or an `LLM`. Without it, `endpoint`
+            (default OpenAI's own) is asked, with the key in OPENAI_API_KEY.
+        diversity_temperature: what they sample at.
+        rollout_batch_timeout: seconds after which rollouts that are still running are cancelled and count 0.
+        run_initial_validation: measure the prompts that the search begins with on all held-out tasks.
+        confidence: how sure it must be that a candidate is worse than the leader before it is dropped for that.
+        templates: names of the templates to tune; none for all.
+        max_rollouts, max_tokens, max_usd: where the search ends; tokens and dollars count agents and optimiser.
+        prices: by model, dollars for a million tokens read and written.
+        model_timeout: seconds for an answer of the two models."""
 
+    async_openai_client: InitVar[object] = None
+    _: KW_ONLY
+    gradient_model: str = "gpt-5-mini"
+    apply_edit_model: str = "gpt-4.1-mini"
+    diversity_temperature: float = 1.0
+    gradient_batch_size: int = 4
+    val_batch_size: int = 16
+    beam_width: int = 4
+    branch_factor: int = 4
+    beam_rounds: int = 3
+    rollout_batch_timeout: float = 3600.0
+    run_initial_validation: bool = True
+    confidence: float = 0.8
+    endpoint: str | None = None
+    templates: tuple[str, ...] = ()
+    max_rollouts: int | None = None
+    max_tokens: int | None = None
+    max_usd: float | None = None
+    prices: dict[str, Price] = field(default_factory=dict[str, Price])
+    model_timeout: float = 120.0
+    name: str = "apo"
 
-def _race_rollouts(racing: int, beyond: int, tasks: int, keep: int) -> int:
-    total = 0
-    for rung in rungs(tasks, beyond):
-        total += racing * (rung - beyond)
-        racing, beyond = halved(racing, keep), rung
-    return total
+    search: ClassVar[type[BeamSearch]] = BeamSearch
+
+    def __class_getitem__(cls, task: object) -> type[APO]:
+        return cls  # `APO[Task](…)`, as agents of Agent Lightning 0.3 write it
+
+    def __post_init__(self, async_openai_client: object) -> None:
+        counts = ("gradient_batch_size", "val_batch_size", "beam_width", "branch_factor", "beam_rounds")
+        check_settings(self, least={**dict.fromkeys(counts, 1), "confidence": 0.5})
+        if self.confidence >= 1:
+            raise ConfigError(f"confidence is {self.confidence}; give 0.5 to below 1")
+        self.stopped_because = ""
+        self.evaluations: list[Evaluation] = []
+        self._client = async_openai_client
+        self._best: dict[str, PromptTemplate] = {}
+
+    @property
+    def steps(self) -> int:
+        """Rounds, for a display."""
+        return self.beam_rounds
+
+    def get_best_prompt(self, name: str | None = None) -> PromptTemplate:
+        """The best prompt found, of the template `name` or of the first. ConfigError before there is one."""
+        if not self._best:
+            raise ConfigError("there is no best prompt yet; Trainer(algorithm=…).fit(…) looks for one")
+        return self._best[name or next(iter(self._best))]
+
+    async def run(self, context: RunContext) -> None:
+        """Search. However it ends, what was best by then is left. ConfigError and TrainingError as the models say."""
+        if not context.train_tasks or not context.val_tasks:
+            raise ConfigError(
+                "training tasks are needed to see what is wrong, and held-out tasks (val_dataset) to compare prompts"
+            )
+        search = await self._open(context)
+        for name, template in search.lineage.templates(search.seed).items():
+            try:
+                placeholders(template)  # one that is not well formed is refused before anything is spent
+            except ConfigError as error:
+                raise ConfigError(f"the prompt template {name!r} cannot be used: {error}") from None
+        self.evaluations = []
+        try:
+            await search.run()
+            self.stopped_because = "the search is over"
+        except (Stopped, OutOfBudget) as end:
+            self.stopped_because = str(end)
+        finally:
+            self._best = search.lineage.templates(search.best)
+        for candidate in (search.seed, search.best):
+            if search.measuring.measured(candidate.name):
+                self.evaluations.append(await search.measuring.evaluation(candidate.name, candidate.round))
+        context.progress.note(f"the best prompt is {search.best.name}, in {context.directory / 'prompts'}")
+
+    async def _open(self, context: RunContext) -> BeamSearch:
+        base = await context.resources()
+        budget = Budget(self.max_rollouts, self.max_tokens, self.max_usd, self.prices, frozenset(context.policies))
+        lineage = Lineage(context, base, self.templates)
+        if self.max_usd is not None:
+            budget.require_prices(self.gradient_model, self.apply_edit_model, *lineage.models())
+        model = OptimizerModel(self._client, self.endpoint, self.diversity_temperature, self.model_timeout, budget)
+        await lineage.open()
+        budget.spend_calls(lineage.calls())
+        measuring = Measuring(context, lineage, budget, self.rollout_batch_timeout)
+        await measuring.open()
+        return self.search(self, context, lineage, measuring, model, budget)

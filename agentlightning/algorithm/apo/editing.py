@@ -1,11 +1,12 @@
 """From what an agent did with a prompt to a better prompt: a critique, and an edit that follows it.
 
-This is the textual gradient of ProTeGi (Pryzant et al., EMNLP 2023). Knows what the optimiser's model is told and what
-of its answers can be used, in each of the three template languages. Does not know candidates, rounds or scores.
+This is the textual gradient of ProTeGi (Pryzant et al., EMNLP 2023).
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -16,11 +17,13 @@ import jinja2.sandbox
 import msgspec
 
 from agentlightning import semconv
-from agentlightning.algorithm.apo.model import OptimizerModel
+from agentlightning.algorithm.apo.budget import Budget
 from agentlightning.data.conversations import conversations, read_calls, render_message
-from agentlightning.errors import AgentLightningError, ConfigError
-from agentlightning.types import PromptTemplate, Span
+from agentlightning.errors import AgentLightningError, BackendError, ConfigError
+from agentlightning.rewards.chat import Completion, Messages, complete, read_completion
+from agentlightning.types import LLM, PromptTemplate, Span
 
+AT_ONCE: Final = 16  # calls of the optimiser's models
 SHOWN_CHARACTERS: Final = 6_000  # of one rollout; what lies in the middle is left out
 # Branches of one prompt look at the same rollouts from different sides.
 ANGLES: Final = (
@@ -45,6 +48,46 @@ class Rejected(AgentLightningError):
     """The optimiser's model gave nothing that can be used, and was asked twice."""
 
 
+class OptimizerModel:
+    """Asks through `client`, an SDK's `AsyncOpenAI` or an `LLM`; or, without one, at the OpenAI-compatible `endpoint`
+    with the key in OPENAI_API_KEY. What it takes is added to `budget`."""
+
+    def __init__(self, client: object, endpoint: str | None, temperature: float, timeout: float, budget: Budget):
+        self._client: Any = client
+        self._temperature, self._timeout, self._budget = temperature, timeout, budget
+        self._turns = asyncio.Semaphore(AT_ONCE)
+        if client is None:
+            endpoint = endpoint or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
+            self._client = LLM(endpoint=endpoint, model="", api_key=os.environ.get("OPENAI_API_KEY"))
+        elif not isinstance(client, LLM) and not (
+            type(client).__name__.startswith("Async") and hasattr(client, "chat")
+        ):
+            raise ConfigError(f"the optimiser's client is a {type(client).__name__}; give an AsyncOpenAI or an LLM")
+
+    async def ask(self, model: str, messages: Messages) -> str:
+        """The answer of `model`, stripped; empty where it gave none. BackendError after the last try; OutOfBudget."""
+        self._budget.require()
+        async with self._turns:
+            answer = await self._complete(model, messages)
+        # Without a count, four characters are taken for a token.
+        read = answer.read if answer.read is not None else sum(len(one["content"]) for one in messages) // 4
+        written = answer.written if answer.written is not None else len(answer.text) // 4
+        self._budget.spend_calls({model: (read, written)})
+        return answer.text.strip()
+
+    async def _complete(self, model: str, messages: Messages) -> Completion:
+        settings: dict[str, Any] = {"temperature": self._temperature}
+        if isinstance(self._client, LLM):
+            llm = msgspec.structs.replace(self._client, model=model, sampling_parameters=settings)
+            return await complete(llm, messages, timeout=self._timeout)
+        chat = self._client.with_options(timeout=self._timeout).chat.completions
+        try:
+            return read_completion((await chat.create(model=model, messages=messages, **settings)).model_dump())
+        except Exception as error:
+            status = getattr(error, "status_code", 503)
+            raise BackendError(f"the client of the optimiser failed: {error}", status=status) from error
+
+
 async def critique(
     model: OptimizerModel,
     name: str,
@@ -54,21 +97,18 @@ async def critique(
     angle: int,
 ) -> str:
     """What is wrong with the template `changed`, given rollouts in words. Rejected where the model says nothing."""
-    others = [
-        f'<other_prompt name="{one}">\n{templates[one].template}\n</other_prompt>'
-        for one in templates
-        if one != changed
-    ]
     told = [
+        _CRITIC.format(angle=ANGLES[angle % len(ANGLES)]),
         f'<prompt name="{changed}">\n{templates[changed].template}\n</prompt>',
-        *others,
+        *(
+            f'<other_prompt name="{other}">\n{templates[other].template}\n</other_prompt>'
+            for other in templates
+            if other != changed
+        ),
         *(f'<run number="{number}">\n{text}\n</run>' for number, text in enumerate(shown, start=1)),
     ]
-    messages = [
-        {"role": "user", "content": "\n\n".join([_CRITIC.format(angle=ANGLES[angle % len(ANGLES)]), *told])},
-    ]
     for _ in range(2):
-        if text := await model.ask(name, messages):
+        if text := await model.ask(name, [{"role": "user", "content": "\n\n".join(told)}]):
             return text
     raise Rejected("the critique was empty")
 
@@ -95,15 +135,19 @@ async def edit(model: OptimizerModel, name: str, original: PromptTemplate, criti
 
 def read_edit(answer: str, original: PromptTemplate) -> PromptTemplate:
     """The template in the answer. ConfigError that says why there is none, or why it cannot replace the original."""
-    if not answer:
-        raise ConfigError("the answer is empty")
     found = _ANSWER.search(answer)
-    if found is None:
+    if found is None or not found[1].strip():
         raise ConfigError("there is no prompt between <prompt> and </prompt>")
     edited = msgspec.structs.replace(original, template=found[1].strip("\n"))
-    if not edited.template.strip():
-        raise ConfigError("the prompt is empty")
-    check_edit(edited, original)
+    has, wanted = placeholders(edited), placeholders(original)
+    complaints = [f"it lost the placeholder {_shown(name, original)}" for name in sorted(wanted - has)]
+    complaints += [
+        f"it has the placeholder {_shown(name, original)}, which nothing fills" for name in sorted(has - wanted)
+    ]
+    if complaints:
+        raise ConfigError("; ".join(complaints))
+    if edited.template.strip() == original.template.strip():
+        raise ConfigError("it is the same as before")
     return edited
 
 
@@ -114,20 +158,10 @@ def in_words(task: Any, spans: Sequence[Span], reward: float, status: str) -> st
         lines += map(render_message, (*chain[-1].messages, chain[-1].answer))
     for error in (span.attributes for span in spans if span.name == semconv.EXCEPTION):
         lines.append(f"error: {error.get(semconv.EXCEPTION_TYPE)}: {error.get(semconv.EXCEPTION_MESSAGE)}")
-    return f"{cut_middle(chr(10).join(lines))}\nended: {status}; reward: {reward:.3g}"
-
-
-def cut_middle(text: str, limit: int = SHOWN_CHARACTERS) -> str:
-    if len(text) <= limit:
-        return text
-    return f"{text[: limit // 2]}\n[… {len(text) - limit:,} characters left out …]\n{text[-limit // 2 :]}"
-
-
-# --- placeholders ------------------------------------------------------------------------------------------------
-
-_POML_EXPRESSION: Final = re.compile(r"\{\{(.*?)\}\}|\bfor\s*=\s*\"([^\"]*)\"|\bif\s*=\s*\"([^\"]*)\"", re.DOTALL)
-_NAME: Final = re.compile(r"(?<![\w.'\"])[A-Za-z_]\w*(?!\w*['\"])")
-_POML_OWN: Final = frozenset(("in", "loop", "true", "false", "null", "undefined", "typeof"))
+    text, half = "\n".join(lines), SHOWN_CHARACTERS // 2
+    if (left_out := len(text) - SHOWN_CHARACTERS) > 0:
+        text = f"{text[:half]}\n[… {left_out:,} characters left out …]\n{text[-half:]}"
+    return f"{text}\nended: {status}; reward: {reward:.3g}"
 
 
 def placeholders(template: PromptTemplate) -> frozenset[str]:
@@ -137,37 +171,13 @@ def placeholders(template: PromptTemplate) -> frozenset[str]:
         if template.engine == "jinja":
             tree = jinja2.sandbox.SandboxedEnvironment().parse(text)
             return frozenset(jinja2.meta.find_undeclared_variables(tree))
-        if template.engine == "poml":
-            return _of_poml(text)
+        if template.engine == "poml":  # of its expressions, those that begin with a name
+            return frozenset(re.findall(r"\{\{\s*([A-Za-z_]\w*)", text))
         fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
     except (ValueError, jinja2.TemplateError) as error:
         raise ConfigError(f"it is no {template.engine} template: {error}") from None
     return frozenset(re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields)
 
 
-def check_edit(edited: PromptTemplate, original: PromptTemplate) -> None:
-    """ConfigError that says why `edited` cannot take the place of `original`."""
-    has, wanted = placeholders(edited), placeholders(original)
-    lost, invented = sorted(wanted - has), sorted(has - wanted)
-    complaints = [f"it lost the placeholder {_shown(name, original)}" for name in lost]
-    complaints += [f"it has the placeholder {_shown(name, original)}, which nothing fills" for name in invented]
-    if complaints:
-        raise ConfigError("; ".join(complaints))
-    if edited.template.strip() == original.template.strip():
-        raise ConfigError("it is the same as before")
-
-
 def _shown(name: str, template: PromptTemplate) -> str:
     return f"{{{name}}}" if template.engine == "f-string" else f"{{{{ {name} }}}}"
-
-
-def _of_poml(text: str) -> frozenset[str]:
-    """Names in `{{ … }}`, `for="item in items"` and `if="…"`, without those that a loop gives."""
-    names: set[str] = set()
-    given: set[str] = set()
-    for shown, loop, condition in _POML_EXPRESSION.findall(text):
-        if loop:
-            item, _, loop = loop.partition(" in ")
-            given.add(item.strip())
-        names.update(_NAME.findall(shown or loop or condition))
-    return frozenset(names - given - _POML_OWN)

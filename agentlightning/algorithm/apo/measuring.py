@@ -1,7 +1,7 @@
 """What candidates are worth: rollouts of candidates on tasks, each made once, all at the same time.
 
 Tasks are numbered in an order drawn from the seed, the same for all candidates. A measured (candidate, mode, number) is
-a rollout in the store, found again by a process that resumes the run. Knows no prompts and no search.
+a rollout in the store, found again by a process that resumes the run.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+import msgspec
+
 from agentlightning.algorithm.apo.budget import Budget, Usage
+from agentlightning.algorithm.apo.candidates import Candidate, Lineage, Score
 from agentlightning.algorithm.apo.editing import in_words
-from agentlightning.algorithm.apo.lineage import Candidate, Lineage, Score
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.algorithm.rl.groups import withdraw_rollouts
@@ -44,9 +46,9 @@ class Outcome:
 
 
 class Measuring:
-    """Outcomes by what was measured. Each of the held-out tasks has `samples` numbers."""
+    """Outcomes by what was measured."""
 
-    def __init__(self, context: RunContext, lineage: Lineage, budget: Budget, *, timeout: float, samples: int) -> None:
+    def __init__(self, context: RunContext, lineage: Lineage, budget: Budget, timeout: float) -> None:
         self.outcomes: dict[Measure, Outcome] = {}
         self._context = context
         self._lineage = lineage
@@ -54,18 +56,17 @@ class Measuring:
         self._timeout = timeout
         self._heard = False  # whether a conversation was recorded
         chance = random.Random(context.seed)
-        train, val = list(context.train_tasks), list(context.val_tasks)
-        chance.shuffle(train)
-        chance.shuffle(val)
-        self.tasks: dict[Mode, Sequence[Any]] = {"train": train, "val": val * samples}
+        self.tasks: dict[Mode, list[Any]] = {"train": [*context.train_tasks], "val": [*context.val_tasks]}
+        for tasks in self.tasks.values():
+            chance.shuffle(tasks)
 
     async def open(self) -> None:
         """Take up what the run has measured before."""
         for rollout in await self._context.store.query_rollouts(
             run_id=self._context.run.run_id, status_in=["succeeded", "failed"]
         ):
-            if (measure := _measure_of(rollout)) is not None:
-                await self._take(measure, rollout)
+            if "measure" in rollout.metadata:
+                await self._take(msgspec.convert(rollout.metadata["measure"], Measure), rollout)
 
     async def measure(self, wanted: Iterable[tuple[Candidate, Mode, int]]) -> None:
         """Make the rollouts that are missing and wait for all. OutOfBudget before the first, if not all fit."""
@@ -75,7 +76,9 @@ class Measuring:
             return
         self._budget.require(len(missing))
         requests = [await self._request(candidate, measure) for measure, candidate in missing.items()]
-        await self._leave(requests)
+        ours = {request.rollout_id for request in requests}
+        if self._context.resume:  # an interrupted process's rollouts went to an endpoint that is gone
+            await withdraw_rollouts(self._context, lambda rollout: rollout.rollout_id not in ours)
         self._context.progress.phase("evaluate", len(requests))
         await self._context.store.enqueue_many_rollouts(requests)
         waiting = {request.rollout_id or "": measure for request, measure in zip(requests, missing, strict=True)}
@@ -137,13 +140,6 @@ class Measuring:
             metadata={"measure": measure} | self._context.noise(f"{mode}-{number}"),
         )
 
-    async def _leave(self, requests: Sequence[EnqueueRolloutRequest]) -> None:
-        """End rollouts of an interrupted process that went to an endpoint that is gone."""
-        if not self._context.resume:
-            return
-        ours = {request.rollout_id for request in requests}
-        await withdraw_rollouts(self._context, lambda rollout: rollout.rollout_id not in ours)
-
     async def _take(self, measure: Measure, rollout: Rollout) -> None:
         spans = await self.spans(rollout)
         self._heard |= bool(read_calls(spans)[0])
@@ -162,11 +158,3 @@ def usage_of(spans: Sequence[Span]) -> Usage:
             read, written = usage.get(model, (0, 0))
             usage[model] = (read + counts[0], written + counts[1])
     return usage
-
-
-def _measure_of(rollout: Rollout) -> Measure | None:
-    match rollout.metadata.get("measure"):
-        case [str(name), "train" | "val" as mode, int(number)]:
-            return name, mode, number
-        case _:
-            return None
