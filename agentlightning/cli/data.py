@@ -193,7 +193,7 @@ async def _export(store: LightningStore, where: Filter, wanted: Wanted, kind: st
 
 
 def _tell(kind: str, done: _Exported, out: Path, as_json: bool) -> None:
-    from agentlightning.data.fine_tuning import FEWEST_LINES
+    from agentlightning.data.export import FEWEST_LINES
 
     if as_json:
         told = {"file": str(out), _UNITS[kind]: done.written, "rollouts": done.rollouts}

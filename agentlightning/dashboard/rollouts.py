@@ -11,14 +11,13 @@ import csv
 import io
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from agentlightning import semconv
 from agentlightning.data.agents import agent_of
 from agentlightning.data.conversations import Message, conversations, read_calls
-from agentlightning.data.explanation import Explanation, explain_rollout
 from agentlightning.data.export import Wanted, dpo_lines, sft_lines
 from agentlightning.data.recorded import Training, recorded_groups
 from agentlightning.data.transitions import trace_rollout
@@ -39,9 +38,6 @@ from agentlightning.tracing.rewards import (
 from agentlightning.tracing.steps import Step, read_steps
 from agentlightning.tracing.tree import arranged, totals
 from agentlightning.types import And, Attempt, Attributes, Condition, Filter, Order, Rollout, Span
-
-if TYPE_CHECKING:
-    from agentlightning.data.drift_kinds import Classifier
 
 LARGEST_PAGE: Final = 200
 _LOOKED_THROUGH: Final = 4  # pages, for rollouts of an agent
@@ -201,7 +197,6 @@ class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
     conversations: list[ConversationView]
     logs: list[dict[str, Any]]
     rewards: list[RewardView]
-    explanation: Explanation | None
 
 
 def rollout_view(
@@ -210,7 +205,6 @@ def rollout_view(
     shown: int | None,
     spans: Sequence[Span],
     training: Training,
-    classifier: Classifier | None,
 ) -> RolloutView:
     """`spans` are those of the attempt numbered `shown`."""
     rollout = row.rollout
@@ -224,7 +218,6 @@ def rollout_view(
         conversations=_conversations(steps, spans, traced.left_out),
         logs=[_log(span.attributes, span.start_time) for span in spans if span.name == semconv.LOG],
         rewards=[_reward(span) for span in spans if is_reward_span(span) or COMMENT in span.attributes],
-        explanation=explain_rollout(traced, spans, classifier) if spans else None,
     )
 
 

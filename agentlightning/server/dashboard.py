@@ -224,9 +224,8 @@ class DashboardRoutes:
         spans = await store.query_spans(rollout.rollout_id, attempts[shown - 1].attempt_id) if attempts else []
         row = (await rollouts.rows_of(store, [rollout]))[0]
         training = await credit.trained_by(store, rollout.run_id)
-        classifier = tokens.classifier_of(await self._token_bytes())
         return await asyncio.to_thread(
-            rollouts.rollout_view, row, attempts, shown if attempts else None, spans, training, classifier
+            rollouts.rollout_view, row, attempts, shown if attempts else None, spans, training
         )
 
     async def _request(self, store: ConfinedStore, request: Request) -> Any:

@@ -216,15 +216,6 @@ export interface ExplainedBreak {
   anew: string[] | null;
 }
 
-export interface Explanation {
-  outcome: string;
-  reward: number | null;
-  reward_terms: Record<string, number>;
-  rewards_lost: Record<string, number>;
-  levels: { level: string; sequences: number; tokens: number; saved: number }[];
-  breaks: ExplainedBreak[];
-}
-
 export interface RolloutView {
   row: RolloutRow;
   attempts: Attempt[];
@@ -233,7 +224,6 @@ export interface RolloutView {
   conversations: Conversation[];
   logs: { stream: string; text: string; time: number }[];
   rewards: RewardView[];
-  explanation: Explanation | null;
 }
 
 export interface TokenView {

@@ -116,7 +116,10 @@ def test_calls_conversations_sizes_and_breaks_are_shown(agl) -> None:
         ["trajectory", "2", "rows"],
         ["tree", "3", "rows"],
     ]
-    assert "call 2 should continue call 1, and is other from token " in out and "in that call's answer: split\n" in out
+    assert (
+        "call 2 should continue call 1, and is other from token " in out
+        and "in that call's answer: retokenised\n" in out
+    )
     assert "<|assistant|> » t·h·e·r·e·<|end|>\n" in out
     assert "<|assistant|> » there·<|end|>·<|user|>·" in out
     assert "(the embedded engine, SGLang)" in out
@@ -130,11 +133,11 @@ def test_what_a_terminal_would_obey_is_spelled_out(agl) -> None:
 def test_without_a_tokenizer_ids_are_shown_and_it_is_said_what_is_missing(agl) -> None:
     name = fill()
     code, out, _ = agl(name, STORE)
-    assert code == 0 and "in that call's answer: unknown\n" in out
+    assert code == 0 and "in that call's answer: retokenised\n" in out
     assert f" » {'·'.join(map(str, CHAT.encode('there')))}·" in out
-    assert out.endswith("with --tokenizer these are texts, and more kinds are told\n")
+    assert out.endswith("with --tokenizer these are texts\n")
     TOKENIZER.save_pretrained("elsewhere")
-    assert "answer: split\n" in agl(name, STORE, "--tokenizer", "elsewhere")[1]
+    assert "t·h·e·r·e" in agl(name, STORE, "--tokenizer", "elsewhere")[1]
 
 
 def test_json_says_the_same(agl) -> None:
@@ -145,7 +148,7 @@ def test_json_says_the_same(agl) -> None:
     assert [call["conversation"] for call in said["calls"]] == [0, 0, 0, None]
     assert said["calls"][3]["left_out"] == "frozen model"
     (broken,) = said["breaks"]
-    assert broken["found"]["kind"] == "split" and broken["recorded"][:5] == [*"there"]
+    assert broken["found"]["kind"] == "retokenised" and broken["recorded"][:5] == [*"there"]
     assert 0 < said["levels"][1]["saved"] < said["levels"][2]["saved"] < 1
 
 

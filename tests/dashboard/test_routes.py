@@ -268,7 +268,6 @@ async def test_a_rollout_is_shown_with_what_was_new_in_each_call(place):
         ("call", 1),
         ("reward", None),
     ]
-    assert view["explanation"]["reward_terms"] == {"final": 1.0}
     again = await place.get(f"/rollouts/{one.rollout_id}/request?call={first['span_id']}")
     assert again["path"] == "/v1/chat/completions"
     assert again["body"] == {"model": "policy", "temperature": 1, "messages": [SYSTEM, says("user", HOSTILE)]}
@@ -414,7 +413,13 @@ async def test_quality_is_what_steps_counted_or_else_what_rollouts_show(place):
     await place.store.enqueue_many_rollouts([EnqueueRolloutRequest(input="not ended", run_id=one.run_id)])
     seen = await place.get(f"/quality?run={one.run_id}")
     assert (seen["measured"], seen["rollouts"], seen["counts"]["outcomes"]) == (False, 3, {"trainable": 2, "failed": 1})
-    values = {"rollouts": 4.0, "calls": 6.0, "calls_excluded": 2.0, "excluded/other agent": 2.0, "unmerged/split": 1.0}
+    values = {
+        "rollouts": 4.0,
+        "calls": 6.0,
+        "calls_excluded": 2.0,
+        "excluded/other agent": 2.0,
+        "unmerged/unknown": 1.0,
+    }
     await place.store.add_metrics(Metrics(run_id=one.run_id, step=1, time=0.0, values=values))
     told = await place.get(f"/quality?run={one.run_id}")
     assert (told["measured"], told["counts"]["excluded"], told["shares"]["excluded"]) == (
@@ -422,7 +427,7 @@ async def test_quality_is_what_steps_counted_or_else_what_rollouts_show(place):
         {"other agent": 2},
         [0.25],
     )
-    assert told["counts"]["breaks"] == {"split": 1} and "split" in told["suggestions"]
+    assert told["counts"]["breaks"] == {"unknown": 1} and "unknown" in told["suggestions"]
 
 
 async def test_prompts_are_told_with_their_scores(place):

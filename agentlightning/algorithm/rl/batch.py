@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, TypeAlias, cast
+from typing import Final, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -25,9 +25,6 @@ from agentlightning.data.sequences import CreditedTransition, Level, TrainingSeq
 from agentlightning.data.transitions import FloatArray, TracedRollout, tool_success, trace_rollout
 from agentlightning.store.base import LightningStore
 from agentlightning.types import Rollout, Span
-
-if TYPE_CHECKING:
-    from agentlightning.data.token_bytes import TokenBytes
 
 # What a critic says each sampled token is worth, one float32[N] per sequence (`Learner.values`).
 Values: TypeAlias = Callable[[Sequence[TrainingSequence]], Sequence[FloatArray]]
@@ -57,22 +54,15 @@ async def trace_group(
     rollout_ids: Sequence[str],
     algorithm: Reinforcement,
     models: Sequence[str],
-    token_bytes: TokenBytes | None = None,
 ) -> list[TracedRollout]:
-    """What the store holds of these finished rollouts, as `algorithm` sees it when it trains `models`. With the bytes
-    of their tokens more is told of why prompts break."""
+    """What the store holds of these finished rollouts, as `algorithm` sees it when it trains `models`."""
     rollouts = {rollout.rollout_id: rollout for rollout in await store.query_rollouts(rollout_id_in=rollout_ids)}
     calls = algorithm.call_filter(*models)
-    classifier = None
-    if token_bytes is not None:
-        from agentlightning.data.drift_kinds import Classifier  # tokenizers may be missing where nothing is trained
-
-        classifier = Classifier(token_bytes)
     traced: list[TracedRollout] = []
 
     def trace(rollout: Rollout, spans: Sequence[Span]) -> TracedRollout:
         one = trace_rollout(rollout, spans, calls=calls, reward=algorithm.reward)
-        return replace(one, breaks=continuity(one.transitions, spans, classifier).breaks)
+        return replace(one, breaks=continuity(one.transitions, spans).breaks)
 
     for name in rollout_ids:
         spans = await store.query_spans(name, "latest")

@@ -244,8 +244,7 @@ class Groups:
 
     async def trace(self, rollout_ids: Sequence[str]) -> list[TracedRollout]:
         policies = self.context.policies
-        token_bytes = next((policy.learner.token_bytes for policy in policies.values()), None)
-        return await trace_group(self.context.store, rollout_ids, self.algorithm, tuple(policies), token_bytes)
+        return await trace_group(self.context.store, rollout_ids, self.algorithm, tuple(policies))
 
     def _take_in(self, group: Group, rollouts: tuple[TracedRollout, ...]) -> None:
         ticket = self._begun.pop(group.group_id, None)
