@@ -56,7 +56,8 @@ def measure(level: Any, rollouts: int, micro_batch_tokens: int, rounds: int) -> 
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from agentlightning.data.sequences import aggregation_weights, build_sequences, micro_batches
-    from agentlightning.learner.base import AdamW, Loss
+    from agentlightning.learner.base import AdamW
+    from agentlightning.learner.losses import Loss
     from agentlightning.learner.policy import Policy
     from agentlightning.learner.torch import TorchLearner
 

@@ -38,7 +38,8 @@ def measure(size: str) -> dict[str, Any]:
 
     from agentlightning.data.sequences import TrainingSequence
     from agentlightning.engine.engine import Engine, GenerationRequest
-    from agentlightning.learner.base import AdamW, Loss
+    from agentlightning.learner.base import AdamW
+    from agentlightning.learner.losses import Loss
     from agentlightning.learner.policy import Policy, choose_device
     from agentlightning.learner.torch import TorchLearner
 

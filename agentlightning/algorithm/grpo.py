@@ -15,7 +15,7 @@ from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.credit_table import RewardedGroup, make_credit
 from agentlightning.data.sequences import Aggregation, CreditedTransition
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import KLEstimator
+from agentlightning.learner.losses import KLEstimator
 
 
 @dataclass(kw_only=True)

@@ -11,7 +11,8 @@ from agentlightning.data.credit_table import RewardedGroup, make_credit
 from agentlightning.data.sequences import CreditedTransition
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import check_settings
-from agentlightning.learner.base import Critic, CriticTrunk, Loss
+from agentlightning.learner.base import Critic, CriticTrunk
+from agentlightning.learner.losses import Loss
 
 
 @dataclass(kw_only=True)

@@ -18,7 +18,7 @@ from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import Aggregation, CreditedTransition
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import LossKind
+from agentlightning.learner.losses import LossKind
 from agentlightning.store.base import LightningStore
 
 if TYPE_CHECKING:

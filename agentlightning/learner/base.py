@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, get_args
 
-from agentlightning.data.sequences import Aggregation, TrainingSequence
+from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, check_settings, nearest
 
@@ -22,107 +22,14 @@ if TYPE_CHECKING:
 
     from agentlightning.data.token_bytes import TokenBytes
     from agentlightning.gateway.backend import Backend, Sampling
+    from agentlightning.learner.losses import Loss
 
-KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
-LossKind: TypeAlias = Literal["ppo_clip", "policy_gradient", "importance_sampling", "gspo", "cispo"]
-LossFunction: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]"
-Old: TypeAlias = Literal["behaviour", "proximal"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 DType: TypeAlias = Literal["float32", "bfloat16"]
 CriticTrunk: TypeAlias = Literal["shared", "separate"]
 WeightsForm: TypeAlias = Literal["live", "whole", "adapter", "handle"]
 
-TRUNCATION: Final = 2.0  # of `Loss.truncation`, unless given; that of "truncated importance sampling"
-
 CRITIC_RATE: Final = 10.0  # a critic starts from nothing, a policy does not; verl's defaults differ as much
-
-# How far below and above 1 the importance ratio counts; GSPO's, of a whole transition, is as its authors have it.
-CLIP_RANGES: Final[dict[LossKind | LossFunction, tuple[float, float]]] = {
-    "ppo_clip": (0.2, 0.2),
-    "gspo": (3e-4, 4e-4),
-    "cispo": (0.2, 0.2),
-}
-
-
-@dataclass(frozen=True)
-class Loss:
-    """The loss of one batch: that of its sampled tokens, aggregated, plus KL to a reference and entropy.
-
-    `kind` names a function of `learner/losses.py`, or is one: of (logprobs, old_logprobs, advantages, transitions),
-    each [N], of which the last numbers the transition of each token, to the loss of each token, float[N].
-    `clip_low` and `clip_high` are for those that clip the importance ratio, by default `CLIP_RANGES`; `dual_clip`
-    bounds the loss of tokens with negative advantage (arXiv:1912.09729).
-    `temperature` is that of the sampling: the learner's log-probabilities are of the same distribution.
-    `kl_coefficient` needs a learner that keeps a reference policy; 0 switches the term off.
-
-    `old` says what the importance ratio is against. `behaviour`: the recorded log-probabilities, so that the ratio
-    corrects for the weights that sampled. `proximal`: the weights at the start of the step; what sampled is then
-    corrected for by a weight per token, min(exp(proximal − behaviour), `truncation`) (decoupled PPO, arXiv:2110.00641;
-    AReaL, arXiv:2505.24298). Never both: the same difference would count twice.
-
-    With a critic, `value_coefficient` times the loss of its values is added, which `value_clip` bounds
-    (`losses.value_loss`); with `critic_alone` the policy is not trained."""
-
-    kind: LossKind | LossFunction = "ppo_clip"
-    clip_low: float | None = None
-    clip_high: float | None = None
-    dual_clip: float | None = None
-    aggregation: Aggregation = "token-mean"
-    constant_length: int | None = None
-    kl_coefficient: float = 0.0
-    kl_estimator: KLEstimator = "k3"
-    entropy_coefficient: float = 0.0
-    temperature: float = 1.0
-    old: Old = "behaviour"
-    truncation: float | None = None
-    value_coefficient: float = 0.5
-    value_clip: float | None = 0.2
-    critic_alone: bool = False
-
-    @property
-    def clip_range(self) -> tuple[float, float]:
-        """How far below and above 1 the ratio counts; for a kind that does not clip, any distance."""
-        low, high = CLIP_RANGES.get(self.kind, (1.0, math.inf))
-        return self.clip_low if self.clip_low is not None else low, (
-            self.clip_high if self.clip_high is not None else high
-        )
-
-    def __post_init__(self) -> None:
-        if not callable(self.kind) and self.kind not in get_args(LossKind):
-            raise ConfigError(
-                f"loss {self.kind!r} is unknown; {nearest(str(self.kind), get_args(LossKind))}, or file.py:function"
-            )
-        if self.kind not in CLIP_RANGES and (self.clip_low, self.clip_high) != (None, None):
-            raise ConfigError(
-                f"clip_low and clip_high are set, but {self.name} clips no ratio by them; ppo_clip, gspo, cispo do"
-            )
-        low, high = self.clip_range
-        if not 0 < low <= 1 or not high > 0:
-            raise ConfigError(f"clip range ({low}, {high}): low must lie in (0, 1], high above 0")
-        if self.dual_clip is not None and self.kind != "ppo_clip":
-            raise ConfigError(f"dual_clip is set, but the loss is {self.name}: it bounds ppo_clip alone")
-        check_settings(
-            self,
-            least={"kl_coefficient": 0},
-            above={"dual_clip": 1, "temperature": 0, "truncation": 0, "value_coefficient": 0, "value_clip": 0},
-            choices={"old": get_args(Old), "aggregation": get_args(Aggregation), "kl_estimator": get_args(KLEstimator)},
-        )
-        if self.aggregation == "constant" and not (self.constant_length and self.constant_length >= 1):
-            raise ConfigError("aggregation 'constant' needs constant_length, the length to divide by (at least 1)")
-        if self.truncation is not None and self.old == "behaviour":
-            raise ConfigError(
-                "truncation is set, but with old='behaviour' the importance ratio corrects for what sampled already: "
-                "leave truncation out, or give old='proximal'"
-            )
-        if callable(self.kind):
-            from agentlightning.learner.losses import try_loss
-
-            try_loss(self)
-
-    @property
-    def name(self) -> str:
-        """What messages call the kind."""
-        return getattr(self.kind, "__name__", str(self.kind))
 
 
 @dataclass(frozen=True)

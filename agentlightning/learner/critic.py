@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from agentlightning.data.sequences import MicroBatch
 from agentlightning.learner.base import Critic
-from agentlightning.learner.distributions import States, predicting_states
+from agentlightning.learner.forward import States, predicting_states
 
 CRITIC_FILE: Final = "critic.safetensors"
 

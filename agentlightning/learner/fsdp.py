@@ -29,7 +29,8 @@ from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, TrainingError
-from agentlightning.learner.base import AdamW, Loss, WeightsForm
+from agentlightning.learner.base import AdamW, WeightsForm
+from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.started import end_of
 from agentlightning.learner.torch import MISMATCH_TOLERANCE

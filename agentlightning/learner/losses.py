@@ -1,19 +1,186 @@
-"""Losses per sampled token, as pure functions of torch tensors of shape [N]; aggregation is the batch's weights.
+"""The loss of a batch: its settings, what each kind gives per sampled token, and the statistics of a step.
 
-Gradients flow through `logprobs` alone. References are checked in tests against values of verl.
+Every loss is a pure function of tensors of shape [N], through whose `logprobs` alone gradients flow; aggregation is the
+batch's weights. References are checked in tests against values of verl. Imports no torch: algorithms make losses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, get_args
 
-import torch
-from torch import Tensor
+from agentlightning.data.sequences import Aggregation
+from agentlightning.errors import ConfigError, check_settings, nearest
 
-from agentlightning.data.sequences import TrainingSequence, aggregation_weights, pad
-from agentlightning.errors import ConfigError
-from agentlightning.learner.base import CLIP_RANGES, KLEstimator, Loss
-from agentlightning.learner.totals import Mismatch, Totals
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
+LossKind: TypeAlias = Literal["ppo_clip", "policy_gradient", "importance_sampling", "gspo", "cispo"]
+LossFunction: TypeAlias = "Callable[..., Tensor]"
+Old: TypeAlias = Literal["behaviour", "proximal"]
+
+TRUNCATION: Final = 2.0  # of `Loss.truncation`, unless given; that of "truncated importance sampling"
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def loss(*, clips: tuple[float, float], dual: bool = False) -> Callable[[F], F]:
+    """Marks a loss function that clips the importance ratio: it also takes `low` and `high`, how far below and above 1
+    the ratio counts, by default `clips`; with `dual` also `dual`, or None (`Loss.dual_clip`)."""
+
+    def mark(function: F) -> F:
+        vars(function).update(clips=clips, dual=dual)
+        return function
+
+    return mark
+
+
+def policy_gradient(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, transitions: Tensor) -> Tensor:
+    """−A·log p: right only for tokens that were sampled from the weights being changed (REINFORCE, Williams 1992)."""
+    return -advantages * logprobs
+
+
+def importance_sampling(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, transitions: Tensor) -> Tensor:
+    """−r·A with r = exp(logprob − old), unclipped: at r = 1 its gradient is that of `policy_gradient`."""
+    return -(logprobs - old_logprobs).exp() * advantages
+
+
+@loss(clips=(0.2, 0.2), dual=True)
+def ppo_clip(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    transitions: Tensor,
+    low: float,
+    high: float,
+    dual: float | None = None,
+) -> Tensor:
+    """max(−r·A, −clip(r, 1−low, 1+high)·A) with r = exp(logprob − old) (PPO, arXiv:1707.06347).
+
+    With `dual` c, tokens of negative advantage lose at most −c·A (dual-clip PPO, arXiv:1912.09729)."""
+    value = _clipped((logprobs - old_logprobs).exp(), advantages, low, high)
+    return value if dual is None else value.minimum(-dual * advantages).where(advantages < 0, value)
+
+
+@loss(clips=(3e-4, 4e-4))  # as its authors have it
+def gspo(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, transitions: Tensor, low: float, high: float
+) -> Tensor:
+    """PPO's clipped surrogate with the ratio of the whole transition (GSPO, arXiv:2507.18071).
+
+    As its token variant: each token has the transition's ratio as value and its own gradient, so that advantages may
+    differ within a transition; where they do not, and under `sequence-mean`, it is GSPO to the letter."""
+    difference = (logprobs - old_logprobs).detach()
+    count = int(transitions.max()) + 1 if len(transitions) else 0
+    sums = difference.new_zeros(count).index_add(0, transitions, difference)
+    means = sums / transitions.bincount(minlength=count).clamp(min=1)
+    return _clipped((means[transitions] + logprobs - logprobs.detach()).exp(), advantages, low, high)
+
+
+@loss(clips=(0.2, 0.2))
+def cispo(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, transitions: Tensor, low: float, high: float
+) -> Tensor:
+    """−clip(r, 1−low, 1+high)·A·log p, no gradient through r (CISPO, arXiv:2506.13585): a clipped token still learns,
+    with a bounded weight."""
+    ratio = (logprobs - old_logprobs).detach().exp()
+    return -ratio.clamp(1 - low, 1 + high) * advantages * logprobs
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    return (-ratio * advantages).maximum(-ratio.clamp(1 - low, 1 + high) * advantages)
+
+
+LOSSES: Final[dict[str, LossFunction]] = {
+    one.__name__: one for one in (ppo_clip, policy_gradient, importance_sampling, gspo, cispo)
+}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of one batch: that of its sampled tokens, aggregated, plus KL to a reference and entropy.
+
+    `kind` names a function of this module, or is one: of (logprobs, old_logprobs, advantages, transitions), each [N],
+    of which the last numbers the transition of each token, to the loss of each token, float[N].
+    `clip_low` and `clip_high` are for functions that clip the importance ratio (`@loss(clips=…)`); `dual_clip` bounds
+    the loss of tokens with negative advantage (arXiv:1912.09729).
+    `temperature` is that of the sampling: the learner's log-probabilities are of the same distribution.
+    `kl_coefficient` needs a learner that keeps a reference policy; 0 switches the term off.
+
+    `old` says what the importance ratio is against. `behaviour`: the recorded log-probabilities, so that the ratio
+    corrects for the weights that sampled. `proximal`: the weights at the start of the step; what sampled is then
+    corrected for by a weight per token, min(exp(proximal − behaviour), `truncation`) (decoupled PPO, arXiv:2110.00641;
+    AReaL, arXiv:2505.24298). Never both: the same difference would count twice.
+
+    With a critic, `value_coefficient` times the loss of its values is added, which `value_clip` bounds (`value_loss`);
+    with `critic_alone` the policy is not trained."""
+
+    kind: LossKind | LossFunction = "ppo_clip"
+    clip_low: float | None = None
+    clip_high: float | None = None
+    dual_clip: float | None = None
+    aggregation: Aggregation = "token-mean"
+    constant_length: int | None = None
+    kl_coefficient: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    entropy_coefficient: float = 0.0
+    temperature: float = 1.0
+    old: Old = "behaviour"
+    truncation: float | None = None
+    value_coefficient: float = 0.5
+    value_clip: float | None = 0.2
+    critic_alone: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.kind) and self.kind not in LOSSES:
+            raise ConfigError(f"loss {self.kind!r} is unknown; {nearest(str(self.kind), LOSSES)}, or file.py:function")
+        if self.clip_range is None and (self.clip_low, self.clip_high) != (None, None):
+            raise ConfigError(
+                f"clip_low and clip_high are set, but {self.name} clips no ratio by them; ppo_clip, gspo, cispo do"
+            )
+        low, high = self.clip_range or (1.0, math.inf)
+        if not 0 < low <= 1 or not high > 0:
+            raise ConfigError(f"clip range ({low}, {high}): low must lie in (0, 1], high above 0")
+        if self.dual_clip is not None and not getattr(self.function, "dual", False):
+            raise ConfigError(f"dual_clip is set, but the loss is {self.name}: it bounds ppo_clip alone")
+        check_settings(
+            self,
+            least={"kl_coefficient": 0},
+            above={"dual_clip": 1, "temperature": 0, "truncation": 0, "value_coefficient": 0, "value_clip": 0},
+            choices={"old": get_args(Old), "aggregation": get_args(Aggregation), "kl_estimator": get_args(KLEstimator)},
+        )
+        if self.aggregation == "constant" and not (self.constant_length and self.constant_length >= 1):
+            raise ConfigError("aggregation 'constant' needs constant_length, the length to divide by (at least 1)")
+        if self.truncation is not None and self.old == "behaviour":
+            raise ConfigError(
+                "truncation is set, but with old='behaviour' the importance ratio corrects for what sampled already: "
+                "leave truncation out, or give old='proximal'"
+            )
+        if callable(self.kind):
+            _try(self)
+
+    @property
+    def function(self) -> LossFunction:
+        return self.kind if callable(self.kind) else LOSSES[self.kind]
+
+    @property
+    def name(self) -> str:
+        """What messages call the kind."""
+        return getattr(self.kind, "__name__", str(self.kind))
+
+    @property
+    def clip_range(self) -> tuple[float, float] | None:
+        """How far below and above 1 the ratio counts; None for a function that does not clip it."""
+        if (own := getattr(self.function, "clips", None)) is None:
+            return None
+        low, high = own
+        return self.clip_low if self.clip_low is not None else low, (
+            self.clip_high if self.clip_high is not None else high
+        )
 
 
 def policy_loss(
@@ -22,54 +189,23 @@ def policy_loss(
     """The loss of each sampled token as `loss.kind` has it, and where a clip changed it: float[N], bool[N].
 
     `transitions` int64[N] numbers the transition of each token, from 0; all tokens of one must be there."""
-    kind, (low, high) = loss.kind, loss.clip_range
-    if callable(kind):
-        value = kind(logprobs, old_logprobs, advantages, transitions)
-    elif kind == "policy_gradient":
-        value = policy_gradient(logprobs, advantages)
-    elif kind == "importance_sampling":
-        value = importance_sampling(logprobs, old_logprobs, advantages)
-    elif kind == "cispo":
-        value = cispo(logprobs, old_logprobs, advantages, low, high)
-    elif kind == "gspo":
-        value = gspo(logprobs, old_logprobs, advantages, transitions, low, high)
-    else:
-        value = ppo_clip(logprobs, old_logprobs, advantages, low, high, loss.dual_clip)
-    if kind not in CLIP_RANGES:
-        return value, torch.zeros_like(advantages, dtype=torch.bool)
-    before, now = old_logprobs, logprobs.detach()
-    ratio = transition_ratio(now, before, transitions) if kind == "gspo" else torch.exp(now - before)
-    above, below = ratio > 1 + high, ratio < 1 - low
-    return value, above | below if kind == "cispo" else ((advantages > 0) & above) | ((advantages < 0) & below)
+    given = (old_logprobs, advantages, transitions)
+    if loss.clip_range is None:
+        return loss.function(logprobs, *given), logprobs.new_zeros(len(logprobs)).bool()
+    low, high = loss.clip_range
+    dual = {"dual": loss.dual_clip} if loss.dual_clip is not None else {}
+    value = loss.function(logprobs, *given, low=low, high=high, **dual)
+    return value, value.detach() != loss.function(logprobs.detach(), *given, low=1.0, high=math.inf, **dual)
 
 
-def gradient(
-    batch: Sequence[TrainingSequence], logprobs: Sequence[Tensor], loss: Loss, version: int | None
-) -> tuple[Tensor, Totals]:
-    """dL/dlogprob of every sampled token of the batch, float32[N], where these are its `logprobs`; and the metrics."""
-    micro = pad(
-        list(batch), aggregation_weights(batch, loss.aggregation, loss.constant_length or 0), max(map(len, batch))
-    )
-    old, advantages, transitions, weights, versions = map(
-        torch.from_numpy, (micro.logprobs, micro.advantages, micro.transitions, micro.weights, micro.versions)
-    )
-    now = torch.cat(list(logprobs)).requires_grad_()
-    per_token, clipped = policy_loss(now, old, advantages, transitions, loss)
-    total = (per_token * weights).sum()
-    torch.autograd.backward(total)
-    assert now.grad is not None
-    totals, log_ratio = Totals(Mismatch(version if loss.old == "behaviour" else None)), now.detach() - old
-    totals.add(float(total.detach()), log_ratio, clip_fraction=clipped)
-    totals.mismatch.add(log_ratio, versions)
-    return now.grad, totals
-
-
-def try_loss(loss: Loss) -> None:
+def _try(loss: Loss) -> None:
     """ConfigError unless the function in `loss` gives, for a batch of five tokens in two transitions, a finite loss of
     each that depends on its log-probability."""
-    logprobs = torch.tensor([-0.5, -1.0, -2.0, -0.1, -0.7], requires_grad=True)
-    old = torch.tensor([-0.6, -1.0, -1.5, -0.2, -0.7])
-    advantages, transitions = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0]), torch.tensor([0, 0, 0, 1, 1])
+    from torch import allclose, tensor
+
+    logprobs = tensor([-0.5, -1.0, -2.0, -0.1, -0.7], requires_grad=True)
+    old = tensor([-0.6, -1.0, -1.5, -0.2, -0.7])
+    advantages, transitions = tensor([1.0, -1.0, 0.5, -0.5, 2.0]), tensor([0, 0, 0, 1, 1])
     try:
         value, _ = policy_loss(logprobs, old, advantages, transitions, loss)
         twice, _ = policy_loss(logprobs, old, 2 * advantages, transitions, loss)
@@ -84,75 +220,21 @@ def try_loss(loss: Loss) -> None:
             f"loss {loss.name} must give, for five tokens, a finite loss of each with a gradient through logprobs; it "
             f"gave {value!r:.200}"
         )
-    if loss.old == "proximal" and not torch.allclose(twice, 2 * value):
+    if loss.old == "proximal" and not allclose(twice, 2 * value):
         raise ConfigError(
             f"old='proximal' corrects for what sampled by scaling the advantages, and loss {loss.name} is not "
             "proportional to them; give old='behaviour'"
         )
 
 
-def policy_gradient(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """−A·log p, float[N]: right only for tokens that were sampled from the weights being changed (REINFORCE,
-    Williams 1992)."""
-    return -advantages * logprobs
-
-
-def importance_sampling(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """−r·A with r = exp(logprob − old), unclipped, float[N]: at r = 1 its gradient is that of `policy_gradient`."""
-    return -torch.exp(logprobs - old_logprobs) * advantages
-
-
-def ppo_clip(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None
-) -> Tensor:
-    """max(−r·A, −clip(r, 1−low, 1+high)·A) with r = exp(logprob − old) (PPO, arXiv:1707.06347), float[N].
-
-    With `dual` c, tokens of negative advantage lose at most −c·A (dual-clip PPO, arXiv:1912.09729)."""
-    loss = _clipped(torch.exp(logprobs - old_logprobs), advantages, low, high)
-    if dual is not None:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -dual * advantages), loss)
-    return loss
-
-
-def gspo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, transitions: Tensor, low: float, high: float
-) -> Tensor:
-    """PPO's clipped surrogate with the ratio of the whole transition (GSPO, arXiv:2507.18071), float[N].
-
-    As its token variant: each token has the transition's ratio as value and its own gradient, so that advantages may
-    differ within a transition; where they do not, and under `sequence-mean`, it is GSPO to the letter."""
-    return _clipped(transition_ratio(logprobs, old_logprobs, transitions), advantages, low, high)
-
-
-def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """−clip(r, 1−low, 1+high)·A·log p, no gradient through r (CISPO, arXiv:2506.13585), float[N]: a clipped token
-    still learns, with a bounded weight."""
-    ratio = torch.exp((logprobs - old_logprobs).detach())
-    return -ratio.clamp(1 - low, 1 + high) * advantages * logprobs
-
-
-def transition_ratio(logprobs: Tensor, old_logprobs: Tensor, transitions: Tensor) -> Tensor:
-    """exp(mean of logprob − old over the token's transition), float[N], with the gradient of the token's own log p."""
-    difference = (logprobs - old_logprobs).detach()
-    count = int(transitions.max()) + 1 if len(transitions) else 0
-    sums = difference.new_zeros(count).index_add(0, transitions, difference)
-    means = sums / torch.bincount(transitions, minlength=count).clamp(min=1)
-    return torch.exp(means[transitions] + logprobs - logprobs.detach())
-
-
-def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    return torch.maximum(-ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages)
-
-
 def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
     """½·max((V − target)², (V' − target)²), V' being V kept within `clip` of what it was, and where that is the larger:
     float[N], bool[N] (PPO as its authors implemented it, github.com/openai/baselines). Gradients flow through `values`.
     """
-    loss = (values - targets).square() / 2
-    if clip is None:
-        return loss, torch.zeros_like(loss, dtype=torch.bool)
-    kept = (torch.clamp(values, old_values - clip, old_values + clip) - targets).square() / 2
-    return torch.maximum(loss, kept), kept > loss
+    free = (values - targets).square() / 2
+    kept = values if clip is None else values.clamp(old_values - clip, old_values + clip)
+    bounded = (kept - targets).square() / 2
+    return free.maximum(bounded), bounded > free
 
 
 def kl(logprobs: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
@@ -165,9 +247,75 @@ def kl(logprobs: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
     if estimator == "k2":
         return difference.square() / 2
     negative = (-difference).clamp(-20, 20)
-    return (torch.exp(negative) - 1 - negative).clamp(-10, 10)
+    return (negative.exp() - 1 - negative).clamp(-10, 10)
 
 
 def entropy(log_probabilities: Tensor) -> Tensor:
     """Entropy in nats of each row's distribution: log-probabilities float[N, V] → float[N]."""
     return -(log_probabilities.exp() * log_probabilities).sum(-1)
+
+
+class Totals:
+    """What is measured of a step, over its micro-batches and over processes: `sums`, `means` per sampled token, and
+    `peaks`. How far learner and engine are apart is measured of the tokens that `version` sampled."""
+
+    def __init__(self, version: int | None) -> None:
+        self.version = version
+        self.sums: defaultdict[str, float] = defaultdict(float, loss=0.0, tokens=0.0, reference_kl=0.0)
+        self.means: defaultdict[str, float] = defaultdict(float)
+        self.peaks: dict[str, float] = {}
+        self.matched, self.divergence = 0, 0.0
+
+    @classmethod
+    def of_all(cls, parts: Sequence[Totals]) -> Totals:
+        """Those of several processes, of each its micro-batches, as those of one."""
+        out = cls(parts[0].version)
+        for part in parts:
+            out.matched += part.matched
+            out.divergence += part.divergence
+            for name, value in part.sums.items():
+                out.sums[name] += value
+            for name, value in part.means.items():
+                out.means[name] += value
+            for name, value in part.peaks.items():
+                out.peaks[name] = max(out.peaks.get(name, value), value)
+        return out
+
+    def add(self, loss: float, log_ratio: Tensor, **per_token: Tensor) -> None:
+        ratio = log_ratio.exp()
+        self.sums["loss"] += loss
+        self.sums["tokens"] += log_ratio.numel()
+        self.add_means(behaviour_kl=ratio - 1 - log_ratio, ratio_mean=ratio, **per_token)
+        self._peak("ratio_max", ratio)
+        self._peak("ratio_min", -ratio)
+
+    def add_means(self, **per_token: Tensor) -> None:
+        for name, values in per_token.items():
+            self.means[name] += float(values.sum())
+
+    def compare(self, difference: Tensor, versions: Tensor) -> None:
+        """`difference` float[N] is learner − engine, `versions` int[N] who sampled the tokens."""
+        if self.version is not None and len(own := difference[versions == self.version]):
+            self.matched += len(own)
+            self.divergence += float((own.expm1() - own).sum())
+            self._peak("inference_mismatch", own.expm1().abs())
+
+    def _peak(self, name: str, values: Tensor) -> None:
+        self.peaks[name] = max(self.peaks.get(name, -math.inf), float(values.max()))
+
+    def mismatch(self) -> dict[str, float]:
+        if not self.matched:
+            return {}
+        apart = self.divergence / self.matched
+        return {"inference_kl": apart, "inference_mismatch": self.peaks["inference_mismatch"]}
+
+    def metrics(self) -> dict[str, float]:
+        lowest, highest = -self.peaks["ratio_min"], self.peaks["ratio_max"]
+        return {
+            **self.sums,
+            **{name: total / self.sums["tokens"] for name, total in self.means.items()},
+            "ratio_min": lowest,
+            "ratio_max": highest,
+            "max_ratio_error": max(highest - 1, 1 - lowest),
+            **self.mismatch(),
+        }

@@ -21,7 +21,7 @@ from agentlightning.engine.forward import cache_bytes
 from agentlightning.engine.weights import LARGEST_JOINED, shape_of
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import AdamW, Critic, LoRA
-from agentlightning.learner.distributions import LOGITS_AT_ONCE
+from agentlightning.learner.forward import LOGITS_AT_ONCE
 
 FLOAT32: Final = 4
 _log = logging.getLogger(__name__)

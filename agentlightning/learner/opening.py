@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from agentlightning.data.references import is_reference
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import AdamW, Critic, DType, LoRA, Loss, is_tinker, read_learner
+from agentlightning.learner.base import AdamW, Critic, DType, LoRA, is_tinker, read_learner
 from agentlightning.learner.fsdp import FsdpLearner, Settings, check_devices
+from agentlightning.learner.losses import Loss
 from agentlightning.learner.memory import GIB, MemoryEstimate, available_memory, estimate_memory
 from agentlightning.learner.policy import Policy, choose_device, empty_model, empty_policy, load_policy, open_policy
 from agentlightning.learner.remote import RemoteSampler, RemoteSampling, read_sampler

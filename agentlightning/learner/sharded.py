@@ -37,10 +37,10 @@ from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import AgentLightningError
 from agentlightning.learner.base import WeightsForm
 from agentlightning.learner.fsdp import Settings
+from agentlightning.learner.losses import Totals
 from agentlightning.learner.policy import load_policy
 from agentlightning.learner.serving import choose_threads
 from agentlightning.learner.torch import TorchLearner
-from agentlightning.learner.totals import Totals
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentlightning.data.sequences import TrainingSequence
+from agentlightning.data.sequences import TrainingSequence, aggregation_weights, pad
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import BackendError, ConfigError, TrainingError, UnavailableError, imported
@@ -36,11 +36,11 @@ from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.generation import Ending, GenerationRequest, GrammarsAs, SampledToken
-from agentlightning.learner import losses
-from agentlightning.learner.base import AdamW, LoRA, Loss, Weights, WeightsForm
+from agentlightning.learner.base import AdamW, LoRA, Weights, WeightsForm
+from agentlightning.learner.losses import Loss, Totals, policy_loss
 from agentlightning.learner.policy import load_tokenizer
 from agentlightning.learner.remote import sampled_sequence
-from agentlightning.learner.torch import MISMATCH_TOLERANCE, prepared
+from agentlightning.learner.torch import MISMATCH_TOLERANCE, not_finite, prepared
 
 if TYPE_CHECKING:
     from agentlightning.learner.opening import Opening
@@ -238,13 +238,10 @@ class TinkerLearner:
             raise TrainingError("an empty batch cannot be trained; the loop must skip the step")
         check_loss(loss)
         logprobs = self.logprobs(batch)
-        gradient, totals = losses.gradient(batch, logprobs, loss, version)
-        if not np.isfinite([totals.sums["loss"], float(gradient.abs().sum())]).all():
-            raise TrainingError(
-                f"the step was not taken: loss {totals.sums['loss']}. The weights are unchanged; lower the learning "
-                "rate, or look for extreme rewards in the run's metrics"
-            )
-        advantages = (-gradient).split([len(one) for one in logprobs])
+        slopes, totals = gradient(batch, logprobs, loss, version)
+        if not np.isfinite([totals.sums["loss"], float(slopes.abs().sum())]).all():
+            raise not_finite(totals.sums["loss"])
+        advantages = (-slopes).split([len(one) for one in logprobs])
         rate = self.config.rate(self.steps + 1)
         settings = {"learning_rate": rate, "beta1": self.config.betas[0], "beta2": self.config.betas[1], "eps": 1e-8}
         settings |= {"weight_decay": self.config.weight_decay, "grad_clip_norm": self.config.max_grad_norm}
@@ -453,6 +450,26 @@ class TinkerSampler:
             call.exception()  # seen: its caller may have left
         if not self._calls:
             self._idle_since = time.monotonic()
+
+
+def gradient(
+    batch: Sequence[TrainingSequence], logprobs: Sequence[Tensor], loss: Loss, version: int | None
+) -> tuple[Tensor, Totals]:
+    """dL/dlogprob of every sampled token of the batch, float32[N], where these are its `logprobs`; and the metrics."""
+    weights = aggregation_weights(batch, loss.aggregation, loss.constant_length or 0)
+    micro = pad(list(batch), weights, max(map(len, batch)))
+    old, advantages, transitions, versions = map(
+        torch.from_numpy, (micro.logprobs, micro.advantages, micro.transitions, micro.versions)
+    )
+    now = torch.cat(list(logprobs)).requires_grad_()
+    per_token, clipped = policy_loss(now, old, advantages, transitions, loss)
+    total = (per_token * torch.from_numpy(micro.weights)).sum()
+    torch.autograd.backward(total)
+    assert now.grad is not None
+    totals, log_ratio = Totals(version if loss.old == "behaviour" else None), now.detach() - old
+    totals.add(float(total.detach()), log_ratio, clip_fraction=clipped)
+    totals.compare(log_ratio, versions)
+    return now.grad, totals
 
 
 def read_handle(directory: Path) -> Handle:

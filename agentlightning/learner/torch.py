@@ -1,24 +1,24 @@
 """The torch learner: gradient steps on one device, exact under micro-batching.
 
-The learner knows the model's forward and the optimiser. It does not know the tokenizer's language, rewards or the
-engine; whoever owns the engine keeps it from reading weights during `step`.
+Whoever owns the engine keeps it from reading weights during `step`.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from agentlightning.data.sequences import MicroBatch, TrainingSequence, aggregation_weights, micro_batches
@@ -26,30 +26,79 @@ from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner import losses
-from agentlightning.learner.base import CRITIC_RATE, TRUNCATION, AdamW, Critic, Learner, Loss, WeightsForm
+from agentlightning.learner.base import CRITIC_RATE, AdamW, Critic, Learner, WeightsForm
 from agentlightning.learner.critic import ValueModel
-from agentlightning.learner.distributions import (
+from agentlightning.learner.forward import (
     LOGITS_AT_ONCE,
     Sampled,
     States,
+    branching_pair,
     has_plain_head,
     predicting_states,
+    recomputed,
     sampled,
+    unsupported,
 )
-from agentlightning.learner.forest import branching_pair, unsupported
-from agentlightning.learner.optimizer import MasterWeights, recomputed
+from agentlightning.learner.losses import TRUNCATION, Loss, Totals
 from agentlightning.learner.policy import Policy, saved_weights, written
-from agentlightning.learner.totals import Mismatch, Totals
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 OPTIMIZER_FILE = "optimizer.pt"
-_FINGERPRINTED: Final = 256  # numbers of a tensor
 
 # See `Learner`. On peaked tiny models float32 logprobs differed by less than 1e-5, bfloat16 ones by up to 0.32.
 MISMATCH_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.2}
+
+
+class MasterWeights:
+    """`trained` are float32 tensors for an optimiser: parameters that are float32, and float32 copies of the others.
+
+    Small steps vanish in bfloat16, whose numbers have 8 bits, and so do small gradients when they are summed. So those
+    of a copied parameter are added to its copy's as they are made, and `write_back` rounds the copies once a step."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self.trained: list[Tensor] = []
+        self._copied: list[tuple[torch.nn.Parameter, Tensor]] = []
+        self._hooks: list[RemovableHandle] = []
+        for parameter in parameters:
+            if parameter.dtype == torch.float32:
+                self.trained.append(parameter)
+                continue
+            master = parameter.detach().float().requires_grad_()
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(_add_gradient, master)))
+            self.trained.append(master)
+            self._copied.append((parameter, master))
+
+    def write_back(self) -> None:
+        with torch.no_grad():
+            for parameter, master in self._copied:
+                parameter.copy_(master)
+
+    def close(self) -> None:
+        """Leave the parameters' gradients to whoever trains them next."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def state(self) -> list[Tensor]:
+        """The copies, for a checkpoint: what their parameters have was rounded."""
+        return [master.detach() for _, master in self._copied]
+
+    def load(self, state: Sequence[Tensor]) -> None:
+        """ValueError where these are not the copies of the same parameters."""
+        if len(state) != len(self._copied):
+            raise ValueError("it was trained in another dtype than this run is: give the same `dtype`")
+        with torch.no_grad():
+            for (_, master), saved in zip(self._copied, state, strict=True):
+                master.copy_(saved)
+
+
+def _add_gradient(master: Tensor, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    gradient = parameter.grad.float()
+    master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+    parameter.grad = None
 
 
 class TorchLearner:
@@ -76,7 +125,6 @@ class TorchLearner:
         self.reference = reference if isinstance(reference, PreTrainedModel) else None
         if reference is True and policy.adapter is None:
             self.reference = copy.deepcopy(self.model).requires_grad_(False)
-        self._started_from = None if self.reference is None else _fingerprint(self.reference, self.dtype)
         self.critic = None if critic is None else ValueModel(self.model, critic)
         self._masters, self._trained = _trained(self.model, self.critic)
         own_rate = critic.learning_rate if critic else None
@@ -125,32 +173,22 @@ class TorchLearner:
         batch = self._as_exact(batch)
         weights = aggregation_weights(batch, loss.aggregation, loss.constant_length or 0)
         self._forget_gradient()
-        totals = Totals(Mismatch(version if loss.old == "behaviour" else None))
+        totals = Totals(version if loss.old == "behaviour" else None)
         for micro in self._micro_batches(batch, weights):
             self._backward(micro, loss, totals)
         totals = self._over_all(totals)
         norms = {name: self._clipped(tensors) for name, tensors in self._trained.items()}
         if not np.isfinite([*norms.values(), totals.sums["loss"]]).all():
             self._forget_gradient()
-            loss_was, told = totals.sums["loss"], " and ".join(f"{norm}" for norm in norms.values())
-            raise TrainingError(
-                f"the step was not taken: loss {loss_was}, gradient norm {told}. The weights are unchanged; lower "
-                "the learning rate, or look for extreme rewards in the run's metrics"
-            )
+            raise not_finite(totals.sums["loss"], *norms.values())
         self.steps += 1
         rate = self.config.rate(self.steps)
         for group, factor in zip(self.optimizer.param_groups, self._rates, strict=False):
             group["lr"] = rate * factor
         self.optimizer.step()
         self._masters.write_back()
-        return (
-            totals.metrics()
-            | norms
-            | {
-                "learning_rate": rate,
-                "tokens_saved": sum(sequence.tokens_alone for sequence in batch) - totals.sums["tokens_computed"],
-            }
-        )
+        saved = sum(sequence.tokens_alone for sequence in batch) - totals.sums["tokens_computed"]
+        return totals.metrics() | norms | {"learning_rate": rate, "tokens_saved": saved}
 
     def _run(self, model: PreTrainedModel, work: Callable[[], T]) -> T:
         """What `work` gives, which uses the model's weights; of tensors in tuples gradients flow back."""
@@ -199,15 +237,15 @@ class TorchLearner:
         return self._forests_are_exact
 
     def _backward(self, micro: MicroBatch, loss: Loss, totals: Totals) -> None:
-        device = self.model.device
-        old = torch.from_numpy(micro.logprobs).to(device)
-        advantages = torch.from_numpy(micro.advantages).to(device)
-        weights = torch.from_numpy(micro.weights).to(device)
-        transitions = torch.from_numpy(micro.transitions).to(device)
+        old, advantages, weights, transitions, versions = (
+            torch.from_numpy(part).to(self.model.device)
+            for part in (micro.logprobs, micro.advantages, micro.weights, micro.transitions, micro.versions)
+        )
         reference = None
         if loss.kl_coefficient:
-            with torch.no_grad(), self._as_reference() as model:
-                reference = self._forward(model, micro, loss.temperature)[1].logprobs
+            adapter = self.policy.adapter
+            with torch.no_grad(), adapter.off() if adapter is not None else nullcontext():
+                reference = self._forward(self.reference or self.model, micro, loss.temperature)[1].logprobs
         with torch.set_grad_enabled(not loss.critic_alone), self._recomputed(self.model):
             states, of_policy = self._forward(self.model, micro, loss.temperature, loss.entropy_coefficient != 0)
         logprobs, entropy = of_policy
@@ -228,7 +266,7 @@ class TorchLearner:
         log_ratio = logprobs.detach() - old
         totals.sums["tokens_computed"] += micro.tokens
         totals.add(float(total.detach()), log_ratio, clip_fraction=clipped, entropy=entropy.detach())
-        totals.mismatch.add(log_ratio, torch.from_numpy(micro.versions).to(device))
+        totals.compare(log_ratio, versions)
 
     def _value_loss(self, critic: ValueModel, micro: MicroBatch, states: States, loss: Loss, totals: Totals) -> Tensor:
         if micro.values is None or micro.value_targets is None:
@@ -247,45 +285,29 @@ class TorchLearner:
     def _recomputed(self, model: PreTrainedModel | None) -> AbstractContextManager[None]:
         return recomputed(model) if model is not None and self.config.gradient_checkpointing else nullcontext()
 
-    @contextmanager
-    def _as_reference(self) -> Generator[PreTrainedModel]:
-        """The model that training started from."""
-        with self.policy.adapter.off() if self.policy.adapter is not None else nullcontext():
-            yield self.reference or self.model
-
     def _forward(
         self, model: PreTrainedModel, micro: MicroBatch, temperature: float, entropy_gradient: bool = False
     ) -> tuple[States, Sampled]:
+        """Where the logits are a plain projection of the last hidden state, only places that predict a sampled token
+        are projected."""
+
         def work() -> tuple[States, Sampled]:
             states = self._states(model, micro)
-            return states, self._sampled(model, micro, states, temperature, entropy_gradient)
+            head = cast(
+                torch.nn.Module, model.get_output_embeddings() if states.logits is None else torch.nn.Identity()
+            )
+            projected = cast(Tensor, states.hidden if states.logits is None else states.logits)
+            targets = torch.from_numpy(micro.token_ids[micro.rows, micro.positions].astype(np.int64)).to(model.device)
+            grad, at_once = entropy_gradient, self._logits_at_once
+            of_tokens = sampled(
+                head, projected, targets, states.of, temperature, entropy_gradient=grad, at_once=at_once
+            )
+            return states, of_tokens
 
         return self._run(model, work)
 
     def _states(self, model: PreTrainedModel, micro: MicroBatch) -> States:
         return predicting_states(model, micro, hidden=self.critic is not None, logits=not self._head_is_plain)
-
-    def _sampled(
-        self,
-        model: PreTrainedModel,
-        micro: MicroBatch,
-        states: States,
-        temperature: float,
-        entropy_gradient: bool = False,
-    ) -> Sampled:
-        """Of each sampled token. Where the logits are a plain projection of the last hidden state, only places that
-        predict one are projected."""
-        head = cast(torch.nn.Module, model.get_output_embeddings()) if states.logits is None else torch.nn.Identity()
-        targets = torch.from_numpy(micro.token_ids[micro.rows, micro.positions].astype(np.int64)).to(model.device)
-        return sampled(
-            head,
-            cast(Tensor, states.hidden if states.logits is None else states.logits),
-            targets,
-            states.of,
-            temperature,
-            entropy_gradient=entropy_gradient,
-            at_once=self._logits_at_once,
-        )
 
     def logprobs(self, batch: Sequence[TrainingSequence], temperature: float = 1.0) -> list[Tensor]:
         """The policy's present log-probability of every sampled token, one float32[N] per sequence, on the CPU; no
@@ -346,19 +368,14 @@ class TorchLearner:
         self._save_state(directory, self.optimizer.state_dict(), self._masters.state())
 
     def _save_state(self, directory: Path, optimizer: Any, masters: Sequence[Tensor]) -> None:
-        state = {"optimizer": optimizer, "steps": self.steps, "masters": masters, "reference": self._started_from}
         with written():
-            torch.save(state, directory / OPTIMIZER_FILE)
+            torch.save({"optimizer": optimizer, "steps": self.steps, "masters": masters}, directory / OPTIMIZER_FILE)
 
     def load(self, directory: Path) -> None:
         """See `Learner.load`. Weights are copied into the live model, so that whoever shares it sees them."""
-        if not (directory / OPTIMIZER_FILE).is_file():
-            raise ConfigError(
-                f"checkpoint {directory} cannot be resumed from: it has no {OPTIMIZER_FILE}. Those of a Tinker server "
-                "go on there; the weights of `best/` can be trained as a new run's model"
-            )
         try:
-            strangers = self._load_weights(directory)
+            if strangers := self._load_weights(directory):
+                raise ValueError(f"it is of another architecture: {strangers[:3]} …")
             if self.critic is not None:
                 self.critic.load(directory)
             copied = self.model.device.type != "cpu"  # to where the weights are, so that the file may go
@@ -368,13 +385,6 @@ class TorchLearner:
                 group |= {"betas": self.config.betas, "weight_decay": self.config.weight_decay}
         except (OSError, RuntimeError, SafetensorError, ValueError, KeyError) as error:
             raise ConfigError(f"checkpoint {directory} cannot be resumed from: {error}") from None
-        if strangers:
-            raise ConfigError(f"checkpoint {directory} is of another architecture: {strangers[:3]} …")
-        if self._started_from and state.get("reference") not in (None, self._started_from):
-            raise ConfigError(
-                f"checkpoint {directory} is of a run that started from other weights, which reference=True keeps it "
-                "close to. Give the model it started from; if this process has trained that one, load it again"
-            )
         self.steps = int(state["steps"])
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
@@ -396,15 +406,6 @@ class TorchLearner:
         return weights
 
 
-def _fingerprint(model: PreTrainedModel, dtype: torch.dtype) -> str:
-    """Tells the weights of a model from what they become when they are trained, by a few of each tensor."""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        whole: Tensor = getattr(parameter, "full_tensor", parameter.detach)().detach()
-        digest.update(whole.flatten()[:_FINGERPRINTED].cpu().to(dtype).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
 def _trained(model: PreTrainedModel, critic: ValueModel | None) -> tuple[MasterWeights, dict[str, list[Tensor]]]:
     """What the optimiser steps on, by the name under which the norm of its gradient is told."""
     own = [one for one in model.parameters() if one.requires_grad]
@@ -414,18 +415,26 @@ def _trained(model: PreTrainedModel, critic: ValueModel | None) -> tuple[MasterW
     return masters, {name: tensors for name, tensors in parts.items() if tensors}
 
 
+def not_finite(loss: float, *norms: float) -> TrainingError:
+    told = "".join(f", gradient norm {norm}" for norm in norms)
+    return TrainingError(
+        f"the step was not taken: loss {loss}{told}. The weights are unchanged; lower the learning rate, or look for "
+        "extreme rewards in the run's metrics"
+    )
+
+
 def prepared(
     learner: Learner, batch: Sequence[TrainingSequence], loss: Loss, version: int | None
 ) -> tuple[list[TrainingSequence], dict[str, float]]:
     """What the learner's `prepare` answers."""
     if loss.old == "behaviour":
         return list(batch), {}
-    mismatch = Mismatch(version)
+    totals = Totals(version)
     made: list[TrainingSequence] = []
     for sequence, logprobs in zip(batch, learner.logprobs(batch, loss.temperature), strict=True):
         difference = logprobs - torch.from_numpy(sequence.logprobs)
-        mismatch.add(difference, torch.from_numpy(sequence.versions))
+        totals.compare(difference, torch.from_numpy(sequence.versions))
         weights = difference.exp().clamp(max=loss.truncation or TRUNCATION).numpy()
         advantages = (sequence.advantages * weights).astype(np.float32)
         made.append(replace(sequence, logprobs=logprobs.numpy(), advantages=advantages))
-    return made, mismatch.metrics()
+    return made, totals.mismatch()

@@ -11,7 +11,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.cli.training import ALGORITHMS, make_algorithm
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import Loss
+from agentlightning.learner.losses import Loss
 from tests import agents
 from tests.test_trainer import TASKS, trainer
 

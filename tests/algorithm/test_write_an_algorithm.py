@@ -17,8 +17,7 @@ from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.references import load_reference
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import Loss
-from agentlightning.learner.losses import policy_loss
+from agentlightning.learner.losses import Loss, policy_loss
 from tests import agents
 from tests.test_trainer import TASKS, trainer
 

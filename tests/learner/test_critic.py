@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from agentlightning.data.sequences import CreditedTransition, Level, TrainingSequence, build_sequences
 from agentlightning.errors import ConfigError
 from agentlightning.learner import losses
-from agentlightning.learner.base import AdamW, Critic, CriticTrunk, LoRA, Loss
+from agentlightning.learner.base import AdamW, Critic, CriticTrunk, LoRA
 from agentlightning.learner.critic import CRITIC_FILE
+from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import Policy, open_policy
 from agentlightning.learner.torch import TorchLearner
 from tests.golden import INPUTS, OUTPUTS, sampled

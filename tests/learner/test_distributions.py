@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM
 
-from agentlightning.learner.distributions import Sampled, has_plain_head, sampled
+from agentlightning.learner.forward import Sampled, has_plain_head, sampled
 from tests.models import tiny_model
 
 HIDDEN, VOCABULARY, STATES, TOKENS = 16, 50, 37, 60
@@ -54,7 +54,7 @@ def test_values_and_gradients_are_those_of_all_at_once(at_once: int, entropy_gra
 
 PEAK = """
 import sys, torch
-from agentlightning.learner.distributions import sampled
+from agentlightning.learner.forward import sampled
 torch.set_num_threads(1)
 status = lambda name: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
 head = torch.nn.Linear(8, 20_000, bias=False)

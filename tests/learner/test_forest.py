@@ -25,9 +25,10 @@ from agentlightning.data.sequences import (
     build_sequences,
 )
 from agentlightning.data.transitions import TracedRollout, trace_rollout
-from agentlightning.learner import forest as forest_module
-from agentlightning.learner.base import AdamW, KLEstimator, Loss, LossKind
-from agentlightning.learner.forest import forest_hidden, unsupported
+from agentlightning.learner import forward as forest_module
+from agentlightning.learner.base import AdamW
+from agentlightning.learner.forward import forest_hidden, unsupported
+from agentlightning.learner.losses import KLEstimator, Loss, LossKind
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import make_model, make_tokenizer
 from agentlightning.learner.torch import TorchLearner

@@ -18,8 +18,9 @@ from torch import Tensor
 
 import agentlightning as agl
 from agentlightning.errors import ConfigError, TrainingError
-from agentlightning.learner.base import AdamW, Critic, DType, LoRA, Loss, read_learner
+from agentlightning.learner.base import AdamW, Critic, DType, LoRA, read_learner
 from agentlightning.learner.fsdp import FsdpLearner, Settings
+from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import Policy, empty_policy, load_policy, open_policy, saved_weights
 from agentlightning.learner.tiny import make_tokenizer
 from agentlightning.learner.torch import TorchLearner

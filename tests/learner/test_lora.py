@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from agentlightning.engine.engine import Engine, GenerationRequest, SampledToken
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import AdamW, LoRA, Loss
+from agentlightning.learner.base import AdamW, LoRA
+from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import Policy, load_policy, open_policy
 from agentlightning.learner.serving import serve_policy
 from agentlightning.learner.torch import TorchLearner

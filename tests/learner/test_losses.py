@@ -11,7 +11,7 @@ import torch
 from agentlightning.data.sequences import Aggregation, TrainingSequence, aggregation_weights
 from agentlightning.errors import ConfigError
 from agentlightning.learner import losses
-from agentlightning.learner.base import Loss, LossKind
+from agentlightning.learner.losses import Loss, LossKind
 from tests.golden import INPUTS, MASK, OUTPUTS, sampled
 
 ROWS = torch.from_numpy(np.nonzero(MASK)[0])  # the transition of each sampled token: one per golden row
@@ -173,6 +173,19 @@ def test_a_function_of_the_users_own_is_a_loss() -> None:
 def test_a_function_that_is_no_loss_is_refused_before_anything_is_sampled(function: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         Loss(function)
+
+
+def test_one_that_is_marked_takes_clips_as_ours_do() -> None:
+    @losses.loss(clips=(0.2, 0.2))
+    def cut(
+        logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, _: Any, low: float, high: float
+    ) -> torch.Tensor:
+        return -torch.exp(logprobs - old).clamp(1 - low, 1 + high) * advantages
+
+    ratios = torch.tensor([1.5, 1.1, 0.5])
+    arguments = (ratios.log(), torch.zeros(3), torch.ones(3), torch.tensor([0, 0, 0]))
+    assert losses.policy_loss(*arguments, Loss(cut))[1].tolist() == [True, False, True]
+    assert losses.policy_loss(*arguments, Loss(cut, clip_high=1.0))[1].tolist() == [False, False, True]
 
 
 def test_settings_that_a_function_cannot_follow_are_refused() -> None:

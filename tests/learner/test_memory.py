@@ -94,7 +94,8 @@ def test_a_container_s_file_cache_is_not_memory_in_use(tmp_path: Path) -> None:
 MEASURE = """
 import numpy as np, torch
 from agentlightning.data.sequences import TrainingSequence
-from agentlightning.learner.base import AdamW, Loss
+from agentlightning.learner.base import AdamW
+from agentlightning.learner.losses import Loss
 from agentlightning.learner.memory import estimate_memory
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.torch import TorchLearner

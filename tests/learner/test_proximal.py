@@ -12,7 +12,7 @@ import torch
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.errors import ConfigError
 from agentlightning.learner import losses
-from agentlightning.learner.base import Loss, LossKind
+from agentlightning.learner.losses import Loss, LossKind
 from tests.golden import INPUTS, OUTPUTS, sampled
 from tests.learner.test_torch import batch, gradient, learner, relative, tokenizer
 
@@ -67,7 +67,7 @@ def test_the_gradient_of_clip_and_weight_is_verls() -> None:
     weights = (old - behaviour).exp().clamp(max=2.0)
     torch.testing.assert_close(weights, sampled(OUTPUTS["verl.tis.token.2.0"]), atol=1e-5, rtol=1e-4)
     logprobs.requires_grad_()
-    value = losses.ppo_clip(logprobs, old, weights * advantages, 0.2, 0.28, 3.0).mean()
+    value = losses.ppo_clip(logprobs, old, weights * advantages, torch.zeros(0), 0.2, 0.28, 3.0).mean()
     torch.autograd.backward(value)
     assert float(value) == pytest.approx(OUTPUTS["verl.ppo_clip+tis2.loss"], abs=1e-5)
     expected = sampled(OUTPUTS["verl.ppo_clip+tis2.grad"])

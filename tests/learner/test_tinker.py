@@ -27,7 +27,8 @@ from agentlightning.errors import ConfigError
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.generation import GenerationRequest
-from agentlightning.learner.base import AdamW, LoRA, Loss
+from agentlightning.learner.base import AdamW, LoRA
+from agentlightning.learner.losses import Loss
 from agentlightning.learner.opening import Opening
 from agentlightning.learner.policy import open_policy
 from agentlightning.learner.tinker import TinkerLearner, TinkerSampler, _ending, _with_first_weights, read_handle

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from agentlightning.data.sequences import CreditedTransition, Level, TrainingSequence, build_sequences
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError, TrainingError
-from agentlightning.learner.base import AdamW, Loss
+from agentlightning.learner.base import AdamW
+from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import Policy, choose_device, load_policy, open_policy
 from agentlightning.learner.tiny import make_tokenizer
 from agentlightning.learner.torch import TorchLearner

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from agentlightning.learner.base import AdamW, Loss
+from agentlightning.learner.base import AdamW
+from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import open_policy
 from agentlightning.learner.torch import TorchLearner
 from tests.learner.test_torch import batch

@@ -19,7 +19,7 @@ from torch import distributed
 
 from agentlightning.data.sequences import TrainingSequence, aggregation_weights
 from agentlightning.learner import losses
-from agentlightning.learner.base import Loss
+from agentlightning.learner.losses import Loss
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ from agentlightning.data.sequences import (
 )
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, check_settings
-from agentlightning.learner.base import Critic, KLEstimator, Loss, Old
+from agentlightning.learner.base import Critic
+from agentlightning.learner.losses import KLEstimator, Loss, Old
 from agentlightning.store.base import LightningStore
 from agentlightning.types import RolloutConfig
 

@@ -1,0 +1,256 @@
+"""A micro-batch through a model: hidden states, forests, and of each sampled token a log-probability and an entropy.
+
+A distribution has as many numbers as the vocabulary; of all sampled tokens together they would fill the memory before
+anything else does. So hidden states are projected some at a time, and for a gradient each time again.
+
+In a forest each slot sees its ancestors and itself, at the position it has in its sequences. Its attention is one of
+`transformers`' named implementations, in force only while a forest is run; no model is patched. It takes each branch by
+itself, its keys gathered along its path, without a mask over the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from agentlightning.data.forest import Forest, prefix_order
+from agentlightning.data.sequences import MicroBatch, TrainingSequence
+from agentlightning.engine.weights import STATIC_ROPE
+from agentlightning.errors import ConfigError
+from agentlightning.learner.losses import entropy
+
+LOGITS_AT_ONCE: Final = 2**26  # numbers of one [tokens, vocabulary] tensor, 256 MiB in float32; about four are held
+ATTENTION: Final = "agentlightning_forest"
+
+# Pre-norm decoders with rotary positions, in which a token is known to others by its keys and values alone.
+ARCHITECTURES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+
+QUERIES_AT_ONCE: Final = 512  # with a mask, each block of queries computes half of its square in vain
+
+
+class States(NamedTuple):
+    """The U places that predict N sampled tokens: token n is predicted at `of`[n], int64[N]. `hidden` float[U, H] are
+    the last hidden states there, and `logits` float[U, V]; None where not asked for."""
+
+    of: Tensor
+    hidden: Tensor | None = None
+    logits: Tensor | None = None
+
+
+def predicting_states(
+    model: PreTrainedModel, micro: MicroBatch, *, hidden: bool = True, logits: bool = False
+) -> States:
+    """Run `model` over a micro-batch; differentiable. A forest has hidden states and no logits.
+
+    Right padding needs no mask: under causal attention nothing before a padded position sees it."""
+    device = model.device
+    places, of = np.unique(micro.predictors, return_inverse=True)
+    at = tuple(torch.from_numpy(part).to(device) for part in divmod(places, micro.token_ids.shape[1]))
+    numbers = torch.from_numpy(of).to(device)
+    if micro.forest is not None:
+        return States(numbers, forest_hidden(model, micro.forest)[at])
+    ids = torch.from_numpy(micro.token_ids[:, :-1].astype(np.int64)).to(device)
+    if not logits:
+        return States(numbers, model.base_model(input_ids=ids, use_cache=False).last_hidden_state[at])
+    out = model(input_ids=ids, use_cache=False, output_hidden_states=hidden)
+    return States(numbers, out.hidden_states[-1][at] if hidden else None, out.logits[at])
+
+
+class Sampled(NamedTuple):
+    """Of each sampled token, float32[N]: its log-probability, and the entropy of what it was drawn from, in nats."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+def sampled(
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    of: Tensor,
+    temperature: float,
+    *,
+    entropy_gradient: bool = False,
+    at_once: int,
+) -> Sampled:
+    """Token `targets`[n] was drawn at `hidden`[`of`[n]]: hidden float[U, H], targets and of int64[N].
+
+    `head` gives the logits float[·, V] of some of the hidden states; `at_once` is of how many. Values and gradients are
+    those of all at once; the entropy has a gradient only if asked for."""
+
+    def project(some: Tensor, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        log_probabilities = torch.log_softmax(head(some).float() / temperature, -1)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
+            uncertainty = entropy(log_probabilities)
+        return log_probabilities[rows, tokens], uncertainty
+
+    if len(hidden) <= at_once:
+        logprobs, uncertainty = project(hidden, of, targets)
+        return Sampled(logprobs, uncertainty[of])
+    order = of.argsort(stable=True)
+    starts = torch.arange(0, len(hidden), at_once, device=of.device)
+    counts = torch.bincount(of // at_once, minlength=len(starts)).tolist()
+    groups = zip(starts.tolist(), order.split(counts), strict=True)
+    parts = [
+        checkpoint(
+            project, hidden[start : start + at_once], of[group] - start, targets[group], use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for start, group in groups
+    ]  # fmt: skip
+    logprobs = torch.cat([part for part, _ in parts])[order.argsort()]
+    return Sampled(logprobs, torch.cat([part for _, part in parts])[of])
+
+
+def has_plain_head(model: PreTrainedModel) -> bool:
+    """Whether logits are the projection of the last hidden state and nothing else: not scaled, capped or shifted.
+
+    Found out on a few tokens, to the last bit."""
+    head: Any = model.get_output_embeddings()
+    if head is None:
+        return False
+    ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
+    with torch.no_grad():
+        hidden = getattr(model.base_model(input_ids=ids, use_cache=False), "last_hidden_state", None)
+        return hidden is not None and torch.equal(head(hidden), model(input_ids=ids, use_cache=False).logits)
+
+
+@contextmanager
+def recomputed(model: PreTrainedModel) -> Generator[None]:
+    """Inside, a forward keeps the inputs of the model's layers; a backward computes the rest again.
+
+    Not by transformers' switch, which takes effect in training mode alone, where dropout would too. ConfigError for a
+    model without layers that can be."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f"{type(model).__name__} has no layers that can be computed again; leave gradient_checkpointing out"
+        )
+    config: Any = model.config
+    context = partial(_as_in_forward, config)
+    for layer in layers:
+        usual: Callable[..., Any] = layer.forward
+        layer.forward = partial(checkpoint, usual, use_reentrant=False, preserve_rng_state=False, context_fn=context)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward  # that of the class again
+
+
+def _as_in_forward(config: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of a forward, which is now, and of its repetition in a backward: with the attention of now."""
+    return nullcontext(), attention_of(config, config._attn_implementation)
+
+
+def unsupported(model: PreTrainedModel) -> str | None:
+    """Why this model cannot run over a forest, or None."""
+    config = model.config
+    if config.model_type not in ARCHITECTURES:
+        return f"it is not known to be exact for {config.model_type} (known: {', '.join(sorted(ARCHITECTURES))})"
+    if getattr(config, "sliding_window", None) is not None:
+        return "the model attends to a sliding window"
+    rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rotation not in STATIC_ROPE:
+        return f"positions are turned by {rotation!r}, which depends on what is in the batch"
+    return None
+
+
+def forest_hidden(model: PreTrainedModel, forest: Forest) -> Tensor:
+    """The last hidden state of every slot, float[1, L, hidden]; differentiable, and equal to what each sequence of the
+    forest would have alone."""
+    device = model.device
+    ids = torch.from_numpy(forest.token_ids.astype("int64"))[None].to(device)
+    positions = torch.from_numpy(forest.depths)[None].to(device)
+    attention = _Gathered(forest, device)
+    with attention_of(model.config, ATTENTION):
+        return model.base_model(
+            input_ids=ids, position_ids=positions, use_cache=False, forest=attention
+        ).last_hidden_state
+
+
+def branching_pair(batch: Sequence[TrainingSequence]) -> list[TrainingSequence]:
+    """The two sequences, in prefix order, that show in the fewest tokens what a forest does: one hangs on the other."""
+    order, shared = prefix_order([sequence.token_ids for sequence in batch])
+    ordered = [batch[i] for i in order]
+    places = range(1, len(ordered))
+    branching = [place for place in places if 0 < shared[place] < len(ordered[place])] or places
+    best = min(branching, key=lambda place: len(ordered[place - 1]) + len(ordered[place]), default=0)
+    return ordered[max(0, best - 1) : best + 1]
+
+
+class _Gathered:
+    """Branch by branch. `slots` int64[ΣM + L] says where the keys of each are: its path, and then itself."""
+
+    def __init__(self, forest: Forest, device: torch.device) -> None:
+        self.sizes = [branch.stop - branch.start for branch in forest.branches]
+        self.reaches = [len(branch.before) + size for branch, size in zip(forest.branches, self.sizes, strict=True)]
+        own = [torch.arange(branch.start, branch.stop) for branch in forest.branches]
+        parts = [part for branch, one in zip(forest.branches, own, strict=True)
+                 for part in (torch.from_numpy(branch.before), one)]  # fmt: skip
+        self.slots = torch.cat(parts).to(device)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """query float[1, H, L, D], key and value float[1, K, L, D] → float[1, H, L, D]."""
+        heads = key.shape[1]
+        queries = query[0].unflatten(0, (heads, -1)).split(self.sizes, 2)  # [K, H / K, n, D]: keys are never repeated
+        keys, values = (side[0].index_select(1, self.slots).split(self.reaches, 1) for side in (key, value))
+        out = [_branch_attention(*one, scaling) for one in zip(queries, keys, values, strict=True)]
+        return torch.cat(out, 2).flatten(0, 1)[None]
+
+
+@contextmanager
+def attention_of(config: Any, implementation: str) -> Generator[None]:
+    """Inside, the model of this config attends by what `transformers` knows under that name."""
+    usual, config._attn_implementation = config._attn_implementation, implementation
+    try:
+        yield
+    finally:
+        config._attn_implementation = usual
+
+
+def _forest_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    forest: _Gathered,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """As `transformers` asks for it: query float[1, H, L, D], key and value float[1, K, L, D] → float[1, L, H, D]."""
+    return forest(query, key, value, scaling).transpose(1, 2), None
+
+
+def _branch_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """The last n of m tokens attend to all before them: query [K, G, n, D], key and value [K, m, D] → [K, G, n, D]."""
+    grown, reach = query.shape[2], key.shape[1]
+    key, value = (side[:, None].expand(-1, query.shape[1], -1, -1) for side in (key, value))
+    path = reach - grown
+    if path < grown:  # the kernel for causal squares needs no mask: cheaper, though the path's own rows are thrown away
+        whole = pad(query, (0, 0, path, 0))
+        return scaled_dot_product_attention(whole, key, value, is_causal=True, scale=scaling)[:, :, path:]
+    out: list[Tensor] = []
+    for start in range(0, grown, QUERIES_AT_ONCE):
+        block = query[:, :, start : start + QUERIES_AT_ONCE]
+        seen = path + start + block.shape[2]
+        mask = torch.ones(block.shape[2], seen, dtype=torch.bool, device=query.device).tril(path + start)
+        out.append(
+            scaled_dot_product_attention(block, key[:, :, :seen], value[:, :, :seen], attn_mask=mask, scale=scaling)
+        )
+    return torch.cat(out, 2)
+
+
+AttentionInterface.register(ATTENTION, _forest_attention)
