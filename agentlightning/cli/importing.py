@@ -50,16 +50,12 @@ def import_(
 
 async def _stored(place: Place, records: Sequence[Record]) -> list[Record]:
     """Those that were not there before."""
-    from agentlightning.store import calls
-
     new: list[Record] = []
     async with place.open(create=True) as store:
         for first in range(0, len(records), _AT_ONCE):
             batch = records[first : first + _AT_ONCE]
-            imports = [
-                calls.ImportRollout(rollout=one.rollout, attempts=one.attempts, spans=one.spans) for one in batch
-            ]
-            new += itertools.compress(batch, await asyncio.gather(*map(store.perform, imports)))
+            imports = [store.import_rollout(one.rollout, one.attempts, one.spans) for one in batch]
+            new += itertools.compress(batch, await asyncio.gather(*imports))
     return new
 
 

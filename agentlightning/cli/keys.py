@@ -41,10 +41,7 @@ async def issue(
     lifetime: float | None,
 ) -> None:
     """Make a key called NAME and print its secret."""
-    from agentlightning.store import calls
-
-    call = calls.IssueKey(name=name, scopes=list(scopes), lifetime_seconds=lifetime)
-    _hand_out(await store.perform(call), as_json)
+    _hand_out(await store.issue_key(name, scopes, lifetime), as_json)
 
 
 def _hand_out(issued: IssuedKey, as_json: bool) -> None:
@@ -58,9 +55,8 @@ def _hand_out(issued: IssuedKey, as_json: bool) -> None:
 async def list_(store: LightningStore, as_json: bool) -> None:
     """List all keys, without their secrets."""
     from agentlightning.cli.tables import make_table, print_table
-    from agentlightning.store import calls
 
-    found = await store.perform(calls.QueryKeys())
+    found = await store.query_keys()
     if as_json:
         for one in found:
             print_json(one)
@@ -83,9 +79,7 @@ def _state(key: ApiKey, now: float) -> str:
 @on_store()
 async def revoke(store: LightningStore, key_id: str, as_json: bool) -> None:
     """End a key at once and for good."""
-    from agentlightning.store import calls
-
-    ended = await store.perform(calls.RevokeKey(key_id=key_id))
+    ended = await store.revoke_key(key_id)
     tell(as_json, ended, f"{ended.key_id} ({ended.name}) {_state(ended, time.time())}")
 
 

@@ -51,13 +51,12 @@ async def delete(
 
     With --older-than, what has not ended stays, and so does a group until all of it has ended. Otherwise unfinished
     rollouts are cancelled first, and the files are written anew, so that they hold no trace; that takes time."""
-    from agentlightning.store import calls
     from agentlightning.store.retention import ended_before
 
     if sum(bool(given) for given in (age, task, rollout_id, run_id)) != 1:
         raise click.UsageError("say what to delete: one of --older-than AGE, --task TEXT, --rollout ID, --run ID")
     if age is not None:
-        where = ended_before(await store.perform(calls.GetTime()) - age)
+        where = ended_before(await store.get_time() - age)
     elif task:
         where = Condition("input", "contains", task)
     else:
@@ -69,7 +68,7 @@ async def delete(
         words = f"{total} rollouts match; nothing was removed"
         tell(as_json, {"rollouts_found": total, **msgspec.structs.asdict(Deleted())}, words)
         return int(refused)
-    deleted = await store.perform(calls.DeleteRollouts(where=where, unfinished=age is None, scrub=age is None))
+    deleted = await store.delete_rollouts(where, unfinished=age is None, scrub=age is None)
     words = f"removed {deleted.rollouts} rollouts, {deleted.attempts} attempts, {deleted.spans} spans"
     tell(as_json, deleted, words)
     return 0
@@ -82,9 +81,7 @@ async def delete(
 @on_store()
 async def check(store: LightningStore, as_json: bool) -> int:
     """Look for damage and contradictions; exit with 1 if there are any."""
-    from agentlightning.store import calls
-
-    found = await store.perform(calls.CheckStore())
+    found = await store.check_store()
     tell(as_json, {"problems": found}, "\n".join(found) or "nothing is wrong")
     return 1 if found else 0
 

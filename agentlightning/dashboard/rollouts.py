@@ -24,7 +24,6 @@ from agentlightning.data.recorded import Training, recorded_groups
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import QueryRollouts
 from agentlightning.store.codec import plain
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.tracing.dialects import json_of, mapping, text_of
@@ -52,7 +51,7 @@ COMMENT: Final = "agentlightning.reward.comment"
 
 
 class ListQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`QueryRollouts`, and an `agent` whose name is to contain a text."""
+    """`page_rollouts`, and an `agent` whose name is to contain a text."""
 
     where: Filter | None = None
     order: tuple[Order, ...] = NEWEST_FIRST
@@ -90,11 +89,10 @@ async def list_rollouts(store: LightningStore, query: ListQuery) -> RolloutList:
     items: list[RolloutRow] = []
     cursor, total = query.cursor, None
     for _ in range(1 if query.agent is None else _LOOKED_THROUGH):
-        call = QueryRollouts(
-            where=query.where, order=query.order, limit=query.limit - len(items), cursor=cursor,
-            with_total=query.with_total and total is None,
-        )  # fmt: skip
-        page = await store.perform(call)
+        counting = query.with_total and total is None
+        page = await store.page_rollouts(
+            query.where, query.order, limit=query.limit - len(items), cursor=cursor, with_total=counting
+        )
         total, cursor = page.total if total is None else total, page.next_cursor
         rows = await rows_of(store, page.items)
         items += [row for row in rows if query.agent is None or any(query.agent in name for name in row.agents)]

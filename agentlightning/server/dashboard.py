@@ -27,8 +27,8 @@ from agentlightning.server.access import Access, Scope, UnauthenticatedError
 from agentlightning.server.logs import note_caller
 from agentlightning.server.requests import asked_of, caller_of, in_json
 from agentlightning.server.sessions import require_same_origin
-from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import AddSpans, Call, QueryRollouts
+from agentlightning.store.base import CALLS, LightningStore
+from agentlightning.store.calls import Call
 from agentlightning.types import KeyScope
 
 if TYPE_CHECKING:
@@ -77,9 +77,10 @@ class ConfinedStore(LightningStore):
         self._store = store
         self.scope = scope
 
-    async def perform(self, call: Call[T]) -> T:
+    async def perform(self, call: Call) -> Any:
         self.scope.require(type(call))
-        return await self._store.perform(self.scope.checked(call))
+        self.scope.check(call)
+        return await self._store.perform(call)
 
     async def close(self) -> None:
         """The store belongs to the server."""
@@ -149,7 +150,7 @@ class DashboardRoutes:
 
     async def _confined(self, request: Request) -> ConfinedStore:
         scope = await caller_of(request, self._access)
-        scope.require(QueryRollouts)
+        scope.require(CALLS["page_rollouts"])
         return ConfinedStore(self._store, scope)
 
     # --- sessions ---
@@ -158,7 +159,7 @@ class DashboardRoutes:
         """Begin a session of the key in the path. The page that follows keeps the link's fragment."""
         key = request.path_params["key"]
         scope = await self._access.scope({**request.headers, "authorization": f"Bearer {key}"})
-        scope.require(QueryRollouts)
+        scope.require(CALLS["page_rollouts"])
         note_caller(request.scope, scope.name)
         cookie = self._access.sessions.begin(request.headers, key, secure=request.url.scheme == "https")
         about = {"location": "/", "set-cookie": cookie, "cache-control": "no-store"}
@@ -178,7 +179,7 @@ class DashboardRoutes:
             require_same_origin(request.headers)
             key = (await asked_of(request, SentKey, self._body_limit)).key
             scope = await self._access.scope({**request.headers, "authorization": f"Bearer {key}"})
-            scope.require(QueryRollouts)
+            scope.require(CALLS["page_rollouts"])
             if scope == Scope():  # whoever is here needs no key, and this one is none
                 raise UnauthenticatedError("the key is not valid here; this server needs none from this machine")
             headers["set-cookie"] = self._access.sessions.begin(request.headers, key, secure=secure)
@@ -265,7 +266,7 @@ class DashboardRoutes:
     # --- what is done ---
 
     async def _score(self, store: ConfinedStore, request: Request) -> Any:
-        store.scope.require(AddSpans)
+        store.scope.require(CALLS["store_spans"])
         rollout = await credit.require(store, request.path_params["rollout_id"])
         await rollouts.give_score(
             store, rollout, await asked_of(request, rollouts.Score, self._body_limit), store.scope.name

@@ -24,8 +24,7 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.server.access import Access
 from agentlightning.server.logs import Finished
 from agentlightning.server.requests import caller_of, in_json
-from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import GetResources, Statistics
+from agentlightning.store.base import CALLS, LightningStore
 
 _PATIENCE: Final = 2.0
 _SECONDS: Final[Sequence[float]] = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0)
@@ -56,7 +55,7 @@ class HealthRoutes:
             return None
         try:
             async with asyncio.timeout(_PATIENCE):
-                await self._store.perform(GetResources(resources_id="ready"))
+                await self._store.get_resources_by_id("ready")
         except TimeoutError:
             return f"the store did not answer within {_PATIENCE:g} s"
         except AgentLightningError as error:
@@ -97,7 +96,7 @@ class ServerMetrics:
 
     async def _show(self, request: Request) -> Response:
         if self._access is not None:
-            (await caller_of(request, self._access)).require(Statistics)
+            (await caller_of(request, self._access)).require(CALLS["statistics"])
         if self._store is not None:
             try:
                 self._stored.statistics = await self._store.statistics()

@@ -12,7 +12,6 @@ import functools
 import importlib.metadata
 import importlib.resources
 import inspect
-import re
 from collections.abc import Callable
 from types import NoneType
 from typing import Any, Final, TypeAlias, cast, get_type_hints
@@ -26,7 +25,8 @@ from agentlightning.server.models import MODEL_CALLS
 from agentlightning.server.rest import PREFIX
 from agentlightning.server.reward_url import REWARD_PATH
 from agentlightning.store import calls
-from agentlightning.store.calls import AdminCall, Call, ErrorReply
+from agentlightning.store.base import CALLS
+from agentlightning.store.calls import Call, ErrorReply
 
 Json: TypeAlias = dict[str, Any]
 
@@ -100,14 +100,14 @@ def _encoded(with_store: bool, with_gateway: bool, protected: bool) -> bytes:
 
 def document(*, with_store: bool = True, with_gateway: bool = True, protected: bool = True) -> Json:
     """The whole description. Without `protected` the server also answers those who show no key."""
-    kinds = list(calls.all_calls()) if with_store else []
+    kinds = list(CALLS.values()) if with_store else []
     of_models = {
         route: (handler, get_type_hints(handler))
         for route, handler in MODEL_CALLS.items()
         if with_store and with_gateway
     }
     bodies = [hints[name] for _, hints in of_models.values() for name in ("asked", "return") if name in hints]
-    told = list(dict.fromkeys([ErrorReply, *kinds, *(kind.returns() for kind in kinds), *bodies]))
+    told = list(dict.fromkeys([ErrorReply, *kinds, *(kind.returns for kind in kinds), *bodies]))
     schemas, components = _simple(msgspec.json.schema_components(told, ref_template=_SCHEMAS))
     shapes: dict[Any, Json] = dict(zip(told, schemas, strict=True))
     paths: dict[str, Json] = {}
@@ -118,8 +118,8 @@ def document(*, with_store: bool = True, with_gateway: bool = True, protected: b
 
     for kind in kinds:
         # A call's own shape, with what travels in the path, is nobody's body.
-        shape = components.pop(kind.__name__)
-        describe(kind.route.replace("/", f"{PREFIX}/", 1), _operation(kind, shape, shapes[kind.returns()]))
+        shape = components.pop(kind.name)
+        describe(kind.route.replace("/", f"{PREFIX}/", 1), _operation(kind, shape, shapes[kind.returns]))
     for route, (handler, hints) in of_models.items():
         described = _model_operation(route, handler, shapes.get(hints.get("asked")), shapes[hints["return"]])
         describe(route.replace("/", f"{PREFIX}/", 1), described)
@@ -158,18 +158,16 @@ def _simple(schema: Any) -> Any:
     return parts
 
 
-def _operation(kind: type[Call[Any]], shape: Json, answer: Json) -> Json:
+def _operation(kind: type[Call], shape: Json, answer: Json) -> Json:
     """One call: where its fields travel, and what comes back."""
     in_path = calls.path_fields(kind.route)
     fields = {name: schema for name, schema in shape["properties"].items() if name not in in_path}
-    if issubclass(kind, AdminCall):
-        del fields["actor"]  # the server fills it in
     required = [name for name in shape["required"] if name in fields]
     parameters = [_parameter(name, "path", shape["properties"][name], required=True) for name in in_path]
-    about = inspect.cleandoc(vars(kind).get("__doc__") or "")
+    about = inspect.cleandoc(kind.__doc__ or "")
     operation: Json = {
-        "operationId": kind.__name__,
-        "summary": re.sub(r"(?<!^)(?=[A-Z])", " ", kind.__name__).capitalize(),
+        "operationId": kind.name,
+        "summary": kind.name.replace("_", " ").capitalize(),
         "description": f"{about}\n\nNeeds a key with the scope `{kind.scope}`.".strip(),
         "tags": [kind.route.partition(" /")[2].partition("/")[0]],
     }
@@ -180,7 +178,7 @@ def _operation(kind: type[Call[Any]], shape: Json, answer: Json) -> Json:
         operation["requestBody"] = {"required": bool(required), "content": _content(body)}
     if parameters:
         operation["parameters"] = parameters
-    if kind.route.startswith("GET ") and NoneType in getattr(kind.returns(), "__args__", ()):
+    if kind.route.startswith("GET ") and NoneType in getattr(kind.returns, "__args__", ()):
         (answer,) = (one for one in answer["anyOf"] if one != {"type": "null"})  # None is a 404
     failures = {code: {"$ref": f"#/components/responses/{code}"} for code in _FAILURES}
     operation["responses"] = {"200": {"description": "Done.", "content": _content(answer)}} | failures

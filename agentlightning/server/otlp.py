@@ -22,8 +22,7 @@ from agentlightning.errors import AgentLightningError, ForbiddenError, InvalidEr
 from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID
 from agentlightning.server.access import Access, Scope
 from agentlightning.server.requests import TooLargeError, failure_of, receive_body
-from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import AddSpans
+from agentlightning.store.base import CALLS, LightningStore
 from agentlightning.tracing.otlp import JSON, PROTOBUF, UnsupportedMediaError, decode_traces, encode_response, resolve
 from agentlightning.types import UNATTRIBUTED, Span
 
@@ -51,7 +50,7 @@ class OtlpRoutes:
         ids = request.path_params
         try:
             scope = await self._access.scope(request.headers)
-            scope.require(AddSpans)
+            scope.require(CALLS["store_spans"])
             limit = scope.body_limit(self._body_limit)
             body = await receive_body(request.receive, limit)
             encoding = request.headers.get("content-encoding", "")
@@ -87,7 +86,8 @@ class OtlpRoutes:
         return refused
 
     async def _add(self, scope: Scope, spans: list[Span]) -> None:
-        await self._store.perform(scope.checked(AddSpans(spans=spans)))
+        scope.check_spans(spans)
+        await self._store.store_spans(spans)
 
     async def _known(self, rollout_ids: set[str]) -> set[tuple[str, str]]:
         """The attempts of those rollouts that the store knows."""

@@ -23,7 +23,7 @@ from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.app import BODY_LIMIT, create_app
 from agentlightning.server.models import hold_model, register_model, release_model, unregister_model
 from agentlightning.server.serve import HttpServer
-from agentlightning.store import calls
+from agentlightning.store.access_keys import audit
 from agentlightning.store.base import LightningStore
 from agentlightning.store.redaction import Capture, Redact, redaction
 from agentlightning.store.retention import ended_before
@@ -135,8 +135,9 @@ async def retain(store: LightningStore, older_than_seconds: float, *, every_seco
     While the store cannot be written nothing is removed, and the next round tries again."""
     while True:
         try:
-            where = ended_before(await store.perform(calls.GetTime()) - older_than_seconds)
-            deleted = await store.perform(calls.DeleteRollouts(where=where, actor="retention"))
+            where = ended_before(await store.get_time() - older_than_seconds)
+            audit("delete_rollouts", "retention", {})
+            deleted = await store.delete_rollouts(where)
         except UnavailableError as error:
             _log.warning("old rollouts could not be removed, trying again in %g s: %s", every_seconds, error)
         else:

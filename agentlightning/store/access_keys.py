@@ -1,4 +1,4 @@
-"""Keys that were issued.
+"""Keys that were issued, and the log of who used administrative power.
 
 Of a key only a digest is stored. This module knows rows; what a scope opens is decided by the server.
 """
@@ -6,9 +6,10 @@ Of a key only a digest is stored. This module knows rows; what a scope opens is 
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 
@@ -103,3 +104,16 @@ def query_keys(tx: Transaction) -> list[ApiKey]:
 def digest(api_key: str) -> str:
     # The key is 32 random bytes: nothing that a slow hash would have to protect.
     return hashlib.sha256(api_key.encode()).hexdigest()
+
+
+_log: Final = logging.getLogger("agentlightning.audit")
+_LOGGED: Final = {
+    *("rollout_id", "attempt_id", "rewards", "unfinished", "scrub", "key_id", "name", "scopes", "lifetime_seconds")
+}
+
+
+def audit(action: str, actor: str, asked: Mapping[str, Any]) -> None:
+    """A line of who asks for what: without secrets, and without what users wrote, which may be erased to forget it."""
+    detail = {name: value for name, value in asked.items() if name in _LOGGED}
+    fields = {"action": action, "actor": actor}
+    _log.info("%s by %s: %s", action, actor, msgspec.json.encode(detail).decode(), extra={"fields": fields})

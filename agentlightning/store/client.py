@@ -185,5 +185,5 @@ def _is_complete(call: Call, answer: Any) -> bool:
     """Whether an answer is what its caller waits for, rather than the end of one long poll."""
     if isinstance(answer, FinishedRollouts):
         return bool(answer.rollouts)
-    rollout_ids: Sequence[str] = getattr(call, "rollout_ids", ())
-    return len(answer) >= max(1, len(set(rollout_ids)))
+    rollout_ids: Sequence[str] | None = getattr(call, "rollout_ids", None)
+    return bool(answer) if rollout_ids is None else len(answer) == len(set(rollout_ids))

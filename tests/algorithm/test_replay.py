@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from agentlightning.errors import ConfigError
-from agentlightning.store import calls
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Condition
 from scripts.replay import main as replay
@@ -79,7 +78,7 @@ def test_what_cannot_be_trained_again_is_refused_with_the_reason(finished: Path,
 
     async def forget() -> None:
         store = await SqlStore.open(copy / "store.sqlite")
-        await store.perform(calls.DeleteRollouts(where=Condition("rollout_id", "in", gone)))
+        await store.delete_rollouts(where=Condition("rollout_id", "in", gone))
         await store.close()
 
     asyncio.run(forget())

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from agentlightning.cli.main import run
-from agentlightning.store import calls
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import ApiKey, Credential
 
@@ -43,7 +42,7 @@ def opens(path: Path, secret: str, later: float = 0.0) -> Credential | None:
 
     async def work() -> Credential | None:
         store = await SqlStore.open(path, clock=lambda: time.time() + later)
-        credential = await store.perform(calls.FindKey(api_key=secret))
+        credential = await store.find_key(api_key=secret)
         await store.close()
         return credential
 

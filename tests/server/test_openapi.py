@@ -19,6 +19,7 @@ from agentlightning.server.models import ModelRegistration
 from agentlightning.server.openapi import document
 from agentlightning.server.serve import HttpServer
 from agentlightning.store import calls
+from agentlightning.store.base import CALLS
 from agentlightning.store.sql import SqlStore
 
 pytestmark = pytest.mark.anyio
@@ -51,14 +52,13 @@ def test_every_reference_leads_somewhere(with_store):
 
 def test_every_call_is_described_with_its_fields_where_they_travel():
     paths = document()["paths"]
-    for kind in calls.all_calls():
+    for kind in CALLS.values():
         method, _, path = kind.route.partition(" ")
         operation = paths[f"/api/v1{path}"][method.lower()]
         parameters = {one["name"]: one["in"] for one in operation.get("parameters", ())}
         body = operation.get("requestBody", {"content": {"application/json": {"schema": {"properties": {}}}}})
         in_body = body["content"]["application/json"]["schema"]["properties"]
-        expected = set(kind.__struct_fields__) - ({"actor"} if issubclass(kind, calls.AdminCall) else set())
-        assert set(parameters) | set(in_body) == expected, kind
+        assert set(parameters) | set(in_body) == set(kind.__struct_fields__), kind
         assert [name for name, place in parameters.items() if place == "path"] == calls.path_fields(path)
         assert not in_body or method != "GET"
         assert {"200", "401", "403", "404", "409", "413", "422", "429", "503"} == set(operation["responses"])
@@ -129,5 +129,5 @@ async def test_no_request_breaks_the_server_or_its_word(kind, request, tmp_path)
         assert done.returncode == 0, done.stdout.decode()[-6000:]
         async with aiohttp.ClientSession(server.url) as http:
             assert (await http.get("/ready")).status == 200
-    assert await store.perform(calls.CheckStore()) == []
+    assert await store.check_store() == []
     await store.close()
