@@ -54,10 +54,10 @@ class Scope:
     def require(self, kind: type[Call]) -> None:
         """ForbiddenError unless the caller may make calls of this kind."""
         if self.attempt is not None:
-            if kind.name != "store_spans":
+            if kind.method != "store_spans":
                 raise ForbiddenError("an attempt's key can only add spans to its own attempt; this needs another key")
         elif kind.scope not in self.opens:
-            raise ForbiddenError(f"{kind.name} needs a key with the scope {kind.scope!r}; {self.name} has not")
+            raise ForbiddenError(f"{kind.method} needs a key with the scope {kind.scope!r}; {self.name} has not")
 
     def body_limit(self, limit: int) -> int:
         """Of the `limit` on a request's bytes, how much this caller may send: an agent, who is not trusted, less."""
@@ -90,8 +90,8 @@ class Scope:
     def check(self, call: Call) -> None:
         """Note an administrator's call in the log. ForbiddenError if it adds a span that the caller may not add."""
         if call.audited:
-            audit(call.name, self.name, msgspec.structs.asdict(call))
-        elif call.name == "store_spans":
+            audit(call.method, self.name, msgspec.structs.asdict(call))
+        elif call.method == "store_spans":
             self.check_spans(getattr(call, "spans"))  # noqa: B009
 
     def check_spans(self, spans: Sequence[Span]) -> None:

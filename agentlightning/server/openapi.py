@@ -118,7 +118,7 @@ def document(*, with_store: bool = True, with_gateway: bool = True, protected: b
 
     for kind in kinds:
         # A call's own shape, with what travels in the path, is nobody's body.
-        shape = components.pop(kind.name)
+        shape = components.pop(kind.method)
         describe(kind.route.replace("/", f"{PREFIX}/", 1), _operation(kind, shape, shapes[kind.returns]))
     for route, (handler, hints) in of_models.items():
         described = _model_operation(route, handler, shapes.get(hints.get("asked")), shapes[hints["return"]])
@@ -166,8 +166,8 @@ def _operation(kind: type[Call], shape: Json, answer: Json) -> Json:
     parameters = [_parameter(name, "path", shape["properties"][name], required=True) for name in in_path]
     about = inspect.cleandoc(kind.__doc__ or "")
     operation: Json = {
-        "operationId": kind.name,
-        "summary": kind.name.replace("_", " ").capitalize(),
+        "operationId": kind.method,
+        "summary": kind.method.replace("_", " ").capitalize(),
         "description": f"{about}\n\nNeeds a key with the scope `{kind.scope}`.".strip(),
         "tags": [kind.route.partition(" /")[2].partition("/")[0]],
     }

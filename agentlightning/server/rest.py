@@ -151,7 +151,7 @@ class StoreRest:
         except AgentLightningError as error:
             response = failure(error)
         except Exception:  # noqa: BLE001 - told in the log, not to the caller
-            _log.exception("%s failed", endpoint.kind.name)
+            _log.exception("%s failed", endpoint.kind.method)
             response = defect()
         if response is not None:
             return await response(scope, receive, send)

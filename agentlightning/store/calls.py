@@ -23,7 +23,7 @@ class Call(Noun, frozen=True, kw_only=True):
     leaves a line in the log. `ids` are the fields that a client fills with fresh ids of a kind, so that a repeated
     call is known. A field `timeout` is how many seconds to wait for something to answer with."""
 
-    name: ClassVar[str]
+    method: ClassVar[str]
     route: ClassVar[str]
     scope: ClassVar[KeyScope]
     audited: ClassVar[bool]
@@ -52,7 +52,7 @@ def call(
             (one.name, hints[one.name]) if one.default is one.empty else (one.name, hints[one.name], one.default)
             for one in parameters
         ]
-        about = {"name": function.__name__, "route": route, "scope": scope, "audited": audited, "ids": ids or {}}
+        about = {"method": function.__name__, "route": route, "scope": scope, "audited": audited, "ids": ids or {}}
         kind = msgspec.defstruct(
             function.__name__,
             fields,

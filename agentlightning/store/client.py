@@ -78,7 +78,7 @@ class LightningStoreClient(LightningStore):
 
     async def _ask(self, call: Call) -> Any:
         form = form_of(type(call))
-        return form.result(await self._send_until_answered(form.request(call), call.name, call.repeatable()))
+        return form.result(await self._send_until_answered(form.request(call), call.method, call.repeatable()))
 
     async def _send_until_answered(self, request: Wire, name: str, may_repeat: bool) -> Answer:
         """The answer that ends the call. UnavailableError if none came in time, or where asking again could do it
@@ -164,7 +164,7 @@ def _named(call: Call) -> Call:
     given: dict[str, Any] = {
         field: new_id(prefix) for field, prefix in call.ids.items() if getattr(call, field) is None
     }
-    if call.name == "enqueue_many_rollouts":
+    if call.method == "enqueue_many_rollouts":
         requests: Sequence[EnqueueRolloutRequest] = getattr(call, "requests")  # noqa: B009 - it has this field
         given["requests"] = [
             one if one.rollout_id is not None else msgspec.structs.replace(one, rollout_id=new_id("ro"))

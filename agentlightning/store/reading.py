@@ -46,11 +46,11 @@ class StoreReader(LightningStore):
         await self._thread.close()
 
     async def perform(self, call: Call) -> Any:
-        read = _READS.get(call.name)
+        read = _READS.get(call.method)
         if read is None:
-            raise ConflictError(f"the store is open for reading, and {call.name} may change it")
+            raise ConflictError(f"the store is open for reading, and {call.method} may change it")
         asked = msgspec.structs.asdict(call)
-        give_up = time.monotonic() + getattr(call, "timeout", 0.0)
+        give_up = time.monotonic() + asked.pop("timeout", 0.0)
         while True:
             answer: Any = await self._thread.submit(
                 lambda connection: read(Transaction(connection, time.time(), LEASE_SECONDS, b""), **asked)

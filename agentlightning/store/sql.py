@@ -203,7 +203,7 @@ class SqlStore(LightningStore):
         await asyncio.to_thread(self._opened.release)
 
     async def perform(self, call: Call) -> Any:
-        name, asked = call.name, msgspec.structs.asdict(call)
+        name, asked = call.method, msgspec.structs.asdict(call)
         if name in self._others:
             return await self._others[name](**asked)
         if name in _WRITES:

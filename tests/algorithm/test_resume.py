@@ -241,7 +241,7 @@ class Racing(LightningStore):
     async def perform(self, call: Any) -> Any:
         answer = await self._store.perform(call)
         left = isinstance(answer, Attempt) and answer.start_time < self._before and not answer.end_time
-        if left and call.name == "get_latest_attempt":
+        if left and call.method == "get_latest_attempt":
             await self._store.update_attempt(answer.rollout_id, answer.attempt_id, status="failed")
             self.ended.append(answer.attempt_id)
         return answer

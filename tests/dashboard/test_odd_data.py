@@ -84,7 +84,7 @@ class Watched(LightningStore):
         self.store, self.now, self.most = store, Counter[str](), 0
 
     async def perform(self, call: Call) -> Any:
-        name = "spans" if call.name == "page_spans" else ""
+        name = "spans" if call.method == "page_spans" else ""
         self.now[name] += 1
         self.most = max(self.most, self.now["spans"])
         try:

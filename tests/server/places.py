@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 
 from agentlightning.store import calls
+from agentlightning.store.base import CALLS
 from agentlightning.store.calls import Call
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.otlp import PROTOBUF

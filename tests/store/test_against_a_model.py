@@ -147,13 +147,11 @@ class StoreAgainstModel(RuleBasedStateMachine):
     @rule(config=configs)
     def start_rollout(self, config) -> None:
         name = f"r{next(self.number)}"
-        call = CALLS["start_rollout"](
-            request=EnqueueRolloutRequest(input=1, rollout_id=name, config=config), attempt_id=f"a{next(self.number)}"
-        )
-        leased = self.wait(self.store.perform(call))
+        asked = {"config": config, "rollout_id": name, "attempt_id": f"a{next(self.number)}"}
+        leased = self.wait(self.store.start_rollout(1, **asked))
         self.rollouts.append(RolloutModel(name, config))
         self.note_attempt(self.rollouts[-1], leased)
-        self.note_repeated(call.attempt_id, self.wait(self.store.perform(call)))
+        self.note_repeated(asked["attempt_id"], self.wait(self.store.start_rollout(1, **asked)))
 
     @rule(limit=st.integers(1, 3))
     def lease(self, limit) -> None:

@@ -60,7 +60,7 @@ async def test_whatever_happens_at_once_leaves_nothing_wrong(address: str, opera
                     CALLS["enqueue_many_rollouts"](requests=[member]),
                     CALLS["dequeue_many_rollouts"](limit=3, lease_id=chance.choice(["l1", "l2", None])),
                     CALLS["start_attempt"](rollout_id=name, attempt_id=attempt_id),
-                    CALLS["start_rollout"](request=plain, attempt_id=attempt_id),
+                    CALLS["start_rollout"](input=1, rollout_id=name, config=config, attempt_id=attempt_id),
                     CALLS["store_spans"](spans=[span]),
                     CALLS["update_attempt"](**of_latest, status=chance.choice(ENDS)),
                     CALLS["update_rollout"](rollout_id=name, status=chance.choice(["requeuing", "succeeded"])),
@@ -74,7 +74,7 @@ async def test_whatever_happens_at_once_leaves_nothing_wrong(address: str, opera
                 await store.perform(call)
             except (ConflictError, NotFoundError):
                 return
-            done.append(type(call).__name__)
+            done.append(call.method)
 
         done: list[str] = []
         await asyncio.gather(*(one() for _ in range(operations)))
@@ -92,9 +92,7 @@ async def test_a_rollout_made_anew_in_the_transaction_that_finished_and_deleted_
         await store.enqueue_many_rollouts(requests=[request])
 
         async def remove() -> None:
-            await store._write(
-                lambda tx: retention.delete_rollouts(tx, CALLS["delete_rollouts"](where=EVERYTHING), [1])
-            )
+            await store._write(lambda tx: retention.delete_some(tx, EVERYTHING, [1]))
 
         await asyncio.gather(  # what one turn of the event loop brings shares a commit
             store.cancel_rollout(rollout_id="again"),

@@ -146,7 +146,7 @@ async def test_a_rollout_is_not_requeued_a_second_time_by_repetition(lossy):
     client, proxy, sql = lossy
     leased = await sql.start_rollout(1)
     proxy.cuts = 1
-    with pytest.raises(UnavailableError, match="UpdateRollout may have been carried out"):
+    with pytest.raises(UnavailableError, match="update_rollout may have been carried out"):
         await client.update_rollout(leased.rollout_id, status="requeuing")
     assert (await sql.get_rollout_by_id(leased.rollout_id)).status == "requeuing"
 

@@ -13,7 +13,7 @@ import pytest
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store.base import CALLS
 from agentlightning.types import LLM, Condition, EnqueueRolloutRequest, Metrics, SpanEvent, SpanLink
-from tests.server.places import EVERY, call_about, furnish, span_of
+from tests.server.places import EVERY, Place, call_about, furnish, span_of
 from tests.store.conftest import open_store
 
 pytestmark = pytest.mark.anyio

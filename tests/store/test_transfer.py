@@ -47,7 +47,8 @@ async def live(store: LightningStore, number: int, **fields) -> str:
         metadata={"tags": ["a", "b"], "score": 0.1 + 0.2},
         **fields,
     )
-    first = await store.start_rollout(request=request)
+    (queued,) = await store.enqueue_many_rollouts([request])
+    first = await store.start_attempt(queued.rollout_id)
     ids = first.rollout_id, first.attempt.attempt_id
     await store.update_attempt(*ids, status="failed", metadata={"why": "…"})
     second = await store.start_attempt(first.rollout_id, worker_id="w")
