@@ -23,10 +23,10 @@ from rich.console import Console
 
 from agentlightning.algorithm import GRPO, Algorithm, Baseline, NoProgress, Progress, Reinforcement, RunContext
 from agentlightning.algorithm.base import TrainedPolicy
-from agentlightning.algorithm.checkpoints import Checkpoints
 from agentlightning.algorithm.directory import RunDirectory, check_data, make_manifest
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.algorithm.measures import Measures, measured, summarise
+from agentlightning.algorithm.rl.checkpoints import Checkpoints
 from agentlightning.algorithm.tracking import Tracker, make_tracker
 from agentlightning.data.datasets import load_dataset
 from agentlightning.display import LiveProgress, hide_library_progress
@@ -152,7 +152,7 @@ class Trainer:
         self.frozen = read_frozen(models or {}, self.models)
         n_runners = n_workers if n_runners is None else n_runners
         if adapter is not None:
-            from agentlightning.v03.training import with_adapter
+            from agentlightning.v03.adapters import with_adapter
 
             algorithm = with_adapter(algorithm, adapter)
         self.algorithm: Algorithm = GRPO() if algorithm is None else algorithm

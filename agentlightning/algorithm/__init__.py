@@ -18,7 +18,7 @@ from agentlightning.algorithm.grpo import (
 )
 from agentlightning.algorithm.opd import OPD
 from agentlightning.algorithm.ppo import PPO
-from agentlightning.algorithm.rl import Reinforcement
+from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.algorithm.sft import SFT
 
 if not TYPE_CHECKING:  # names of Agent Lightning 0.3

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from agentlightning.algorithm.tracking import JSONLines, Tracker, Tracking
+from agentlightning.algorithm.tracking import Tracker, Tracking
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.learner.base import Learner, Sampler
 from agentlightning.store.base import LightningStore
@@ -96,8 +96,7 @@ class RunContext:
     run_time: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        trackers = (JSONLines(), *self.trackers)
-        self.tracking = Tracking(self.store, self.run, self.directory, trackers, self.progress.note)
+        self.tracking = Tracking(self.store, self.run, self.directory, self.trackers, self.progress.note)
 
     async def resources(self) -> ResourcesUpdate:
         """What rollouts are given. ConfigError where the store has none."""

@@ -6,21 +6,19 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.algorithm.rl.batch import values_of
+from agentlightning.algorithm.rl.groups import Groups
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import Aggregation, CreditedTransition
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError
 from agentlightning.learner.teacher import Teacher, open_teacher, read_teacher
-
-if TYPE_CHECKING:
-    from agentlightning.algorithm.rl.groups import Groups
 
 
 @dataclass(kw_only=True)

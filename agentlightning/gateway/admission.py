@@ -8,7 +8,7 @@ Elsewhere it is sent, or refused. Knows requests; no backends, rollouts or spans
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
@@ -71,19 +71,10 @@ _INERT: Final = frozenset(
 )
 
 
-class Admitted(NamedTuple):
-    """What is sent of `CallRequest.extra`, `tools` and `tool_choice`, and the names of what is not. With
-    `one_tool_call` the agent gets the first tool call of an answer alone, which is sampled freely all the same."""
+def admit(request: CallRequest, *, trained: bool, training: bool) -> tuple[CallRequest, list[str]]:
+    """(what an engine is sent of a request, names of what it is not): the model is `trained` or not, and in `training`
+    it learns from the answer.
 
-    extra: dict[str, Any]
-    tools: list[dict[str, Any]]
-    tool_choice: Any
-    one_tool_call: bool
-    dropped: list[str]
-
-
-def admit(request: CallRequest, *, trained: bool, training: bool) -> Admitted:
-    """What an engine is sent of a request to a model that is `trained` or not; in `training` it learns from the answer.
     CallRefused (400) names what cannot be honoured and would have changed the answer's meaning."""
     sent = _PROMPT | (frozenset() if training else _MEANT) | (frozenset() if trained else _UNTRAINED)
     extra: dict[str, Any] = {}
@@ -110,10 +101,12 @@ def admit(request: CallRequest, *, trained: bool, training: bool) -> Admitted:
     if training and forces_a_call(tool_choice):
         tool_choice = None
         dropped.append("tool_choice")
+    # Where calls are sampled freely, the agent gets the first alone.
     one_tool_call = request.extra.get("parallel_tool_calls") is False
     if one_tool_call and (forces_a_call(tool_choice) or not _MEANT.isdisjoint(extra)):
         extra["parallel_tool_calls"] = False
-    return Admitted(extra, tools, tool_choice, one_tool_call, sorted(set(dropped)))
+    admitted = msgspec.structs.replace(request, extra=extra, tools=tools, tool_choice=tool_choice)
+    return admitted, sorted(set(dropped))
 
 
 def _function(function: Mapping[str, Any], dropped: list[str]) -> dict[str, Any]:

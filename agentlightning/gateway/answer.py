@@ -59,9 +59,9 @@ class Choice:
         call["function"]["name"] += function.get("name") or ""
         call["function"]["arguments"] += function.get("arguments") or ""
 
-    def string(self, name: str) -> str:
-        """The text of one field of the message, such as `content` or `reasoning_content`."""
-        return "".join(self.text.get(name, ()))
+    def string(self, *names: str) -> str:
+        """The text of the first of these fields of the message that has one, such as `content`."""
+        return next((text for name in names if (text := "".join(self.text.get(name, ())))), "")
 
     def message(self) -> dict[str, Any]:
         """The assistant message of the chat-completions protocol; content is None beside tool calls without text."""
@@ -75,18 +75,22 @@ class Choice:
 
 
 class Answer:
-    """All choices of one call, the exact prompt, and when the first token came (seconds, monotonic clock)."""
+    """All `n` choices of one call; the answer's id, the model's name here, and when it was made (seconds since the
+    epoch). `first_token_time` is in seconds of the monotonic clock."""
 
-    def __init__(self, n: int) -> None:
-        self.prompt_token_ids: tuple[int, ...] = ()
-        self.spliced_tokens = 0
-        self.replica = ""
-        self.dropped: tuple[str, ...] = ()
-        self.extra: dict[str, Any] = {}
-        self.response_json: str | None = None  # of an answer that was passed through
+    def __init__(self, n: int = 1, response_id: str = "", model: str = "", created: int = 0) -> None:
+        self.response_id = response_id
+        self.model = model
+        self.created = created
+        self.started = Started(())
         self.choices = [Choice() for _ in range(n)]
         self.usage: Usage | None = None
         self.first_token_time: float | None = None
+        self.response_json: str | None = None  # of an answer that was passed through
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        return self.started.prompt_token_ids
 
     def add(self, event: BackendEvent) -> None:
         match event:
@@ -103,11 +107,7 @@ class Answer:
                 if event.versions and sum(count for _, count in event.versions) == len(choice.token_ids):
                     choice.versions = event.versions
             case Started():
-                self.prompt_token_ids = event.prompt_token_ids
-                self.spliced_tokens = event.spliced_tokens
-                self.replica = event.replica
-                self.dropped = event.dropped
-                self.extra = event.extra
+                self.started = event
             case Usage():
                 self.usage = event
 

@@ -10,12 +10,11 @@ from starlette.routing import BaseRoute
 
 from agentlightning.errors import NotFoundError
 from agentlightning.gateway.attribution import Attributor
-from agentlightning.gateway.calls import CallOpener
-from agentlightning.gateway.conversations import Conversations
+from agentlightning.gateway.calls import Calls
 from agentlightning.gateway.holding import LONGEST_HOLD, Gate, Holding
 from agentlightning.gateway.models import ModelEntry, ModelTable
-from agentlightning.gateway.routes import gateway_routes
-from agentlightning.gateway.running import CallStatistics, Recorder
+from agentlightning.gateway.recorder import CallStatistics
+from agentlightning.gateway.serving import Serving
 from agentlightning.store.base import LightningStore
 
 _HOLD: Final = "hold"  # who holds where nobody else is named
@@ -39,24 +38,19 @@ class Gateway:
         longest_hold: float = LONGEST_HOLD,
     ) -> None:
         self.models = models
-        self._queue = recorders = None
-        if store is not None:
-            self._queue = Recorder(store, commit=False)
-            recorders = Recorder(store, commit=True), self._queue
         self._holding = Holding(store, models.gates, longest_hold)
-        self._attributor = Attributor(store, admin_key=admin_key)
-        self._calls = CallOpener(models, self._attributor, recorders, self._holding, Conversations(store))
-        self._body_limit = body_limit
+        self._calls = Calls(models, store, Attributor(store, admin_key=admin_key), self._holding)
+        self._serving = Serving(self._calls, body_limit)
         self._attributed = store is not None
 
     def routes(self) -> list[BaseRoute]:
         """Routes for `/v1/…` and, with a store, `/rollout/{rollout_id}/attempt/{attempt_id}/v1/…`."""
-        return gateway_routes(self._calls, self.models, body_limit=self._body_limit, attributed=self._attributed)
+        return self._serving.routes(attributed=self._attributed)
 
     def keep_to_this_machine(self) -> None:
         """From here on, where no admin key is set: answer only this machine's own programs (no page of elsewhere in a
         browser, nothing through a proxy that says so), and whoever shows a key that was issued here."""
-        self._attributor.local_only = True
+        self._calls.attributor.local_only = True
 
     def hold(self, *names: str, seconds: float | None = None, holder: str = _HOLD) -> None:
         """New calls of these models (without names: of all there are) wait from now on; running ones go on. Nothing is
@@ -122,12 +116,12 @@ class Gateway:
     @property
     def shed(self) -> int:
         """How many calls were answered and not recorded."""
-        return 0 if self._queue is None else self._queue.shed
+        return 0 if self._calls.queue is None else self._calls.queue.shed
 
     async def close(self) -> None:
         """Write what waits to be recorded, and end the backends' connections."""
         await self._holding.close()
-        if self._queue is not None:
-            await self._queue.close()
+        if self._calls.queue is not None:
+            await self._calls.queue.close()
         for entry in self.models:
             await entry.backend.close()

@@ -1,6 +1,6 @@
-"""From a request to a call that is under way, and from its answer to a stored span.
+"""From a request to a call: whose it is, what it asks, who answers, and what that one is sent.
 
-Ties models, attribution, capture and the store together. Knows no HTTP: `gateway.routes` speaks it.
+Knows models, attribution and admission. Knows no HTTP: `gateway.serving` speaks it.
 """
 
 from __future__ import annotations
@@ -10,134 +10,145 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from agentlightning.errors import AgentLightningError, BackendError
-from agentlightning.gateway.admission import Admitted, admit, admit_relayed
+from agentlightning.gateway.admission import admit, admit_relayed
+from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import Attributor, Caller, is_worker
-from agentlightning.gateway.backend import LEFT_OPEN, SESSION_HEADER, RelayedAnswer, RelayedCall, Sampling
+from agentlightning.gateway.backend import SESSION_HEADER, RelayedAnswer, RelayedCall, Sampling
 from agentlightning.gateway.callers import caller_attributes
-from agentlightning.gateway.capture import CallRecord
+from agentlightning.gateway.capture import Call
 from agentlightning.gateway.conversations import Conversations
-from agentlightning.gateway.endpoints.base import Endpoint, Head
-from agentlightning.gateway.endpoints.passed_through import HEADERS, read_fields, read_request
+from agentlightning.gateway.endpoints.base import Endpoint
+from agentlightning.gateway.endpoints.passed_through import HEADERS, read_passed_through
 from agentlightning.gateway.generation import call_seed
 from agentlightning.gateway.holding import Holding
 from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
+from agentlightning.gateway.recorder import CallStatistics, Recorder
 from agentlightning.gateway.request import NEUTRAL_PENALTIES, NOT_JSON, CallRefused, CallRequest
-from agentlightning.gateway.running import CallStatistics, Recorder, RunningCall
 from agentlightning.semconv import CALL_REFUSED, ERROR_TYPE, FROZEN_HEADER, HTTP_STATUS
+from agentlightning.store.base import LightningStore
 from agentlightning.tracing.context import AttemptTracer
-from agentlightning.tracing.dialects import items, json_of
 from agentlightning.types import Attributes, Credential, SpanStatus
 
 _MOST_REFUSALS: Final = 100  # of one attempt that are recorded
 _LONGEST: Final = 1000  # characters of a reason, which may quote what an agent sent
 
 
-class CallOpener:
-    """Turns requests into running calls. Without `recorders`, one for the calls of attempts and one for those that no
-    attempt made, nothing is captured."""
+class _Asked(NamedTuple):
+    """A request, who makes it with what key and headers, and who answers it."""
+
+    caller: Caller
+    key: Credential | None
+    headers: Mapping[str, str]
+    request: CallRequest
+    entry: ModelEntry
+
+    @property
+    def model(self) -> str:
+        return self.request.model if self.entry.name == ANY else self.entry.name
+
+    @property
+    def learns(self) -> bool:
+        """Whether the policy learns from the answer: then it is sampled freely, whatever the agent wishes it to be."""
+        return self.entry.trainable and self.entry.name != ANY and self.caller.mode == "train"
+
+    @property
+    def guarded(self) -> bool:
+        """Whether the model is an engine of ours, and asked by somebody who may not send it all there is. Who only has
+        an agent recorded (`ANY`) has it recorded as it is."""
+        ours = self.entry.backend.captures_tokens and self.entry.name != ANY
+        return ours and (self.entry.trainable or self.caller.attempt is not None)
+
+    @property
+    def run_sampling(self) -> Sampling | None:
+        """What the run decides about sampling: None in test mode, without an attempt, or where it is left open."""
+        return {"train": self.entry.train, "val": self.entry.val}.get(self.caller.mode or "test")
+
+    @property
+    def session(self) -> str | None:
+        """The attempt; or what a gateway before this one says it is, which no agent may."""
+        if self.caller.attempt:
+            return self.caller.attempt_id
+        return self.headers.get(SESSION_HEADER) if is_worker(self.key) else None
+
+
+class Calls:
+    """Opens calls. The calls of attempts are committed to the `store`, those that no attempt made are queued; without a
+    store nothing is captured."""
 
     def __init__(
-        self,
-        models: ModelTable,
-        attributor: Attributor,
-        recorders: tuple[Recorder, Recorder] | None,
-        holding: Holding,
-        conversations: Conversations,
+        self, models: ModelTable, store: LightningStore | None, attributor: Attributor, holding: Holding
     ) -> None:
+        self.models = models
+        self.attributor = attributor
         self.statistics = CallStatistics()
-        self._conversations = conversations
-        self._models = models
+        self.queue = Recorder(store, commit=False) if store is not None else None
+        self._committed = Recorder(store, commit=True) if store is not None else None
+        self._conversations = Conversations(store)
         self._holding = holding
-        self._attributor = attributor
-        self._recorders = recorders
         self._run = secrets.token_hex(4)  # two gateways may number the calls of one attempt: their ids differ in this
-
-    async def admit(self, headers: Mapping[str, str]) -> None:
-        """CallRefused (401, 403) for a caller who would need a key, or to be of this machine."""
-        await self._attributor.check_key(headers)
 
     async def open(
         self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None
-    ) -> RunningCall:
+    ) -> Call:
         """Check, attribute and start a call; use it as `async with`. `headers` has lower-case names.
 
         Raises BackendError (and its kin CallRefused) for everything that cannot be answered."""
-        caller, key = await self._attributor.attribute(path_ids, headers)
-        request, entry, fields = await self._read(caller, key, endpoint, body, headers)
+        asked = await self._asked(endpoint, body, headers, path_ids)
         held_seconds = 0.0
-        while (gate := self._models.gate(entry.name)).held:
-            held_seconds += await self._holding.wait(gate, caller.attempt)
+        while (gate := self.models.gate(asked.entry.name)).held:
+            held_seconds += await self._holding.wait(gate, asked.caller.attempt)
             # Meanwhile the attempt may have ended, and the model may be another.
-            caller, key = await self._attributor.attribute(path_ids, headers)
-            request, entry, fields = await self._read(caller, key, endpoint, body, headers)
-        admitted = _admitted(request, entry, caller)
+            asked = await self._asked(endpoint, body, headers, path_ids)
+        caller, request, entry = asked.caller, asked.request, asked.entry
         attempt = caller.attempt
-        call_index = next(caller.call_indices) if attempt else None
-        sampling, overridden = LEFT_OPEN, dict[str, Any]()
-        if fields is None:  # what is passed on says itself how it is sampled
-            sampling, overridden = _effective_sampling(request, entry, caller, call_index)
-        request_id = f"{attempt[1]}-{call_index}" if attempt else secrets.token_hex(12)
+        index = next(caller.call_indices) if attempt else None
+        request_id = f"{attempt[1]}-{index}" if attempt else secrets.token_hex(12)
         response_id = endpoint.id_prefix + (f"{request_id}-{self._run}" if attempt else request_id)
-        head = Head(response_id, _model_of(request, entry), int(time.time()))
-        call = msgspec.structs.replace(
-            request,
-            request_id=request_id,
-            model=head.model,
-            sampling=sampling,
-            session=_session(caller, key, headers),
-            tools=admitted.tools,
-            tool_choice=admitted.tool_choice,
-            extra=_extra(request, admitted, entry, caller),
-        )
-        record = CallRecord(
+        sent, overridden, dropped = _sent(asked, request_id, index)
+        relayed = None
+        if request.relayed is not None:
+            fields = request.relayed
+            if asked.guarded:
+                fields, dropped = admit_relayed(fields)
+            relayed = RelayedCall(endpoint.path, asked.model, fields, _let_through(headers), asked.session)
+        discards, caller.lost = caller.lost, []
+        return Call(
             caller=caller,
-            call_index=call_index,
             endpoint=endpoint,
             request=request,
-            head=head,
+            sent=sent,
             entry=entry,
-            sampling=sampling,
+            answer=Answer(sent.sampling.n, response_id, asked.model, int(time.time())),
+            gate=gate,
+            recorder=self._committed if attempt else self.queue,
+            statistics=self.statistics,
+            remember=self._conversations.remember,
+            index=index,
             overridden=overridden,
-            traceparent=headers.get("traceparent"),
-            discards=caller.lost,
-            dropped=[*admitted.dropped, *request.dropped],
-            one_tool_call=admitted.one_tool_call,
+            dropped=dropped,
+            discards=discards,
             held_seconds=held_seconds,
-            made_by=caller_attributes(headers, _messages(request, fields)),
+            made_by=caller_attributes(headers, request.messages),
+            traceparent=headers.get("traceparent"),
+            relayed=relayed,
         )
-        caller.lost = []
-        recorder = self._recorders[0 if attempt else 1] if self._recorders else None
-        running = RunningCall(record, call, gate, recorder, self.statistics)
-        running.remember = partial(self._conversations.remember, caller, request, head)
-        if fields is not None:
-            if _is_guarded(entry, caller):
-                fields, record.dropped = admit_relayed(fields)
-            running.relayed = RelayedCall(endpoint.path, head.model, fields, _let_through(headers), call.session)
-        return running
 
     async def count_tokens(
         self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None
     ) -> int:
         """How many tokens the prompt of a call would have; nothing is numbered or captured. BackendError as in `open`,
         and where the backend cannot count."""
-        caller, key = await self._attributor.attribute(path_ids, headers)
-        request, entry, fields = await self._read(caller, key, endpoint, body, headers)
-        model = _model_of(request, entry)
-        if fields is not None:
-            async with entry.backend.relay(RelayedCall(endpoint.path, model, fields, _let_through(headers))) as answer:
-                return await _count(answer)
-        admitted = _admitted(request, entry, caller)
-        return await entry.backend.count_tokens(
-            msgspec.structs.replace(
-                request, model=model, session=_session(caller, key, headers), extra=admitted.extra, tools=admitted.tools
-            )
-        )
+        asked = await self._asked(endpoint, body, headers, path_ids)
+        backend, fields = asked.entry.backend, asked.request.relayed
+        if fields is None:
+            return await backend.count_tokens(_sent(asked, "", None)[0])
+        async with backend.relay(RelayedCall(endpoint.path, asked.model, fields, _let_through(headers))) as answer:
+            return await _counted(answer)
 
     async def note_refusal(
         self, path: str, headers: Mapping[str, str], path_ids: tuple[str, str] | None, error: BackendError
@@ -145,31 +156,29 @@ class CallOpener:
         """Record in the attempt of a request why it was refused: of each attempt the first 100, so that no agent fills
         the store. Those that no attempt made leave nothing."""
         with suppress(AgentLightningError):  # whose key is wrong, or a store that does not answer
-            caller, _ = await self._attributor.attribute(path_ids, headers)
-            if self._recorders and caller.attempt and caller.refused < _MOST_REFUSALS:
+            caller, _ = await self.attributor.attribute(path_ids, headers)
+            if self._committed and caller.attempt and caller.refused < _MOST_REFUSALS:
                 caller.refused += 1
                 said: Attributes = {CALL_REFUSED: path[:_LONGEST], ERROR_TYPE: error.code, HTTP_STATUS: error.status}
                 status = SpanStatus(status_code="ERROR", description=str(error)[:_LONGEST])
-                span = AttemptTracer(*caller.attempt).record(CALL_REFUSED, said, status=status)
-                await self._recorders[0].record(span)
+                await self._committed.record(AttemptTracer(*caller.attempt).record(CALL_REFUSED, said, status=status))
 
-    async def _read(
-        self, caller: Caller, key: Credential | None, endpoint: Endpoint, body: bytes, headers: Mapping[str, str]
-    ) -> tuple[CallRequest, ModelEntry, dict[str, msgspec.Raw] | None]:
-        """What is asked, and who answers it; and the request's fields, if that one does so in the agent's protocol."""
-        if any(endpoint.path in entry.backend.relays for entry in self._models):
-            fields = read_fields(body)
-            request = read_request(fields)
+    async def _asked(
+        self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None
+    ) -> _Asked:
+        caller, key = await self.attributor.attribute(path_ids, headers)
+        if any(endpoint.path in entry.backend.relays for entry in self.models):
+            request = read_passed_through(body)
             entry = self._resolve(request.model, key, headers)
             if endpoint.path in entry.backend.relays:
-                return request, entry, fields
+                return _Asked(caller, key, headers, request, entry)
         request = await self._conversations.join(caller, endpoint.read(body))
-        return request, self._resolve(request.model, key, headers), None
+        return _Asked(caller, key, headers, request, self._resolve(request.model, key, headers))
 
     def _resolve(self, model: str, key: Credential | None, headers: Mapping[str, str]) -> ModelEntry:
         """Who answers; a call that says it is none of the policy's is not trained, and sampled as it asks. CallRefused
         (403) where an agent says so of the policy."""
-        entry = self._models.resolve(model)
+        entry = self.models.resolve(model)
         if headers.get(FROZEN_HEADER) != "true":
             return entry
         if entry.trainable and entry.name != ANY and not (is_worker(key) or (key is not None and key.rewards)):
@@ -182,61 +191,45 @@ class CallOpener:
         return replace(entry, trainable=False)
 
 
-def _is_guarded(entry: ModelEntry, caller: Caller) -> bool:
-    """Whether the model is an engine of ours, and asked by somebody who may not send it all there is. Who only has an
-    agent recorded (`ANY`) has it recorded as it is."""
-    return entry.backend.captures_tokens and entry.name != ANY and (entry.trainable or caller.attempt is not None)
+def _sent(asked: _Asked, request_id: str, index: int | None) -> tuple[CallRequest, dict[str, Any], list[str]]:
+    """(what the backend is sent, the sampling that the agent asked for in vain, names of fields that are not sent).
+
+    What is trained has no penalty: vLLM takes those that are left out from the model's generation config."""
+    request, dropped = asked.request, list[str]()
+    sampling, overridden = request.sampling, dict[str, Any]()
+    if asked.guarded:
+        request, dropped = admit(request, trained=asked.entry.trainable, training=asked.learns)
+    if request.relayed is None:  # what is passed on says itself how it is sampled
+        sampling, overridden = _effective_sampling(asked, index)
+    extra = request.extra
+    if asked.learns:
+        extra = {**NEUTRAL_PENALTIES, **extra}
+    elif asked.run_sampling is None:
+        extra = {**extra, **request.shaping}
+    sent = msgspec.structs.replace(
+        request, request_id=request_id, model=asked.model, session=asked.session, sampling=sampling, extra=extra
+    )
+    return sent, overridden, [*dropped, *request.dropped]
 
 
-def _admitted(request: CallRequest, entry: ModelEntry, caller: Caller) -> Admitted:
-    if _is_guarded(entry, caller):
-        return admit(request, trained=entry.trainable, training=_learns(entry, caller))
-    hints = frozenset[str]() if entry.backend.captures_tokens else request.hints.intersection(request.extra)
-    extra = {name: value for name, value in request.extra.items() if name not in hints}
-    one_tool_call = entry.backend.captures_tokens and extra.get("parallel_tool_calls") is False
-    return Admitted(extra, request.tools, request.tool_choice, one_tool_call, sorted(hints))
-
-
-def _learns(entry: ModelEntry, caller: Caller) -> bool:
-    """Whether the policy learns from the answer: then it is sampled freely, whatever the agent wishes it to be."""
-    return entry.trainable and entry.name != ANY and caller.mode == "train"
-
-
-def _extra(request: CallRequest, admitted: Admitted, entry: ModelEntry, caller: Caller) -> dict[str, Any]:
-    """What is sent beside messages, tools and sampling. What is trained has no penalty: vLLM takes those that are left
-    out from the model's generation config."""
-    if _learns(entry, caller):
-        return {**NEUTRAL_PENALTIES, **admitted.extra}
-    return {**admitted.extra, **({} if _run_sampling(entry, caller) else request.shaping)}
-
-
-def _run_sampling(entry: ModelEntry, caller: Caller) -> Sampling | None:
-    """What the run decides about sampling: None in test mode, without an attempt, or where the entry leaves it open."""
-    return {"train": entry.train, "val": entry.val}.get(caller.mode or "test")
-
-
-def _effective_sampling(
-    request: CallRequest, entry: ModelEntry, caller: Caller, call_index: int | None
-) -> tuple[Sampling, dict[str, Any]]:
-    """(the sampling in effect, what the agent asked instead where that differs).
-
-    Where the run decides, its temperature, top_p, top_k and seeds hold, without penalties; elsewhere the agent's do."""
-    asked, decided, overridden = request.sampling, _run_sampling(entry, caller), dict[str, Any]()
-    sampling = asked
+def _effective_sampling(asked: _Asked, index: int | None) -> tuple[Sampling, dict[str, Any]]:
+    """Where the run decides, its temperature, top_p, top_k and seeds hold, without penalties; elsewhere the agent's."""
+    wanted, decided, overridden = asked.request.sampling, asked.run_sampling, dict[str, Any]()
+    sampling = wanted
     if decided is not None:
-        limit = decided.max_tokens if asked.max_tokens is None else asked.max_tokens
-        if decided.max_tokens is not None and limit is not None:
-            limit = min(limit, decided.max_tokens)
-        sampling = msgspec.structs.replace(decided, max_tokens=limit, stop=asked.stop, n=asked.n)
+        limits = [limit for limit in (wanted.max_tokens, decided.max_tokens) if limit is not None]
+        limit = min(limits, default=None)
+        sampling = msgspec.structs.replace(decided, max_tokens=limit, stop=wanted.stop, n=wanted.n)
         for name in ("temperature", "top_p", "top_k", "max_tokens", "seed"):
-            value = getattr(asked, name)
+            value = getattr(wanted, name)
             if value is not None and value != getattr(sampling, name):
                 overridden[name] = value
-    if decided is not None or _learns(entry, caller):
-        overridden |= request.shaping
-    seeded = entry.backend.seeded or (caller.deterministic and entry.backend.captures_tokens)
-    if sampling.seed is None and call_index is not None and seeded:
-        sampling = msgspec.structs.replace(sampling, seed=call_seed(caller.run_seed, caller.sample, call_index))
+    if decided is not None or asked.learns:
+        overridden |= asked.request.shaping
+    caller, backend = asked.caller, asked.entry.backend
+    seeded = backend.seeded or (caller.deterministic and backend.captures_tokens)
+    if sampling.seed is None and index is not None and seeded:
+        sampling = msgspec.structs.replace(sampling, seed=call_seed(caller.run_seed, caller.sample, index))
     return sampling, overridden
 
 
@@ -244,7 +237,7 @@ class _Counted(msgspec.Struct):
     input_tokens: int
 
 
-async def _count(answer: RelayedAnswer) -> int:
+async def _counted(answer: RelayedAnswer) -> int:
     body = b"".join([part async for part in answer.parts])
     try:
         return msgspec.json.decode(body, type=_Counted).input_tokens
@@ -256,22 +249,3 @@ async def _count(answer: RelayedAnswer) -> int:
 
 def _let_through(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name in HEADERS}
-
-
-def _model_of(request: CallRequest, entry: ModelEntry) -> str:
-    return request.model if entry.name == ANY else entry.name
-
-
-def _messages(request: CallRequest, fields: Mapping[str, msgspec.Raw] | None) -> list[Any]:
-    """What is said, a system prompt first; of requests in any protocol."""
-    if fields is None:
-        return request.messages
-    system = json_of(bytes(fields.get("system") or fields.get("instructions") or b"").decode())
-    return [{"role": "system", "content": system}, *items(json_of(request.messages_json))]
-
-
-def _session(caller: Caller, key: Credential | None, headers: Mapping[str, str]) -> str | None:
-    """The attempt; or what a gateway before this one says it is, which no agent may."""
-    if caller.attempt:
-        return caller.attempt_id
-    return headers.get(SESSION_HEADER) if is_worker(key) else None

@@ -1,15 +1,20 @@
-"""One LLM call → one span: exact ids, logprobs and versions, gen_ai attributes, and whether the call may be trained.
+"""One LLM call: while it runs, and as the span that is stored of it, with exact ids, logprobs and versions, and whether
+it may be trained.
 
-A pure transformation. It does not know HTTP or the store, and never sees a header other than `traceparent`.
+Knows backends, the recorder and the store's spans. Knows no HTTP, and not how a call came about.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import secrets
 import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any, Final
 
 import msgspec
@@ -18,9 +23,12 @@ from agentlightning import semconv
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import Caller
-from agentlightning.gateway.backend import Sampling
-from agentlightning.gateway.endpoints.base import Endpoint, Head
+from agentlightning.gateway.backend import BackendEvent, Delta, RelayedCall
+from agentlightning.gateway.endpoints.base import Endpoint
+from agentlightning.gateway.exchange import ClientGone
+from agentlightning.gateway.holding import Gate
 from agentlightning.gateway.models import ModelEntry
+from agentlightning.gateway.recorder import CallStatistics, Recorder
 from agentlightning.gateway.request import CallRequest
 from agentlightning.types import Attributes, SampledChoice, Span, SpanStatus, TokenCapture
 
@@ -37,60 +45,138 @@ UNKNOWN_LOGPROB = "logprob is clamped or unknown"
 _CLAMPED: Final = -9999.0  # what vLLM writes for minus infinity, and for what it does not know
 
 
-@dataclass
-class CallRecord:
-    """What was decided about a call before it was made, and when it began (seconds since the epoch).
+@dataclass(eq=False, kw_only=True)
+class Call:
+    """One call under way, as `async with`: left without `commit` it is recorded as failed or aborted.
 
-    `call_index` is None for calls that no attempt made; `discards` are earlier calls whose answers were not sent.
-    `dropped` are the names of what the backend was not sent. Before it began it was held for `held_seconds`. `made_by`
-    says who made it and what for, in attributes of the span."""
+    `request` is what the agent asks, `sent` what the backend is asked, `relayed` the same where the backend answers in
+    the agent's own protocol, and `refused` its refusal. `index` numbers the calls of an attempt. `overridden` is the
+    sampling that the agent asked for in vain, `dropped` names fields that are not sent, `discards` are earlier calls
+    whose answers were not sent, `made_by` says who calls and what for. Without a `recorder` nothing is captured.
+    `remember` is given the answer of a call that was committed."""
 
     caller: Caller
-    call_index: int | None
     endpoint: Endpoint
     request: CallRequest
-    head: Head
+    sent: CallRequest
     entry: ModelEntry
-    sampling: Sampling
+    answer: Answer
+    gate: Gate
+    recorder: Recorder | None
+    statistics: CallStatistics
+    remember: Callable[[Caller, CallRequest, Answer], None]
+    index: int | None
     overridden: dict[str, Any]
-    traceparent: str | None
-    discards: list[int]
     dropped: list[str]
-    one_tool_call: bool
+    discards: list[int]
     held_seconds: float
     made_by: Attributes
-    start_time: float = field(default_factory=time.time)
-    span_id: str = field(default_factory=lambda: secrets.token_hex(8))  # nobody can guess it and take its place
+    traceparent: str | None
+    relayed: RelayedCall | None = None
+    refused: BackendError | None = None
+    start_time: float = field(default_factory=time.time)  # since the epoch; `_started` is on the monotonic clock
+    _started: float = field(default_factory=time.monotonic)
+    _span_id: str = field(default_factory=lambda: secrets.token_hex(8))  # nobody can guess it and take its place
+    _recorded: bool = False
+
+    def events(self) -> AsyncGenerator[BackendEvent, None]:
+        """The backend's events; closing the iterator cancels the generation."""
+        events = self.entry.backend.answer(self.sent)
+        if self.request.extra.get("parallel_tool_calls") is False and self.entry.backend.captures_tokens:
+            return _with_one_tool_call(events)
+        return events
+
+    async def commit(self) -> None:
+        """Store the finished call. When this returns the call is durable; only then may its end be sent."""
+        self._recorded = True
+        await self._store(self.refused)
+        self.statistics.calls[self.entry.name, "failed" if self.refused else "answered"] += 1
+        self.remember(self.caller, self.request, self.answer)
+
+    async def undelivered(self) -> None:
+        """The client left between the commit and the end of its answer: note that nobody received it."""
+        if self.recorder is not None and self.index is not None:
+            self.statistics.undelivered += 1
+            attributes: Attributes = {semconv.CALL_DISCARDS: [self.index]}
+            span = self._span(semconv.UNDELIVERED, attributes, time.time(), SpanStatus(), None)
+            await self._record(msgspec.structs.replace(span, span_id=secrets.token_hex(8)))
+
+    async def __aenter__(self) -> Call:
+        self.caller.running += 1
+        self.gate.enter(self.caller.attempt)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None and not self._recorded:
+                aborted = isinstance(error, ClientGone | asyncio.CancelledError)
+                self.statistics.calls[self.entry.name, "aborted" if aborted else "failed"] += 1
+                self.answer.abort(ABORTED if aborted else FAILED)
+                await self._store(error)
+        finally:
+            self.gate.leave(self.caller.attempt)
+            self.caller.running -= 1
+
+    async def _store(self, error: BaseException | None) -> None:
+        """Record the span of the call, which has ended."""
+        if self.recorder is None:
+            return
+        attributes = _attributes(self)
+        flag = untrainable_reason(self.answer, self.entry.backend.captures_tokens)
+        if flag:
+            attributes[semconv.CALL_FLAG] = flag
+        if self.answer.first_token_time is not None:
+            attributes[semconv.GEN_AI_TIME_TO_FIRST_CHUNK] = self.answer.first_token_time - self._started
+        if isinstance(error, BackendError):
+            attributes |= {semconv.ERROR_TYPE: error.code, semconv.HTTP_STATUS: error.status}
+        status = SpanStatus(status_code="ERROR", description=str(error) or flag) if error else SpanStatus()
+        end_time = self.start_time + (time.monotonic() - self._started)
+        name = f"{self.endpoint.operation} {self.answer.model}"
+        span = self._span(name, attributes, end_time, status, _tokens(self.answer))
+        self.statistics.captured(span, self.held_seconds)
+        await self._record(span)
+
+    async def _record(self, span: Span) -> None:
+        """Where that fails nobody can tell whether the span is stored, and nobody gets the answer."""
+        assert self.recorder is not None
+        try:
+            await self.recorder.record(span)
+        except BaseException:
+            if self.index is not None:
+                self.caller.lost += [*self.discards, self.index]
+            raise
+
+    def _span(
+        self, name: str, attributes: Attributes, end_time: float, status: SpanStatus, tokens: TokenCapture | None
+    ) -> Span:
+        trace_id, parent_id = _trace(self.traceparent) or (self.caller.trace_id, None)
+        return Span(
+            rollout_id=self.caller.rollout_id,
+            attempt_id=self.caller.attempt_id,
+            sequence_id=0,  # the store numbers it
+            trace_id=trace_id,
+            span_id=self._span_id,
+            parent_id=parent_id,
+            name=name,
+            start_time=self.start_time,
+            end_time=end_time,
+            status=status,
+            attributes=attributes,
+            tokens=tokens,
+        )
 
 
-def call_span(
-    record: CallRecord,
-    answer: Answer,
-    *,
-    end_time: float,
-    time_to_first_chunk: float | None,
-    error: BaseException | None,
-) -> Span:
-    """The span of a finished, failed or aborted call."""
-    attributes = _attributes(record, answer)
-    if time_to_first_chunk is not None:
-        attributes[semconv.GEN_AI_TIME_TO_FIRST_CHUNK] = time_to_first_chunk
-    flag = untrainable_reason(answer, record.entry.backend.captures_tokens)
-    if flag:
-        attributes[semconv.CALL_FLAG] = flag
-    status = SpanStatus(status_code="ERROR", description=str(error) or flag) if error else SpanStatus()
-    if isinstance(error, BackendError):
-        attributes |= {semconv.ERROR_TYPE: error.code, semconv.HTTP_STATUS: error.status}
-    name = f"{record.endpoint.operation} {record.head.model}"
-    return _span(record, name, attributes, end_time, status, _tokens(answer))
-
-
-def undelivered_span(record: CallRecord, *, time: float) -> Span:
-    """Says that nobody received the answer of a call whose span is stored already."""
-    assert record.call_index is not None
-    attributes: Attributes = {semconv.CALL_DISCARDS: [record.call_index]}
-    span = _span(record, semconv.UNDELIVERED, attributes, time, SpanStatus(), None)
-    return msgspec.structs.replace(span, span_id=secrets.token_hex(8))
+async def _with_one_tool_call(events: AsyncGenerator[BackendEvent, None]) -> AsyncGenerator[BackendEvent, None]:
+    """Of each choice the first tool call alone; the tokens of the others stay, as they were sampled."""
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Delta) and "tool_calls" in event.delta:
+                parts: list[dict[str, Any]] = event.delta["tool_calls"]
+                first = [part for place, part in enumerate(parts) if part.get("index", place) == 0]
+                event = msgspec.structs.replace(event, delta=event.delta | {"tool_calls": first})
+            yield event
 
 
 def untrainable_reason(answer: Answer, captures_tokens: bool) -> str | None:
@@ -116,75 +202,44 @@ def untrainable_reason(answer: Answer, captures_tokens: bool) -> str | None:
     return None
 
 
-def _span(
-    record: CallRecord,
-    name: str,
-    attributes: Attributes,
-    end_time: float,
-    status: SpanStatus,
-    tokens: TokenCapture | None,
-) -> Span:
-    trace_id, parent_id = _trace(record)
-    return Span(
-        rollout_id=record.caller.rollout_id,
-        attempt_id=record.caller.attempt_id,
-        sequence_id=0,  # the store numbers it
-        trace_id=trace_id,
-        span_id=record.span_id,
-        parent_id=parent_id,
-        name=name,
-        start_time=record.start_time,
-        end_time=end_time,
-        status=status,
-        attributes=attributes,
-        tokens=tokens,
-    )
-
-
-def _attributes(record: CallRecord, answer: Answer) -> Attributes:
-    request, sampling, counts = record.request, record.sampling, answer.token_counts()
-    attributes: Attributes = {
-        semconv.GEN_AI_OPERATION: record.endpoint.operation,
+def _attributes(call: Call) -> Attributes:
+    request, sampling, answer = call.request, call.sent.sampling, call.answer
+    counts, started = answer.token_counts(), answer.started
+    messages = None if request.prompt else request.messages_json or _json(request.messages)
+    sampled = [choice for choice in answer.choices if choice.versions]
+    last_versions = [max(choice.versions[-1][0], choice.last_version or 0) for choice in sampled]
+    attributes: dict[str, Any] = {
+        semconv.GEN_AI_OPERATION: call.endpoint.operation,
         semconv.GEN_AI_REQUEST_MODEL: request.model,
-        semconv.GEN_AI_RESPONSE_MODEL: record.head.model,
-        semconv.GEN_AI_RESPONSE_ID: record.head.response_id,
+        semconv.GEN_AI_RESPONSE_MODEL: answer.model,
+        semconv.GEN_AI_RESPONSE_ID: answer.response_id,
         semconv.GEN_AI_FINISH_REASONS: [choice.finish_reason or "abort" for choice in answer.choices],
         semconv.GEN_AI_INPUT_TOKENS: counts.prompt_tokens,
         semconv.GEN_AI_OUTPUT_TOKENS: counts.completion_tokens,
+        semconv.GEN_AI_INPUT_MESSAGES: messages,
         semconv.GEN_AI_OUTPUT_MESSAGES: _json([choice.message() for choice in answer.choices]),
-        semconv.CALL_ENDPOINT: record.endpoint.path,
+        semconv.GEN_AI_TOOL_DEFINITIONS: request.tools_json or (_json(request.tools) if request.tools else None),
+        semconv.GEN_AI_TEMPERATURE: sampling.temperature,
+        semconv.GEN_AI_TOP_P: sampling.top_p,
+        semconv.GEN_AI_MAX_TOKENS: sampling.max_tokens,
+        semconv.CALL_ENDPOINT: call.endpoint.path,
         semconv.CALL_STREAM: request.stream,
         semconv.CALL_REQUEST: request.request_json,
+        semconv.CALL_PROMPT: request.prompt if isinstance(request.prompt, str) else None,
+        semconv.CALL_RESPONSE: answer.response_json,
         semconv.CALL_SAMPLING: _json(sampling),
-        semconv.CALL_BACKEND: answer.replica or record.entry.backend.name,
-        semconv.CALL_TRAINABLE: record.entry.trainable,
+        semconv.CALL_OVERRIDDEN: _json(call.overridden) if call.overridden else None,
+        semconv.CALL_BACKEND: started.replica or call.entry.backend.name,
+        semconv.CALL_TRAINABLE: call.entry.trainable,
+        semconv.CALL_INDEX: call.index,
+        semconv.CALL_DISCARDS: call.discards or None,
+        semconv.CALL_HELD_SECONDS: call.held_seconds or None,
+        semconv.CALL_DROPPED: [*call.dropped, *started.dropped] or None,
+        semconv.CALL_FIRST_VERSION: min([one.versions[0][0] for one in sampled], default=None),
+        semconv.CALL_LAST_VERSION: max(last_versions, default=None),
+        semconv.RECORDED_SPLICE: started.spliced_tokens or None,
     }
-    if request.prompt is None:
-        attributes[semconv.GEN_AI_INPUT_MESSAGES] = request.messages_json or _json(request.messages)
-    elif isinstance(request.prompt, str):
-        attributes[semconv.CALL_PROMPT] = request.prompt
-    sampled = [choice for choice in answer.choices if choice.versions]
-    if sampled:
-        attributes[semconv.CALL_FIRST_VERSION] = min([choice.versions[0][0] for choice in sampled])
-        last = [max(choice.versions[-1][0], choice.last_version or 0) for choice in sampled]
-        attributes[semconv.CALL_LAST_VERSION] = max(last)
-    optional = (
-        (semconv.GEN_AI_TEMPERATURE, sampling.temperature),
-        (semconv.GEN_AI_TOP_P, sampling.top_p),
-        (semconv.GEN_AI_MAX_TOKENS, sampling.max_tokens),
-        (semconv.CALL_RESPONSE, answer.response_json),
-        (semconv.CALL_INDEX, record.call_index),
-        (semconv.CALL_DISCARDS, record.discards or None),
-        (semconv.CALL_HELD_SECONDS, record.held_seconds or None),
-        (semconv.CALL_DROPPED, [*record.dropped, *answer.dropped] or None),
-        (semconv.CALL_OVERRIDDEN, _json(record.overridden) if record.overridden else None),
-        (semconv.GEN_AI_TOOL_DEFINITIONS, request.tools_json or (_json(request.tools) if request.tools else None)),
-        (semconv.RECORDED_SPLICE, answer.spliced_tokens or None),
-    )
-    for name, value in optional:
-        if value is not None:
-            attributes[name] = value
-    return attributes | record.made_by
+    return {name: value for name, value in attributes.items() if value is not None} | call.made_by
 
 
 def _tokens(answer: Answer) -> TokenCapture | None:
@@ -202,13 +257,13 @@ def _tokens(answer: Answer) -> TokenCapture | None:
     return TokenCapture(prompt_token_ids=answer.prompt_token_ids, choices=tuple(choices))
 
 
-def _trace(record: CallRecord) -> tuple[str, str | None]:
-    """(trace id, parent span id): the agent's own where it sent a traceparent, else the attempt's trace."""
-    match = _TRACEPARENT.match(record.traceparent or "")
-    if match and match[1] != "0" * 32 and match[2] != "0" * 16:
-        # Outside any span of the agent's, the parent is the one that `tracing.opentelemetry` makes up for its trace.
-        return match[1], None if match[1].startswith(match[2]) else match[2]
-    return record.caller.trace_id, None
+def _trace(traceparent: str | None) -> tuple[str, str | None] | None:
+    """(trace id, parent span id) of the agent's own, where it sent them."""
+    match = _TRACEPARENT.match(traceparent or "")
+    if not match or match[1] == "0" * 32 or match[2] == "0" * 16:
+        return None
+    # Outside any span of the agent's, the parent is the one that `tracing.opentelemetry` makes up for its trace.
+    return match[1], None if match[1].startswith(match[2]) else match[2]
 
 
 def _json(value: Any) -> str:

@@ -13,7 +13,6 @@ import msgspec
 from agentlightning import semconv
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import Caller
-from agentlightning.gateway.endpoints.base import Head
 from agentlightning.gateway.request import CallRefused, CallRequest
 from agentlightning.store.base import LightningStore
 from agentlightning.types import And, Attributes, Condition, Not
@@ -59,12 +58,12 @@ class Conversations:
         own = request.instructions
         return msgspec.structs.replace(request, messages=[*request.messages[:own], *history, *request.messages[own:]])
 
-    def remember(self, caller: Caller, request: CallRequest, head: Head, answer: Answer) -> None:
+    def remember(self, caller: Caller, request: CallRequest, answer: Answer) -> None:
         """Keep a response that was answered, for later calls to continue."""
         if not request.continuable or answer.choices[0].finish_reason == "abort":
             return
         said = [*request.messages[request.instructions :], answer.choices[0].message()]
-        key = (_scope(caller), head.response_id)
+        key = (_scope(caller), answer.response_id)
         self._bytes -= len(self._kept.pop(key, b""))
         self._kept[key] = msgspec.json.encode(said)
         self._bytes += len(self._kept[key])

@@ -44,9 +44,9 @@ class CallRequest(ModelCall, frozen=True, kw_only=True):
     `continues` names an earlier response whose conversation comes before `messages`, though behind the first
     `instructions` of them, which belong to this call alone; with `continuable` a later response may continue this one.
     `messages_json` and `tools_json` are the agent's own bytes where it wrote them in this form. `shaping` holds
-    penalties and the like (see `SHAPING_FIELDS`). `hints` are fields of `extra` that only hosted models of the agent's
-    own protocol are sent, `dropped` names what nobody is sent. `original` is what the endpoint's own writer needs of
-    the request, `request_json` the body without its messages and tools, as the span keeps it."""
+    penalties and the like (see `SHAPING_FIELDS`). `dropped` names what nobody is sent, `relayed` are all fields as
+    they were written where the backend answers in the agent's own protocol. `original` is what the
+    endpoint's own writer needs of the request, `request_json` the body without its messages and tools, for the span."""
 
     sampling: Sampling = LEFT_OPEN
     continues: str | None = None
@@ -57,10 +57,10 @@ class CallRequest(ModelCall, frozen=True, kw_only=True):
     include_usage: bool = False
     return_token_ids: bool = False
     shaping: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
-    hints: frozenset[str] = frozenset()
     dropped: tuple[str, ...] = ()
     original: Any = None
     request_json: str = "{}"
+    relayed: dict[str, msgspec.Raw] | None = None
 
 
 class Fields:

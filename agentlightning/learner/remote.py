@@ -24,11 +24,10 @@ from agentlightning.errors import BackendError, ConfigError, UnavailableError, n
 from agentlightning.gateway.backend import Backend, BackendEvent, Delta, ModelCall, RelayedAnswer, RelayedCall, Sampling
 from agentlightning.gateway.backends.connection import Connection
 from agentlightning.gateway.backends.kinds import with_version
-from agentlightning.gateway.backends.sglang import SglangBackend
-from agentlightning.gateway.backends.vllm import VllmBackend
+from agentlightning.gateway.backends.tokens import SglangBackend, VllmBackend
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.probe import one_answer, probe
-from agentlightning.gateway.replicas import RemoteBackend, Replica, Replicas
+from agentlightning.gateway.replicas import RemoteBackend, Replicas
 from agentlightning.gateway.updates import WeightUpdate, load_adapter, load_weights, unload_adapter
 from agentlightning.learner.base import Weights, WeightsForm
 from agentlightning.learner.policy import Policy
@@ -142,7 +141,7 @@ class RemoteSampler:
             self._servers = [_server(sampling, started.url, started.api_key, chat, started.socket)]
         self._started, self._sleeps, self._sleeping = started, sleeps, False
         self._max_sequence_length = max_sequence_length
-        self._replicas = Replicas([Replica(server) for server in self._servers], lost=self._lost)
+        self._replicas = Replicas(self._servers, lost=self._lost)
         self._weights: Weights | None = None  # the newest
         self._gone: set[RemoteBackend] = set()
         self._changing = asyncio.Lock()  # of the weights of any server

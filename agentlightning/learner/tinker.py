@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -345,7 +345,7 @@ class TinkerSampler:
     weights that it asks for over those that it trains."""
 
     takes: WeightsForm = "handle"
-    grammars: ClassVar[GrammarsAs] = None
+    grammars: GrammarsAs = None
 
     def __init__(self, sdk: Any, service: Any, model: str, chat: ChatTemplate, name: str, length: int) -> None:
         self.backend = TokenBackend(chat, self, name=name, max_sequence_length=length)

@@ -23,7 +23,7 @@ from agentlightning.dashboard.tokens import SpellsTokens, Tokenizers
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelTable
-from agentlightning.gateway.routes import Shortcut
+from agentlightning.gateway.serving import Shortcut
 from agentlightning.server.access import Access
 from agentlightning.server.dashboard import DashboardRoutes
 from agentlightning.server.events import EventRoutes

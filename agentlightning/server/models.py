@@ -25,7 +25,7 @@ from agentlightning.gateway.backend import Backend, Sampling
 from agentlightning.gateway.backends.kinds import BackendKind, make_backend
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.probe import probe
-from agentlightning.gateway.replicas import Replica, Replicas, servers_of
+from agentlightning.gateway.replicas import RemoteBackend, Replica, Replicas, servers_of
 from agentlightning.gateway.updates import ServerUpdate, WeightUpdate, declare_version, keep_versions, update_weights
 from agentlightning.server.access import Access
 from agentlightning.server.requests import asked_of, caller_of, in_json
@@ -61,7 +61,7 @@ class BackendRegistration(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 class ModelRegistration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model for the gateway to route to: at `base_url`, or at several `backends`, for which the fields from `kind` to
-    `timeout_seconds` are defaults (see `make_backend` and `Replica`).
+    `timeout_seconds` are defaults (see `make_backend`).
 
     `owner` names who registers it, such as a run: the name is taken for others as long as the model's servers live,
     unless they say `replace`. `train` and `val` are for trainable models: temperature 1 unless they say otherwise. With
@@ -280,10 +280,10 @@ def _entry(name: str, asked: ModelRegistration) -> ModelEntry:
         raise ConfigError("a registration needs either base_url, or backends with a base_url each")
     if not asked.trainable and (asked.train or asked.val):
         raise ConfigError("train and val are the sampling of a trainable model; a frozen one is asked as agents ask it")
-    replicas = [_replica(one, asked) for one in asked.backends or [BackendRegistration(base_url=str(asked.base_url))]]
+    servers = [_server(one, asked) for one in asked.backends or [BackendRegistration(base_url=str(asked.base_url))]]
     return ModelEntry(
         name,
-        replicas[0].backend if len(replicas) == 1 else Replicas(replicas),
+        servers[0] if len(servers) == 1 else Replicas(servers),
         trainable=asked.trainable,
         train=_sampling(asked.train),
         val=_sampling(asked.val),
@@ -291,11 +291,11 @@ def _entry(name: str, asked: ModelRegistration) -> ModelEntry:
     )
 
 
-def _replica(one: BackendRegistration, asked: ModelRegistration) -> Replica:
+def _server(one: BackendRegistration, asked: ModelRegistration) -> RemoteBackend:
     names = ("kind", "api_key", "model", "tokenizer", "timeout_seconds")
     own = {name: getattr(one, name) for name in names if getattr(one, name) is not None}
     settings: dict[str, Any] = {name: getattr(asked, name) for name in names} | own
-    return Replica(make_backend(one.base_url, **settings))
+    return make_backend(one.base_url, **settings)
 
 
 def _sampling(asked: RunSampling | msgspec.UnsetType | None) -> Sampling | None:

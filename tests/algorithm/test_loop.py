@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from agentlightning.algorithm import GRPO, PPO, SFT
-from agentlightning.algorithm.checkpoints import Checkpoints, LoopState
 from agentlightning.algorithm.directory import RunDirectory
+from agentlightning.algorithm.rl.checkpoints import Checkpoints, LoopState
 from agentlightning.algorithm.rl.sampling import SamplerState, TaskSampler
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import CreditedTransition

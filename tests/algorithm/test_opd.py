@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -221,22 +220,3 @@ def test_a_teacher_with_other_tokens_is_refused() -> None:
     tokenizer = make_tokenizer(["other words altogether"] * 3, 300)
     with pytest.raises(ConfigError, match="same family"):
         open_teacher(Policy(make_model(tokenizer, seed=0), tokenizer), policy().token_bytes)
-
-
-@dataclass(kw_only=True)
-class Later(agl.GRPO):
-    """Credit that takes its time."""
-
-    async def advantages(self, groups: Any) -> Any:  # type: ignore[override]
-        await asyncio.sleep(0.01)
-        return super().advantages(groups)
-
-
-def test_advantages_may_be_a_coroutine(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"steps": 1, "tasks_per_step": 3, "group_size": 4, "max_tokens": 6, "temperature": 2.0}
-    later = trainer(tmp_path / "later", algorithm=Later(**settings)).fit(agents.vowels, TASKS)
-    at_once = trainer(tmp_path / "once", algorithm=agl.GRPO(**settings)).fit(agents.vowels, TASKS)
-    assert later.metrics[-1].values["policy_version"] == 1
-    assert later.metrics[-1].values["sequences"] == at_once.metrics[-1].values["sequences"]
-    with pytest.raises(ConfigError, match="asked once a step"):
-        Later(dynamic_sampling=True)

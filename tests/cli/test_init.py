@@ -77,4 +77,4 @@ def test_a_function_that_makes_no_policy_is_named(project: Path) -> None:
     refused = run(project, *AGL, "train", "--model", "other.py:make")
     (project / "other.py").unlink()
     assert refused.returncode == 1
-    assert refused.stderr.splitlines()[-2] == "error: other.py:make made a str; it must return a Policy"
+    assert refused.stderr.splitlines()[-1] == "error: other.py:make made a str; it must return a Policy"

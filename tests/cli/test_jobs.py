@@ -120,7 +120,7 @@ def test_train_by_a_run_file_then_resume_then_list(project: Path) -> None:
     assert (project / report["checkpoint"] / "model.safetensors").is_file()
 
     _, err = finish(start(project, "train", "run.yaml"), code=1)
-    assert err.splitlines()[-2].startswith("error: run holds a run already")
+    assert err.splitlines()[-1].startswith("error: run holds a run already")
 
     out, _ = finish(start(project, "train", "run.yaml", "--resume", "--steps", "3", "--json"))
     assert last_json(out)["run_id"] == report["run_id"]
@@ -130,12 +130,12 @@ def test_train_by_a_run_file_then_resume_then_list(project: Path) -> None:
 
 
 @pytest.mark.slow
-def test_dev_prints_each_trace_and_why_an_agent_failed(project: Path) -> None:
-    common = ("tasks.jsonl", "--model", "model", "--limit", "2")
+def test_each_trace_is_shown_and_why_an_agent_failed(project: Path) -> None:
+    common = ("tasks.jsonl", "--model", "model", "--max-sequence-length", "128", "--limit", "2")
     out, _ = finish(start(project, "dev", "agent.py:agent", *common))
     assert out.count("├── input") == 2
-    out, err = finish(start(project, "dev", "agent.py:broken", *common, "--json"), 1)
-    assert "no such city" in err and [one["status"] for one in json.loads(out)["rollouts"]] == ["failed", "failed"]
+    out, err = finish(start(project, "eval", "agent.py:broken", *common, "--show", "--json"), 1)
+    assert "no such city" in err and json.loads(out)["ended"] == {"failed": 2}
 
 
 @pytest.mark.slow

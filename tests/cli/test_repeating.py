@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -15,7 +16,8 @@ from agentlightning.algorithm.directory import differences, make_manifest
 from agentlightning.cli.config import TrainConfig, kept
 from agentlightning.cli.main import run
 from agentlightning.cli.place import Place
-from agentlightning.cli.repeating import find_run, repeated
+from agentlightning.cli.runs import choose_runs
+from agentlightning.cli.training import repeated
 from agentlightning.errors import ConfigError
 from agentlightning.types import Run
 from tests.test_trainer import TASKS, policy
@@ -70,6 +72,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def find_run(name: str, place: Place) -> Run:
+    return asyncio.run(choose_runs([name], place))[0].run
 
 
 def weights(directory: Path) -> str:

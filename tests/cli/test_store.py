@@ -16,10 +16,9 @@ from typing import Any
 import click
 import pytest
 
-from agentlightning.cli.keys import keys
 from agentlightning.cli.main import run
 from agentlightning.cli.options import Duration
-from agentlightning.cli.store import store
+from agentlightning.cli.store import keys, store
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.client import LightningStoreClient
@@ -220,17 +219,6 @@ def test_rollouts_move_through_a_file(agl, path: Path) -> None:
     assert agl("store", "import", moved, "--store", other)[:2] == (0, "stored 2 rollouts\n")
     assert agl("store", "import", moved, "--store", other)[1] == "stored 0 rollouts; 2 were stored already\n"
     assert stored(other) == stored(path)
-
-
-def test_an_export_takes_a_filter(agl, path: Path) -> None:
-    fill(path, "one", "two")
-    where = '{"field": "input", "op": "contains", "value": "on"}'
-    arguments = ("store", "export", path.parent / "some.jsonl", "--store", path)
-    assert agl(*arguments, "--where", where)[1].startswith("wrote 1 rollouts")
-    assert agl(*arguments, "--run", "run-1", "--force")[1].startswith("wrote 0 rollouts")
-    for wrong in ("{", '{"op": "between"}', '{"op": "eq"}'):
-        code, _, err = agl(*arguments, "--force", "--where", wrong)
-        assert code == 2 and "a filter is JSON such as" in err
 
 
 # --- elsewhere ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import NOBODY
 from agentlightning.gateway.backend import Delta, Finished
 from agentlightning.gateway.conversations import Conversations
-from agentlightning.gateway.endpoints.base import Head
 from agentlightning.gateway.endpoints.responses import Responses
 from agentlightning.gateway.request import CallRefused, CallRequest
 
@@ -22,10 +21,10 @@ def asked(text: str, **fields: object) -> CallRequest:
 
 
 def remember(conversations: Conversations, request: CallRequest, response_id: str) -> None:
-    answer = Answer(1)
+    answer = Answer(1, response_id)
     answer.add(Delta(0, {"content": "yes"}))
     answer.add(Finished(0, "stop"))
-    conversations.remember(NOBODY, request, Head(response_id, "m", 0), answer)
+    conversations.remember(NOBODY, request, answer)
 
 
 async def continued(conversations: Conversations, response_id: str) -> list[str]:

@@ -18,7 +18,7 @@ import pytest
 from agentlightning import semconv
 from agentlightning.data.transitions import NOT_RECEIVED, TracedRollout, trace_rollout
 from agentlightning.errors import ConflictError, InvalidError, UnavailableError
-from agentlightning.gateway.running import Recorder
+from agentlightning.gateway.recorder import Recorder
 from agentlightning.store.redaction import redaction
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import UNATTRIBUTED, AttemptedRollout, Span

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from agentlightning.errors import AgentLightningError, ConfigError, InvalidError, NotFoundError, UnavailableError
-from agentlightning.gateway.routes import as_backend_error
+from agentlightning.gateway.serving import as_backend_error
 from tests.gateway.talker import user
 from tests.gateway.world import World
 

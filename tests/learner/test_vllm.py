@@ -26,7 +26,7 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Delta, ModelCall, Sampling
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.backends.kinds import make_backend
-from agentlightning.gateway.backends.vllm import VllmBackend
+from agentlightning.gateway.backends.tokens import VllmBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.updates import WeightUpdate, load_weights, update_weights
 from agentlightning.learner.base import LoRA

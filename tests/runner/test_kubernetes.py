@@ -23,8 +23,7 @@ from agentlightning.cli.main import run
 from agentlightning.errors import AgentLightningError, ConfigError, ForbiddenError, UnavailableError
 from agentlightning.runner import kubernetes
 from agentlightning.runner import pool as pool_module
-from agentlightning.runner.kubernetes import POOL_LABEL, KubernetesJobs, job_of, read_manifest
-from agentlightning.runner.pool import ENDED, RUNNING, Pool
+from agentlightning.runner.fleet import ENDED, POOL_LABEL, RUNNING, KubernetesJobs, Pool, job_of, read_manifest
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
@@ -381,7 +380,7 @@ async def test_the_command_passes_its_options_on_and_cleans_up_at_ctrl_c(
 ) -> None:
     await store.enqueue_rollout(0)
     async with HttpServer(create_app(store, admin_key="an admin's key"), port=0) as server:
-        options = ["--agent", agent, "--server", server.url, "--drain", "7s", "--isolation", "process", "--max", "3"]
+        options = [agent, "--server", server.url, "--drain", "7s", "--isolation", "process", "--max", "3"]
         there = ["--kube-api", str(cluster.proxy), "--json"]
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", "from agentlightning.cli.main import main; main()", "runner", *options, *there),

@@ -189,7 +189,6 @@ async def test_what_is_wrong_with_a_request_is_said(place: Place) -> None:
         ("release", {"policy_version": -1}),
         ("weights", {}),
         ("weights", {"policy_version": 1, "in_flight": "abort"}),
-        ("weights", {"policy_version": 1, "lora_name": "a"}),
     ):
         assert await place.post(verb, body) == 422, (verb, body)
     assert await place.post("hold", {"x": "y" * 10_000}) == 413

@@ -19,10 +19,9 @@ import msgspec
 import numpy as np
 
 from agentlightning.algorithm.base import RunContext
-from agentlightning.algorithm.rl.batch import trace_group
-from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups
-from agentlightning.algorithm.rl.reinforcement import Reinforcement
+from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups, Ticket, trace_group
 from agentlightning.algorithm.rl.sampling import TaskSampler
+from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.data.call_filter import OTHER_MODEL
 from agentlightning.data.conversations import chat_messages
 from agentlightning.data.recorded import Recorded, finished_rollouts, recorded_groups, rewarded_group
@@ -68,7 +67,7 @@ class RecordedGroups(Groups):
     """Groups that a store holds, pass after pass in an order that the seed gives."""
 
     def __init__(
-        self, algorithm: Reinforcement, context: RunContext, traces: LightningStore, groups: Sequence[Sequence[str]]
+        self, algorithm: RLSettings, context: RunContext, traces: LightningStore, groups: Sequence[Sequence[str]]
     ) -> None:
         super().__init__(algorithm, context)
         self.sampler = TaskSampler(groups, context.seed)
@@ -82,13 +81,13 @@ class RecordedGroups(Groups):
         count = min(self.algorithm.tasks_per_step, len(self.sampler.tasks)) - len(tickets)
         tickets += [self._next_ticket() for _ in range(count)]
         self._begun = {self.name(ticket): ticket for ticket in tickets}  # a run may be stopped while they are read
-        taken = [CompleteGroup(ticket, 0, await self._read(ticket.position)) for ticket in tickets]
-        self._taken, self._begun = taken, {}
+        self._taken, self._begun = [await self._read(ticket) for ticket in tickets], {}
         return self._taken, Dropped()
 
-    async def _read(self, position: int) -> tuple[TracedRollout, ...]:
-        ids, models = self.sampler.task(position), tuple(self.context.policies)
-        return tuple(map(_of_unknown_weights, await trace_group(self._traces, ids, self.algorithm, models)))
+    async def _read(self, ticket: Ticket) -> CompleteGroup:
+        ids, models = self.sampler.task(ticket.position), tuple(self.context.policies)
+        traced = tuple(map(_of_unknown_weights, await trace_group(self._traces, ids, self.algorithm, models)))
+        return CompleteGroup(ticket, 0, traced, rewarded_group(traced, self.algorithm.unrewarded))
 
 
 def _of_unknown_weights(traced: TracedRollout) -> TracedRollout:
@@ -119,7 +118,7 @@ class _Read:
 
 
 async def read_groups(
-    algorithm: Reinforcement, context: RunContext, traces: LightningStore, run_id: str | None, place: str
+    algorithm: RLSettings, context: RunContext, traces: LightningStore, run_id: str | None, place: str
 ) -> list[tuple[str, ...]]:
     """The rollouts of each recorded group that teaches something, by id. Held-out rollouts are left alone.
 
@@ -156,7 +155,7 @@ async def read_groups(
 
 
 _OTHERWISE: Final = (
-    "Train the model that sampled them, or one with its tokenizer; or take the text: agl data export --format sft"
+    "Train the model that sampled them, or one with its tokenizer; or take the text: agl export --format sft"
 )
 
 

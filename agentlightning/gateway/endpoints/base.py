@@ -5,7 +5,6 @@ Knows no backends, rollouts or HTTP server.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -14,15 +13,6 @@ from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer, Choice
 from agentlightning.gateway.backend import Delta, Started, Usage
 from agentlightning.gateway.request import CallRefused, CallRequest
-
-
-@dataclass(frozen=True)
-class Head:
-    """What an answer says of itself: its id, the model's name here, and when it was made (seconds since the epoch)."""
-
-    response_id: str
-    model: str
-    created: int
 
 
 class StreamWriter(Protocol):
@@ -34,7 +24,7 @@ class StreamWriter(Protocol):
 
     def delta(self, event: Delta) -> bytes: ...
 
-    def end(self, answer: Answer) -> bytes:
+    def end(self) -> bytes:
         """How each choice finished, usage and the end of the stream: sent when the call has been stored."""
         ...
 
@@ -50,17 +40,18 @@ class Endpoint:
     path: str
     operation = "chat"
     id_prefix: str
+    counted_as = "input_tokens"
 
     def read(self, body: bytes) -> CallRequest:
         """The request in `body`. CallRefused (400) names the field that is missing, of the wrong type, out of range or
         not supported."""
         raise NotImplementedError
 
-    def whole(self, request: CallRequest, answer: Answer, head: Head) -> bytes:
+    def whole(self, request: CallRequest, answer: Answer) -> bytes:
         """The body of an answer that is not streamed."""
         raise NotImplementedError
 
-    def stream(self, request: CallRequest, head: Head) -> StreamWriter:
+    def stream(self, request: CallRequest, answer: Answer) -> StreamWriter:
         raise NotImplementedError
 
     def error(self, error: BackendError) -> bytes:
@@ -102,8 +93,8 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _object(head: Head, kind: str) -> dict[str, Any]:
-    return {"id": head.response_id, "object": kind, "created": head.created, "model": head.model}
+def _object(answer: Answer, kind: str) -> dict[str, Any]:
+    return {"id": answer.response_id, "object": kind, "created": answer.created, "model": answer.model}
 
 
 def choice_body(index: int, said: dict[str, Any], ended: Choice | None = None) -> dict[str, Any]:
@@ -115,10 +106,12 @@ def choice_body(index: int, said: dict[str, Any], ended: Choice | None = None) -
     return body
 
 
-def whole_body(head: Head, kind: str, choices: list[dict[str, Any]], answer: Answer, **more: Any) -> bytes:
+def whole_body(answer: Answer, kind: str, choices: list[dict[str, Any]], **more: Any) -> bytes:
     """The body of a whole answer, of chat completions or completions."""
     usage = _usage(answer.token_counts())
-    return msgspec.json.encode({**_object(head, kind), "choices": choices, "usage": usage, **answer.extra, **more})
+    return msgspec.json.encode(
+        {**_object(answer, kind), "choices": choices, "usage": usage, **answer.started.extra, **more}
+    )
 
 
 class OpenAIStream:
@@ -127,9 +120,10 @@ class OpenAIStream:
 
     kind: str
 
-    def __init__(self, request: CallRequest, head: Head) -> None:
+    def __init__(self, request: CallRequest, answer: Answer) -> None:
         self._request = request
-        self._head = _object(head, self.kind)
+        self._answer = answer
+        self._head = _object(answer, self.kind)
 
     def said(self, delta: dict[str, Any]) -> dict[str, Any]:
         """How a part of a choice says what is new."""
@@ -150,11 +144,13 @@ class OpenAIStream:
             return self.event([choice], policy_version=event.version)
         return self.event([choice])
 
-    def end(self, answer: Answer) -> bytes:
+    def end(self) -> bytes:
         """The last event of each choice, usage if it was asked for, and the end of the stream."""
-        ends = [self.event([choice_body(index, self.said({}), ended)]) for index, ended in enumerate(answer.choices)]
+        ends = [
+            self.event([choice_body(index, self.said({}), ended)]) for index, ended in enumerate(self._answer.choices)
+        ]
         if self._request.include_usage:
-            ends.append(self.event([], usage=_usage(answer.token_counts())))
+            ends.append(self.event([], usage=_usage(self._answer.token_counts())))
         return b"".join(ends) + b"data: [DONE]\n\n"
 
     def error(self, error: BackendError) -> bytes:

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from agentlightning.gateway.answer import Answer, Choice
 from agentlightning.gateway.backend import Delta, Sampling, Started
-from agentlightning.gateway.endpoints.base import Endpoint, Head, OpenAIStream, choice_body, whole_body
+from agentlightning.gateway.endpoints.base import Endpoint, OpenAIStream, choice_body, whole_body
 from agentlightning.gateway.request import (
     MANY,
     SHAPING_FIELDS,
@@ -153,13 +153,13 @@ class ChatCompletions(Endpoint):
             **sampling_fields(values, min(limits.values(), default=None)),
         )
 
-    def whole(self, request: CallRequest, answer: Answer, head: Head) -> bytes:
+    def whole(self, request: CallRequest, answer: Answer) -> bytes:
         choices = [_written(request, index, choice) for index, choice in enumerate(answer.choices)]
         ids = {"prompt_token_ids": answer.prompt_token_ids} if request.return_token_ids else {}
-        return whole_body(head, "chat.completion", choices, answer, **ids)
+        return whole_body(answer, "chat.completion", choices, **ids)
 
-    def stream(self, request: CallRequest, head: Head) -> ChunkWriter:
-        return ChunkWriter(request, head)
+    def stream(self, request: CallRequest, answer: Answer) -> ChunkWriter:
+        return ChunkWriter(request, answer)
 
 
 def _written(request: CallRequest, index: int, choice: Choice) -> dict[str, Any]:
@@ -238,13 +238,13 @@ class Completions(Endpoint):
             **sampling_fields(values, values.get("max_tokens", MAX_TOKENS)),
         )
 
-    def whole(self, request: CallRequest, answer: Answer, head: Head) -> bytes:
+    def whole(self, request: CallRequest, answer: Answer) -> bytes:
         ids = {"prompt_token_ids": answer.prompt_token_ids} if request.return_token_ids else {}
         choices = [_written(request, index, choice) | ids for index, choice in enumerate(answer.choices)]
-        return whole_body(head, "text_completion", choices, answer)
+        return whole_body(answer, "text_completion", choices)
 
-    def stream(self, request: CallRequest, head: Head) -> CompletionWriter:
-        return CompletionWriter(request, head)
+    def stream(self, request: CallRequest, answer: Answer) -> CompletionWriter:
+        return CompletionWriter(request, answer)
 
 
 def _prompt(given: _Prompt) -> str | tuple[int, ...]:
@@ -270,8 +270,8 @@ class CompletionWriter(OpenAIStream):
 
     kind = "text_completion"
 
-    def __init__(self, request: CallRequest, head: Head) -> None:
-        super().__init__(request, head)
+    def __init__(self, request: CallRequest, answer: Answer) -> None:
+        super().__init__(request, answer)
         self._logprobs: defaultdict[int, _Logprobs] = defaultdict(lambda: _Logprobs(request.top_logprobs))
 
     def started(self, event: Started) -> bytes:

@@ -18,7 +18,7 @@ import msgspec
 
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.endpoints.base import Endpoint, Head
+from agentlightning.gateway.endpoints.base import Endpoint
 from agentlightning.gateway.endpoints.completions import SAMPLING_TYPES, sampling_fields
 from agentlightning.gateway.endpoints.gemini_answer import ContentWriter, google_error, whole_content
 from agentlightning.gateway.request import (
@@ -123,15 +123,15 @@ _CHOICES: Final = {"MODE_UNSPECIFIED": None, "AUTO": "auto", "VALIDATED": "auto"
 
 
 class GenerateContent(Endpoint):
-    """`POST /v1beta/models/{model}:generateContent`, and `:streamGenerateContent`: with `alt=sse` as a stream, without
-    it as a list of one, the whole answer."""
+    """`POST /v1beta/models/{model}:generateContent`, and `:streamGenerateContent`, as events whether or not `alt=sse`
+    asks for them."""
 
     path = "generateContent"
     id_prefix = "gemini-"
+    counted_as = "totalTokens"
 
-    def __init__(self, model: str, *, stream: bool = False, listed: bool = False) -> None:
+    def __init__(self, model: str, *, stream: bool = False) -> None:
         self._said = {"model": model, "stream": stream}
-        self._listed = listed
 
     def read(self, body: bytes) -> CallRequest:
         try:
@@ -169,12 +169,11 @@ class GenerateContent(Endpoint):
             **sampling_fields(values | self._said, values.get("max_tokens")),
         )
 
-    def whole(self, request: CallRequest, answer: Answer, head: Head) -> bytes:
-        body = whole_content(answer, head)
-        return b"[" + body + b"]" if self._listed else body
+    def whole(self, request: CallRequest, answer: Answer) -> bytes:
+        return whole_content(answer)
 
-    def stream(self, request: CallRequest, head: Head) -> ContentWriter:
-        return ContentWriter(head)
+    def stream(self, request: CallRequest, answer: Answer) -> ContentWriter:
+        return ContentWriter(answer)
 
     def error(self, error: BackendError) -> bytes:
         return google_error(error)

@@ -12,7 +12,7 @@ import msgspec
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer, Choice
 from agentlightning.gateway.backend import Delta, Started, Usage
-from agentlightning.gateway.endpoints.base import Head, server_sent
+from agentlightning.gateway.endpoints.base import server_sent
 from agentlightning.gateway.request import NOT_JSON
 
 _STATUSES: Final = {
@@ -37,7 +37,7 @@ def _error(error: BackendError) -> dict[str, Any]:
     return {"error": {"code": error.status, "message": str(error), "status": status}}
 
 
-def whole_content(answer: Answer, head: Head) -> bytes:
+def whole_content(answer: Answer) -> bytes:
     """The body of an answer that is not streamed."""
     candidates = [
         _candidate(
@@ -51,11 +51,11 @@ def whole_content(answer: Answer, head: Head) -> bytes:
         )
         for index, choice in enumerate(answer.choices)
     ]
-    return msgspec.json.encode(_response(head, candidates, usageMetadata=_usage(answer.token_counts())))
+    return msgspec.json.encode(_response(answer, candidates, usageMetadata=_usage(answer.token_counts())))
 
 
-def _response(head: Head, candidates: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    return {"candidates": candidates, **more, "modelVersion": head.model, "responseId": head.response_id}
+def _response(answer: Answer, candidates: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    return {"candidates": candidates, **more, "modelVersion": answer.model, "responseId": answer.response_id}
 
 
 def _candidate(index: int, parts: list[dict[str, Any]], end: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -97,8 +97,8 @@ def _usage(usage: Usage) -> dict[str, Any]:
 class ContentWriter:
     """Writes one streamed answer: texts as they come, function calls, which this protocol has whole, at the end."""
 
-    def __init__(self, head: Head) -> None:
-        self._head = head
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
 
     def started(self, event: Started) -> bytes:
         return b""
@@ -107,14 +107,14 @@ class ContentWriter:
         said = event.delta
         parts = _said(said.get("reasoning_content") or said.get("reasoning"), thought=True)
         parts += _said(said.get("content") or said.get("refusal"))
-        return server_sent(_response(self._head, [_candidate(event.index, parts)])) if parts else b""
+        return server_sent(_response(self._answer, [_candidate(event.index, parts)])) if parts else b""
 
-    def end(self, answer: Answer) -> bytes:
+    def end(self) -> bytes:
         ends = [
             _candidate(index, [*map(_call, choice.tool_calls)], _end(choice))
-            for index, choice in enumerate(answer.choices)
+            for index, choice in enumerate(self._answer.choices)
         ]
-        return server_sent(_response(self._head, ends, usageMetadata=_usage(answer.token_counts())))
+        return server_sent(_response(self._answer, ends, usageMetadata=_usage(self._answer.token_counts())))
 
     def error(self, error: BackendError) -> bytes:
         return server_sent(_error(error))

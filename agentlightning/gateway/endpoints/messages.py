@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.endpoints.base import Endpoint, Head
+from agentlightning.gateway.endpoints.base import Endpoint
 from agentlightning.gateway.endpoints.completions import SAMPLING_TYPES, sampling_fields
 from agentlightning.gateway.endpoints.messages_answer import NO_THREADS, MessageWriter, anthropic_error, whole_message
 from agentlightning.gateway.request import (
@@ -130,8 +130,6 @@ _NEUTRAL: Final[dict[str, Any]] = {
     "user_profile_id": str,
 }
 _DROPPED: Final = ("context_management", "fallbacks", "speed")  # hints to Anthropic's own servers
-_HINTS: Final = frozenset({"thinking", "reasoning_effort"})
-_EFFORTS: Final = {"xhigh": "high", "max": "high"}  # which others do not know
 _ONLY_THERE: Final = "only Anthropic's own API does this; leave it out"
 _REFUSED: Final = {
     **dict.fromkeys(("container", "mcp_servers", "compaction", "inference_geo"), _ONLY_THERE),
@@ -153,7 +151,7 @@ _FIELDS = Fields(
         "top_k": Annotated[int, Meta(ge=0, lt=2**31)],
         "stop_sequences": Annotated[list[str], Meta(max_length=100)],
         "stream": bool,
-        "thinking": dict[str, Any],
+        "thinking": _ThinkingConfig,
         "output_config": _OutputConfig,
         "output_format": _Format,
         **_NEUTRAL,
@@ -161,7 +159,7 @@ _FIELDS = Fields(
         # Not Anthropic's, but what a run decides or a policy's backend knows.
         **{name: SAMPLING_TYPES[name] for name in ("seed", *SHAPING_FIELDS)},
     },
-    shapes={"thinking": _ThinkingConfig},
+    shapes={},
 )
 
 
@@ -182,11 +180,7 @@ class Messages(Endpoint):
         tool_choice: _ToolChoice | None = values.get("tool_choice")
         if tool_choice is not None and tool_choice.disable_parallel_tool_use:
             extra["parallel_tool_calls"] = False
-        if "thinking" in values and values["thinking"]["type"] != "disabled":
-            extra["thinking"] = values["thinking"]
         config: _OutputConfig = values.get("output_config", _OutputConfig())
-        if config.effort is not None:
-            extra["reasoning_effort"] = _EFFORTS.get(config.effort, config.effort)
         wanted: _Format | None = config.format or values.get("output_format")
         if wanted is not None:
             schema = {"name": "answer", "schema": wanted.schema, "strict": True}
@@ -196,20 +190,27 @@ class Messages(Endpoint):
             tools=[_tool(index, tool) for index, tool in enumerate(values.get("tools", ()))],
             tool_choice=None if tool_choice is None else _choice(tool_choice),
             extra=extra,
-            hints=_HINTS,
-            dropped=tuple(name for name in _DROPPED if name in values),
+            dropped=tuple(_dropped(values, config)),
             request_json=rest_json(raw, "system", "messages", "tools"),
             **sampling_fields(values | {"stop": values.get("stop_sequences")}, values.get("max_tokens")),
         )
 
-    def whole(self, request: CallRequest, answer: Answer, head: Head) -> bytes:
-        return whole_message(answer, head)
+    def whole(self, request: CallRequest, answer: Answer) -> bytes:
+        return whole_message(answer)
 
-    def stream(self, request: CallRequest, head: Head) -> MessageWriter:
-        return MessageWriter(head)
+    def stream(self, request: CallRequest, answer: Answer) -> MessageWriter:
+        return MessageWriter(answer)
 
     def error(self, error: BackendError) -> bytes:
         return anthropic_error(error)
+
+
+def _dropped(values: dict[str, Any], config: _OutputConfig) -> list[str]:
+    """How much a policy thinks is its own affair."""
+    dropped = [name for name in _DROPPED if name in values]
+    if "thinking" in values and values["thinking"].type != "disabled":
+        dropped.append("thinking")
+    return dropped + (["output_config.effort"] if config.effort else [])
 
 
 class CountTokens(Messages):

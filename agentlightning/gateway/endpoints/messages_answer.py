@@ -13,7 +13,7 @@ import msgspec
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer, Choice
 from agentlightning.gateway.backend import Delta, Started, Usage
-from agentlightning.gateway.endpoints.base import Head, server_sent
+from agentlightning.gateway.endpoints.base import server_sent
 from agentlightning.gateway.request import NOT_JSON
 
 _ERROR_TYPES: Final = {
@@ -62,7 +62,7 @@ def model_list(names: Sequence[str]) -> dict[str, Any]:
     return {"data": [model_card(name) for name in names], "has_more": False, "first_id": first, "last_id": last}
 
 
-def whole_message(answer: Answer, head: Head) -> bytes:
+def whole_message(answer: Answer) -> bytes:
     """The body of an answer that is not streamed."""
     choice = answer.choices[0]
     content: list[dict[str, Any]] = []
@@ -72,7 +72,7 @@ def whole_message(answer: Answer, head: Head) -> bytes:
         content.append({"type": "text", "text": text})
     content += map(_tool_block, choice.tool_calls)
     called = any(block["type"] == "tool_use" for block in content)
-    return msgspec.json.encode(_message(head, content, answer.token_counts()) | _stop(choice, called=called))
+    return msgspec.json.encode(_message(answer, content, answer.token_counts()) | _stop(choice, called=called))
 
 
 def _tool_block(call: dict[str, Any]) -> dict[str, Any]:
@@ -86,12 +86,12 @@ def _tool_block(call: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": call["id"], "name": name, "input": msgspec.Raw(arguments)}
 
 
-def _message(head: Head, content: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+def _message(answer: Answer, content: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
     return {
-        "id": head.response_id,
+        "id": answer.response_id,
         "type": "message",
         "role": "assistant",
-        "model": head.model,
+        "model": answer.model,
         "content": content,
         "stop_reason": None,
         "stop_sequence": None,
@@ -126,14 +126,14 @@ class MessageWriter:
     """Writes one streamed answer: blocks of thinking, text and tool calls, each opened when its first piece comes and
     closed when the next begins."""
 
-    def __init__(self, head: Head) -> None:
-        self._head = head
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
         self._blocks = 0
         self._open: str | None = None  # the kind of the last block, while it is open
         self._calls: dict[int, int] = {}  # tool call → its block
 
     def started(self, event: Started) -> bytes:
-        message = _message(self._head, [], Usage(len(event.prompt_token_ids), 0))
+        message = _message(self._answer, [], Usage(len(event.prompt_token_ids), 0))
         return _event("message_start", message=message) + _event("ping")
 
     def delta(self, event: Delta) -> bytes:
@@ -145,9 +145,9 @@ class MessageWriter:
         ]
         return b"".join(parts)
 
-    def end(self, answer: Answer) -> bytes:
-        stop = _stop(answer.choices[0], called=bool(self._calls))
-        ends = _event("message_delta", delta=stop, usage=_usage(answer.token_counts()))
+    def end(self) -> bytes:
+        stop = _stop(self._answer.choices[0], called=bool(self._calls))
+        ends = _event("message_delta", delta=stop, usage=_usage(self._answer.token_counts()))
         return self._closed() + ends + _event("message_stop")
 
     def error(self, error: BackendError) -> bytes:

@@ -15,6 +15,7 @@ from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, Usage
 from agentlightning.gateway.endpoints.base import Endpoint
 from agentlightning.gateway.request import NOT_JSON, OBJECT, CallRefused, CallRequest, rest_json
+from agentlightning.tracing.dialects import items, json_of
 from agentlightning.types import FinishReason
 
 # What is let through of the agent's headers: nothing that names a key or an account.
@@ -38,29 +39,26 @@ class Embeddings(Endpoint):
         )
 
 
-def read_fields(body: bytes) -> dict[str, msgspec.Raw]:
-    """The request's fields as they were written. CallRefused (400) without a `model`."""
+def read_passed_through(body: bytes) -> CallRequest:
+    """What routing and the span need of a request; everything else of it is the backend's affair. CallRefused (400)
+    without a `model`."""
     try:
         body.decode()  # what is not read here is not looked at further on
         fields = OBJECT.decode(body)
-        msgspec.json.decode(fields.get("model", b"null"), type=str)
+        model = msgspec.json.decode(fields.get("model", b"null"), type=str)
     except NOT_JSON as error:
         raise CallRefused(f"the body must be a JSON object that names a model: {error}", param="model") from None
-    return fields
-
-
-def read_request(fields: dict[str, msgspec.Raw]) -> CallRequest:
-    """What routing and the span need of a request; everything else of it is the backend's affair."""
-    said = next((fields[name] for name in _INPUTS if name in fields), None)
-    stream = fields.get("stream")
-    tools = fields.get("tools")
+    written = {name: bytes(value).decode() for name, value in fields.items()}
+    said = next((written[name] for name in _INPUTS if name in written), None)
+    system = json_of(written.get("system") or written.get("instructions"))
     return CallRequest(
-        model=msgspec.json.decode(fields["model"], type=str),
-        messages=[],
-        messages_json=None if said is None else bytes(said).decode(),
-        tools_json=None if tools is None else bytes(tools).decode(),
-        stream=stream is not None and bytes(stream) == b"true",
+        model=model,
+        messages=[{"role": "system", "content": system}, *items(json_of(said))],
+        messages_json=said,
+        tools_json=written.get("tools"),
+        stream=written.get("stream") == "true",
         request_json=rest_json(fields, "tools", *_INPUTS),
+        relayed=fields,
     )
 
 

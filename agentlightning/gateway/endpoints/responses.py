@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 import msgspec
 
 from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.endpoints.base import Endpoint, Head
+from agentlightning.gateway.endpoints.base import Endpoint
 from agentlightning.gateway.endpoints.completions import SAMPLING_TYPES, TopLogprobs, sampling_fields
 from agentlightning.gateway.endpoints.responses_answer import Called, Original, ResponseWriter, whole_response
 from agentlightning.gateway.request import (
@@ -174,11 +174,11 @@ class Responses(Endpoint):
             **sampling_fields(values, values.get("max_output_tokens")),
         )
 
-    def whole(self, request: CallRequest, answer: Answer, head: Head) -> bytes:
-        return whole_response(request, answer, head)
+    def whole(self, request: CallRequest, answer: Answer) -> bytes:
+        return whole_response(request, answer)
 
-    def stream(self, request: CallRequest, head: Head) -> ResponseWriter:
-        return ResponseWriter(request, head)
+    def stream(self, request: CallRequest, answer: Answer) -> ResponseWriter:
+        return ResponseWriter(request, answer)
 
 
 @dataclass

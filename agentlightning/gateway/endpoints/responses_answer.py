@@ -12,7 +12,7 @@ import msgspec
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, Started, Usage
-from agentlightning.gateway.endpoints.base import Head, openai_error_fields, server_sent
+from agentlightning.gateway.endpoints.base import openai_error_fields, server_sent
 from agentlightning.gateway.request import NOT_JSON, CallRequest, given
 
 _INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
@@ -61,12 +61,12 @@ def _free_text(arguments: str) -> str:
         return arguments
 
 
-def whole_response(request: CallRequest, answer: Answer, head: Head) -> bytes:
+def whole_response(request: CallRequest, answer: Answer) -> bytes:
     """The response as a stream of it says at its end."""
-    choice, writer = answer.choices[0], ResponseWriter(request, head, silent=True)
+    choice, writer = answer.choices[0], ResponseWriter(request, answer, silent=True)
     writer.delta(Delta(0, choice.message(), logprob_entries=tuple(choice.logprob_entries)))
-    writer.end(answer)
-    return msgspec.json.encode(writer.finished(answer))
+    writer.end()
+    return msgspec.json.encode(writer.finished())
 
 
 def _last_status(answer: Answer) -> _Status:
@@ -91,10 +91,10 @@ class ResponseWriter:
 
     `_kind` is what is open: a kind of text, the index of a tool call, or nothing."""
 
-    def __init__(self, request: CallRequest, head: Head, *, silent: bool = False) -> None:
+    def __init__(self, request: CallRequest, answer: Answer, *, silent: bool = False) -> None:
         self._request = request
         self._silent = silent
-        self._head = head
+        self._answer = answer
         self._events = 0
         self._items: list[dict[str, Any]] = []
         self._kind: _TextKind | int | None = None
@@ -120,19 +120,20 @@ class ResponseWriter:
         sent += [self._tool_call(part) for part in said.get("tool_calls") or ()]
         return b"".join(sent)
 
-    def end(self, answer: Answer) -> bytes:
+    def end(self) -> bytes:
         """The end of the last item and of the response."""
         sent = self._begin_text("output_text") if not self._items else b""
-        sent += self._close(_last_status(answer))
-        response = self.finished(answer)
+        sent += self._close(_last_status(self._answer))
+        response = self.finished()
         return sent + self._event(f"response.{response['status']}", response=response)
 
-    def finished(self, answer: Answer) -> dict[str, Any]:
+    def finished(self) -> dict[str, Any]:
         """The response object of an answer that has come to its end."""
+        answer = self._answer
         reason = answer.choices[0].finish_reason
         fields: dict[str, Any] = {"usage": _usage(answer.token_counts())}
-        if "service_tier" in answer.extra:
-            fields["service_tier"] = answer.extra["service_tier"]
+        if "service_tier" in answer.started.extra:
+            fields["service_tier"] = answer.started.extra["service_tier"]
         status = "completed"
         if reason in _INCOMPLETE:
             status, fields["incomplete_details"] = "incomplete", {"reason": _INCOMPLETE[reason]}
@@ -150,13 +151,13 @@ class ResponseWriter:
 
     def _response(self, status: str, items: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {
-            "id": self._head.response_id,
+            "id": self._answer.response_id,
             "object": "response",
-            "created_at": self._head.created,
+            "created_at": self._answer.created,
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "model": self._head.model,
+            "model": self._answer.model,
             "output": items,
             "usage": None,
             **self._request.original.echoed,
@@ -203,7 +204,7 @@ class ResponseWriter:
 
     def _begin(self, kind: _TextKind | int, type: str, **fields: Any) -> bytes:
         self._kind, self._written, position = kind, [], len(self._items)
-        id = f"{_ID_PREFIXES[type]}_{self._head.response_id.removeprefix('resp_')}_{position}"
+        id = f"{_ID_PREFIXES[type]}_{self._answer.response_id.removeprefix('resp_')}_{position}"
         item = {"id": id, "type": type, **fields, "status": "in_progress"}
         self._items.append(item)
         return self._event("response.output_item.added", output_index=position, item=item)

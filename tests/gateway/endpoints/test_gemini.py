@@ -273,11 +273,6 @@ async def test_several_candidates(gateway_world: World) -> None:
     assert [one["index"] for one in told["candidates"]] == [0, 1]
 
 
-async def test_a_stream_without_events_is_a_list_of_one(gateway_world: World) -> None:
-    _, (told,) = await post(gateway_world, asked(), "streamGenerateContent")
-    assert told["candidates"][0]["content"] == {"role": "model", "parts": [{"text": PLAIN["hello"]}]}
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_another_servers_reasoning_is_a_thought(tmp_path: Path, stream: bool) -> None:
     details = {"prompt_tokens_details": {"cached_tokens": 8}, "completion_tokens_details": {"reasoning_tokens": 2}}

@@ -161,7 +161,6 @@ async def test_what_the_engine_cannot_do_is_passed_on_in_the_form_of_chat_comple
     assert first["messages"] == [{"role": "system", "content": "Be brief."}, *user("hello")]
     assert first["tools"] == [{"type": "function", "function": SEARCH_TOOL["function"]}]
     assert (first["tool_choice"], first["parallel_tool_calls"]) == ("required", False)
-    assert first["reasoning_effort"] == "high"
     assert first["response_format"]["json_schema"]["schema"] == schema
     assert first["chat_template_kwargs"] == {"enable_thinking": True}
     assert (first["temperature"], first["top_k"], first["seed"], first["max_tokens"]) == (0.5, 7, 3, 64)

@@ -129,6 +129,6 @@ def test_hints_to_anthropics_own_servers_are_dropped_by_name() -> None:
     more: dict[str, Any] = {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}, "speed": "fast"}
     edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     read = Messages().read(json.dumps(asked(**more, context_management=edits)).encode())
-    assert read.dropped == ("context_management", "speed")
+    assert read.dropped == ("context_management", "speed", "thinking", "output_config.effort")
     assert read.extra == {"thinking": {"type": "adaptive"}, "reasoning_effort": "high"}
     assert read.hints == read.extra.keys()

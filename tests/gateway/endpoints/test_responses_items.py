@@ -10,7 +10,6 @@ import pytest
 
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, Finished
-from agentlightning.gateway.endpoints.base import Head
 from agentlightning.gateway.endpoints.responses import Responses
 from agentlightning.gateway.request import CallRefused
 from tests.gateway.talker import SEARCH_TOOL
@@ -192,13 +191,14 @@ def test_calls_have_the_agents_own_names(tool: str, arguments: str, item: dict[s
     read = Responses().read(json.dumps({"model": "policy", "input": "hi", "tools": offered}).encode())
     begun = {"index": 0, "id": "c", "function": {"name": tool, "arguments": arguments[:1]}}
     parts: list[dict[str, Any]] = [begun, {"index": 0, "function": {"arguments": arguments[1:]}}]
-    answer, writer = Answer(1), Responses().stream(read, Head("resp_1", "policy", 0))
+    answer = Answer(1, "resp_1", "policy")
+    writer = Responses().stream(read, answer)
     events = [Delta(0, {"tool_calls": [part]}) for part in parts]
     sent = b"".join(writer.delta(event) for event in events)
     for event in (*events, Finished(0, "tool_calls")):
         answer.add(event)
-    sent += writer.end(answer)
-    whole = json.loads(Responses().whole(read, answer, Head("resp_1", "policy", 0)))
+    sent += writer.end()
+    whole = json.loads(Responses().whole(read, answer))
     assert whole["output"][0].items() >= item.items() and whole["output"][0]["call_id"] == "c"
     streamed = [json.loads(line[6:]) for line in sent.decode().split("\n") if line.startswith("data: ")]
     done = [event["item"] for event in streamed if event["type"] == "response.output_item.done"]

@@ -1,4 +1,4 @@
-"""`agl run -- COMMAND`: one run of a program as it is, recorded and shown as a tree."""
+"""`agl record -- COMMAND`: one run of a program as it is, recorded and shown as a tree."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ import click
 import msgspec
 
 from agentlightning.cli.backends import Upstream, backend_of_environment, with_backend
-from agentlightning.cli.options import instrument_agents, instrument_option, price_option, print_json, read_prices
-from agentlightning.cli.place import NEW_STORE, SERVER_STORE, Place, with_place
+from agentlightning.cli.options import instrument_agents, instrument_option, print_json
+from agentlightning.cli.place import NEW, Place, with_place
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.runner.agent import LitAgent
 from agentlightning.semconv import CALL_ENDPOINT, CALL_REFUSED, HTTP_STATUS
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from agentlightning.runner.harnesses import Preset
     from agentlightning.store.base import LightningStore
     from agentlightning.tracing.logs import Excerpt
-    from agentlightning.tracing.tree import Prices
 
 _OUTPUT_SECONDS: Final = 1.0  # how long what the program left running may hold its output open
 _REASONS: Final = 10  # that are printed
@@ -56,9 +55,8 @@ _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL", "AG
 @click.option("--model", metavar="NAME", help="What OPENAI_MODEL, ANTHROPIC_MODEL and AGL_MODEL name; for a --harness.")
 @instrument_option
 @click.option("--task", metavar="JSON", help="What to store as the rollout's input instead of the command.")
-@price_option
-@with_place(NEW_STORE, lambda: str(SERVER_STORE))
-def run(
+@with_place(NEW)
+def record(
     command: tuple[str, ...],
     backend: Upstream | None,
     place: Place,
@@ -66,7 +64,6 @@ def run(
     model: str | None,
     instrument: str | None,
     task: str | None,
-    price: tuple[str, ...],
     as_json: bool,
 ) -> int:
     """Run a program as it is and record its calls of language models, and what else it tells.
@@ -77,14 +74,13 @@ def run(
     With --harness it has a home of its own, set up for that program: yours is neither read nor changed.
 
     \b
-    agl run -- python my_agent.py
-    agl run --instrument --price gpt-4o=2.5,10 -- python my_agent.py
-    agl run --harness claude-code --model claude-sonnet-5 -- -p "fix the test\""""
+    agl record -- python my_agent.py
+    agl record --instrument -- python my_agent.py
+    agl record --harness claude-code --model claude-sonnet-5 -- -p "fix the test\""""
     from rich.console import Console
 
     from agentlightning.tracing.tree import rollout_tree
 
-    prices = read_prices(price)
     instrument_agents(instrument, here=False)
     preset = None if harness is None else _preset(harness, model)
     command = command if preset is None else (preset.program, *command)
@@ -98,7 +94,7 @@ def run(
                 rollout = await program.run(store, url, given)
             spans = await store.query_spans(rollout.rollout_id, "latest")
             ended = await store.get_rollout_by_id(rollout.rollout_id)
-        Console(stderr=True, highlight=False).print(rollout_tree(ended or rollout, spans, prices=prices))
+        Console(stderr=True, highlight=False).print(rollout_tree(ended or rollout, spans))
         unanswered = _unanswered(spans)
         for why, times in unanswered.most_common(_REASONS):
             click.echo(f"not answered{f' ({times} times)' * (times > 1)}: {why}", err=True)
@@ -113,7 +109,7 @@ def run(
         served = server.rstrip("/") + page if server else f"http://127.0.0.1:8123{page} while `agl server {where}` runs"
         click.echo(f"dashboard: {served}", err=True)
         if as_json:
-            told = _told(ended or rollout, spans, prices)
+            told = _told(ended or rollout, spans)
             print_json(told | {"not_answered": unanswered, "exit_code": program.exit_code})
         return program.exit_code
 
@@ -148,13 +144,13 @@ def _unanswered(spans: Sequence[Span]) -> Counter[str]:
     return found
 
 
-def _told(rollout: Rollout, spans: Sequence[Span], prices: Prices) -> dict[str, Any]:
+def _told(rollout: Rollout, spans: Sequence[Span]) -> dict[str, Any]:
     """What `--json` prints of it."""
     from agentlightning.tracing.rewards import find_final_reward
     from agentlightning.tracing.steps import read_steps
     from agentlightning.tracing.tree import totals
 
-    took = totals(read_steps(spans), prices)
+    took = totals(read_steps(spans))
     told = {"rollout_id": rollout.rollout_id, "status": rollout.status, "reward": find_final_reward(spans)}
     return told | dataclasses.asdict(took)
 
@@ -217,12 +213,12 @@ class Program(LitAgent[Any]):
         from agentlightning.tracing.logs import record_log
 
         self._rollout = rollout
-        tracer = require_binding("agl run").tracer
+        tracer = require_binding("agl record").tracer
         variables = self._variables(rollout)
         if self.preset is None:
             streams = await self._executed(inherited_environment() | variables)
         else:
-            with tempfile.TemporaryDirectory(prefix="agl-run-", ignore_cleanup_errors=True) as home:
+            with tempfile.TemporaryDirectory(prefix="agl-record-", ignore_cleanup_errors=True) as home:
                 streams = await self._executed(self.preset.environment(variables, Path(home)))
         for name, excerpt in streams.items():
             if text := excerpt.text():
@@ -274,13 +270,13 @@ class Passing:
         self.excerpt = Excerpt()
         self._own = own.fileno()
         self._source, self.theirs = _terminal(self._own) if os.isatty(self._own) else os.pipe()
-        self.thread = threading.Thread(target=self._pass, daemon=True, name="agl run output")
+        self.thread = threading.Thread(target=self._pass, daemon=True, name="agl record output")
         self.thread.start()
 
     def _pass(self) -> None:
         while data := self._read():
             self.excerpt.write(data)
-            with contextlib.suppress(OSError):  # our reader may have left (`agl run … | head`)
+            with contextlib.suppress(OSError):  # our reader may have left (`agl record … | head`)
                 while data:
                     data = data[os.write(self._own, data) :]
         os.close(self._source)

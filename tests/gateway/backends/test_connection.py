@@ -6,13 +6,12 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from urllib.parse import urlsplit
 
 import pytest
 import trustme
 
 from agentlightning.errors import BackendError
-from agentlightning.gateway.backends.wire import UnreachableError, Wire
+from agentlightning.gateway.backends.connection import UNREACHABLE, Connection
 
 pytestmark = pytest.mark.anyio
 
@@ -47,16 +46,17 @@ class Server:
 @asynccontextmanager
 async def before(
     answering: Answering, silence_seconds: float = 5.0, tls: ssl.SSLContext | None = None
-) -> AsyncIterator[tuple[Wire, Server, str]]:
+) -> AsyncIterator[tuple[Connection, Server]]:
     server = Server(answering)
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=tls)
     port = listening.sockets[0].getsockname()[1]
     url = f"https://localhost:{port}" if tls else f"http://127.0.0.1:{port}"
-    wire = Wire(urlsplit(url), silence_seconds)
+    connection = Connection(f"{url}/v1", timeout_seconds=silence_seconds)
+    connection.retries = False
     try:
-        yield wire, server, url
+        yield connection, server
     finally:
-        wire.close()
+        await connection.close()
         listening.close()
 
 
@@ -70,25 +70,22 @@ def saying(answer: bytes, *, then_close: bool = False) -> Answering:
     return answering
 
 
-async def ask(wire: Wire, url: str, body: bytes | None = b"{}") -> bytes:
-    response = await wire.request("GET" if body is None else "POST", f"{url}/v1/x", {"a": "b"}, body)
-    try:
+async def ask(connection: Connection, body: bytes | None = b"{}", **headers: str) -> bytes:
+    async with connection.posted(connection.url("x"), body, headers) as response:
         return await response.read()
-    finally:
-        response.close()
 
 
 async def test_a_connection_is_used_again() -> None:
-    async with before(saying(OK)) as (wire, server, url):
-        assert [await ask(wire, url) for _ in range(3)] == [b"ok"] * 3
+    async with before(saying(OK)) as (connection, server):
+        assert [await ask(connection, a="b") for _ in range(3)] == [b"ok"] * 3
         assert server.connections == 1
         assert server.requests[0].startswith(b"POST /v1/x HTTP/1.1\r\nhost: 127.0.0.1:")
         assert b"\r\na: b\r\n" in server.requests[0] and server.requests[0].endswith(b"content-length: 2\r\n\r\n{}")
 
 
 async def test_calls_at_once_have_a_connection_each() -> None:
-    async with before(saying(OK)) as (wire, server, url):
-        assert await asyncio.gather(*(ask(wire, url) for _ in range(20))) == [b"ok"] * 20
+    async with before(saying(OK)) as (connection, server):
+        assert await asyncio.gather(*(ask(connection) for _ in range(20))) == [b"ok"] * 20
         assert server.connections == 20
 
 
@@ -102,9 +99,9 @@ async def test_calls_at_once_have_a_connection_each() -> None:
     ],
 )
 async def test_bodies_end_as_their_heads_say(answer: bytes, closes: bool, body: bytes) -> None:
-    async with before(saying(answer, then_close=closes)) as (wire, server, url):
-        assert await ask(wire, url, None) == body
-        assert await ask(wire, url) == body
+    async with before(saying(answer, then_close=closes)) as (connection, server):
+        assert await ask(connection, None) == body
+        assert await ask(connection) == body
         assert server.connections == (2 if closes else 1)
 
 
@@ -117,9 +114,9 @@ async def test_a_kept_connection_that_the_server_has_closed_costs_nothing() -> N
         else:
             writer.write(OK)
 
-    async with before(answers_once) as (wire, server, url):
-        assert await ask(wire, url) == b"ok"
-        assert await ask(wire, url) == b"ok"
+    async with before(answers_once) as (connection, server):
+        assert await ask(connection) == b"ok"
+        assert await ask(connection) == b"ok"
         assert server.connections == 2
 
 
@@ -136,12 +133,11 @@ async def test_an_answer_that_is_left_early_ends_its_connection() -> None:
         finally:
             ended.set()
 
-    async with before(for_ever) as (wire, _, url):
-        response = await wire.request("POST", url, {}, b"")
-        async for part in response.parts():
-            assert part.startswith(b"x")
-            break
-        response.close()
+    async with before(for_ever) as (connection, _):
+        async with connection.posted(connection.url("x"), b"") as response:
+            async for part in response.parts():
+                assert part.startswith(b"x")
+                break
         await asyncio.wait_for(ended.wait(), 60)
 
 
@@ -156,36 +152,33 @@ async def test_a_server_that_sends_more_than_is_read_has_to_wait() -> None:
             await writer.drain()
             sent += 65536
 
-    async with before(floods) as (wire, _, url):
-        response = await wire.request("POST", url, {}, b"")
+    async with before(floods) as (connection, _), connection.posted(connection.url("x"), b"") as response:
         await asyncio.sleep(0.3)
         assert sent < 32 * 2**20, "what nobody reads waits in the sockets and a little here, not all of it in memory"
         assert len(await response.read()) == 64 * 2**20
-        response.close()
 
 
 async def test_silence_and_lost_connections_are_told_apart() -> None:
     async def silent(_: bytes, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(5)
 
-    async with before(silent, silence_seconds=0.1) as (wire, _, url):
+    async with before(silent, silence_seconds=0.1) as (connection, _):
         with pytest.raises(BackendError, match="fell silent") as told:
-            await ask(wire, url)
+            await ask(connection)
         assert told.value.status == 504
-    async with before(saying(b"", then_close=True)) as (wire, _, url):
-        with pytest.raises(UnreachableError):
-            await ask(wire, url)
-    async with before(saying(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf", then_close=True)) as (wire, _, url):
+    async with before(saying(b"", then_close=True)) as (connection, _):
+        with pytest.raises(BackendError) as told:
+            await ask(connection)
+        assert told.value.code == UNREACHABLE
+    async with before(saying(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf", then_close=True)) as (connection, _):
         with pytest.raises(BackendError, match="broke off"):
-            await ask(wire, url)
-    with pytest.raises(UnreachableError):
-        await ask(Wire(urlsplit("http://127.0.0.1:1"), 1.0), "http://127.0.0.1:1")
+            await ask(connection)
 
 
 async def test_a_header_cannot_smuggle_another() -> None:
-    async with before(saying(OK)) as (wire, server, url):
+    async with before(saying(OK)) as (connection, server):
         with pytest.raises(BackendError, match="line break"):
-            await wire.request("POST", url, {"session": "a\r\nx-evil: 1"}, b"")
+            await ask(connection, session="a\r\nx-evil: 1")
         assert server.requests == []
 
 
@@ -193,10 +186,10 @@ async def test_a_certificate_is_checked(monkeypatch: pytest.MonkeyPatch) -> None
     authority = trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("localhost").configure_cert(context)
-    async with before(saying(OK), tls=context) as (wire, _, url):
-        with pytest.raises(UnreachableError, match="certificate"):
-            await ask(wire, url)
+    async with before(saying(OK), tls=context) as (connection, _):
+        with pytest.raises(BackendError, match="certificate"):
+            await ask(connection)
         trusting = ssl.create_default_context()
         authority.configure_trust(trusting)
-        monkeypatch.setattr(wire, "_tls", trusting)
-        assert await ask(wire, url) == b"ok"
+        monkeypatch.setattr(connection, "_tls", trusting)
+        assert await ask(connection) == b"ok"

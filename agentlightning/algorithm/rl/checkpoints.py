@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,41 +12,11 @@ from typing import Protocol
 
 import msgspec
 
+from agentlightning.algorithm.rl.alarms import Earnings
 from agentlightning.algorithm.rl.groups import GroupsState
 from agentlightning.errors import ConfigError
 
 STATE_FILE = "loop.json"
-
-
-@dataclass
-class Earnings:
-    """How many groups a run has seen, and how many earned something: before its latest steps without any that did
-    (`flat_steps`), and in those."""
-
-    groups: int = 0
-    earned: int = 0
-    flat_steps: int = 0
-    flat_groups: int = 0
-
-    def add(self, groups: Sequence[bool]) -> int:
-        """Count the groups of a step, of which these earned something. How many steps in a row none did, if that is no
-        chance: if groups as those before would give it less than once in a million runs.
-
-        Where rewards were 0 from the start, or are rare, there is nothing yet that they fell from. Groups count, not
-        rollouts: those of one task are alike."""
-        if any(groups):
-            self.groups += self.flat_groups + len(groups)
-            self.earned += sum(groups)
-            self.flat_steps = self.flat_groups = 0
-            return 0
-        self.flat_steps += 1
-        self.flat_groups += len(groups)
-        return self.flat_steps if (1 - self.share) ** self.flat_groups < 1e-6 else 0
-
-    @property
-    def share(self) -> float:
-        """Of groups that earned something, before the latest steps."""
-        return self.earned / max(1, self.groups)
 
 
 @dataclass
@@ -88,7 +58,7 @@ class Checkpoints:
                 _write_state(path, state)
             return path
         self._write(weights, state, path.name)
-        for old in {*self._steps()[: -self.keep]} - {self._highest(self._steps())}:
+        for old in {*self._steps()[: -self.keep]} - {_highest(self._steps())}:
             shutil.rmtree(old)
         return path
 
@@ -116,14 +86,7 @@ class Checkpoints:
     def best(self) -> Path | None:
         """The weights that did best, on held-out tasks or, if that is more, in training."""
         best = self.directory / "best"
-        return self._highest([best] if (best / STATE_FILE).is_file() else [], self._steps())
-
-    def _highest(self, *places: Sequence[Path]) -> Path | None:
-        """Where the reward was highest that its state tells of."""
-        states = {path: _read_state(path) for some in places for path in some}
-        rewards = {path: one.best_reward if path.name == "best" else one.recent_reward for path, one in states.items()}
-        known = {path: reward for path, reward in rewards.items() if reward is not None}
-        return max(known, key=known.__getitem__, default=None)
+        return _highest([*([best] if (best / STATE_FILE).is_file() else []), *self._steps()])
 
     def restore(self, weights: Saved) -> LoopState | None:
         """Load the newest checkpoint into what holds the weights, or None where there is none."""
@@ -166,6 +129,14 @@ class Checkpoints:
             os.replace(target, replaced)
         os.replace(source, target)
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _highest(places: list[Path]) -> Path | None:
+    """Where the reward was highest that its state tells of."""
+    states = {path: _read_state(path) for path in places}
+    rewards = {path: one.best_reward if path.name == "best" else one.recent_reward for path, one in states.items()}
+    known = {path: reward for path, reward in rewards.items() if reward is not None}
+    return max(known, key=known.__getitem__, default=None)
 
 
 def _read_state(checkpoint: Path) -> LoopState:

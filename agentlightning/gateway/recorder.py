@@ -1,0 +1,127 @@
+"""The spans of calls on their way to the store: committed before the end of an answer is sent, or queued where nothing
+may delay an answer; and counts of what became of calls.
+
+Knows the store. Knows no backends, and not how a call came about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from agentlightning import semconv
+from agentlightning.errors import UnavailableError
+from agentlightning.store.base import LightningStore
+from agentlightning.types import Span
+
+_log = logging.getLogger(__name__)
+_BATCH: Final = 200  # spans written at once
+_PAUSE: Final = 0.2  # seconds until a store that could not be reached is tried again
+
+_Recorded: TypeAlias = tuple[Span, asyncio.Future[None] | None]
+
+
+@dataclass
+class CallStatistics:
+    """What became of calls since the gateway began, by model and outcome (`answered`, `failed`, `aborted`), and why
+    some cannot be trained on. `undelivered` counts answers whose client had left,
+    `held` recorded calls that waited while weights were updated, for `held_seconds` in all."""
+
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    untrainable: Counter[str] = field(default_factory=Counter[str])
+    undelivered: int = 0
+    held: int = 0
+    held_seconds: float = 0.0
+
+    def captured(self, span: Span, held_seconds: float) -> None:
+        flag = span.attributes.get(semconv.CALL_FLAG)
+        if flag:
+            self.untrainable[str(flag)] += 1
+        self.held += held_seconds > 0
+        self.held_seconds += held_seconds
+
+
+class Recorder:
+    """Writes spans; a write costs about as much as a call, and spans that come while one is under way share the next.
+
+    With `commit` a span is durable when `record` returns; where the store is slow, calls are. A store that cannot be
+    reached is tried again for `patience` seconds: a call that is not recorded makes its whole attempt untrainable.
+
+    Without, `record` returns at once, and a store that cannot be reached is waited for. Spans that find `limit` others
+    waiting, or that the store refuses, are dropped and counted in `shed`."""
+
+    def __init__(self, store: LightningStore, *, commit: bool, patience: float = 5.0, limit: int = 10_000) -> None:
+        self.shed = 0
+        self._store = store
+        self._commit = commit
+        self._patience = patience if commit else math.inf
+        self._limit = limit
+        self._closing = False
+        self._waiting: deque[_Recorded] = deque()
+        self._writing: asyncio.Task[None] | None = None
+
+    async def record(self, span: Span) -> None:
+        if not self._commit and len(self._waiting) >= self._limit:
+            self._shed("the queue is full")
+            return
+        stored = asyncio.get_running_loop().create_future() if self._commit else None
+        self._waiting.append((span, stored))
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write_waiting(), name="gateway recording")
+        if stored is not None:
+            await stored
+
+    async def close(self) -> None:
+        """Return when everything that waits has been written, or cannot be."""
+        self._closing = True
+        if self._writing is not None:
+            await self._writing
+
+    async def _write_waiting(self) -> None:
+        try:
+            while self._waiting:
+                await self._write([self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))])
+        finally:
+            self._writing = None
+
+    async def _write(self, batch: list[_Recorded]) -> None:
+        """Write them at once or, where one of them is refused, each by itself."""
+        error = None
+        try:
+            await self._add([span for span, _ in batch])
+        except Exception as raised:  # noqa: BLE001 - each of those who wait gets it
+            error = raised
+            if len(batch) > 1 and not isinstance(error, UnavailableError):
+                await asyncio.gather(*(self._write([one]) for one in batch))
+                return
+        for _, stored in batch:
+            if stored is None:
+                if error is not None:
+                    self._shed(f"{type(error).__name__}: {error}")
+            elif stored.done():
+                pass  # its caller was cancelled
+            elif error is None:
+                stored.set_result(None)
+            else:
+                stored.set_exception(error)
+
+    async def _add(self, spans: list[Span]) -> None:
+        give_up = time.monotonic() + self._patience
+        while True:
+            try:
+                await self._store.add_many_spans(spans)  # their ids make a repeated write harmless
+                return
+            except UnavailableError:
+                if self._closing or time.monotonic() >= give_up:
+                    raise
+                await asyncio.sleep(_PAUSE)
+
+    def _shed(self, why: str) -> None:
+        self.shed += 1
+        if self.shed % 1000 == 1:  # the first, and one of each thousand
+            _log.warning("%d calls were answered and not recorded so far: %s", self.shed, why)
