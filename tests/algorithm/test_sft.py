@@ -201,11 +201,11 @@ def refusal(tmp_path: Path, kind: type[Exception], algorithm: agl.SFT, **changes
 
 def test_where_nothing_is_kept_the_error_says_what_there_was(tmp_path: Path, earlier: Path) -> None:
     told = refusal(tmp_path / "a", TrainingError, agl.SFT(traces=str(earlier), threshold=2.0))
-    assert "none of the 12 rollouts" in told and "12 trainable; rewards from" in told and "Nothing was trained" in told
+    assert "none is kept for policy: 12 trainable" in told and "Nothing was trained" in told
     told = refusal(tmp_path / "b", TrainingError, agl.SFT(traces=str(earlier)), model_name="writer")
     assert "24 calls left out (other model). Their model is called policy: give model_name" in told
     told = refusal(tmp_path / "c", TrainingError, agl.SFT(traces=str(earlier), traces_run="nobody's"))
-    assert "there is no finished rollout in" in told
+    assert "there is none" in told
 
 
 def test_ids_that_another_tokenizer_made_are_refused(tmp_path: Path, earlier: Path) -> None:
