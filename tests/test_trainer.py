@@ -381,9 +381,7 @@ def test_an_endpoint_is_measured_but_not_trained(tmp_path: Path) -> None:
                 calls.append(sum(hosted.calls.values()))
 
     calls: list[int] = []
-    with pytest.raises(
-        ConfigError, match=r"grpo trains .* cannot be had from there; give the Trainer a model.*sampler="
-    ):
+    with pytest.raises(ConfigError, match=r"grpo trains .* cannot be had; give the Trainer a model.*sampler="):
         asyncio.run(fit())
     assert not (tmp_path / "run").exists()
     assert asyncio.run(fit(algorithm=agl.Baseline())).evaluations[0].reward == 0.4  # of "hello"
