@@ -40,8 +40,8 @@ from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
 from agentlightning.learner.base import AdamW, DType, LoRA, read_learner
 from agentlightning.runner.agent import AnyAgent, LitAgent, as_agent
 from agentlightning.runner.ending import interrupted_at_once, stopping_at_interrupt
-from agentlightning.runner.hooks import Hook
-from agentlightning.runner.processes import Isolation, boot_of, place_of, usual_concurrency
+from agentlightning.runner.execution import Hook
+from agentlightning.runner.isolation import Isolation, boot_of, place_of, usual_concurrency
 from agentlightning.runner.runner import Runner
 from agentlightning.server.app import create_app
 from agentlightning.server.local_keys import local_key, offered_key

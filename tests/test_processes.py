@@ -185,7 +185,6 @@ def test_bad_commands_say_what_is_wrong_without_a_traceback(world: Path, agl: St
         ([*arguments, "--set", "algorithm.group_size=two"], "group_size"),
         (["trian"], "did you mean 'train'"),
         (["serve", tmp_path / "nowhere"], "does not exist"),
-        (["runner", "agent.py:a", "--agent", "agent.py:a", "--server", "http://127.0.0.1:1"], "the agent to run, once"),
         (["runner", f"{ROOT / 'tests' / 'agents.py'}:vowel", "--server", "http://127.0.0.1:1"], "vowels"),
     ]
     for command, said in cases:
@@ -240,7 +239,7 @@ def test_trainer_and_runner_that_meet_somewhere_learn_the_same(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = start_server(agl, tmp_path / "store.sqlite") if with_server else f"http://127.0.0.1:{port}"
-    agl("runner", "--agent", f"{ROOT / 'tests' / 'agents.py'}:vowels", "--server", url)
+    agl("runner", f"{ROOT / 'tests' / 'agents.py'}:vowels", "--server", url)
     apart = Trainer(
         model=world / "model",
         algorithm=algorithm(),

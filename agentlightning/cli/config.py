@@ -24,7 +24,7 @@ from agentlightning.data.references import is_reference, load_reference
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.runner.command import CommandAgent, RewardSource, command
 from agentlightning.runner.harnesses import harness
-from agentlightning.runner.processes import Isolation
+from agentlightning.runner.isolation import Isolation
 from agentlightning.store.redaction import settings_without_secrets
 from agentlightning.types import LLM, FrozenModel, PromptTemplate
 

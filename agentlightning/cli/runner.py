@@ -59,7 +59,7 @@ def runner(agent: str, server: str, key: str | None, instrument: str | None, **o
 
     After Ctrl-C or SIGTERM it leases nothing more, and rollouts at hand may finish: exit code 0. Those that --drain
     ends, or a second signal, are handed back to be retried: exit code 130."""
-    from agentlightning.runner.processes import place_of
+    from agentlightning.runner.isolation import place_of
 
     pool = {name: options.pop(name) for name in _OWN}
     given = {name for name, value in pool.items() if value is not None}

@@ -332,7 +332,7 @@ async def test_nothing_that_a_program_started_outlives_it(store: SqlStore, tmp_p
 async def test_a_program_past_its_timeout_is_ended_with_all_its_kin_though_they_ignore_sigterm(
     store: SqlStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentlightning.runner.executable.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("agentlightning.runner.command.GRACE_SECONDS", 0.2)
     rollout = await store.enqueue_rollout("hi", config=RolloutConfig(timeout_seconds=1.5))
     async with running(Runner(store, command(f"{script(tmp_path, FORKING)} {tmp_path} stay"))):
         parent, child = await pids_in(tmp_path)

@@ -21,9 +21,8 @@ import pytest
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.errors import ConfigError
-from agentlightning.runner.agent import as_agent
-from agentlightning.runner.copies import LARGEST_COPIED, own_copies
-from agentlightning.runner.processes import AgentRaisedError, place_of
+from agentlightning.runner.agent import LARGEST_COPIED, as_agent, own_copies
+from agentlightning.runner.isolation import AgentRaisedError, place_of
 from agentlightning.runner.runner import Runner
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import LLM, Attempt, EnqueueRolloutRequest, RolloutConfig, Span

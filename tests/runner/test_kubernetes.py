@@ -380,11 +380,11 @@ async def test_the_command_passes_its_options_on_and_cleans_up_at_ctrl_c(
 ) -> None:
     await store.enqueue_rollout(0)
     async with HttpServer(create_app(store, admin_key="an admin's key"), port=0) as server:
-        options = [agent, "--server", server.url, "--drain", "7s", "--isolation", "process", "--max", "3"]
+        options = ["--server", server.url, "--drain", "7s", "--isolation", "process", "--max", "3"]
         there = ["--kube-api", str(cluster.proxy), "--json"]
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", "from agentlightning.cli.main import main; main()", "runner", *options, *there),
-            *("--kubernetes", str(EXAMPLES / "job.yaml")),
+            *("--kubernetes", str(EXAMPLES / "job.yaml"), "--", agent),
             env={**os.environ, "AGL_KEY": "an admin's key"},
             stdout=subprocess.PIPE,
         )
@@ -396,12 +396,7 @@ async def test_the_command_passes_its_options_on_and_cleans_up_at_ctrl_c(
         assert process.returncode == 0 and json.loads(said) == {"server": server.url, "runners": 3, "concurrency": 8}
     assert pod["terminationGracePeriodSeconds"] == 22 and not cluster.jobs
     runner = pod["containers"][0]["args"]
-    given = [
-        f"--agent={agent}".replace("$", "$$"),
-        f"--server={server.url}",
-        "--isolation=process",
-        "--drain=7.000000s",
-    ]
+    given = [f"--server={server.url}", "--isolation=process", "--drain=7.000000s", "--", agent.replace("$", "$$")]
     assert runner == ["runner", "--concurrency=8", "--idle=60.000000s", *given]
 
 
