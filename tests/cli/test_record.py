@@ -33,7 +33,7 @@ from agentlightning.store.sql import SqlStore
 from agentlightning.store.transfer import Record
 from tests import agents
 from tests.cli.world import HOSTILE
-from tests.gateway.upstream import DONE, GOOD, Upstream, chunk, piece
+from tests.gateway.upstream import DONE, Upstream, chunk, piece
 from tests.gateway.world import serving
 from tests.node import NODE
 from tests.test_trainer import policy, trainer
@@ -241,13 +241,6 @@ def test_what_models_and_programs_wrote_does_nothing_to_the_terminal(
     assert not {"\x1b", "\x07", "\u202e"} & set(told)
 
 
-def test_a_server_that_tells_token_ids_is_recorded_with_them(desk: Desk) -> None:
-    desk.apis.events = GOOD
-    assert desk.run("ask('hello')", "--backend", f"{desk.url}/v1", "--kind", "vllm") == 0
-    (call,) = desk.recorded().spans
-    assert call.tokens is not None and call.tokens.choices[0].token_ids == (4, 5, 6)
-
-
 def test_the_keys_that_are_ours_alone_reach_neither_the_program_nor_the_screen(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,25 +274,6 @@ with trace.get_tracer("mine").start_as_current_span("desk", attributes={
     record = desk.recorded()
     assert {"desk", "chat gpt-5"} <= {span.name for span in record.spans}
     assert "agent desk" in capfd.readouterr().err
-
-
-def test_an_instrumentation_that_is_not_known_is_told_and_the_program_runs(
-    desk: Desk, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert desk.run("print('ran')", "--instrument", "langchian") == 0
-    written, told = capfd.readouterr()
-    assert written == "ran\n"
-    assert "not instrumented" in told and "instruments 'langchian'" in told
-
-
-def test_a_sitecustomize_of_the_programs_own_is_imported_too(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    Path("own").mkdir()
-    Path("own/sitecustomize.py").write_text("print('own')")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["own", str(Path(__file__).parents[2])]))
-    assert desk.run("print('ran')", "--instrument") == 0
-    assert capfd.readouterr().out == "own\nran\n"
 
 
 def test_a_run_can_be_recorded_by_a_server(desk: Desk) -> None:
@@ -338,16 +312,7 @@ def test_a_mistake_is_explained(
     assert said in told and "Traceback" not in told
 
 
-def test_without_a_server_that_would_answer_it_says_how_to_name_one(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):
-        monkeypatch.delenv(name)
-    assert run(["record", "--", "true"]) == 1
-    assert "--backend URL" in capfd.readouterr().err
-
-
-# --- signals and terminals ---------------------------------------------------------------------------------------
+# --- signals ---------------------------------------------------------------------------------------
 
 ANSWERS = """
 import signal, sys, time
