@@ -16,7 +16,7 @@ from agentlightning.algorithm.directory import differences, make_manifest
 from agentlightning.cli.config import TrainConfig, kept
 from agentlightning.cli.main import run
 from agentlightning.cli.place import Place
-from agentlightning.cli.runs import choose_runs
+from agentlightning.cli.runs import choose_run
 from agentlightning.cli.training import repeated
 from agentlightning.errors import ConfigError
 from agentlightning.types import Run
@@ -75,7 +75,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def find_run(name: str, place: Place) -> Run:
-    return asyncio.run(choose_runs([name], place))[0].run
+    return asyncio.run(choose_run(name, place)).run
 
 
 def weights(directory: Path) -> str:
