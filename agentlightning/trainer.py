@@ -37,7 +37,8 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
 from agentlightning.gateway.backends.kinds import frozen_entry, read_frozen
 from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
-from agentlightning.learner.base import AdamW, DType, LoRA, read_learner
+from agentlightning.learner.base import AdamW, DType, LoRA
+from agentlightning.learner.places import read_learner
 from agentlightning.runner.agent import AnyAgent, LitAgent, as_agent
 from agentlightning.runner.ending import interrupted_at_once, stopping_at_interrupt
 from agentlightning.runner.execution import Hook
@@ -55,7 +56,7 @@ from agentlightning.tracing.tree import rollout_tree
 from agentlightning.types import LLM, FrozenModel, Metrics, NamedResources
 
 if TYPE_CHECKING:
-    from agentlightning.learner.opening import Opening
+    from agentlightning.learner.pairs import Pair, PairSettings
     from agentlightning.learner.policy import Policy
 
 
@@ -84,7 +85,7 @@ class Trainer:
         model_name: what agents call a single one by; trainers that share a server each need one of their own.
         algorithm: `GRPO(…)` by default; `Baseline()` only evaluates.
         sampler: what samples from the model: `embedded`, the engine in this process, or servers that load its weights,
-            `{"vllm": "http://host:8000/v1"}` or `{"sglang": "http://host:30000/v1"}` (see `RemoteSampling`).
+            `{"vllm": "http://host:8000/v1"}` or `{"sglang": "http://host:30000/v1"}` (see `SamplerPlace`).
         learner: what trains it: `torch`, in this process; `{"fsdp": N}`, in N processes of this machine; or a server
             that samples too: `tinker`, the hosted service, `{"tinker": URL}` (`TinkerLearning`), `{"verl": URL}`.
         optimizer: learning rate, schedule, micro-batches and the like.
@@ -280,7 +281,7 @@ class Trainer:
             boot_of(agent, self._place, self.tracer, None)  # before anything is made for it
             self._concurrency = self.n_runners or usual_concurrency(self._place)
         if self.models or self.sampler is not None:
-            self._opening(algorithm, Path()).check(self.models.values())
+            self._pair_settings(algorithm, Path()).check()
         directory = RunDirectory(
             self.run_dir or "runs", algorithm.name, named=self.run_dir is not None, resume=resume, seed=self.seed
         )
@@ -319,10 +320,14 @@ class Trainer:
     ) -> RunContext:
         """Start everything the job needs; `stack` stops it again, last started first."""
         store = await self._open_store(stack, directory.path)
-        opening = partial(self._opening, algorithm, directory.path)
         with interrupted_at_once():
-            pairs = [stack.enter_context(opening().open(one, progress.phase)) for one in self.models.values()]
-        opened = dict(zip(self.models, pairs, strict=True))
+            opened: dict[str, Pair] = {}
+            if self.models:
+                settings = self._pair_settings(algorithm, directory.path)
+                opened = {
+                    name: stack.enter_context(settings.open(source, progress.phase))
+                    for name, source in self.models.items()
+                }
         entries = self._model_entries(algorithm, {name: sampler.backend for name, (sampler, _) in opened.items()})
         for sampler, _ in opened.values():
             await sampler.check(entries[0].train or Sampling())
@@ -398,35 +403,27 @@ class Trainer:
         stack.push_async_callback(store.close)
         return store
 
-    def _opening(self, algorithm: Algorithm, directory: Path) -> Opening:
-        from agentlightning.learner.opening import Opening, read_engines
+    def _pair_settings(self, algorithm: Algorithm, directory: Path) -> PairSettings:
+        from agentlightning.learner.pairs import PairSettings
 
-        critic = getattr(algorithm, "trained_critic", None)
-        loss = algorithm.make_loss() if isinstance(algorithm, Reinforcement) else None
-        overlaps = bool(getattr(algorithm, "max_staleness", 0))  # rollouts go on while the weights change
-        engines = (self.learner, self.sampler, self.dtype, self.device)
-        given: dict[str, Any] = {"models": self.models, "deterministic": self.deterministic, "overlaps": overlaps}
-        given |= {"lora": self.lora, "critic": critic, "loss": loss and loss.kind}
-        processes, sampling, dtype = read_engines(*engines, **given)
-        return Opening(
-            optimizer=self._optimizer(algorithm),
-            trained=loss is not None,
-            reference=getattr(algorithm, "reference", False),
-            critic=critic,
+        return PairSettings(
+            models=self.models,
             learner=self.learner,
-            loss=loss,
-            concurrency=max(1, self._concurrency or 64),
-            seed=self.seed,
-            own_weights=overlaps,
-            deterministic=self.deterministic,
+            sampler=self.sampler,
+            optimizer=self._optimizer(algorithm),
+            loss=algorithm.make_loss() if isinstance(algorithm, Reinforcement) else None,
+            reference=getattr(algorithm, "reference", False),
+            critic=getattr(algorithm, "trained_critic", None),
             lora=self.lora,
-            dtype=dtype,
-            max_sequence_length=self.max_sequence_length,
+            dtype=self.dtype,
             device=self.device,
             threads=self.threads,
+            concurrency=max(1, self._concurrency or 64),
+            max_sequence_length=self.max_sequence_length,
+            overlaps=bool(getattr(algorithm, "max_staleness", 0)),  # rollouts go on while the weights change
+            deterministic=self.deterministic,
+            seed=self.seed,
             directory=directory,
-            processes=processes,
-            sampling=sampling,
         )
 
     def _optimizer(self, algorithm: Algorithm) -> AdamW:
