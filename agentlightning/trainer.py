@@ -38,11 +38,12 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
 from agentlightning.gateway.backends.kinds import frozen_entry, read_frozen
 from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
-from agentlightning.learner.base import AdamW, DType, LoRA, read_learner
+from agentlightning.learner.base import AdamW, DType, LoRA
+from agentlightning.learner.places import read_learner
 from agentlightning.runner.agent import AnyAgent, LitAgent, as_agent
 from agentlightning.runner.ending import interrupted_at_once, stopping_at_interrupt
-from agentlightning.runner.hooks import Hook
-from agentlightning.runner.processes import Isolation, boot_of, place_of, usual_concurrency
+from agentlightning.runner.execution import Hook
+from agentlightning.runner.isolation import Isolation, boot_of, place_of, usual_concurrency
 from agentlightning.runner.runner import Runner
 from agentlightning.server.app import create_app
 from agentlightning.server.local_keys import local_key, offered_key
@@ -56,7 +57,7 @@ from agentlightning.tracing.tree import rollout_tree
 from agentlightning.types import LLM, FrozenModel, Metrics, NamedResources
 
 if TYPE_CHECKING:
-    from agentlightning.learner.opening import Opening
+    from agentlightning.learner.pairs import Pair, PairSettings
     from agentlightning.learner.policy import Policy
 
 
@@ -85,7 +86,7 @@ class Trainer:
         model_name: what agents call a single one by; trainers that share a server each need one of their own.
         algorithm: `GRPO(…)` by default; `Baseline()` only evaluates.
         sampler: what samples from the model: `embedded`, the engine in this process, or servers that load its weights,
-            `{"vllm": "http://host:8000/v1"}` or `{"sglang": "http://host:30000/v1"}` (see `RemoteSampling`).
+            `{"vllm": "http://host:8000/v1"}` or `{"sglang": "http://host:30000/v1"}` (see `SamplerPlace`).
         learner: what trains it: `torch`, in this process; `{"fsdp": N}`, in N processes of this machine; or a server
             that samples too: `tinker`, the hosted service, `{"tinker": URL}` (`TinkerLearning`), `{"verl": URL}`.
         optimizer: learning rate, schedule, micro-batches and the like.
@@ -268,7 +269,7 @@ class Trainer:
             boot_of(agent, self._place, self.tracer, None)  # before anything is made for it
             self._concurrency = self.n_runners or usual_concurrency(self._place)
         if self.models or self.sampler is not None:
-            self._opening(Path()).check(self.models.values())
+            self._pair_settings(Path()).check()
         directory = RunDirectory(
             self.run_dir or "runs", algorithm.name, named=self.run_dir is not None, resume=resume, seed=self.seed
         )
@@ -307,10 +308,13 @@ class Trainer:
         """Start everything the job needs; `stack` stops it again, last started first."""
         store = await self._open_store(stack, directory.path)
         with interrupted_at_once():
-            opened = {
-                name: stack.enter_context(self._opening(directory.path).open(one, progress.phase))
-                for name, one in self.models.items()
-            }
+            opened: dict[str, Pair] = {}
+            if self.models:
+                settings = self._pair_settings(directory.path)
+                opened = {
+                    name: stack.enter_context(settings.open(source, progress.phase))
+                    for name, source in self.models.items()
+                }
         entries = self._model_entries({name: sampler.backend for name, (sampler, _) in opened.items()})
         for sampler, _ in opened.values():
             await sampler.check(entries[0].train or Sampling())
@@ -386,39 +390,27 @@ class Trainer:
         stack.push_async_callback(store.close)
         return store
 
-    def _opening(self, directory: Path) -> Opening:
-        from agentlightning.learner.opening import Opening, read_engines
+    def _pair_settings(self, directory: Path) -> PairSettings:
+        from agentlightning.learner.pairs import PairSettings
 
-        critic = getattr(self.algorithm, "trained_critic", None)
-        loss = None if self._rl is None else self._rl.make_loss()
-        common: dict[str, Any] = {"deterministic": self.deterministic, "lora": self.lora, "critic": critic}
-        processes, sampling, dtype = read_engines(
-            self.learner,
-            self.sampler,
-            self.dtype,
-            self.device,
+        return PairSettings(
             models=self.models,
-            overlaps=self._overlaps,
-            loss=loss and loss.kind,
-            **common,
-        )
-        return Opening(
-            optimizer=self._optimizer(),
-            trained=loss is not None,
-            reference=getattr(self.algorithm, "reference", False),
             learner=self.learner,
-            loss=loss,
-            concurrency=max(1, self._concurrency or 64),
-            seed=self.seed,
-            own_weights=self._overlaps,
-            dtype=dtype,
-            max_sequence_length=self.max_sequence_length,
+            sampler=self.sampler,
+            optimizer=self._optimizer(),
+            loss=None if self._rl is None else self._rl.make_loss(),
+            reference=getattr(self.algorithm, "reference", False),
+            critic=getattr(self.algorithm, "trained_critic", None),
+            lora=self.lora,
+            dtype=self.dtype,
             device=self.device,
             threads=self.threads,
+            concurrency=max(1, self._concurrency or 64),
+            max_sequence_length=self.max_sequence_length,
+            overlaps=self._overlaps,
+            deterministic=self.deterministic,
+            seed=self.seed,
             directory=directory,
-            processes=processes,
-            sampling=sampling,
-            **common,
         )
 
     def _optimizer(self) -> AdamW:

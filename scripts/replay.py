@@ -8,6 +8,7 @@ It rebuilds the run's algorithm and learner as `agl train --resume` would.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import re
@@ -31,8 +32,8 @@ from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.cli.config import build, load_config
 from agentlightning.cli.options import json_option, print_json
-from agentlightning.cli.place import STORE_FILE, Place, run
-from agentlightning.cli.training import DIRECTORY, FILE, make_algorithm
+from agentlightning.cli.place import STORE_FILE, Place
+from agentlightning.cli.training import make_algorithm
 from agentlightning.data.recorded import rewarded_group
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.display import hide_library_progress
@@ -75,8 +76,13 @@ class _Steps(click.ParamType):
 @click.command()
 @click.argument("directory", metavar="RUN_DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--steps", "--step", type=_Steps(), metavar="N|A-B", help="Default: what led to the newest checkpoint.")
-@click.option("--out", type=DIRECTORY, metavar="DIR", help="Save the weights there.")
-@click.option("--run-file", type=FILE, metavar="RUN.yaml", help="The algorithm, where the run does not say it all.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Save the weights there.")
+@click.option(
+    "--run-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="RUN.yaml",
+    help="The algorithm, where the run does not say it all.",
+)
 @click.option("--model", metavar="ID|DIR|FILE.py:NAME", help="The model it started from, if not what the run says.")
 @click.option("--store", "address", metavar="PATH|URL", help="The run's store, if it is not in RUN_DIR.")
 @click.option("--server", metavar="URL", help="The `agl server` that has the store open.")
@@ -129,7 +135,7 @@ def replay(
             digests = [weights_digest(one) for one in (saved, plan.goal) if one is not None]
         return _conclude(plan, trained, digests, as_json)
 
-    return run(work())
+    return asyncio.run(work()) or 0
 
 
 def _algorithm(found: Run, run_file: Path | None) -> Reinforcement:

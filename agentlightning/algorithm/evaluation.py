@@ -146,7 +146,7 @@ async def why_unrewarded(store: LightningStore, rollouts: Sequence[Rollout]) -> 
     ended = attempt.status if attempt else "failed"
     return TrainingError(
         f"none of {len(rollouts)} rollouts was rewarded. The first to fail, {failed.rollout_id}, ended as {ended}"
-        f"{': ' + reason if reason else ''}. Fix the agent (agl dev runs it on a few tasks) and try again"
+        f"{': ' + reason if reason else ''}. Fix the agent (agl eval --show runs it on a few tasks) and try again"
     )
 
 

@@ -32,7 +32,7 @@ from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner.base import AdamW, WeightsForm
 from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import Policy
-from agentlightning.learner.started import end_of
+from agentlightning.learner.servers import end_of
 from agentlightning.learner.torch import MISMATCH_TOLERANCE
 
 _READY_SECONDS: Final = 900.0

@@ -2,13 +2,13 @@
 
 `LightningStore` makes these and `perform`s them; `SqlStore` carries them out; the HTTP client and the server send and
 receive them, so that the three cannot drift apart. A field that the route names travels in the path, the others in the
-body (of a GET: in the query). Bodies are JSON or msgpack.
+body (of GET and DELETE: in the query). Bodies are JSON or msgpack.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Generic, TypedDict, TypeVar, get_args
+from typing import Any, ClassVar, Final, Generic, TypedDict, TypeVar, get_args
 
 from agentlightning.types import (
     ApiKey,
@@ -40,6 +40,7 @@ from agentlightning.types import (
 )
 
 T = TypeVar("T")
+IN_QUERY: Final = ("GET", "DELETE")  # the methods whose fields travel in the query, as they have no body
 
 
 class Call(Noun, Generic[T], frozen=True, kw_only=True):

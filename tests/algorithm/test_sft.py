@@ -185,7 +185,7 @@ def test_ids_that_another_tokenizer_made_are_refused(tmp_path: Path, earlier: Pa
     told = refusal(
         tmp_path / "a", ConfigError, agl.SFT(traces=str(earlier)), model=Policy(make_model(fewer, seed=0), fewer)
     )
-    assert "which the model's tokenizer (" in told and "agl data export --format sft" in told
+    assert "which the model's tokenizer (" in told and "agl export --format sft" in told
     other = make_tokenizer(["".join(pair) for pair in itertools.product("zqxjvk", repeat=4)], 400)
     told = refusal(
         tmp_path / "b", ConfigError, agl.SFT(traces=str(earlier)), model=Policy(make_model(other, seed=0), other)

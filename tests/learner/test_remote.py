@@ -18,8 +18,9 @@ import agentlightning as agl
 from agentlightning.errors import BackendError, ConfigError, TrainingError
 from agentlightning.gateway.backend import BackendEvent, Delta, ModelCall, Sampling, Started
 from agentlightning.learner.base import AdamW, LoRA, Weights
+from agentlightning.learner.places import SamplerPlace
 from agentlightning.learner.policy import Policy, load_policy, open_policy
-from agentlightning.learner.remote import RemoteSampler, RemoteSampling, read_sampler
+from agentlightning.learner.remote import RemoteSampler
 from agentlightning.learner.torch import TorchLearner
 from tests import agents
 from tests.gateway.backends.test_sglang import Sglang
@@ -102,25 +103,6 @@ async def test_a_run_whose_server_is_gone_ends_with_the_reason_and_goes_on_later
     assert [measured.step for measured in resumed.metrics] == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("given", "settings", "why"),
-    [
-        ("tpu", {}, "write embedded"),
-        ({"vllm": "http://a/v1", "sglang": "http://b"}, {}, "write embedded"),
-        ({"url": "http://a/v1"}, {}, "unknown key 'url'"),
-        ({"vllm": "start", "flag": ["--x"]}, {}, "did you mean 'flags'"),
-        ({"vllm": "start", "model": "m"}, {}, "leave `model` out"),
-        ({"sglang": "http://a", "model": "m"}, {}, "has one model"),
-        ({"vllm": "http://a"}, {"models": 2}, "2 are trained"),
-        ({"vllm": "http://a"}, {"deterministic": True}, "needs the embedded sampler"),
-        ({"sglang": "http://a"}, {"overlaps": True}, "vLLM does"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(given: Any, settings: dict[str, Any], why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        read_sampler(given, **({"models": 1, "deterministic": False, "overlaps": False} | settings))
-
-
 async def test_a_server_that_is_not_there_is_named_before_training(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9/v1 cannot be asked for its models"):
         await trainer(tmp_path, model=model, sampler={"vllm": "http://127.0.0.1:9"}).fit_async(agents.vowels, TASKS)
@@ -151,7 +133,7 @@ async def test_an_answer_that_nobody_reads_keeps_no_server_from_new_weights(tmp_
         routes.append(Route("/update_weights_from_disk", load, methods=["POST"]))
         async with serving(Starlette(routes=routes)) as url:
             talker = make_talker()
-            sampler = RemoteSampler(RemoteSampling(sglang=url), Policy(talker.model, talker.tokenizer))
+            sampler = RemoteSampler(SamplerPlace(sglang=url), Policy(talker.model, talker.tokenizer))
             call = ModelCall(
                 request_id="r", model="m", messages=user("hello"), stream=True, sampling=Sampling(max_tokens=40)
             )
@@ -180,7 +162,7 @@ async def test_a_call_that_takes_too_long_begins_anew_with_the_new_weights(tmp_p
         routes = [Route(path, answer, methods=["POST"]) for path, answer in posted.items()]
         async with serving(Starlette(routes=[*routes, Route("/v1/models", models)])) as url:
             talker = make_talker()
-            sampler = RemoteSampler(RemoteSampling(sglang=url), Policy(talker.model, talker.tokenizer))
+            sampler = RemoteSampler(SamplerPlace(sglang=url), Policy(talker.model, talker.tokenizer))
             await sampler.check(Sampling())
             server.asked.clear()
             server.begun.clear()
@@ -205,11 +187,3 @@ async def test_a_call_that_takes_too_long_begins_anew_with_the_new_weights(tmp_p
                 await anext(sampler.answer(long))
             assert len(server.asked) == 2
             await sampler.close()
-
-
-def test_what_cannot_be_started_leaves_no_directory(tmp_path: Path, model: Path) -> None:
-    settings: dict[str, Any] = {"model": model, "algorithm": algorithm(temperature=1.0), "run_dir": tmp_path / "run"}
-    for sampler, said in (("vlm", "write embedded, vllm"), ({"vllm": "start", "program": "no-such"}, "no program")):
-        with pytest.raises(ConfigError, match=said):
-            trainer(tmp_path, sampler=sampler, **settings).fit(agents.vowels, TASKS)
-        assert not (tmp_path / "run").exists()

@@ -1,6 +1,6 @@
-"""A server of the run's own, vLLM or SGLang: started with it, waited for until it answers, and ended with it.
+"""A server of the run's own, vLLM or SGLang: its part of the GPUs, its program, and its end with the run.
 
-Knows a program, its flags and its log. Knows nothing of weights and calls.
+Knows nothing of weights and calls.
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.backends.connection import Connection
+from agentlightning.learner.memory import GIB, MemoryEstimate
 
 _READY_SECONDS: Final = 900.0  # a large model is read, and kernels are compiled
-_END_SECONDS: Final = 10.0
 _SHOWN: Final = 3000  # characters of the log
 _WATCH: Final = 'read -r _; kill -TERM "-$1"; sleep "$2"; kill -KILL "-$1"; rm -rf "$3"'
+_MARGIN: Final = 2 * GIB  # contexts, and what allocators cannot use
+_LEAST_CACHE: Final = GIB
 
 
-class Engine(NamedTuple):
-    """How a server of some kind is started: `program`, `before`, the model and `flags`; `length` is the flag for its
-    longest sequence."""
+class Kind(NamedTuple):
+    """How a server is started: `program`, `before`, the model and `flags`; `length` is the flag for its longest
+    sequence."""
 
     name: str
     program: str
@@ -39,8 +42,8 @@ class Engine(NamedTuple):
     environment: Mapping[str, str] = {}
 
 
-ENGINES: Final = {
-    "vllm": Engine(
+KINDS: Final = {
+    "vllm": Kind(
         "vLLM",
         "vllm",
         ("serve",),
@@ -48,25 +51,66 @@ ENGINES: Final = {
         ("--served-model-name", "policy", "--logprobs-mode", "processed_logprobs", "--enable-scale-out"),
         {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"},
     ),
-    "sglang": Engine("SGLang", "python", ("-m", "sglang.launch_server", "--model-path"), "--context-length"),
+    "sglang": Kind("SGLang", "python", ("-m", "sglang.launch_server", "--model-path"), "--context-length"),
 }
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a server gets of the GPUs: `flags` and `environment` to start it with. One that `sleeps` gives its memory
+    away while a step is computed."""
+
+    flags: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    sleeps: bool = False
+
+
+def other_gpus(processes: int | None, *, devices: int, first: int = 0) -> Share | None:
+    """Those of so many `devices` that the learner's `processes` leave (None: it has the `first`, in the trainer's);
+    None where it has the only one. ConfigError where several processes leave none."""
+    learners = processes or 1
+    known = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(devices)))
+    if left := [one for place, one in enumerate(known.split(",")) if not first <= place < first + learners]:
+        return Share(environment={"CUDA_VISIBLE_DEVICES": ",".join(left)})
+    if processes is None:
+        return None
+    raise ConfigError(
+        f"learner: {processes} processes leave none of the {devices} GPUs to the sampler: take fewer, or name a server "
+        "elsewhere, as in sampler: {vllm: http://host:8000/v1}"
+    )
+
+
+def part_of_gpu(estimate: MemoryEstimate | None, overlaps: bool, *, weights: int, free: int, total: int) -> Share:
+    """What the learner leaves of its GPU, which has so many bytes in `total` and `free`, its `weights` being there.
+    Where sampling `overlaps` steps, the server cannot sleep. ConfigError where the weights once more do not fit."""
+    kept = 0
+    if estimate is not None:
+        in_steps = 0 if overlaps else estimate.gradients + estimate.activations + estimate.logits
+        kept = estimate.total - estimate.weights - in_steps
+    left = free - kept - _MARGIN
+    if left < weights + _LEAST_CACHE:
+        raise ConfigError(
+            f"the GPU has {free / GIB:.1f} GiB free, training keeps {kept / GIB:.1f} of them, and the sampler needs "
+            f"{weights / GIB:.1f} for the weights and some for keys and values. What helps: lora: {{}}, or a sampler "
+            "elsewhere ({vllm: http://host:8000/v1})"
+        )
+    flags = ("--gpu-memory-utilization", f"{left / total:.3f}")
+    return Share(flags) if overlaps else Share((*flags, "--enable-sleep-mode"), sleeps=True)
 
 
 def find_program(kind: str, program: str | None) -> str:
     """The path of the program that starts a server of the kind. ConfigError where there is none, or where it is a
     Python without SGLang."""
-    engine = ENGINES[kind]
-    program = program or engine.program
-    found = shutil.which(os.path.expanduser(program))
-    why = f"there is no program {program!r} to start"
+    program = program or KINDS[kind].program
+    found, why = shutil.which(os.path.expanduser(program)), f"there is no program {program!r} to start"
     if found is not None and kind == "sglang":
         look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
         if subprocess.run((found, "-c", look), stderr=subprocess.DEVNULL, env=_environment({}), check=False).returncode:
             found, why = None, f"{program} has no package sglang"
     if found is None:
         raise ConfigError(
-            f"{why}: install {engine.name} in an environment of its own and "
-            f"name it, as in {{{kind}: start, program: /path/to/bin/{engine.program}}}, or give the URL of a server"
+            f"{why}: install {KINDS[kind].name} in an environment of its own and name it, as in "
+            f"{{{kind}: start, program: /path/to/bin/{KINDS[kind].program}}}, or give the URL of a server"
         )
     return found
 
@@ -83,6 +127,8 @@ class StartedServer:
     Nobody else is to load weights there: vLLM listens on a `socket` in a directory that only this user can enter,
     SGLang, which cannot, on a free port of this machine, and asks for the `api_key`."""
 
+    end_seconds: float = 10.0
+
     def __init__(
         self,
         kind: str,
@@ -93,7 +139,7 @@ class StartedServer:
         environment: Mapping[str, str],
         log: Path,
     ) -> None:
-        engine, found = ENGINES[kind], find_program(kind, program)
+        found, how = find_program(kind, program), KINDS[kind]
         short = len(os.fsencode(tempfile.gettempdir())) < 80  # the path of a socket has 107 bytes at most
         self._directory = Path(tempfile.mkdtemp(prefix="agl-", dir=None if short else "/tmp"))
         self.socket: str | None = None
@@ -109,21 +155,13 @@ class StartedServer:
             settings = self._directory / "sglang.yaml"  # a command can be read by every user of the machine
             settings.write_text(f"api-key: {self.api_key}\nhost: 127.0.0.1\nport: {self._port}\n")
             where = ("--config", str(settings))
-        self.log, self._name = log, engine.name
-        self.end_seconds = _END_SECONDS
-        self._command = [found, *engine.before, model, *where, *engine.flags, *flags]
-        self._environment = _environment({**engine.environment, **environment})
+        self._log, self._name = log, how.name
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._start()
-
-    def _start(self) -> None:
-        if self.socket is not None:
-            Path(self.socket).unlink(missing_ok=True)
-        with self.log.open("ab") as output:
+        with log.open("ab") as output:
             self._log_begin = output.tell()
             self._process = subprocess.Popen(
-                self._command,
-                env=self._environment,
+                [found, *how.before, model, *where, *how.flags, *flags],
+                env=_environment({**how.environment, **environment}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -141,37 +179,21 @@ class StartedServer:
             async with asyncio.timeout(_READY_SECONDS):
                 # The key is for this user's server, not for whoever had the port first.
                 while not listens(self._port) or not await connection.healthy(2.0, control=True):
-                    if self._process.poll() is not None:
-                        raise ConfigError(
-                            f"{self._name} has ended with exit code {self._process.returncode}{self._end_of_log()}"
-                        )
+                    if ended := self.ended():
+                        raise ConfigError(ended)
                     await asyncio.sleep(0.5)
         except TimeoutError:
-            raise ConfigError(
-                f"{self._name} does not answer after {_READY_SECONDS:g} seconds{self._end_of_log()}"
-            ) from None
+            said = end_of(self._log, self._log_begin)
+            raise ConfigError(f"{self._name} does not answer after {_READY_SECONDS:g} seconds{said}") from None
 
-    def _end_of_log(self) -> str:
-        return end_of(self.log, self._log_begin)
-
-    async def ended(self, seconds: float = 0.0) -> bool:
-        """Whether its program has ended, or does within so many seconds."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._process.wait, seconds)
-        return self._process.poll() is not None
-
-    async def start_again(self, connection: Connection) -> None:
-        """Start it anew, at the same address, and wait until it answers. ConfigError as in `ready`."""
-        await asyncio.to_thread(self._end)  # processes that it started may live
-        self._start()
-        await self.ready(connection)
+    def ended(self) -> str | None:
+        """How its program has ended, and the end of its log; None while it runs."""
+        if (code := self._process.poll()) is None:
+            return None
+        return f"{self._name} has ended with exit code {code}{end_of(self._log, self._log_begin)}"
 
     def stop(self) -> None:
         """End it, with all processes that it has started."""
-        self._end()
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _end(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
@@ -179,6 +201,7 @@ class StartedServer:
                 self._process.wait(self.end_seconds)
         self._watcher.kill()
         self._watcher.communicate()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def listens(port: int | None) -> bool:

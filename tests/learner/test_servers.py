@@ -1,4 +1,4 @@
-"""A server of the run's own: when it is said not to come, and that nothing of it is left."""
+"""A server of the run's own: its part of the GPUs, when it is said not to come, and that nothing of it is left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.backends.connection import Connection
-from agentlightning.learner.started import StartedServer, listens
+from agentlightning.learner.memory import GIB, MemoryEstimate
+from agentlightning.learner.servers import Share, StartedServer, listens, other_gpus, part_of_gpu
 
 pytestmark = pytest.mark.anyio
 
@@ -98,7 +99,7 @@ def test_nothing_of_it_is_left_when_the_run_ends(tmp_path: Path) -> None:
 def test_nor_when_the_trainer_is_killed(tmp_path: Path) -> None:
     script = program(tmp_path, f"sleep 600 & echo $$ $! > {tmp_path}/ids; wait")
     code = (
-        "import time; from pathlib import Path; from agentlightning.learner.started import StartedServer\n"
+        "import time; from pathlib import Path; from agentlightning.learner.servers import StartedServer\n"
         f"StartedServer('vllm', {script!r}, 'm', [], environment={{}}, log=Path({str(tmp_path / 'log')!r}))\n"
         "print('started', flush=True); time.sleep(600)"
     )
@@ -110,3 +111,26 @@ def test_nor_when_the_trainer_is_killed(tmp_path: Path) -> None:
     os.kill(trainer.pid, signal.SIGKILL)
     trainer.communicate()
     wait_until_gone(processes)
+
+
+def test_what_a_step_takes_is_the_servers_while_it_samples() -> None:
+    parts = {"weights": 8, "gradients": 4, "optimizer": 24, "activations": 10, "logits": 2}
+    estimate = MemoryEstimate(**{name: size * GIB for name, size in parts.items()})
+    gpu = {"weights": 8 * GIB, "free": 70 * GIB, "total": 80 * GIB}
+    asleep = ("--gpu-memory-utilization", "0.550", "--enable-sleep-mode")
+    assert part_of_gpu(estimate, False, **gpu) == Share(asleep, sleeps=True)
+    assert part_of_gpu(estimate, True, **gpu).flags == ("--gpu-memory-utilization", "0.350")
+    assert part_of_gpu(None, False, **gpu).flags[1] == "0.850"
+    with pytest.raises(ConfigError, match=r"34.0 GiB free, training keeps 24.0 .* 8.0 for the weights.*lora: \{\}"):
+        part_of_gpu(estimate, False, **gpu | {"free": 34 * GIB})
+
+
+def test_gpus_that_the_learner_leaves_are_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert other_gpus(None, devices=1) is None
+    assert other_gpus(None, devices=2) == Share(environment={"CUDA_VISIBLE_DEVICES": "1"})
+    assert other_gpus(None, devices=3, first=1) == Share(environment={"CUDA_VISIBLE_DEVICES": "0,2"})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert other_gpus(2, devices=4) == Share(environment={"CUDA_VISIBLE_DEVICES": "6,7"})
+    with pytest.raises(ConfigError, match=r"4 processes leave none of the 4 GPUs"):
+        other_gpus(4, devices=4)
