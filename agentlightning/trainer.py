@@ -272,14 +272,9 @@ class Trainer:
             self._pair_settings(Path()).check()
         async with AsyncExitStack() as stack:
             stack.enter_context(garbage_sought_seldom())
+            root, named = self.run_dir or "runs", self.run_dir is not None
             directory = stack.enter_context(
-                run_directory(
-                    self.run_dir or "runs",
-                    algorithm.name,
-                    named=self.run_dir is not None,
-                    resume=resume,
-                    seed=self.seed,
-                )
+                run_directory(root, algorithm.name, named=named, resume=resume, seed=self.seed)
             )
             progress = stack.enter_context(self._display())
             try:

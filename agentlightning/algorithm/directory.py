@@ -115,17 +115,10 @@ def read_mark(directory: Path) -> RunMark:
 
 # --- the manifest ------------------------------------------------------------------------------------------------
 
-PACKAGES = [
-    "agent-lightning-next",
-    "torch",
-    "transformers",
-    "peft",
-    "tokenizers",
-    "numpy",
-    "openai",
-    "aiohttp",
-    "msgspec",
-]
+PACKAGES = (
+    *("agent-lightning-next", "torch", "transformers", "peft", "tokenizers", "numpy"),
+    *("openai", "aiohttp", "msgspec"),
+)
 
 
 def make_manifest(
