@@ -69,19 +69,6 @@ async def test_one_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None
     await connection.close()
 
 
-async def test_what_an_earlier_one_said_is_not_told(tmp_path: Path) -> None:
-    server = start(tmp_path, "echo a flag that is gone; exit 2")
-    connection = Connection(server.url)
-    with pytest.raises(ConfigError, match="a flag that is gone"):
-        await server.ready(connection)
-    server.stop()
-    again = start(tmp_path, "exit 3")
-    with pytest.raises(ConfigError, match=r"exit code 3, and nothing in .*log"):
-        await again.ready(connection)
-    again.stop()
-    await connection.close()
-
-
 def test_nothing_of_it_is_left_when_the_run_ends(tmp_path: Path) -> None:
     server = start(tmp_path, f"trap '' TERM; sleep 600 & echo $$ $! > {tmp_path}/ids; wait; sleep 600")
     while not (tmp_path / "ids").is_file() or not (tmp_path / "ids").read_text().strip():
