@@ -84,7 +84,7 @@ async def test_one_that_shares_a_gpu_sleeps_while_a_step_is_computed(tmp_path: P
     """And wakes up before it is given new weights."""
     sampling = started(tmp_path, "")
     log = tmp_path / "log"
-    server = StartedServer("vllm", sampling["program"], str(model), [], environment=sampling["environment"], log=log)
+    server = StartedServer(sampling["program"], str(model), [], environment=sampling["environment"], log=log)
     sampler = RemoteSampler(SamplerPlace(**sampling), load_policy(model), server, sleeps=True)
     try:
         await sampler.check(Sampling())

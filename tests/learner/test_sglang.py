@@ -102,7 +102,5 @@ def test_all_weights_learn(tmp_path: Path, model: Path, url: str) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_one_that_the_run_starts(tmp_path: Path, model: Path) -> None:
-    """And it takes an adapter, merged into its weights."""
-    sampler = {"sglang": "start", "program": str(SGLANG), "flags": SGLANG_FLAGS, "environment": SGLANG_ENVIRONMENT}
-    check(fit(tmp_path, model, sampler, lora=LoRA(rank=8), steps=8))
+def test_an_adapter_merged_into_its_weights_learns(tmp_path: Path, model: Path, url: str) -> None:
+    check(fit(tmp_path, model, {"sglang": url}, lora=LoRA(rank=8), steps=8))
