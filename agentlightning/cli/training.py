@@ -164,9 +164,9 @@ def _to_resume(run_dir: str | None) -> Path | None:
 
 def _repeated(name: str, console: Console, assignments: tuple[str, ...], flags: Mapping[str, Any]) -> TrainConfig:
     from agentlightning.algorithm.directory import differences
-    from agentlightning.cli.runs import choose_runs
+    from agentlightning.cli.runs import choose_run
 
-    (found,) = asyncio.run(choose_runs([name], Place(flags["store"], flags["server"], flags["api_key"])))
+    found = asyncio.run(choose_run(name, Place(flags["store"], flags["server"], flags["api_key"])))
     config = repeated(found.run, assignments, flags)
     for line in differences(found.run.manifest):
         console.print(f"not as when {found.run.run_id} ran: {line}", markup=False, highlight=False, soft_wrap=True)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from agentlightning.algorithm.base import Progress
-from agentlightning.display import BLOCKS, JobState, LiveProgress, Pace, counting, duration, sparkline
+from agentlightning.display import BLOCKS, JobState, LiveProgress, Pace, sparkline
 
 
 class Clock:
@@ -37,11 +37,6 @@ def test_a_sparkline_has_one_block_per_recent_value(values: list[float], width: 
     line = sparkline(values, width)
     assert len(line) == min(len(values), width)
     assert set(line) <= set(BLOCKS)
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (75.2, "1:15"), (3700, "1:01:40")])
-def test_durations_read_like_a_clock(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def test_the_time_left_follows_the_pace_of_recent_steps(clock: Clock) -> None:
@@ -146,14 +141,3 @@ def test_a_phase_that_takes_long_is_told_of_where_there_is_no_terminal(clock: Cl
         "[0:30] evaluate 30/100 · 1/s · about 1:10 left",
         "[1:00] evaluate 60/100 · 1/s · about 0:40 left",
     ]
-
-
-def test_a_short_job_says_nothing_where_there_is_no_terminal_and_has_a_bar_on_one() -> None:
-    plain, terminal = io.StringIO(), io.StringIO()
-    for out in (plain, terminal):
-        console = Console(file=out, force_terminal=out is terminal, width=100, _environ={"TERM": "xterm"})
-        with counting("export", 3, console) as advance:
-            for done in range(1, 4):
-                advance(done)
-    assert plain.getvalue() == ""
-    assert "export" in terminal.getvalue() and "3/3" in terminal.getvalue()

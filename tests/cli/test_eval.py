@@ -122,16 +122,6 @@ def test_two_prompts_are_compared_and_then_the_versions_of_them_that_were_stored
 
 
 @pytest.mark.slow
-def test_two_models_of_an_endpoint_are_compared_and_the_table_says_so(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["eval", *OBEDIENT, *ENDPOINT, "--model", "-", "--compare", "apple", "always"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    row = next(line.split() for line in lines if "all tasks" in line)
-    assert row[:7] == ["all", "tasks", "reward", "4", "0.250", "0.750", "+0.500"]
-
-
-@pytest.mark.slow
 def test_an_interrupted_evaluation_goes_on(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,12 +130,6 @@ def test_an_interrupted_evaluation_goes_on(
     assert run(["eval", *command]) == 130
     assert "go on with --resume" in capsys.readouterr().out
     assert told(capsys, *command, "--resume")["estimates"]["reward"]["value"] == 0.75
-
-
-@pytest.mark.slow
-def test_an_agent_that_is_never_rewarded_ends_with_1(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, "measured_agent.py:hopeless", "tasks.jsonl", *ENDPOINT, "--model", "m", code=1)
-    assert found["ended"] == {"no reward": 4}
 
 
 @pytest.mark.parametrize(

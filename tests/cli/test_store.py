@@ -18,9 +18,6 @@ import pytest
 
 from agentlightning.cli.main import run
 from agentlightning.cli.options import Duration
-from agentlightning.cli.store import keys, store
-from agentlightning.server.app import create_app
-from agentlightning.server.serve import HttpServer
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Rollout
@@ -110,13 +107,6 @@ def test_a_duration_is_a_number_and_a_unit(text: str, seconds: float) -> None:
 def test_anything_else_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(click.BadParameter, match=r"no duration; write .* such as 30d or 12h|no time at all"):
         Duration().convert(text, None, None)
-
-
-@pytest.mark.parametrize("group", [store, keys], ids=lambda group: group.name)
-def test_every_command_explains_each_of_its_options(group: click.Group) -> None:
-    for command in group.commands.values():
-        assert command.help
-        assert all(option.help for option in command.params if isinstance(option, click.Option))
 
 
 # --- which store -------------------------------------------------------------------------------------------------
@@ -261,20 +251,6 @@ def test_a_running_server_is_asked_to_do_it(agl, path: Path) -> None:
         code, _, err = agl("store", "check", "--server", url, "--key", "another key")
         assert code == 1 and "key" in err
     assert len(inputs(copy)) == 3
-
-
-def test_the_clock_of_the_server_says_what_is_old(agl, path: Path) -> None:
-    """That of a machine which slept for a day is a day behind."""
-
-    async def work() -> None:
-        store = await SqlStore.open(path, clock=lambda: time.time() - DAY)
-        await ended(store, "young")
-        async with HttpServer(create_app(store, admin_key=KEY)) as server:
-            arguments = ("store", "delete", "--server", server.url, "--key", KEY, "--older-than", "12h")
-            assert (await asyncio.to_thread(agl, *arguments))[1].startswith("0 rollouts match")
-        await store.close()
-
-    asyncio.run(work())
 
 
 def test_whatever_is_done_can_be_told_as_json(agl, path: Path, tmp_path: Path) -> None:

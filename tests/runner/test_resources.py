@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from agentlightning.errors import NotFoundError
-from agentlightning.runner.resources import ResourceCache
+from agentlightning.runner.environment import ResourceCache
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import LLM, NamedResources, PromptTemplate
 
