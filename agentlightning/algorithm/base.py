@@ -30,28 +30,19 @@ class Progress(Protocol):
     def phase(self, name: str, total: int | None = None, *, beside: bool = False) -> None:
         """A new phase begins, of `total` units where that is known: after the present one, or beside it and those that
         follow, until its units are finished."""
-        ...
 
     def advance(self, done: int, beside: str | None = None) -> None:
         """`done` units of the present phase are finished, or of the one of this name beside it."""
-        ...
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Training step number `step` (from 1) is finished."""
-        ...
 
     def note(self, message: str) -> None:
         """One line worth showing."""
-        ...
 
 
-class NoProgress:
+class NoProgress(Progress):
     """Shows nothing."""
-
-    def phase(self, name: str, total: int | None = None, *, beside: bool = False) -> None: ...
-    def advance(self, done: int, beside: str | None = None) -> None: ...
-    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def note(self, message: str) -> None: ...
 
 
 @dataclass(frozen=True)
