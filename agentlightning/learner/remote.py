@@ -86,7 +86,7 @@ class RemoteSampler:
         chat = ChatTemplate.from_pretrained(policy.tokenizer)
         addresses = [(url, place.api_key, None) for url in place.urls]
         if started is not None:
-            addresses = [(started.url, started.api_key, started.socket)]
+            addresses = [(started.url, None, started.socket)]
         self._servers: list[VllmBackend | SglangBackend] = []
         for url, key, socket in addresses:
             url = with_version(url, place.kind)
