@@ -39,14 +39,13 @@ _LONGEST: Final = 200  # characters of a cell
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="End stdout with JSON, one object a line; everything else to stderr."
 )
+INSTRUMENT_HELP: Final = "Let Python frameworks report tools and agents: langchain,crewai,… or all that can be."
+ISOLATION_HELP: Final = (
+    "process: each rollout has one to itself. auto: where the agent takes neither `llm` nor `resources`."
+)
 instrument_option = click.option(
-    "--instrument", metavar="[NAMES]", is_flag=False, flag_value="all",
-    help="Let Python frameworks report tools and agents: langchain,crewai,… or all that can be.",
-)  # fmt: skip
-isolation_option = click.option(
-    "--isolation", type=click.Choice(["auto", "none", "process"]), default="auto", show_default=True,
-    help="process: each rollout has one to itself. auto: where the agent takes neither `llm` nor `resources`.",
-)  # fmt: skip
+    "--instrument", metavar="[NAMES]", is_flag=False, flag_value="all", help=INSTRUMENT_HELP
+)
 
 
 def together(*options: Option) -> Option:

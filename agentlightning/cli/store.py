@@ -124,9 +124,7 @@ async def issue(
     store: LightningStore, name: str, as_json: bool, scopes: tuple[Any, ...], lifetime: float | None
 ) -> None:
     """Make a key called NAME and print its secret, once and alone on stdout."""
-    from agentlightning.store import calls
-
-    issued = await store.perform(calls.IssueKey(name=name, scopes=list(scopes), lifetime_seconds=lifetime))
+    issued = await store.issue_key(name, scopes, lifetime)
     tell(as_json, issued, issued.api_key)
     sys.stdout.flush()
     click.echo(f"this is key {issued.key_id}; it is not shown again, and the store keeps no copy", err=True)
@@ -136,9 +134,8 @@ async def issue(
 @on_store(reading=True)
 async def list_(store: LightningStore, as_json: bool) -> None:
     """List all keys, without their secrets."""
-    from agentlightning.store import calls
 
-    found = await store.perform(calls.QueryKeys())
+    found = await store.query_keys()
     if as_json:
         for one in found:
             print_json(one)
@@ -161,9 +158,8 @@ def _state(key: ApiKey, now: float) -> str:
 @on_store()
 async def revoke(store: LightningStore, key_id: str, as_json: bool) -> None:
     """End a key at once and for good."""
-    from agentlightning.store import calls
 
-    ended = await store.perform(calls.RevokeKey(key_id=key_id))
+    ended = await store.revoke_key(key_id)
     tell(as_json, ended, f"{ended.key_id} ({ended.name}) {_state(ended, time.time())}")
 
 

@@ -6,8 +6,7 @@ A learner knows weights, optimiser and loss. It does not know groups, rewards, r
 from __future__ import annotations
 
 import math
-import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, get_
 
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import FloatArray
-from agentlightning.errors import ConfigError, check_settings, nearest
+from agentlightning.errors import ConfigError, check_settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,50 +107,6 @@ class Critic:
 
     def __post_init__(self) -> None:
         check_settings(self, above={"learning_rate": 0}, choices={"trunk": get_args(CriticTrunk)})
-
-
-def is_tinker(given: str | Mapping[str, Any] | None) -> bool:
-    """Whether a run's learner is a Tinker server, verl's or another."""
-    return given == "tinker" or (isinstance(given, Mapping) and not given.keys().isdisjoint(("tinker", "verl")))
-
-
-def read_learner(
-    given: str | Mapping[str, Any] | None,
-    *,
-    models: int = 1,
-    deterministic: bool = False,
-    lora: LoRA | None = None,
-    critic: Critic | None = None,
-    loss: object = None,
-) -> int | None:
-    """In how many processes a run of so many models has its learner; None for one in the trainer's process, or on a
-    Tinker server. ConfigError for what is none of these, and for what does not go with several."""
-    if given in (None, "torch") or is_tinker(given):
-        return None
-    forms = "write torch, {fsdp: 2} for a learner in two processes, tinker, {tinker: URL} or {verl: URL}"
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"learner is {given!r}; {forms}")
-    for key in given:
-        if key != "fsdp":
-            raise ConfigError(f"learner: unknown key {key!r}; {nearest(str(key), ('fsdp', 'tinker', 'verl'))}")
-    processes: Any = given.get("fsdp")
-    if type(processes) is not int or processes < 1:
-        raise ConfigError(f"learner is {dict(given)!r}; {forms}")
-    refused = {"several models": models > 1, "deterministic": deterministic, "lora": lora, "a critic": critic}
-    for name, there in refused.items():
-        if there:
-            raise ConfigError(f"{name} needs the learner torch: fsdp trains all weights of one model, with any sampler")
-    try:
-        pickle.dumps(loss)
-        at_home = getattr(loss, "__module__", None) == "__main__"
-    except (pickle.PicklingError, AttributeError, TypeError):
-        at_home = True
-    if at_home:
-        raise ConfigError(
-            f"the loss {loss!r} cannot be imported by the processes of the learner: define it at the top level of a "
-            "module, or name it: 'file.py:function'"
-        )
-    return processes
 
 
 @dataclass(frozen=True)

@@ -23,15 +23,15 @@ from agentlightning.store.base import LightningStore
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.tracing.rewards import parse_reward, reward_attributes
 
-REWARD_PATH: Final = "/rewards/{key}"
 _LONGEST: Final = 64 * 1024  # bytes
 
 
 def reward_route(store: LightningStore) -> Route:
-    """The route over one store. A body that is no reward is answered 400 with what to send. A request that repeats the
-    `Idempotency-Key` of another is answered as if it were new, and the first one counts."""
+    """The route over one store. A body that is no reward is answered 400 with what to send."""
 
     async def give(request: Request) -> Response:
+        """Give an attempt a reward: a number, or an object of named ones. A request that repeats an `Idempotency-Key`
+        counts once"""
         key = request.path_params["key"]
         rollout_id, attempt_id = await _attempt_of(store, request, key)
         try:
@@ -52,7 +52,7 @@ def reward_route(store: LightningStore) -> Route:
         await store.store_spans(tracer.drain())
         return in_json(given._asdict())
 
-    return Route(REWARD_PATH, give, methods=["POST"])
+    return Route("/rewards/{key}", give, methods=["POST"])
 
 
 async def _attempt_of(store: LightningStore, request: Request, key: str) -> tuple[str, str]:

@@ -1,7 +1,8 @@
 """Calls: the methods of `LightningStore` as nouns, from which REST, its description and the client follow.
 
 `@call` makes a noun of a method's parameters and a method that hands it to `perform`. A parameter that the route names
-travels in the path, the others in the body (of a GET: in the query). Bodies are JSON or msgpack.
+travels in the path, the others in the body (of GET and DELETE: in the query). Bodies are JSON or msgpack. A server adds
+calls that no store carries out, as subclasses of `Call`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 from agentlightning.types import KeyScope, Noun
 
 F = TypeVar("F", bound=Callable[..., Any])
+IN_QUERY: Final = ("GET", "DELETE")  # the methods whose fields travel in the query, as they have no body
 
 
 class Call(Noun, frozen=True, kw_only=True):
@@ -25,10 +27,13 @@ class Call(Noun, frozen=True, kw_only=True):
 
     method: ClassVar[str]
     route: ClassVar[str]
-    scope: ClassVar[KeyScope]
-    audited: ClassVar[bool]
-    ids: ClassVar[Mapping[str, str]]
-    returns: ClassVar[Any]
+    scope: ClassVar[KeyScope] = "trainer"
+    audited: ClassVar[bool] = False
+    ids: ClassVar[Mapping[str, str]] = {}
+    returns: ClassVar[Any] = None
+
+    def __init_subclass__(cls) -> None:
+        cls.method = vars(cls).get("method", cls.__name__)
 
     def repeatable(self) -> bool:
         """Whether doing it twice does no more than doing it once, so that it may be repeated when no answer came."""

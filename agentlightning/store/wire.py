@@ -118,9 +118,9 @@ class Form:
             path = path.format_map({name: _in_url(str(getattr(call, name))) for name in self._in_path})
         wait = (getattr(call, "timeout", None) or 0.0) if self._waits else self._own_wait
         fields = {name: getattr(call, name) for name in self._in_body}
-        if self._method == "GET":
+        if self._method in calls.IN_QUERY:
             query = "&".join(f"{name}={_in_url(str(value))}" for name, value in fields.items() if value is not None)
-            return Wire("GET", f"{path}?{query}" if query else path, None, wait)
+            return Wire(self._method, f"{path}?{query}" if query else path, None, wait)
         return Wire(self._method, path, encode(fields, self._route), wait)
 
     def result(self, answer: Answer) -> Any:

@@ -18,7 +18,6 @@ from agentlightning.cli.training import make_algorithm
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError, TrainingError
-from agentlightning.learner import teacher as teachers
 from agentlightning.learner.base import AdamW
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.teacher import open_teacher
@@ -97,11 +96,10 @@ def test_the_student_comes_closer_to_its_teacher_without_any_reward(tmp_path: Pa
 
 
 class Scoring:
-    """Scores prompts by transformers, in the words of vLLM and of SGLang; the first `failures` requests fail."""
+    """Scores prompts by transformers, in the words of vLLM and of SGLang."""
 
     def __init__(self, teacher: Policy) -> None:
         self.teacher = teacher
-        self.failures = 0
         self.url = ""
         self.keys: list[str | None] = []
 
@@ -120,9 +118,6 @@ class Scoring:
 
     async def score(self, request: web.Request) -> web.Response:
         self.keys.append(request.headers.get("authorization"))
-        if self.failures:
-            self.failures -= 1
-            return web.Response(status=503)
         asked = await request.json()
         ids = asked.get("prompt") or asked["input_ids"]
         if len(ids) > 100:
@@ -161,7 +156,6 @@ async def test_a_server_tells_the_same(kind: str) -> None:
     async with scoring(teacher) as server:
         asked = {kind: f"{server.url}/v1", "api_key": "secret"}
         distilled._teacher = await asyncio.to_thread(open_teacher, asked, policy().token_bytes)
-        server.failures = 1
         credited = await asyncio.to_thread(distilled.credited, [group()])
     for calls in credited[0]:
         for item in calls:
@@ -178,8 +172,7 @@ async def test_a_run_uses_its_server_and_does_not_keep_the_key(tmp_path: Path) -
     assert written and not [file for file in written if b"key-of-the-teacher" in file.read_bytes()]
 
 
-async def test_what_a_server_cannot_do_is_told_before_the_run_or_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teachers, "_RETRIES", 0)
+async def test_what_a_server_cannot_do_is_told_before_the_run_or_ends_it() -> None:
     async with scoring(policy(seed=7)) as server:
         other = make_tokenizer(["other words altogether"] * 3, 300)
         strange = Policy(make_model(other, seed=0), other).token_bytes

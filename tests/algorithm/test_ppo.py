@@ -147,11 +147,6 @@ def test_during_its_warm_up_the_critic_alone_is_trained(tmp_path: Path) -> None:
     assert all(np.array_equal(weights, begun[name].numpy()) for name, weights in after.items())
 
 
-def test_rollouts_may_overlap_with_it(tmp_path: Path) -> None:
-    result = trainer(tmp_path, algorithm=ppo(steps=3, max_staleness=1)).fit(agents.vowels, TASKS)
-    assert math.isfinite(result.metrics[-1].values["value_loss"])
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [

@@ -77,19 +77,6 @@ def test_the_secret_is_alone_on_stdout_and_nowhere_else(agl, path: Path) -> None
     assert secret.encode() not in path.read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "hint"),
-    [
-        (["issue", "ci"], "--scope"),
-        (["issue", "ci", "--scope", "root"], "'root' is not one of"),
-        (["issue", "ci", "--scope", "read", "--lifetime", "30"], "such as 30d or 12h"),
-    ],
-)
-def test_a_key_that_cannot_be_made_is_a_wrong_command_line(agl, arguments: list[str], hint: str) -> None:
-    code, out, err = agl(*arguments)
-    assert code == 2 and hint in err and out == ""
-
-
 def test_a_revoked_key_opens_nothing(agl, path: Path) -> None:
     secret, key_id = issue(agl)
     code, out, _ = agl("revoke", key_id)

@@ -15,7 +15,6 @@ import pytest
 from agentlightning.cli.main import COMMANDS, FORMER, agl, run
 from agentlightning.cli.training import make_algorithm
 from agentlightning.errors import ConfigError
-from agentlightning.types import RolloutConfig
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,13 +151,6 @@ def test_ctrl_c_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
     _, err = process.communicate(timeout=240)
     assert process.returncode == 130
     assert err.strip() == "interrupted"
-
-
-def test_an_algorithm_is_made_of_its_name_and_checked_fields() -> None:
-    assert make_algorithm({"name": "baseline"}).name == "baseline"
-    grpo = make_algorithm({"name": "grpo", "steps": 3, "unrewarded": 0.0, "rollout": {"timeout_seconds": 5}})
-    assert (grpo.name, grpo.steps, grpo.unrewarded) == ("grpo", 3, 0.0)
-    assert grpo.rollout == RolloutConfig(timeout_seconds=5)
 
 
 @pytest.mark.parametrize(

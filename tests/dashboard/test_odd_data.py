@@ -35,16 +35,16 @@ async def test_a_manifest_of_another_program_hides_nothing(place: Place, manifes
     (rollout,) = await place.store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, run_id=run.run_id)])
     (row,) = await place.get("/runs")
     assert (row["run_id"], row["seed"], row["total_steps"], row["models"]) == (run.run_id, None, None, [])
-    assert (await place.get(f"/series?run={run.run_id}"))[0]["names"] == []
+    assert (await place.post("/series", {"run_ids": [run.run_id], "names": []}))[0]["names"] == []
     assert (await place.get(f"/rollouts/{rollout.rollout_id}"))["shown"] is None
-    assert (await place.get(f"/quality?run={run.run_id}"))["rollouts"] == 0
+    assert (await place.get(f"/quality?run_id={run.run_id}"))["rollouts"] == 0
 
 
 async def test_metadata_of_another_program_are_no_prompts(place: Place) -> None:
     run = await place.store.start_run("own", {})
     for metadata in ({"round": 3}, {"round": {"number": 1}}, {"candidate": "x"}, {"candidate": {"name": "a"}}):
         await place.store.add_resources({"p": PromptTemplate(template="a")}, metadata, run_id=run.run_id)
-    assert await place.get(f"/prompts?run={run.run_id}") == {"candidates": [], "rounds": []}
+    assert await place.get(f"/prompts?run_id={run.run_id}") == {"candidates": [], "rounds": []}
 
 
 async def test_a_message_with_a_number_of_any_length_is_shown(place: Place) -> None:

@@ -214,16 +214,3 @@ def test_it_goes_with(tokenizer: Any, trunk: CriticTrunk, change: str) -> None:
         np.testing.assert_allclose(ours, exact, atol=tolerance)
     calm = Loss(value_clip=None)  # no bound for rounding to cross
     assert relative(gradient(one, batch(), calm), gradient(plain, batch(), calm)) < tolerance
-
-
-def test_what_is_missing_is_told(tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match="has no critic"):
-        learner(tokenizer).values(batch())
-    with pytest.raises(ConfigError, match="does not say what its values"):
-        with_critic(tokenizer).step(build_sequences(conversation(0), "trajectory"), LOSS)
-    for wrong in ({"trunk": "own"}, {"learning_rate": 0.0}):
-        with pytest.raises(ConfigError, match=r"known: shared, separate|above 0"):
-            Critic(**wrong)  # type: ignore[arg-type]
-    for wrong in ({"value_clip": 0.0}, {"value_coefficient": 0.0}):
-        with pytest.raises(ConfigError, match="must be above 0"):
-            Loss(**wrong)

@@ -144,15 +144,6 @@ def gradient_error(batches: dict[Level, list[TrainingSequence]], loss: Loss, tok
     return float((together - alone).norm() / alone.norm())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", LOSSES, ids=get_args(LossKind))
-@pytest.mark.parametrize("family", [*MODELS])
-def test_the_gradient_of_every_loss_is_that_of_each_transition_alone(family: str, loss: Loss) -> None:
-    batches: dict[Level, list[TrainingSequence]] = {level: agents(1, level) for level in ("transition", "tree")}
-    for tokens in (EVERYTHING, 40):
-        assert gradient_error(batches, loss, tokens, family=family) < 1e-4
-
-
 @settings(deadline=None, max_examples=8)
 @given(st.integers(0, 1000), st.sampled_from(LOSSES), st.sampled_from([*MODELS]), st.integers(10, 80))
 def test_the_gradient_is_exact_whatever_the_agents_did(seed: int, loss: Loss, family: str, tokens: int) -> None:

@@ -33,8 +33,9 @@ TOKENIZER = make_tokenizer(chat_text(one["messages"]) for one in DEMONSTRATIONS)
 
 def test_only_the_assistants_turn_is_learned_and_only_its_values_count_as_copied() -> None:
     example = make_examples(TOKENIZER, DEMONSTRATIONS, [])[0]
-    text = TOKENIZER.decode([token for token, flag in zip(example.token_ids, example.learned, strict=True) if flag])
-    copied = [TOKENIZER.decode([token]) for token, flag in zip(example.token_ids, example.copied, strict=True) if flag]
+    written = example.sequence.token_ids[example.sequence.positions]
+    text = TOKENIZER.decode(written)
+    copied = [TOKENIZER.decode([token]) for token in written[example.copied]]
     answer = DEMONSTRATIONS[0]["messages"][1]["content"]
     assert text == answer + "<|end|>"
     assert copied == [answer.split()[1].strip(","), answer.split()[3]]
@@ -70,5 +71,5 @@ def test_a_loss_that_is_not_finite_stops_the_warm_start() -> None:
     model = make_model(TOKENIZER, seed=1)
     with torch.no_grad():
         model.model.norm.weight[0] = float("nan")
-    with pytest.raises(TrainingError, match="became nan"):
+    with pytest.raises(TrainingError, match="loss nan"):
         warm_start(model, TOKENIZER, DEMONSTRATIONS, tools=[], seed=1, options=QUICK)

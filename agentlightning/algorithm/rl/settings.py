@@ -172,9 +172,9 @@ class RLSettings(metaclass=_Tried):
         """Why no step learns from this group, whatever else it trains on; None if one may."""
         if len(group.rewards) < self.fewest_rewarded:
             return TOO_FEW_REWARDED
-        return None if self._teaches(group) or self._teaches(group, _BESIDE) else WITHOUT_VARIANCE
+        return None if self.teaches(group) or self.teaches(group, _BESIDE) else WITHOUT_VARIANCE
 
-    def _teaches(self, *groups: RewardedGroup) -> bool:
+    def teaches(self, *groups: RewardedGroup) -> bool:
         """Whether anything is learned from the first of these groups."""
         return any(item.teaches for rollout in self.credited(groups)[0] for item in rollout)
 
