@@ -214,7 +214,7 @@ class ScoreRollout(View, frozen=True, kw_only=True):
         return await sources.row(rollout)
 
 
-VIEWS: Final[tuple[type[View, ...]] = (
+VIEWS: Final[tuple[type[View], ...]] = (
     ListRuns,
     ShowSeries,
     ShowQuality,
