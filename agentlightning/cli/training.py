@@ -33,9 +33,7 @@ _NOT_THE_TRAINERS: Final = {
 @click.argument("run_file", type=click.Path(dir_okay=False, path_type=Path), required=False, metavar="[RUN.yaml]")
 @click.option("--from", "repeat", metavar="RUN_DIR|RUN_ID", help="Repeat this run: its settings instead of RUN.yaml's.")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key: algorithm.group_size=4")
-@click.option("--teacher", metavar="ID|DIR|URL", help="Whom to imitate; short for --set algorithm.teacher=…")
 @click.option("--steps", type=int, help="Training steps; short for --set algorithm.steps=…")
-@click.option("--max-usd", type=float, help="What a search for prompts may cost; short for --set algorithm.max_usd=…")
 @json_option
 @key_flags()
 def train(
@@ -43,17 +41,14 @@ def train(
     repeat: str | None,
     assignments: tuple[str, ...],
     as_json: bool,
-    teacher: str | None,
     steps: int | None,
-    max_usd: float | None,
     **flags: Any,
 ) -> int:
     """Train an agent as RUN.yaml, or flags, or both say; a flag wins over --set, and --set over the file.
 
     Without RUN.yaml, --from, --agent and --environment it is the run.yaml of this folder, with --resume --run-dir what
     the run in there began with."""
-    short = {"teacher": teacher, "steps": steps, "max_usd": max_usd}
-    assignments += tuple(f"algorithm.{key}={value}" for key, value in short.items() if value is not None)
+    assignments += () if steps is None else (f"algorithm.steps={steps}",)
     console = Console(stderr=as_json)
     named = flags["agent"] or flags["environment"]
     if repeat is not None and run_file is not None:

@@ -22,7 +22,7 @@ from typing import Any, Final, Literal, TypeAlias, cast, get_args
 
 import msgspec
 
-from agentlightning.errors import AgentLightningError, ConfigError, InvalidError, nearest
+from agentlightning.errors import AgentLightningError, ConfigError, nearest
 from agentlightning.runner.agent import LitAgent, RolloutRawResult, is_async, pick_resource
 from agentlightning.runner.environment import agent_environment, current_server, inherited_environment
 from agentlightning.runner.execution import in_own_thread
@@ -30,15 +30,14 @@ from agentlightning.runner.instrumented import instrumenting
 from agentlightning.tracing.attributes import to_json
 from agentlightning.tracing.context import current_binding
 from agentlightning.tracing.logs import Excerpt, LogStream, record_log
-from agentlightning.tracing.rewards import FORMS, parse_reward
+from agentlightning.tracing.rewards import parse_reward
 from agentlightning.types import LLM, AttemptedRollout, NamedResources
 
-RewardSource: TypeAlias = Literal["auto", "stdout", "file", "url"]
+RewardSource: TypeAlias = Literal["auto", "stdout", "url"]
 
 _FIELD: Final = re.compile(r"\{task((?:\[[^\]{}]+\]|\.\w+)*)\}")
 _STEP: Final = re.compile(r"\[([^\]]+)\]|\.(\w+)")
 _SHELL: Final = frozenset({"|", "||", "&&", "&", ";", ">", ">>", "<", "2>", "2>&1"})
-_LONGEST_REWARD: Final = 64 * 1024  # bytes of a reward file
 _SHOWN: Final = 2000  # characters of stderr in the reason of a failure
 _PIPE_BYTES: Final = 65536
 GRACE_SECONDS: Final = 3.0  # between SIGTERM and SIGKILL; less than a runner waits for a cancelled agent
@@ -73,10 +72,10 @@ def command(
     `line` is split as a shell would, and no shell runs it; then `{task}` becomes the task (text as it is, else JSON),
     `{task[key]}` and `{task.key}` a field of it, each within its one argument. stdin is the task as JSON.
 
-    `reward` is where the reward is: `stdout`, its last line; `file`, the file that `AGL_REWARD_FILE` names; `url`, what
-    is posted to `AGL_REWARD_URL`. `auto` takes the file if it was written, else a last line that is an object with
-    `reward` or `primary_key`, else what was posted, if anything. Or else a `grader` decides: a function (sync or async)
-    of the task and a `CommandOutput`, or a command that gets both as JSON on stdin and prints the reward last.
+    `reward` is where the reward is: `stdout`, its last line; `url`, what is posted to `AGL_REWARD_URL`. `auto` takes a
+    last line that is an object with `reward` or `primary_key`, else what was posted, if anything. Or else a `grader`
+    decides: a function (sync or async) of the task and a `CommandOutput`, or a command that gets both as JSON on stdin
+    and prints the reward last.
 
     `env` adds variables, with fields of the task as in `line`; `cwd` is where it runs. The beginning and the end of
     stdout and stderr are kept as the attempt's logs. ConfigError for a line that cannot be run so."""
@@ -173,14 +172,11 @@ class CommandAgent(LitAgent[Any]):
     async def rollout_async(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> RolloutRawResult:
         """Run the program on the task and return its reward, None where it gave that itself or gave none."""
         with tempfile.TemporaryDirectory(prefix="agentlightning-", ignore_cleanup_errors=True) as own:
-            reward_file = Path(own, "reward")
             variables = self._variables(resources, rollout)
-            if self._source in ("auto", "file") and self._grader is None:
-                variables["AGL_REWARD_FILE"] = str(reward_file)
             output = await self._program.run(task, _line(task), variables, "the command", Path(own))
             if self._grader is not None:
                 return await self._graded(self._grader, task, output, Path(own))
-            return self._reward(output, reward_file)
+            return None if self._source == "url" else self._reward(_last_line(output))
 
     def _variables(self, resources: NamedResources, rollout: AttemptedRollout) -> dict[str, str]:
         any_llm = any(isinstance(resource, LLM) for resource in resources.values())
@@ -192,34 +188,24 @@ class CommandAgent(LitAgent[Any]):
         if self._source == "url" and server is None:
             raise ConfigError(
                 "reward='url' needs a server to post to, and this runner's store is not behind one; "
-                "take reward='stdout' or 'file', or run it by `agl runner --server URL`"
+                "take reward='stdout', or run it by `agl runner --server URL`"
             )
         ids = rollout.rollout_id, rollout.attempt.attempt_id
         reward_key = rollout.reward_key if may_give else None  # else an agent could grade itself
         variables = agent_environment(llm, *ids, server, rollout.api_key or "none", reward_key=reward_key)
         return variables | instrumenting()
 
-    def _reward(self, output: CommandOutput, file: Path) -> RolloutRawResult:
-        if self._source == "url":
-            return None
-        if self._source != "stdout" and (text := _written(file)):
-            return parse_reward(text, "what the command wrote to $AGL_REWARD_FILE")._asdict()
-        if self._source == "file":
-            raise InvalidError(f"the command wrote no reward to the file $AGL_REWARD_FILE; expected {FORMS}")
-        line = _last_line(output)
-        if self._source == "stdout":
-            return parse_reward(line, "the last line of the command's stdout")._asdict()
-        return self._declared(line)
-
-    def _declared(self, line: str) -> RolloutRawResult:
-        """The reward in a last line that says by itself that it is one: an answer of 42 is no reward of 42."""
-        try:
-            value = msgspec.json.decode(line)
-        except (ValueError, RecursionError):
-            return None
-        if isinstance(value, dict) and ("reward" in value or "primary_key" in value):
-            return parse_reward(line, "the last line of the command's stdout")._asdict()
-        return None
+    def _reward(self, line: str) -> RolloutRawResult:
+        """The reward in the last line. With `auto` only one that says by itself that it is one: an answer of 42 is no
+        reward of 42."""
+        if self._source == "auto":
+            try:
+                value = msgspec.json.decode(line)
+            except (ValueError, RecursionError):
+                return None
+            if not isinstance(value, dict) or not {"reward", "primary_key"} & value.keys():
+                return None
+        return parse_reward(line, "the last line of the command's stdout")._asdict()
 
     async def _graded(self, grader: Grader | Program, task: Any, output: CommandOutput, own: Path) -> Any:
         if isinstance(grader, Program):
@@ -253,15 +239,6 @@ def _field(task: Any, path: str) -> str:
 
 def _line(value: Any) -> str:
     return to_json("the task", value) + "\n"
-
-
-def _written(file: Path) -> bytes:
-    """What stands in a reward file, b"" where there is none. InvalidError for what is no small plain file."""
-    if not os.path.lexists(file):
-        return b""
-    if not file.is_file() or file.stat().st_size > _LONGEST_REWARD:
-        raise InvalidError(f"$AGL_REWARD_FILE is no plain file of at most {_LONGEST_REWARD} bytes; expected {FORMS}")
-    return file.read_bytes().strip()
 
 
 def _last_line(output: CommandOutput) -> str:

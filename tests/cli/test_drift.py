@@ -121,24 +121,3 @@ def test_a_store_is_read_page_by_page_and_conversations_go_on_across_pages(path:
     assert [example["call_index"] for example in found["examples"]] == [0, 1, 0, 1]
     assert found["examples"][0]["drift"]["recorded"] == [*"there", END]
     assert found["drift"][0]["share_of_calls"] == 1.0 and found["refused_prompts"] == 0
-
-
-def test_what_a_terminal_would_obey_is_spelled_out(path: Path, tokenizer: Path, agl) -> None:
-    fill(path, [((*letters("there"), *CHAT.encode("\x1b[2J\n" + END)), "there\x1b[2J\n")])
-    _, out, _ = agl(path, "--tokenizer", tokenizer)
-    assert "\x1b" not in out and "\\x1b" in out and "\\n" in out
-
-
-def test_a_tokenizer_that_cannot_be_used_is_named(path: Path, tmp_path: Path, agl) -> None:
-    fill(path, [SPLIT])
-    bare = make_tokenizer(["hello"], 300)
-    bare.chat_template = None
-    bare.save_pretrained(tmp_path / "bare")
-    (tmp_path / "empty").mkdir()
-    for name, words in (
-        ("bare", "no chat template"),
-        ("empty", "cannot be read"),
-        ("none", "there is no tokenizer"),
-    ):
-        code, _, err = agl(path, "--tokenizer", tmp_path / name)
-        assert code == 1 and err.startswith("error: ") and words in err

@@ -137,10 +137,3 @@ def test_json_says_the_same(agl) -> None:
     (broken,) = said["breaks"]
     assert broken["found"]["kind"] == "split" and broken["recorded"][:5] == [*"there"]
     assert 0 < said["levels"][1]["saved"] < said["levels"][2]["saved"] < 1
-
-
-def test_a_rollout_is_seen_as_its_run_trained(agl) -> None:
-    algorithm = {"agents": "rewriter", "reward": {"length_penalty": 1000.0}}
-    _, out, _ = agl(fill({"config": {"models": {"policy": "tiny"}, "algorithm": algorithm}}), STORE)
-    assert "no: other agent" in out and "no: frozen model" in out and "nothing trainable" in out
-    assert "length_penalty" in out and "level" not in out

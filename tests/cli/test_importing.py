@@ -8,10 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from agentlightning import semconv
 from agentlightning.cli.main import run
@@ -135,24 +131,6 @@ def test_all_forms_of_a_file_are_read_alike(form: str) -> None:
     assert run(["import", file]) == 0
     (record,) = stored()
     assert len(record.spans) == 2 and record.spans[1].parent_id == record.spans[0].span_id
-
-
-def test_what_opentelemetrys_sdk_exported_is_read() -> None:
-    """Real spans of the SDK, through our codec into protobuf's JSON with hexadecimal ids."""
-    kept = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(kept))
-    with provider.get_tracer("mine").start_as_current_span("root", attributes={"input.value": "Fly me"}):
-        pass
-    from google.protobuf.json_format import MessageToDict
-
-    (sdk,) = kept.get_finished_spans()
-    message = MessageToDict(encode_spans([sdk]))
-    (made,) = message["resourceSpans"][0]["scopeSpans"][0]["spans"]
-    made["traceId"], made["spanId"] = f"{sdk.context.trace_id:032x}", f"{sdk.context.span_id:016x}"
-    assert run(["import", write("a.json", message)]) == 0
-    (record,) = stored()
-    assert record.rollout.input == "Fly me"
 
 
 def test_the_status_is_the_roots() -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -122,18 +120,6 @@ def test_a_mistyped_path_is_not_made_a_store(agl, tmp_path: Path) -> None:
     code, _, err = agl("store", "check", "--store", tmp_path / "typo.db")
     assert code == 1 and "there is no store at" in err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_store_in_use_is_to_be_asked_for_at_its_server(agl, path: Path) -> None:
-    async def work() -> None:
-        store = await SqlStore.open(path)
-        command = [sys.executable, "-m", "agentlightning.cli.main", "store", "check", "--store", str(path)]
-        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
-        await store.close()
-        assert done.returncode == 1
-        assert "in use by another process" in done.stderr and "--server URL" in done.stderr
-
-    asyncio.run(work())
 
 
 # --- deleting ----------------------------------------------------------------------------------------------------
@@ -251,21 +237,3 @@ def test_a_running_server_is_asked_to_do_it(agl, path: Path) -> None:
         code, _, err = agl("store", "check", "--server", url, "--key", "another key")
         assert code == 1 and "key" in err
     assert len(inputs(copy)) == 3
-
-
-def test_whatever_is_done_can_be_told_as_json(agl, path: Path, tmp_path: Path) -> None:
-    fill(path, "old", ago=31 * DAY)
-    fill(path, "young")
-
-    def told(*arguments: object) -> dict[str, Any]:
-        code, out, _ = agl("store", *arguments, "--json")
-        assert code == 0
-        return json.loads(out)
-
-    assert told("check", "--store", path) == {"problems": []}
-    assert told("export", tmp_path / "all.jsonl", "--store", path)["rollouts"] == 2
-    assert told("import", tmp_path / "all.jsonl", "--store", path)["stored_already"] == 2
-    assert told("backup", tmp_path / "copy.db", "--store", path)["bytes"] > 0
-    assert told("delete", "--store", path, "--older-than", "30d", "--dry-run")["rollouts_found"] == 1
-    assert told("delete", "--store", path, "--older-than", "30d", "--yes")["rollouts"] == 1
-    assert told("delete", "--store", path, "--task", "young", "--yes")["rollouts"] == 1

@@ -244,22 +244,6 @@ def test_the_agent_solves_then_calculates_then_answers() -> None:
     assert outcome == {"answer": "result: 35", "told": ["x: 5", "result: 35"], "calls": 3}
 
 
-@pytest.mark.slow
-def test_malformed_tool_calls_are_told_to_the_model_and_calling_to_the_end_is_no_answer() -> None:
-    outcome = converse(
-        calling("solve", "not json"),
-        calling("teleport", {}, 2),
-        calling("calculate", {"left": 1}, 3),
-        calling("calculate", {"left": 20, "operator": "+", "right": 20}, 4),
-    )
-    assert outcome["calls"] == 4
-    assert outcome["answer"] == ""  # although AutoGen repeats the last result
-    not_json, unknown, missing = outcome["told"]
-    assert not_json.startswith("Error: ")
-    assert unknown == "Error: tool 'teleport' not found in any workbench"
-    assert "Field required" in missing
-
-
 # --- training ---
 
 

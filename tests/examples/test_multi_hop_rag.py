@@ -35,11 +35,6 @@ def test_no_passage_has_both_what_a_question_names_and_its_answer() -> None:
         assert not any(task["answers"][0] in text for text in mentions[task["entity"]])
 
 
-def test_no_answer_is_more_frequent_than_guessing_should_earn() -> None:
-    answers = Counter(task["answers"][0] for task in hop.tasks.heldout_tasks(300))
-    assert answers.most_common(1)[0][1] / 300 < 0.1
-
-
 def test_numbers_of_hops_take_turns_and_no_heldout_question_begins_with_a_trained_fact() -> None:
     trained, heldout = hop.tasks.train_tasks(3000, 1), hop.tasks.heldout_tasks(300)
     assert Counter(task["kind"] for task in heldout) == dict.fromkeys(("2 hops", "3 hops", "4 hops"), 100)
@@ -135,11 +130,6 @@ def test_a_list_of_candidates_earns_no_more_than_its_likeliest_alone() -> None:
         alone = mean(hop.grading.grade("answer: Graz", [right]) for right in candidates[:n])
         assert expected <= alone + 1e-9
     assert hop.grading.grade("answer: Graz Graz Graz Graz", ["Graz"]) < 0.4  # said four times is a list too
-
-
-def test_an_answer_that_smuggles_the_right_one_in_a_crowd_earns_next_to_nothing_for_it() -> None:
-    everything = "answer: " + " ".join(entity.split()[1] for entity in named()[:29])
-    assert hop.grading.grade(everything, [named()[0].split()[1]]) == pytest.approx(0.1 + 0.9 / 29)
 
 
 # --- demonstrations ---

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -52,15 +51,6 @@ def test_no_question_is_answered_by_searching_for_it(world: Path, method: str) -
     index = Index(world, method)
     for task in hop.tasks.heldout_tasks(300):
         assert task["answers"][0] not in index.search(task["question"])[0]
-
-
-@pytest.mark.parametrize("method", ["bm25", "dense"])
-def test_conversations_that_search_at_once_each_get_their_own_passages(world: Path, method: str) -> None:
-    index = Index(world, method)
-    queries = [f"{entity} {relation}" for entity, relation in FACTS] * 5
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(index.search, queries))
-    assert found == [[f"{entity} {relation}: {FACTS[entity, relation]}"] for entity, relation in FACTS] * 5
 
 
 def test_passages_come_best_first_and_only_if_they_have_something_in_common(tmp_path: Path) -> None:

@@ -143,7 +143,6 @@ async def test_what_is_no_reward_is_never_taken_for_one(store: SqlStore, output:
 @pytest.mark.parametrize(
     ("body", "value"),
     [
-        ("echo 1 > $AGL_REWARD_FILE; echo 0.2", 1.0),
         ("echo '{\"reward\": 0.3}'", 0.3),
         ("echo 42", None),  # an answer
         ("echo '{\"answer\": 42}'", None),
@@ -157,14 +156,6 @@ async def test_by_default_only_what_says_that_it_is_a_reward_is_one(
     assert await reward(store, f"sh {tmp_path / 'agent.sh'}") == value
 
 
-@pytest.mark.parametrize(
-    "body", ["true", "touch $AGL_REWARD_FILE", "mkfifo $AGL_REWARD_FILE", "mkdir $AGL_REWARD_FILE"]
-)
-async def test_a_reward_file_that_holds_none(store: SqlStore, body: str) -> None:
-    with pytest.raises(InvalidError, match="AGL_REWARD_FILE"):
-        await reward(store, f"sh -c '{body}'", reward="file")
-
-
 async def test_a_grader_decides_alone(store: SqlStore, tmp_path: Path) -> None:
     def length(task: dict[str, Any], output: CommandOutput) -> float:
         return len(output.stdout) + task["n"]
@@ -172,7 +163,7 @@ async def test_a_grader_decides_alone(store: SqlStore, tmp_path: Path) -> None:
     async def named(task: Any, output: CommandOutput) -> dict[str, float]:
         return {"reward": 0.5, "short": 1.0}
 
-    line = "sh -c 'echo ${AGL_REWARD_URL-none}${AGL_REWARD_FILE-none}'"
+    line = "sh -c 'echo ${AGL_REWARD_URL-none}none'"
     assert await reward(store, line, {"n": 1}, grader=length) == 10.0
     assert await reward(store, line, grader=named) == 0.5
     grading = "import json, sys; given = json.load(sys.stdin); print(given['task'] + given['stdout'] == 'hi6\\n')"

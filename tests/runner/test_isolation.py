@@ -128,11 +128,6 @@ async def test_a_process_in_which_something_still_runs_serves_no_other_attempt(s
     assert len({one.attempt.worker_id for one in several}) == 4
 
 
-async def test_threads_of_pools_that_wait_for_work_are_nothing_that_runs(store: SqlStore) -> None:
-    first, second = await ran(store, *does("use pools", "use pools"), agent=isolated.acts_async)
-    assert first.pid == second.pid
-
-
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 
@@ -226,23 +221,6 @@ async def begun(store: SqlStore, rollout_id: str) -> list[int]:
 
     await until(objects)
     return (await how_it_ended(store, rollout_id)).emitted()["pids"]
-
-
-@pytest.mark.slow
-async def test_a_cancelled_rollout_frees_its_process(brief_store: SqlStore) -> None:
-    rollout = await brief_store.enqueue_rollout({"do": "hang"})
-    async with running(Runner(brief_store, isolated.acts, concurrency=1, isolation="process")):
-        await begun(brief_store, rollout.rollout_id)
-        await brief_store.cancel_rollout(rollout.rollout_id)
-        (after,) = await ran_by(brief_store, *does("nothing"))
-    assert after.status == "succeeded"
-
-
-async def ran_by(store: SqlStore, *tasks: Any) -> list[Ran]:
-    """What the runner that is there makes of tasks."""
-    ids = [(await store.enqueue_rollout(task)).rollout_id for task in tasks]
-    assert len(await store.wait_for_rollouts(ids, timeout=60)) == len(ids)
-    return [await how_it_ended(store, rollout_id) for rollout_id in ids]
 
 
 # --- clients that are made once --------------------------------------------------------------------------------------
@@ -409,22 +387,6 @@ async def test_resources_are_the_same_for_every_kind_of_agent_in_every_isolation
 
 
 # --- which agents ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("agent", "reward"),
-    [
-        (isolated.plain, 1.0),
-        (agl.rollout(isolated.plain), 1.0),
-        (isolated.stateful, 0.25),
-        (isolated.Stateful(0.75), 0.75),
-        ("tests.runner.agents.isolated:plain", 1.0),
-        (f"{Path(isolated.__file__)}:stateful", 0.25),
-    ],
-)
-async def test_an_agent_may_be_a_function_an_object_or_a_name(store: SqlStore, agent: Any, reward: float) -> None:
-    (one,) = await ran(store, {}, agent=agent)
-    assert (one.status, one.reward) == ("succeeded", reward)
 
 
 async def test_one_that_no_other_process_can_import_is_refused_at_once(store: SqlStore) -> None:

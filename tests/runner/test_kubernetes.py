@@ -16,13 +16,12 @@ from typing import Any
 
 import pytest
 import yaml
-from aiohttp import web
 from yarl import URL
 
 from agentlightning.cli.main import run
 from agentlightning.errors import AgentLightningError, ConfigError, ForbiddenError, UnavailableError
 from agentlightning.runner import fleet
-from agentlightning.runner.fleet import ENDED, POOL_LABEL, RUNNING, KubernetesJobs, Pool, job_of, read_manifest
+from agentlightning.runner.fleet import POOL_LABEL, KubernetesJobs, Pool, job_of, read_manifest
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
@@ -219,15 +218,6 @@ async def test_a_start_whose_answer_was_lost_is_not_made_twice(store: SqlStore, 
         assert len(cluster.jobs) == 1, said
 
 
-async def test_a_token_that_was_replaced_is_read_again(store: SqlStore, cluster: Cluster) -> None:
-    async with running(store) as said:
-        await until(lambda: len(cluster.asked) > 1)
-        cluster.token.write_text("second\n")
-        await store.enqueue_rollout(0)
-        await until(lambda: cluster.jobs)
-    assert not [line for line in said if "tried again" in line]
-
-
 @pytest.mark.parametrize(
     ("code", "kind", "says"),
     [
@@ -278,34 +268,6 @@ async def test_a_pool_that_cannot_clean_up_says_so(
             cluster.faults = [fault(code, "Reason") for _ in range(99)]
         assert "could not be told to drain" in said[-1] and str(code) in said[-1]
         cluster.faults, cluster.asked = [], []
-
-
-async def test_one_that_is_gone_or_going_is_no_error_at_the_end(cluster: Cluster) -> None:
-    jobs = jobs_of()
-    await jobs.start("a", ARGUMENTS)
-    await jobs.start("b", ARGUMENTS)
-    cluster.jobs["my-agent-a"]["metadata"]["deletionTimestamp"] = "2026-11-23T12:00:00Z"
-    assert await jobs.runners() == {"my-agent-a": ENDED, "my-agent-b": RUNNING}
-
-    async def gone(request: Any) -> Any:
-        cluster.faults = [fault(404, "NotFound")]
-        return cluster.listed(request)
-
-    cluster.faults = [gone]
-    await jobs.drain()
-    assert not cluster.faults and not cluster.deleted
-    await jobs.close()
-
-
-async def test_what_is_no_kubernetes_is_named(cluster: Cluster) -> None:
-    async def other(request: Any) -> Any:
-        return web.json_response({"hello": "world"})
-
-    jobs = jobs_of(cluster.proxy)
-    cluster.faults = [other]
-    with pytest.raises(ConfigError, match="is not the Kubernetes API"):
-        await jobs.runners()
-    await jobs.close()
 
 
 @pytest.mark.slow
