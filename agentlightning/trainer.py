@@ -24,7 +24,7 @@ from rich.console import Console
 
 from agentlightning.algorithm import GRPO, Algorithm, Baseline, NoProgress, Progress, Reinforcement, RunContext
 from agentlightning.algorithm.base import TrainedPolicy
-from agentlightning.algorithm.directory import RunDirectory, check_data, make_manifest
+from agentlightning.algorithm.directory import RunDirectory, check_data, make_manifest, run_directory
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.algorithm.measures import Measures, measured, summarise
 from agentlightning.algorithm.rl.checkpoints import Checkpoints
@@ -270,12 +270,12 @@ class Trainer:
             self._concurrency = self.n_runners or usual_concurrency(self._place)
         if self.models or self.sampler is not None:
             self._pair_settings(Path()).check()
-        directory = RunDirectory(
-            self.run_dir or "runs", algorithm.name, named=self.run_dir is not None, resume=resume, seed=self.seed
-        )
         async with AsyncExitStack() as stack:
             stack.enter_context(garbage_sought_seldom())
-            stack.enter_context(directory)
+            root, named = self.run_dir or "runs", self.run_dir is not None
+            directory = stack.enter_context(
+                run_directory(root, algorithm.name, named=named, resume=resume, seed=self.seed)
+            )
             progress = stack.enter_context(self._display())
             try:
                 context = await self._open(stack, directory, train_tasks, val_tasks, progress)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from agentlightning.algorithm import GRPO, PPO, SFT
-from agentlightning.algorithm.directory import RunDirectory
+from agentlightning.algorithm.directory import run_directory
 from agentlightning.algorithm.rl.checkpoints import Checkpoints, LoopState
 from agentlightning.algorithm.rl.sampling import SamplerState, TaskSampler
 from agentlightning.data.credit_table import RewardedGroup
@@ -102,23 +102,23 @@ def test_a_checkpoint_that_was_being_written_when_the_process_died_does_not_coun
 
 def test_a_directory_serves_one_process_at_a_time(tmp_path: Path) -> None:
     with (
-        RunDirectory(tmp_path / "run", "grpo", named=True, resume=False),
+        run_directory(tmp_path / "run", "grpo", named=True, resume=False),
         pytest.raises(ConfigError, match="another process"),
-        RunDirectory(tmp_path / "run", "grpo", named=True, resume=True),
+        run_directory(tmp_path / "run", "grpo", named=True, resume=True),
     ):
         pass
 
 
 def test_resuming_finds_the_newest_run_of_the_kind(tmp_path: Path) -> None:
-    with RunDirectory(tmp_path, "grpo", named=False, resume=False) as first:
+    with run_directory(tmp_path, "grpo", named=False, resume=False) as first:
         pass
-    with RunDirectory(tmp_path / "other", "baseline", named=True, resume=False):
+    with run_directory(tmp_path / "other", "baseline", named=True, resume=False):
         pass
-    with RunDirectory(tmp_path, "grpo", named=False, resume=True) as found:
+    with run_directory(tmp_path, "grpo", named=False, resume=True) as found:
         assert found.path == first.path
         assert found.mark == first.mark
-    with pytest.raises(ConfigError, match="no apo run"):
-        RunDirectory(tmp_path, "apo", named=False, resume=True)
+    with pytest.raises(ConfigError, match="no apo run"), run_directory(tmp_path, "apo", named=False, resume=True):
+        pass
 
 
 def test_settings_out_of_range_are_refused_by_name() -> None:

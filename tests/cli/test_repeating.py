@@ -132,7 +132,7 @@ def test_what_is_different_now_is_told_line_by_line() -> None:
     torch = manifest["packages"]["torch"]
     manifest["packages"]["torch"], manifest["commit"], manifest["hardware"]["cores"] = "1.0", "abc", 512
     told = differences(manifest)
-    assert told[0].startswith("commit: was abc, is ")
+    assert told[0].startswith("commit was abc, is ")
     assert told[1:] == [f"packages: torch was 1.0, is {torch}", f"hardware: cores was 512, is {os.cpu_count()}"]
 
 
