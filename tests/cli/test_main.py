@@ -58,6 +58,7 @@ def test_what_a_command_was_called_before_is_still_understood(
     [
         (["quikstart"], "did you mean 'quickstart'"),
         (["train", "--sede", "3"], "--seed"),
+        (["train", "--dtype", "int8"], "'int8' is not one of 'float32', 'bfloat16'"),
         (["runner", "--server", "http://x"], "Missing argument"),
         (["rollouts", "lss"], "Did you mean 'ls'"),
         (["store", "bakup"], "Did you mean 'backup'"),
