@@ -1,6 +1,6 @@
 """The log-probabilities that a teacher gives to what a student sampled: of a model in this process, or of a server.
 
-Knows models, and the routes of vLLM and SGLang that score a prompt. Knows no algorithm.
+Knows models, and how vLLM scores a prompt. Knows no algorithm.
 """
 
 from __future__ import annotations
@@ -29,34 +29,29 @@ _PROBE: Final = "def f(x):\n    return x + 12345  # naïve café, 北京 🙂\n\
 
 
 class TeacherServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The base URL of a `vllm` or of an `sglang` server. `model` is the server's name for the teacher, where it serves
-    several; `api_key` its key."""
+    """The base URL of a `vllm` server. `model` is the server's name for the teacher, where it serves several; `api_key`
+    its key."""
 
-    vllm: str | None = None
-    sglang: str | None = None
+    vllm: str
     model: str | None = None
     api_key: str | None = None
-
-    @property
-    def root(self) -> str:
-        return (self.vllm or self.sglang or "").rstrip("/").removesuffix("/v1")
 
 
 def read_teacher(given: Any) -> Any:
     """What says where a teacher is: a `TeacherServer`, or what a model is opened from. ConfigError for neither."""
-    forms = "give a model's path or id, {vllm: http://host:8000/v1} or {sglang: http://host:30000}"
-    if isinstance(given, str) and "://" in given:
-        given = {"vllm": given}
+    forms = "give a model's path or id, or {vllm: http://host:8000/v1}"
     if not given:
         raise ConfigError(f"teacher is missing: {forms}")
+    if isinstance(given, str) and "://" in given:
+        given = {"vllm": given}
     if not isinstance(given, Mapping):
         return given
     try:
         server = msgspec.convert(given, TeacherServer)
     except msgspec.ValidationError as error:
         raise ConfigError(f"teacher: {error}; {forms}") from None
-    if (server.vllm is None) == (server.sglang is None) or "://" not in server.root:
-        raise ConfigError(f"teacher names no one server; {forms}")
+    if "://" not in server.vllm:
+        raise ConfigError(f"teacher names no server; {forms}")
     return server
 
 
@@ -70,7 +65,7 @@ def open_teacher(given: Any, student: TokenBytes | None) -> Teacher:
     try:
         server = asyncio.run(_probed(given, student))
     except (BackendError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"teacher: {given.root} cannot score what is sampled: {_why(error)}") from None
+        raise ConfigError(f"teacher: {given.vllm} cannot score what is sampled: {_why(error)}") from None
     return lambda sequences: asyncio.run(_score_all(server, sequences))
 
 
@@ -97,7 +92,8 @@ def _local_teacher(source: Any, student: TokenBytes | None) -> Teacher:
 def _connected(server: TeacherServer) -> Connection:
     from agentlightning.gateway.backends.connection import Connection
 
-    return Connection(f"{server.root}/v1", api_key=server.api_key, timeout_seconds=300.0)
+    root = server.vllm.rstrip("/").removesuffix("/v1")
+    return Connection(f"{root}/v1", api_key=server.api_key, timeout_seconds=300.0)
 
 
 async def _probed(server: TeacherServer, student: TokenBytes | None) -> TeacherServer:
@@ -141,7 +137,7 @@ async def _score_all(server: TeacherServer, sequences: Sequence[TrainingSequence
     try:
         return await asyncio.gather(*map(of_one, sequences))
     except (BackendError, LookupError, TypeError, ValueError) as error:
-        told = f"the teacher at {server.root} does not answer: {_why(error)}"
+        told = f"the teacher at {server.vllm} does not answer: {_why(error)}"
         raise TrainingError(f"{told}. What was learned is saved: --resume goes on") from None
     finally:
         await connection.close()
@@ -149,17 +145,9 @@ async def _score_all(server: TeacherServer, sequences: Sequence[TrainingSequence
 
 async def _score(server: TeacherServer, connection: Connection, ids: list[int]) -> FloatArray:
     """Of each token, its log-probability after those before; of the first, NaN."""
-    if server.vllm is not None:
-        asked = {"model": server.model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 1}
-        told = (await _told(connection, "v1/completions", asked))["choices"][0]["prompt_logprobs"]
-        found = [one[str(token)]["logprob"] for one, token in zip(told[1:], ids[1:], strict=True)]
-    else:
-        sampling = {"max_new_tokens": 1, "temperature": 1.0}
-        asked = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-        told = (await _told(connection, "generate", asked))["meta_info"]["input_token_logprobs"]
-        if [token for _, token, *_ in told] != ids:
-            raise ValueError("it scored other tokens than it was given")
-        found = [logprob for logprob, *_ in told[1:]]
+    asked = {"model": server.model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 1}
+    told = (await _told(connection, "v1/completions", asked))["choices"][0]["prompt_logprobs"]
+    found = [one[str(token)]["logprob"] for one, token in zip(told[1:], ids[1:], strict=True)]
     return np.array([np.nan, *found], np.float32)
 
 

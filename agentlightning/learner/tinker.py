@@ -131,7 +131,6 @@ class TinkerLearner:
     def prepare(
         self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
     ) -> tuple[list[TrainingSequence], dict[str, float]]:
-        """See `Learner.prepare`."""
         return prepared(self, batch, loss, version)
 
     def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:

@@ -71,30 +71,18 @@ def gradient(one: TorchLearner, sequences: Sequence[TrainingSequence], loss: Los
     return torch.cat([tensor.grad.flatten() for tensor in one._masters.trained if tensor.grad is not None])
 
 
-def by_call(sequences: Sequence[TrainingSequence], values: Sequence[np.ndarray]) -> dict[tuple[int, ...], list[float]]:
-    """The values of each call, by the tokens up to its end."""
-    found: dict[tuple[int, ...], list[float]] = {}
-    for sequence, said in zip(sequences, values, strict=True):
-        for number in np.unique(sequence.transitions):
-            own = sequence.transitions == number
-            found[tuple(sequence.token_ids[: sequence.positions[own][-1] + 1].tolist())] = said[own].tolist()
-    return found
-
-
 @pytest.mark.parametrize("trunk", TRUNKS)
 def test_values_and_gradients_do_not_depend_on_how_calls_are_packed(tokenizer: Any, trunk: CriticTrunk) -> None:
     def alone(tokens: int = 100_000) -> TorchLearner:
         return with_critic(tokenizer, trunk, max_grad_norm=1e9, micro_batch_tokens=tokens)
 
     calls = batch("transition")
-    whole, said = gradient(alone(), calls), by_call(calls, alone().values(calls))
+    whole, said = gradient(alone(), calls), np.sort(np.concatenate(alone().values(calls)))
     assert relative(gradient(alone(40), calls), whole) < 1e-5
     for level in ("trajectory", "tree"):
         assert relative(gradient(alone(64), batch(level)), whole) < 1e-4
-        values = by_call(batch(level), alone(64).values(batch(level)))
-        assert values.keys() == said.keys()
-        for call, expected in said.items():
-            assert values[call] == pytest.approx(expected, abs=1e-5)
+        values = np.concatenate(alone(64).values(batch(level)))
+        np.testing.assert_allclose(np.sort(values), said, atol=1e-5)
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
@@ -150,13 +138,6 @@ def test_a_critic_learns_what_to_say_and_alone_moves_no_policy(tokenizer: Any, t
     assert last["value_loss"] < 0.8 * first["value_loss"]
     assert first["grad_norm"] == 0 and first["entropy"] > 0
     assert all(torch.equal(a, b) for a, b in zip(before, one.model.parameters(), strict=True))
-
-
-def test_the_critics_learning_rate_is_its_own(tokenizer: Any) -> None:
-    for given, expected in ((None, 1e-3), (3e-2, 3e-2)):
-        one = with_critic(tokenizer, learning_rate=1e-4, warmup_steps=2, critic_rate=given)
-        one.step(batch(), LOSS)
-        assert [group["lr"] for group in one.optimizer.param_groups] == pytest.approx([0.5e-4, expected / 2])
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from agentlightning.errors import ConfigError
 from agentlightning.learner.base import AdamW, LoRA
 from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import Policy, load_policy, open_policy
-from agentlightning.learner.serving import serve_policy
 from agentlightning.learner.torch import TorchLearner
 from tests.learner.test_torch import batch, tokenizer
 from tests.models import tiny_model
@@ -85,23 +83,6 @@ def test_the_engine_samples_what_the_learner_trains(tokenizer: Any, dtype: Any) 
         trained = torch.log_softmax(one.model(ids[None]).logits[0].float(), -1)[2:-1].gather(1, ids[3:, None])[:, 0]
     error = float((trained - torch.tensor([token.logprob for token in out])).expm1().abs().max())
     assert error <= one.mismatch_tolerance
-
-
-@pytest.mark.anyio
-async def test_new_weights_are_served_whether_or_not_the_engine_is_held(tokenizer: Any) -> None:
-    one = TorchLearner(
-        open_policy(Policy(tiny_model(vocab_size=len(tokenizer)), tokenizer), seed=1, lora=LoRA(rank=RANK)),
-        AdamW(learning_rate=1e-2),
-    )
-    served = serve_policy(one.policy, concurrency=1, threads=1)
-    try:
-        for version in (1, 2):
-            one.step(batch(), Loss())
-            async with served.service.exclusive() if version == 1 else nullcontext():
-                await served.service.update_weights(version)
-            torch.testing.assert_close(logits(served.model), logits(one.model), atol=1e-5, rtol=0)
-    finally:
-        served.service.close()
 
 
 def test_the_reference_is_the_model_without_the_adapter(tokenizer: Any) -> None:

@@ -46,15 +46,6 @@ def test_a_schedule_without_an_end_is_refused(tokenizer: Any) -> None:
         AdamW(schedule="step")  # type: ignore[arg-type]
 
 
-def test_a_resumed_optimiser_has_the_settings_given_now(tokenizer: Any, tmp_path: Path) -> None:
-    one = learner(tokenizer)
-    one.step(batch(), LOSS)
-    one.save(tmp_path)
-    other = learner(tokenizer, weight_decay=0.1, betas=(0.8, 0.99))
-    other.load(tmp_path)
-    assert [(group["weight_decay"], group["betas"]) for group in other.optimizer.param_groups] == [(0.1, (0.8, 0.99))]
-
-
 def test_a_step_uses_the_rate_of_its_number_after_a_resume_too(tokenizer: Any, tmp_path: Path) -> None:
     config: dict[str, Any] = {"learning_rate": 1e-3, "schedule": "linear", "total_steps": 4}
     one, other = learner(tokenizer, **config), learner(tokenizer, **config)
