@@ -5,6 +5,7 @@ Knows transitions, tokenizers and where a run keeps its own. It does not know mo
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ import numpy as np
 from agentlightning.dashboard.credit import TracedGroup
 from agentlightning.data.continuity import Break, continuity
 from agentlightning.data.forest import shared_length
-from agentlightning.data.recorded import CreditSettings
 from agentlightning.data.transitions import FloatArray, TracedRollout
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.types import Span
@@ -107,6 +107,10 @@ class Tokenizers:
             self._read = {file: TokenBytes(Tokenizer.from_file(str(file)))}
         return str(file.parent), self._read[file]
 
+    async def token_bytes(self) -> TokenBytes | None:
+        found = await asyncio.to_thread(self.find)
+        return None if found is None else found[1]
+
 
 def texts_of(ids: Sequence[int], token_bytes: TokenBytes | None) -> list[str] | None:
     """The text of each token by itself; what is part of a character is U+FFFD."""
@@ -164,7 +168,7 @@ def _explained(found: Break, token_bytes: TokenBytes | None) -> ExplainedBreak:
 
 def _advantages(group: TracedGroup, span_id: str) -> list[float] | None:
     try:
-        found: FloatArray | None = group.advantages(group.training.credit or CreditSettings()).get(span_id)
+        found: FloatArray | None = group.advantages(group.settings).get(span_id)
     except (ConfigError, TypeError, ValueError):
         return None
     return None if found is None else found.tolist()
