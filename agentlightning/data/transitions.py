@@ -277,7 +277,8 @@ def has_images(messages: str | None) -> bool:
         part = parts.pop()
         if dialects.mapping(part).get("type") in _IMAGE_PARTS:
             return True
-        parts += dialects.items(part) or [dialects.mapping(part).get(name) for name in ("content", "output")]
+        inner = [dialects.mapping(part).get(name) for name in ("content", "output")]
+        parts += [one for one in (*dialects.items(part), *inner) if one]
     return False
 
 
