@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from agentlightning.gateway.backend import Backend
     from agentlightning.gateway.backends.http import HttpBackend, Kind
     from agentlightning.gateway.backends.kinds import BackendKind
-    from agentlightning.gateway.backends.sglang import SglangBackend
+    from agentlightning.gateway.backends.tokens import SglangBackend
 
 _HOSTS: dict[str, Kind] = {"anthropic.com": "anthropic", "azure.com": "azure", "openai.com": "openai"}
 _KEYS: dict[str, str] = {

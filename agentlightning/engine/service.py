@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
-from typing import ClassVar
 
 import torch
 
@@ -58,7 +57,7 @@ class EngineService:
     all coroutines belong to one loop. `write` brings the engine's weights up to date where they are not the trained
     ones themselves."""
 
-    grammars: ClassVar[GrammarsAs] = "masks"
+    grammars: GrammarsAs = "masks"
 
     def __init__(self, engine: Engine, write: Callable[[], object] = lambda: None) -> None:
         self._engine = engine

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 GrammarsAs: TypeAlias = Literal["masks", "structural_tag"] | None
 
@@ -73,7 +73,7 @@ class TokenGenerator(Protocol):
     """Samples tokens: the embedded engine, or a server that takes and gives token ids. `grammars` is how it is told
     what an answer must be, if it can be."""
 
-    grammars: ClassVar[GrammarsAs]
+    grammars: GrammarsAs
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[SampledToken, None]:
         """Yield the tokens of a request as they are sampled. Closing the iterator cancels the generation.

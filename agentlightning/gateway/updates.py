@@ -9,8 +9,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -29,14 +28,13 @@ _FAILED: Final = re.compile(r'"success"\s*:\s*false')  # what servers answer wit
 
 class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Weights to be served as `policy_version`: the checkpoint at `path`, where every server can read it. Without one
-    vLLM reads anew what it was started with. With a `lora_name`, `path` holds an adapter that is served by that name.
+    vLLM reads anew what it was started with.
 
     `in_flight` says what becomes of calls that run: they `finish` first, for which they have `seconds`, or their
     engines `pause` and go on with the new weights."""
 
     policy_version: Annotated[int, msgspec.Meta(ge=0)]
     path: str | None = None
-    lora_name: str | None = None
     in_flight: Literal["finish", "pause"] = "finish"
     seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 300.0
 
@@ -102,8 +100,8 @@ async def unload_adapter(connection: Connection, name: str) -> None:
 def declare_version(entry: ModelEntry, version: int) -> None:
     """The servers of a model hold the weights of policy `version`: whoever says so has loaded them. ConfigError where
     its backend knows by itself."""
-    for connection, _ in _writers(entry.name, servers_of(entry.backend)):
-        connection.version, connection.unusable = version, None
+    for server in _updatable(entry.name, servers_of(entry.backend)):
+        server.connection.version, server.connection.unusable = version, None
 
 
 def keep_versions(replaced: ModelEntry, entry: ModelEntry) -> None:
@@ -130,40 +128,33 @@ async def _finished(gateway: Gateway, name: str, seconds: float) -> None:
 _Request: TypeAlias = tuple[str, Mapping[str, Any]]  # a POST of a body to a URL
 
 
-@dataclass(frozen=True)
-class _Script:
+class _Script(NamedTuple):
     """Requests in their order: `load` is the one that changes weights, `label` names them where the server has such a
-    route, `end` is made whatever became of the others. `needs` says what the server must be, `refused` what follows
-    where it refuses `load`."""
+    route, `end` is made whatever became of the others. `needs` says what the server must be."""
 
     needs: str
     load: _Request
-    refused: str = ""
     before: tuple[_Request, ...] = ()
     after: tuple[_Request, ...] = ()
-    label: _Request | None = None
-    end: _Request | None = None
+    label: tuple[_Request, ...] = ()
+    end: tuple[_Request, ...] = ()
 
 
 def _vllm(connection: Connection, update: WeightUpdate) -> _Script:
-    needs = "vLLM 0.16 or later with VLLM_SERVER_DEV_MODE=1"
-    if update.lora_name is not None:
-        needs += ", VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
-        if update.in_flight == "pause":
-            raise ConfigError("vLLM goes on with the old adapter in calls that were paused; let them finish")
-        adapter = {"lora_name": update.lora_name, "lora_path": _path(update), "load_inplace": True}
-        load, refused = (connection.url("load_lora_adapter"), adapter), ""
-    else:
-        where = {} if update.path is None else {"weights_path": update.path}
-        load = f"{connection.root}/collective_rpc", {"method": "reload_weights", "kwargs": where}
-        refused = ". If the checkpoint does not fit the model, restart vLLM: it then refuses those that do as well"
-    # Keys and values of the old weights are dropped for those that are paused too: they are computed again.
-    caches = f"{connection.root}/reset_prefix_cache?reset_running_requests=true", {}
-    label = f"{connection.root}/update_weight_version", {"new_version": str(update.policy_version)}
-    if update.in_flight == "finish":
-        return _Script(needs, load, refused, after=(caches,), label=label)
-    pause, resume = ((f"{connection.root}/{path}", {}) for path in ("pause?mode=keep", "resume"))
-    return _Script(needs, load, refused, before=(pause,), after=(caches,), label=label, end=resume)
+    def request(path: str, **body: Any) -> tuple[_Request]:
+        return ((f"{connection.root}/{path}", body),)
+
+    where = {} if update.path is None else {"weights_path": update.path}
+    pauses = update.in_flight == "pause"
+    return _Script(
+        "vLLM 0.16 or later with VLLM_SERVER_DEV_MODE=1",
+        before=request("pause?mode=keep") if pauses else (),
+        load=request("collective_rpc", method="reload_weights", kwargs=where)[0],
+        # Keys and values of the old weights are dropped for calls that are paused too: they are computed again.
+        after=request("reset_prefix_cache?reset_running_requests=true"),
+        label=request("update_weight_version", new_version=str(update.policy_version)),
+        end=request("resume") if pauses else (),
+    )
 
 
 def _sglang(connection: Connection, update: WeightUpdate) -> _Script:
@@ -172,35 +163,28 @@ def _sglang(connection: Connection, update: WeightUpdate) -> _Script:
             "SGLang does not drop its prefix cache while calls are paused, so that they would go on with keys and "
             "values of the old weights; let them finish (in_flight='finish')"
         )
-    if update.lora_name is not None:
-        raise ConfigError("calls of an SGLang server are answered by its own weights: merge the adapter into them")
+    if update.path is None:
+        raise ConfigError("`path` is missing: name the directory to load from, where the servers can read it")
     # The server drops its prefix cache by itself, and tells the version with each answer.
-    weights = {"model_path": _path(update), "weight_version": str(update.policy_version)}
+    weights = {"model_path": update.path, "weight_version": str(update.policy_version)}
     return _Script("SGLang 0.5 or later", (f"{connection.root}/update_weights_from_disk", weights))
 
 
-def _path(update: WeightUpdate) -> str:
-    if update.path is None:
-        raise ConfigError("`path` is missing: name the directory to load from, where the servers can read it")
-    return update.path
+_WRITERS: Final[Mapping[str, Callable[[Connection, WeightUpdate], _Script]]] = {"vllm": _vllm, "sglang": _sglang}
 
 
-_Writer: TypeAlias = Callable[[Connection, WeightUpdate], _Script]
-_WRITERS: Final[Mapping[str, _Writer]] = {"vllm": _vllm, "sglang": _sglang}
-
-
-def _scripts(name: str, servers: Sequence[RemoteBackend], update: WeightUpdate) -> list[tuple[Connection, _Script]]:
-    return [(connection, write(connection, update)) for connection, write in _writers(name, servers)]
-
-
-def _writers(name: str, servers: Sequence[RemoteBackend]) -> list[tuple[Connection, _Writer]]:
-    """The connections behind a model, each with who writes what its server is told."""
+def _updatable(name: str, servers: Sequence[RemoteBackend]) -> Sequence[RemoteBackend]:
     if not servers or any(server.kind not in _WRITERS for server in servers):
         raise ConfigError(
             f"the weights of the model {name!r} cannot be updated from here; those of servers of these kinds can: "
             f"{', '.join(_WRITERS)}"
         )
-    return [(server.connection, _WRITERS[server.kind]) for server in servers]
+    return servers
+
+
+def _scripts(name: str, servers: Sequence[RemoteBackend], update: WeightUpdate) -> list[tuple[Connection, _Script]]:
+    connections = [(_WRITERS[server.kind], server.connection) for server in _updatable(name, servers)]
+    return [(connection, write(connection, update)) for write, connection in connections]
 
 
 async def _update(connection: Connection, script: _Script, update: WeightUpdate) -> ServerUpdate:
@@ -214,18 +198,18 @@ async def _update(connection: Connection, script: _Script, update: WeightUpdate)
             for request in (script.load, *script.after):
                 await _post(connection, request, script.needs)
                 touched = True
-            if script.label is not None:
-                try:
-                    await _post(connection, script.label, script.needs)
-                except BackendError as error:
-                    if error.code != _NOT_THERE:  # a server that lacks the route goes on without
-                        raise
+            try:
+                for request in script.label:
+                    await _post(connection, request, script.needs)
+            except BackendError as error:
+                if error.code != _NOT_THERE:
+                    raise
             # Before any token is sampled by them.
             connection.version, connection.unusable = update.policy_version, None
         finally:
             connection.paused = False
-            if script.end is not None:
-                await _post(connection, script.end, script.needs)
+            for request in script.end:
+                await _post(connection, request, script.needs)
     except BackendError as error:
         connection.unusable = before
         if touched or error.code != _NOT_THERE:
@@ -234,8 +218,7 @@ async def _update(connection: Connection, script: _Script, update: WeightUpdate)
                 "again"
             )
         known = None if connection.unusable else connection.version
-        restart = script.refused if known is None and not touched and error.status == 502 else ""
-        return ServerUpdate(url=url, policy_version=known, error=f"{error}{restart}")
+        return ServerUpdate(url=url, policy_version=known, error=str(error))
     return ServerUpdate(url=url, policy_version=update.policy_version)
 
 

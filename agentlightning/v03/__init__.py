@@ -68,19 +68,15 @@ RENAMED: Final = (
 
 # What to do instead → the names of 0.3 it stands for.
 _INSTEAD: Final = {
-    "train with agl.Trainer(model=…, algorithm=agl.GRPO(…)), whose learner is built in": "VERL Tinker",
-    "the gateway is part of the Trainer and of `agl server`: agents get its URL as `llm.endpoint`. For models served "
-    "elsewhere use `agl serve` or the server's table of models": (
+    "train with agl.Trainer(model=…, algorithm=agl.GRPO(…))": "VERL Tinker",
+    "the gateway is part of the Trainer and of `agl server`: agents get its URL as `llm.endpoint`": (
         "LLMProxy ModelConfig get_active_llm_proxy with_llm_proxy"
     ),
-    "an attempt is traced without being asked to, so leave the argument out; spans of OpenTelemetry are taken as they "
-    "come, and agentlightning.tracing.context.recording() records in a test": (
+    "every attempt is traced: leave the argument out (docs/tracing.md)": (
         "Tracer OtelTracer AgentOpsTracer WeaveTracer DummyTracer get_active_tracer set_active_tracer "
         "clear_active_tracer SpanRecordingContext get_tracer get_tracer_provider instrument_all uninstrument_all"
     ),
-    "spans come as agl.Span, whatever made them: derive from agl.TraceAdapter": "OtelTraceAdapter",
-    "runners, store and algorithm share one process unless `agl server` and `agl runner` are started; leave the "
-    "argument out": (
+    "one process, or `agl server` and `agl runner`: leave the argument out": (
         "ExecutionStrategy ClientServerExecutionStrategy SharedMemoryExecutionStrategy ExecutionEvent ThreadingEvent "
         "MultiprocessingEvent"
     ),
@@ -89,32 +85,25 @@ _INSTEAD: Final = {
         "LightningStoreStatistics MongoLightningStore"
     ),
     "start `agl server`, and connect with agl.LightningStoreClient(url)": "LightningStoreServer AgentLightningServer",
-    "use `await agl.Runner(store, agent).run_one(task, resources)`, or `agl dev` on the command line": (
+    "use `await agl.Runner(store, agent).run_one(task, resources)`": (
         "LitAgentRunner LegacyAgentRunner DevTaskLoader AgentLightningClient"
     ),
-    "write a class with `name` and `async def run(self, context)` (agentlightning/algorithm/base.py), or decorate a "
-    "function by agl.algo": "Algorithm FastAlgorithm",
-    "describe the run in a file and start it by `agl train run.yaml`, whose keys are flags too": (
+    "write a class with `name` and `async def run(self, context)`, or decorate a function by agl.algo": (
+        "Algorithm FastAlgorithm batch_iter_over_dataset with_store"
+    ),
+    "describe the run in a file and start it by `agl train run.yaml`": (
         "lightning_cli build_component LightningEnvVar resolve_bool_env_var resolve_int_env_var resolve_str_env_var"
     ),
     "filter by agl.Condition, agl.And, agl.Or and sort by agl.Order": (
         "FilterField FilterOptions SortOptions PaginatedResult"
     ),
-    "names of spans and attributes are in agentlightning.semconv": (
+    "read agl.Span and its attributes; their names are in agentlightning.semconv": (
         "SpanNames SpanAttributeNames LightningResourceAttributes LightningSpanAttributes LinkAttributes "
-        "RewardAttributes AGL_VIRTUAL"
+        "RewardAttributes AGL_VIRTUAL filter_attributes filter_and_unflatten_attributes flatten_attributes "
+        "unflatten_attributes SpanContext TraceState OtelResource OtelTraceAdapter"
     ),
-    "an attribute's name says where it belongs (`operation.input.city`): read span.attributes": (
-        "filter_attributes filter_and_unflatten_attributes flatten_attributes unflatten_attributes"
-    ),
-    "the server counts by itself: its metrics are at /metrics": (
+    "the server's metrics are at /metrics": (
         "MetricsBackend ConsoleMetricsBackend MultiMetricsBackend PrometheusMetricsBackend"
-    ),
-    "loop over the tasks yourself; a function decorated by agl.algo gets the store": (
-        "batch_iter_over_dataset with_store"
-    ),
-    "a span holds its ids, its parent's id and the attributes of its resource itself: see agl.Span": (
-        "SpanContext TraceState OtelResource"
     ),
     "use agl.Rollout: the forms of 0.1 are gone": (
         "Task TaskIfAny RolloutLegacy RolloutRawResultLegacy GenericResponse ParallelWorkerBase WorkerStatus"

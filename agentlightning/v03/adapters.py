@@ -1,30 +1,25 @@
-"""0.3's adapters: the spans of one rollout as its triplets, or as the conversations of its calls.
-
-Thin names over `trace_rollout` and `read_calls`. This module knows 0.3's shapes,
-where it put a reward, and which of its options mean something here. It does not know groups, credit or training.
-"""
+"""0.3's adapters: the spans of one rollout as triplets or conversations, over `trace_rollout` and `read_calls`."""
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from agentlightning import semconv
-from agentlightning.data.clocks import align_clocks
 from agentlightning.data.rewards import ancestors
 from agentlightning.errors import ConfigError, InvalidError
 from agentlightning.tracing.messages import input_messages, output_messages
-from agentlightning.tracing.rewards import find_reward_spans, get_reward_value, is_reward_span
+from agentlightning.tracing.rewards import get_reward_value, is_reward_span
 from agentlightning.types import Attributes, Noun, Rollout, Span
 
 if TYPE_CHECKING:
+    from agentlightning.algorithm.base import Algorithm
     from agentlightning.data.transitions import Transition
 
 Source = TypeVar("Source")
 Target = TypeVar("Target")
-
-_CALL_OF_0_3: Final = "openai.chat.completions.create"  # what 0.3's tracers called the spans that are calls here
 
 
 class Triplet(Noun, frozen=True, kw_only=True):
@@ -37,7 +32,7 @@ class Triplet(Noun, frozen=True, kw_only=True):
 
 
 class Adapter(Generic[Source, Target]):
-    """What makes one form of data of another; derive from it and write `adapt`. It can be called like a function."""
+    """Converts one form of data into another; derive from it and write `adapt`. It can be called like a function."""
 
     def adapt(self, source: Source, /) -> Target:
         raise NotImplementedError(f"{type(self).__name__} has no method adapt(source), which makes its result")
@@ -47,82 +42,52 @@ class Adapter(Generic[Source, Target]):
 
 
 class TraceAdapter(Adapter[Sequence[Span], Target], Generic[Target]):
-    """What makes something of the spans of one rollout."""
+    """Converts the spans of one rollout."""
 
 
 class TraceToTripletBase(TraceAdapter[list[Triplet]]):
-    """What makes triplets of the spans of one rollout."""
+    """Converts the spans of one rollout into triplets."""
 
 
 class TracerTraceToTriplet(TraceToTripletBase):
     """A triplet for each call of the final attempt that may be trained, in the order of the calls.
 
-    `agent_match` is looked for in the name of the agent (a regular expression, case counts), as are calls by their
-    span's name in 0.3: here every call is one, so `llm_call_match` must find them all. A reward, in order of time, goes
-    to the last call that had ended and has none yet; with `reward_match="first_sibling"` among those within the same
-    span. Calls below a reward's own span are left out if `exclude_llm_call_in_reward`. ConfigError for what cannot be
-    honoured."""
+    `agent_match` is searched in the agent's name (a regular expression, case counts). Each reward, in order of time,
+    goes to the last call that had ended and has none yet. Calls below a reward's own span are left out."""
 
-    def __init__(
-        self,
-        repair_hierarchy: bool = True,
-        llm_call_match: str = r"openai\.chat\.completion",
-        agent_match: str | None = None,
-        exclude_llm_call_in_reward: bool = True,
-        reward_match: str = "first_occurrence",
-        _skip_empty_token_spans: bool = True,
-    ) -> None:
-        calls = _pattern("llm_call_match", llm_call_match)
-        for wrong, what, why in (
-            (not repair_hierarchy, "repair_hierarchy=False", "the agent of a call is where its framework reported it"),
-            (not _skip_empty_token_spans, "_skip_empty_token_spans=False", "only calls with token ids can be learned; "
-             "agl.TraceToMessages reads what was said in others"),
-            (not calls.search(_CALL_OF_0_3), "llm_call_match", "calls are what the gateway recorded, by whatever name"),
-        ):  # fmt: skip
-            if wrong:
-                raise ConfigError(f"{what} cannot be honoured: {why}. Leave it out")
-        if reward_match not in ("first_occurrence", "first_sibling"):
-            raise ConfigError(f"reward_match is {reward_match!r}; give 'first_occurrence' or 'first_sibling'")
+    def __init__(self, agent_match: str | None = None) -> None:
         self.agent_match = agent_match
-        self.exclude_llm_call_in_reward = exclude_llm_call_in_reward
-        self.reward_match = reward_match
-        self._agents = None if agent_match is None else _pattern("agent_match", agent_match)
+        try:
+            self._agents = re.compile(agent_match or "")
+        except re.error as error:
+            raise ConfigError(f"agent_match is {agent_match!r}, which is no regular expression: {error}") from None
 
     def adapt(self, source: Sequence[Span], /) -> list[Triplet]:
         """InvalidError where the spans are of several rollouts."""
-        spans, found = _traced(source)
-        above = {span.span_id: span.parent_id for span in spans}
-        rewarding = {span.span_id for span in spans if _rewards(span)}
-        found = [(call, one) for call, one in found if self._chosen(one)]
-        if self.exclude_llm_call_in_reward:
-            found = [(call, one) for call, one in found if rewarding.isdisjoint(ancestors(call, above))]
-        parents = _parents(spans) if self.reward_match == "first_sibling" else None
-
-        def earned(call: Span, reward: Span) -> bool:
-            near = parents is None or parents[call.span_id] == parents[reward.span_id]
-            return near and call.end_time <= reward.start_time
-
-        calls = sorted((call for call, _ in found), key=lambda call: call.start_time)
-        rewards = _matched(calls, find_reward_spans(spans), earned)
-        return [_triplet(call.attributes, one, rewards.get(call.span_id)) for call, one in found]
-
-    def _chosen(self, transition: Transition) -> bool:
-        agent = transition.agent
-        return self._agents is None or (agent is not None and self._agents.search(agent) is not None)
+        above = {span.span_id: span.parent_id for span in source}
+        rewarding = {span.span_id for span in source if _rewards(span)}
+        found = [
+            (call, one)
+            for call, one in _trained(source)
+            if (self.agent_match is None or (one.agent is not None and self._agents.search(one.agent)))
+            and rewarding.isdisjoint(ancestors(call, above))
+        ]
+        calls = sorted(((call.end_time, call) for call, _ in found), key=lambda pair: pair[1].start_time)
+        rewards = [(span.start_time, span) for span in source if is_reward_span(span)]
+        matched = _matched(calls, sorted(rewards, key=lambda pair: (pair[0], pair[1].sequence_id)))
+        return [_triplet(call.attributes, one, matched.get(call.span_id)) for call, one in found]
 
 
 class LlmProxyTraceToTriplet(TraceToTripletBase):
     """A triplet for each call of the final attempt that may be trained, with token ids and the id of the answer alone.
 
-    A reward goes to the last call that was stored before it and has none yet: clocks are not asked."""
+    A reward goes to the last call that was stored before it and has none yet."""
 
     def adapt(self, source: Sequence[Span], /) -> list[Triplet]:
         """InvalidError where the spans are of several rollouts."""
-        spans, found = _traced(source)
-        found.sort(key=lambda pair: pair[0].sequence_id)
-        rewards = sorted(filter(is_reward_span, spans), key=lambda reward: reward.sequence_id)
-        calls = [call for call, _ in found]
-        matched = _matched(calls, rewards, lambda call, reward: call.sequence_id < reward.sequence_id)
+        found = sorted(_trained(source), key=lambda pair: pair[0].sequence_id)
+        rewards = [(span.sequence_id, span) for span in source if is_reward_span(span)]
+        matched = _matched([(call.sequence_id, call) for call, _ in found], sorted(rewards, key=lambda pair: pair[0]))
         return [
             Triplet(
                 prompt={"token_ids": one.prompt_ids.tolist()},
@@ -153,18 +118,33 @@ class TraceToMessages(TraceAdapter[list[dict[str, Any]]]):
         ]
 
 
-def _pattern(name: str, text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise ConfigError(f"{name} is {text!r}, which is no regular expression: {error}") from None
+def with_adapter(algorithm: Algorithm | None, adapter: Any) -> Algorithm:
+    """The function decorated by `agl.algo`, given this adapter, or a TracerTraceToTriplet with these options. APO reads
+    conversations as TraceToMessages does, and may be given it. ConfigError for another algorithm."""
+    from agentlightning.algorithm.apo import APO
+    from agentlightning.algorithm.base import FunctionAlgorithm
+
+    if isinstance(adapter, Mapping):
+        try:
+            adapter = TracerTraceToTriplet(**cast(Mapping[str, Any], adapter))
+        except TypeError as error:
+            raise ConfigError(f"adapter: {error}; its only option is agent_match") from None
+    if not isinstance(adapter, Adapter):
+        raise ConfigError(f"adapter is a {type(adapter).__name__}; give an agl.TraceAdapter, or a mapping of options")
+    if isinstance(algorithm, FunctionAlgorithm):
+        algorithm = copy.copy(algorithm)
+        algorithm.adapter = adapter
+        return algorithm
+    if isinstance(algorithm, APO) and type(adapter) is TraceToMessages:
+        return algorithm
+    raise ConfigError(
+        "adapter is only for functions decorated by agl.algo: other algorithms read the gateway's exact tokens. Leave "
+        "it out; choose agents by agl.GRPO(agents='writer|rewriter'), rewards by its returns=, baseline= and reward="
+    )
 
 
-# --- triplets ----------------------------------------------------------------------------------------------------
-
-
-def _traced(source: Sequence[Span]) -> tuple[Sequence[Span], list[tuple[Span, Transition]]]:
-    """The spans of the final attempt, and the calls of it that may be trained."""
+def _trained(source: Sequence[Span]) -> list[tuple[Span, Transition]]:
+    """The calls of the final attempt that may be trained."""
     from agentlightning.data.call_filter import HAS_IMAGES, CallFilter
     from agentlightning.data.transitions import trace_rollout  # here, as it needs numpy, which the agent side may lack
 
@@ -172,16 +152,14 @@ def _traced(source: Sequence[Span]) -> tuple[Sequence[Span], list[tuple[Span, Tr
     if len(rollouts) > 1:
         raise InvalidError(f"the spans are of {len(rollouts)} rollouts; adapt those of one, as query_spans gives them")
     rollout = Rollout(rollout_id="".join(rollouts), input=None, start_time=0.0, status="succeeded")
+    by_id = {span.span_id: span for span in source}
     transitions = trace_rollout(rollout, source, calls=CallFilter(keep=(HAS_IMAGES,))).transitions
-    spans, _ = align_clocks([one for one in source if transitions and one.attempt_id == transitions[0].attempt_id])
-    by_id = {span.span_id: span for span in spans}
-    return spans, [(by_id[one.span_id], one) for one in transitions]
+    return [(by_id[one.span_id], one) for one in transitions]
 
 
 def _triplet(attributes: Attributes, transition: Transition, reward: float | None) -> Triplet:
-    sent = input_messages(attributes)
     return Triplet(
-        prompt={"token_ids": transition.prompt_ids.tolist(), "raw_content": sent, "image_urls": _image_urls(sent)},
+        prompt={"token_ids": transition.prompt_ids.tolist(), "raw_content": input_messages(attributes)},
         response={
             "token_ids": transition.response_ids.tolist(),
             "raw_content": output_messages(attributes),
@@ -201,26 +179,11 @@ def _below(attributes: Attributes, prefix: str) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in attributes.items() if name.startswith(prefix)}
 
 
-def _image_urls(messages: Iterable[Mapping[str, Any]]) -> list[str]:
-    contents = [content for message in messages if isinstance(content := message.get("content"), list)]
-    return [
-        url
-        for content in contents
-        for part in content
-        if isinstance(part, dict) and isinstance(image := part.get("image_url"), dict) and (url := image.get("url"))
-    ]
-
-
-# --- rewards -----------------------------------------------------------------------------------------------------
-
-
-def _matched(
-    calls: Sequence[Span], rewards: Sequence[Span], earned: Callable[[Span, Span], bool]
-) -> dict[str, float | None]:
-    """By the id of a call its reward: one after the other goes to the last call that earned it and has none yet."""
+def _matched(calls: Sequence[tuple[float, Span]], rewards: Sequence[tuple[float, Span]]) -> dict[str, float | None]:
+    """The reward of each call by its id: one after the other goes to the last call that came before and has none."""
     matched: dict[str, float | None] = {}
-    for reward in rewards:
-        free = (call for call in reversed(calls) if call.span_id not in matched and earned(call, reward))
+    for given, reward in rewards:
+        free = (call for came, call in reversed(calls) if call.span_id not in matched and came <= given)
         if (call := next(free, None)) is not None:
             matched[call.span_id] = get_reward_value(reward)
     return matched
@@ -230,26 +193,3 @@ def _rewards(span: Span) -> bool:
     """Whether the span gives a reward, or is an operation that does."""
     named = span.name == semconv.OPERATION and span.attributes.get(semconv.OPERATION_NAME) == semconv.REWARD
     return named or is_reward_span(span)
-
-
-def _parents(spans: Sequence[Span]) -> dict[str, str | None]:
-    """By its id, the id of the span around each. What lies side by side at the top, because no tracer knew better, is
-    moved into the shortest span that encloses it in time."""
-    known = {span.span_id for span in spans}
-    parents = {span.span_id: span.parent_id if span.parent_id in known else None for span in spans}
-    outer: set[str] = set()
-    side_by_side = [span for span in spans if parents[span.span_id] is None]
-    while len(side_by_side) == 1:
-        (top,) = side_by_side
-        outer.add(top.span_id)
-        side_by_side = [span for span in spans if parents[span.span_id] == top.span_id and span.span_id not in outer]
-    for span in side_by_side:
-        around = [one for one in spans if one.span_id not in outer and _encloses(one, span)]
-        if around:
-            parents[span.span_id] = min(around, key=lambda one: one.end_time - one.start_time).span_id
-    return parents
-
-
-def _encloses(outer: Span, span: Span) -> bool:
-    longer = outer.end_time - outer.start_time > span.end_time - span.start_time
-    return longer and outer.start_time <= span.start_time and span.end_time <= outer.end_time

@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -23,11 +22,10 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import WEIGHTS_UNKNOWN
 from agentlightning.gateway.backends.connection import Connection
 from agentlightning.gateway.backends.http import HttpBackend
-from agentlightning.gateway.backends.sglang import SglangBackend
-from agentlightning.gateway.backends.wire import Wire
+from agentlightning.gateway.backends.tokens import SglangBackend
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.models import ModelEntry, ModelTable
-from agentlightning.gateway.replicas import Replica, Replicas
+from agentlightning.gateway.replicas import Replicas
 from agentlightning.gateway.updates import ServerUpdate, WeightUpdate, declare_version, update_weights
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import AttemptedRollout
@@ -129,7 +127,7 @@ async def before(*engines: Engine) -> AsyncIterator[World]:
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serving(engine.app())) for engine in engines]
         backends = [HttpBackend(f"{url}/v1") for url in urls]
-        backend = backends[0] if len(backends) == 1 else Replicas([Replica(one) for one in backends])
+        backend = backends[0] if len(backends) == 1 else Replicas(backends)
         stack.push_async_callback(backend.close)
         store = await SqlStore.open(":memory:")
         stack.push_async_callback(store.close)
@@ -204,14 +202,6 @@ async def test_without_a_path_it_reads_anew_what_it_was_started_with() -> None:
     async with before(engine) as world:
         await update_weights(world.gateway, "policy", WeightUpdate(policy_version=1))
         assert engine.told[0] == ("/collective_rpc", {"method": "reload_weights", "kwargs": {}})
-
-
-async def test_an_adapter_is_loaded_in_the_place_of_the_one_of_its_name() -> None:
-    engine = Engine()
-    async with before(engine) as world:
-        await update_weights(world.gateway, "policy", WeightUpdate(policy_version=1, path="/a/1", lora_name="a"))
-        adapter = {"lora_name": "a", "lora_path": "/a/1", "load_inplace": True}
-        assert engine.told == [("/v1/load_lora_adapter", adapter), (RESET, {})]
 
 
 async def test_running_calls_finish_on_the_old_weights_and_new_ones_wait_for_the_new() -> None:
@@ -297,7 +287,6 @@ async def test_a_server_whose_weights_nobody_knows_answers_no_calls_until_it_loa
         with pytest.raises(BackendError, match="no server of the model 'policy' has loaded version 7") as failed:
             await update_weights(world.gateway, "policy", SEVEN)
         assert failed.value.status == 502
-        assert ("restart vLLM" in str(failed.value)) == (path == "/collective_rpc")
         with pytest.raises(openai.InternalServerError, match=r"nobody knows the weights .* update them again"):
             await call(world, attempted)
         assert engine.calls == 0
@@ -313,12 +302,12 @@ async def test_a_server_that_is_gone_is_not_trusted_when_it_comes_back() -> None
         attempted = await world.attempt()
         backend = world.gateway.entry("policy").backend
         assert isinstance(backend, HttpBackend)
-        connection, there = backend.connection, backend.connection.wire
-        connection.retries = False
-        connection.wire = Wire(urlsplit("http://127.0.0.1:1/v1"), 1.0)
+        connection, there = backend.connection, backend.connection._port
+        connection.retries, connection._port = False, 1
+        await connection.close()
         with pytest.raises(BackendError, match="cannot be reached"):
             await update_weights(world.gateway, "policy", SEVEN)
-        connection.wire = there
+        connection._port = there
         with pytest.raises(openai.InternalServerError, match="nobody knows the weights"):
             await call(world, attempted)
         declare_version(world.gateway.entry("policy"), 3)  # whoever started it again knows
@@ -455,7 +444,6 @@ async def test_sglang_loads_from_disk_and_is_told_what_to_call_the_weights() -> 
     [
         (WeightUpdate(policy_version=1), "`path` is missing"),
         (WeightUpdate(policy_version=1, path="/w", in_flight="pause"), "let them finish"),
-        (WeightUpdate(policy_version=1, path="/w", lora_name="a"), "merge the adapter"),
     ],
 )
 async def test_what_sglang_cannot_do_is_refused_before_anything_is_held(update: WeightUpdate, said: str) -> None:

@@ -1,41 +1,54 @@
-"""HTTP to one server: connections kept, requests made, refusals and failures told as typed errors.
+"""HTTP/1.1 to one server over connections that are kept, one request at a time on each: a general client costs more
+than the rest of a call. There are no redirects, cookies, proxies or compression.
 
-Calls no address but the one it was given: redirects are not followed. Knows no calls and no protocol.
+Knows bytes on sockets, refusals and failures; no calls and no protocol above HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
-from urllib.parse import urlsplit
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Final, Literal, TypeAlias, cast
+from urllib.parse import quote, urlsplit
 
+import httptools
 import msgspec
 
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.gateway.backends.wire import BROKE_OFF, UNREACHABLE, Response, UnreachableError, Wire
 from agentlightning.gateway.request import CallRefused
+
+UNREACHABLE: Final = "backend_unreachable"
+BROKE_OFF: Final = "backend_broke_off"
+WEIGHTS_UNKNOWN: Final = "weights_unknown"
 
 _log = logging.getLogger(__name__)
 _RETRY_DELAYS = (0.1, 0.5, 2.0)
+_CONNECT_SECONDS: Final = 10.0
 _END_SECONDS: Final = 0.05
-_LONGEST_LINE: Final = 32 * 1024 * 1024  # of an event stream; a million token ids fit
+_UNREAD: Final = 1 << 20  # bytes; a server that sends more than is read has to wait
+_LONGEST_HEAD: Final = 1 << 19  # bytes; as much is read at once, body and all
+_LONGEST_LINE: Final = 1 << 25  # bytes of an event stream; a million token ids fit
+_FORBIDDEN: Final = frozenset("\r\n\0")
 
 KeyHeader: TypeAlias = Literal["authorization", "api-key", "x-api-key"]
+
+
+class UnreachableError(BackendError):
+    """No connection, or it was lost before anything of an answer came."""
 
 
 class Connection:
     """Requests to `base_url`, such as `http://host:8000/v1`; a query in it (`?api-version=…`) goes with each of them.
     With `socket` they go to whoever listens on that Unix socket.
 
-    `timeout_seconds` bounds the wait for each further part of an answer. `health_url` is asked for whether the server
-    lives. `retries=False` leaves a server that cannot be reached to whoever has another one. `close` ends the
-    connections. `version` is the policy version of the weights there, where the server does not tell itself; where
-    nobody can tell, `unusable` says why, and only `control` requests are made. While it is `paused` nothing is
-    sampled."""
+    `timeout_seconds` bounds the wait for each further part of an answer. `health_url` tells whether the server lives.
+    `retries=False` leaves a server that cannot be reached to whoever has another one. `version` is the policy version
+    of its weights, where the server does not tell it. While `unusable` gives a reason, only `control` requests are
+    made. Nothing is sampled while it is `paused`; a server that is `lost` may have ended, its weights are unchanged."""
 
     def __init__(
         self,
@@ -55,18 +68,22 @@ class Connection:
         self._query = f"?{parts.query}" if parts.query else ""
         self.health_url = self.url("models")
         self.retries = True
-        self.version = 0
+        self.version = self.running = 0
         self.unusable: str | None = None
-        self.paused = False
-        self.lost = False  # unusable for no other reason than that it may be gone: a call that it ends is as it was
+        self.paused = self.lost = False
+        self.origin = f"{parts.scheme}://{parts.netloc}"
+        self.timeout_seconds = timeout_seconds
+        self._host, self._socket = parts.hostname, socket
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._port = parts.port or (443 if self._tls else 80)
+        self._fixed = f"host: {parts.netloc}\r\naccept: */*\r\naccept-encoding: identity\r\n"
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers[key_header] = f"Bearer {api_key}" if key_header == "authorization" else api_key
-        self.wire = Wire(parts, timeout_seconds, socket)
+        self._kept: list[Response] = []
         self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self.running = 0
 
     @property
     def root(self) -> str:
@@ -75,7 +92,7 @@ class Connection:
 
     @property
     def changes_weights(self) -> bool:
-        """Whether nobody can tell which weights sample now. While answers are paused none is sampled."""
+        """Whether nobody can tell which weights sample now."""
         return self.unusable is not None and not self.paused and not self.lost
 
     def url(self, path: str) -> str:
@@ -85,9 +102,12 @@ class Connection:
         """End the connections, as soon as the requests under way have been answered, and those of any that follow."""
         self._closed = True
         await self._idle.wait()
-        self.wire.close()
+        kept, self._kept = self._kept, []
+        for response in kept:
+            response.abort()
 
-    def posted(
+    @asynccontextmanager
+    async def posted(
         self,
         url: str,
         body: bytes | None,
@@ -96,115 +116,289 @@ class Connection:
         accepted: bool = False,
         control: bool = False,
         retries: bool = True,
-    ) -> _Exchange:
-        """For `async with`: the answer to a POST (a GET without a body), whatever its status unless it is to be
-        `accepted`. Leaving the block early cancels it.
+    ) -> AsyncGenerator[Response]:
+        """The answer to a POST (a GET without a body), whatever its status unless it is to be `accepted`. Leaving the
+        block early cancels it.
 
         BackendError 503 where the server is unusable or cannot be reached (after a few tries), 504 where it falls
         silent, 502 where it breaks off; its own status and message where it refuses what was to be accepted."""
-        return _Exchange(self, url, body, headers, accepted, control, retries and self.retries)
+        if self.unusable and not control:
+            raise BackendError(self.unusable, status=503, code=WEIGHTS_UNKNOWN)
+        self.running += 1
+        self._idle.clear()
+        response = None
+        try:
+            response = await self._request(url, body, headers, retry=retries and self.retries)
+            if accepted and response.status != 200:
+                raise await refusal(response, self.base_url)
+            yield response
+        finally:
+            if response is not None:
+                response.close()
+            self.running -= 1
+            if self.running == 0:
+                self._idle.set()
 
     async def healthy(self, timeout_seconds: float, *, control: bool = False) -> bool:
-        """Whether the server is usable (unless asked under `control`) and answers at `health_url` in time, without an
-        error of its own."""
+        """Whether the server answers at `health_url` in time without an error of its own, and is usable, unless it is
+        asked under `control`."""
+        return await self._health(timeout_seconds, control=control) == "healthy"
+
+    async def deserted(self, timeout_seconds: float) -> bool:
+        """Whether nobody listens there any more. One that takes its time does."""
+        return await self._health(timeout_seconds) in (UNREACHABLE, BROKE_OFF)
+
+    async def _health(self, timeout_seconds: float, *, control: bool = False) -> str:
         asked = self.posted(self.health_url, None, retries=False, control=control)
         try:
             async with asyncio.timeout(timeout_seconds), asked as response:
                 await response.read()
-                return response.status < 500
-        except (BackendError, TimeoutError):
-            return False
-
-    async def deserted(self, timeout_seconds: float) -> bool:
-        """Whether nobody listens there any more. One that takes its time does."""
-        try:
-            async with asyncio.timeout(timeout_seconds), self.posted(self.health_url, None, retries=False) as response:
-                await response.read()
-        except BackendError as error:
-            return error.code in (UNREACHABLE, BROKE_OFF)
+                return "healthy" if response.status < 500 else "failing"
         except TimeoutError:
-            pass
-        return False
+            return "slow"
+        except BackendError as error:
+            return str(error.code)
 
-    def enter(self) -> None:
-        """A request is under way."""
-        self.running += 1
-        self._idle.clear()
-
-    def leave(self) -> None:
-        self.running -= 1
-        if self.running == 0:
-            self._idle.set()
-            if self._closed:
-                self.wire.close()
-
-    async def request(self, url: str, body: bytes | None, headers: Mapping[str, str] | None, retry: bool) -> Response:
-        """The answer, of the first try that reaches the server."""
+    async def _request(
+        self, url: str, body: bytes | None, headers: Mapping[str, str] | None, *, retry: bool
+    ) -> Response:
+        """The answer, as soon as its head is there, of the first try that reaches the server."""
         sent = self._headers | dict(headers) if headers else self._headers
         if headers and "authorization" in headers:
             sent.pop("x-api-key", None)  # it brings the key itself
+        message = self._message(url, sent, body)
         for delay in (*_RETRY_DELAYS, None) if retry else (None,):
             try:
-                return await self.wire.request("GET" if body is None else "POST", url, sent, body)
+                return await self._send(message)
             except UnreachableError as error:
                 if delay is None:
-                    raise BackendError(
-                        f"the backend at {self.base_url} cannot be reached: {error}; is it running?",
-                        status=503,
-                        code=UNREACHABLE,
-                    ) from None
+                    why = f"the backend at {self.base_url} cannot be reached: {error}; is it running?"
+                    raise BackendError(why, status=503, code=UNREACHABLE) from None
                 _log.warning("the backend at %s cannot be reached, trying again: %s", self.base_url, error)
                 await asyncio.sleep(delay)
         raise AssertionError("the last try returns or raises")
 
+    def _message(self, url: str, headers: Mapping[str, str], body: bytes | None) -> bytes:
+        method = "GET" if body is None else "POST"
+        lines = [f"{method} {_target(url.removeprefix(self.origin))} HTTP/1.1\r\n{self._fixed}"]
+        for name, value in headers.items():
+            if not _FORBIDDEN.isdisjoint(value):
+                raise BackendError(f"the header {name} holds a line break", status=400, code="invalid_request")
+            lines.append(f"{name}: {value}\r\n")
+        lines.append("\r\n" if body is None else f"content-length: {len(body)}\r\n\r\n")
+        head = "".join(lines).encode("latin-1", "replace")
+        return head if body is None else head + body
 
-@dataclass(eq=False)
-class _Exchange:
-    """A request, and its answer for as long as the block lasts."""
-
-    connection: Connection
-    url: str
-    body: bytes | None
-    headers: Mapping[str, str] | None
-    accepted: bool
-    control: bool
-    retry: bool
-    response: Response | None = None
-
-    async def __aenter__(self) -> Response:
-        connection = self.connection
-        if connection.unusable and not self.control:
-            raise BackendError(connection.unusable, status=503, code="weights_unknown")
-        connection.enter()
+    async def _send(self, message: bytes) -> Response:
+        while self._kept:
+            try:
+                return await self._kept.pop().send(message)
+            except UnreachableError:
+                pass  # closed by the server meanwhile
+        loop = asyncio.get_running_loop()
+        made = functools.partial(Response, self, loop)
         try:
-            self.response = response = await connection.request(self.url, self.body, self.headers, self.retry)
-            if self.accepted and response.status != 200:
-                raise await refusal(response, connection.base_url)
-        except BaseException:
-            await self.__aexit__()
-            raise
-        return response
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                if self._socket is not None:
+                    _, response = await loop.create_unix_connection(made, self._socket)
+                else:
+                    _, response = await loop.create_connection(made, self._host, self._port, ssl=self._tls)
+        except TimeoutError:
+            raise UnreachableError(f"no connection within {_CONNECT_SECONDS:g} s", status=503) from None
+        except OSError as error:
+            raise UnreachableError(str(error), status=503) from None
+        return await response.send(message)
 
-    async def __aexit__(self, *_: object) -> None:
-        if self.response is not None:
-            self.response.close()
-        self.connection.leave()
+    def keep(self, response: Response) -> None:
+        """Use its connection for further requests."""
+        if self._closed:
+            response.abort()
+        else:
+            self._kept.append(response)
+
+
+class Response(asyncio.Protocol):
+    """A connection, and what the server has answered to its present request. `headers` have lower-case names."""
+
+    def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
+        self.lost = False
+        self._connection = connection
+        self._loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self._head_bytes = 0
+        self._parser = httptools.HttpResponseParser(self)
+        self._parts: list[bytes] = []
+        self._unread = 0
+        self._paused = False
+        self._complete = False
+        self._stays = False  # whether the connection can be used again
+        self._failure: BackendError | None = None
+        self._waiting: asyncio.Future[None] | None = None
+
+    async def send(self, request: bytes) -> Response:
+        """Send a request and wait for the head of its answer."""
+        if self.lost or self._transport is None:
+            raise UnreachableError("it closed the connection", status=503)
+        self._begin()
+        self._transport.write(request)
+        try:
+            while not self.status:
+                await self._more()
+        except BaseException:
+            self.abort()
+            raise
+        return self
+
+    async def read(self) -> bytes:
+        """What is left of the body."""
+        if self._complete:
+            return self._take()
+        return b"".join([part async for part in self.parts()])
+
+    async def parts(self) -> AsyncGenerator[bytes, None]:
+        """The body as it comes."""
+        while True:
+            if self._parts:
+                yield self._take()
+            elif self._complete:
+                return
+            else:
+                await self._more()
+
+    def close(self) -> None:
+        """The answer is done with. One that was not read to its end takes its connection with it: this cancels it."""
+        if self._complete and self._stays and not self.lost:
+            self._parts = []
+            self._connection.keep(self)
+        else:
+            self.abort()
+
+    def abort(self) -> None:
+        self.lost = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _take(self) -> bytes:
+        body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts, self._unread = [], 0
+        if self._paused and self._transport is not None and not self.lost:
+            self._paused = False
+            self._transport.resume_reading()
+        return body
+
+    async def _more(self) -> None:
+        """Wait until something has come."""
+        if self._failure is not None:
+            raise self._failure
+        self._waiting = self._loop.create_future()
+        alarm = self._loop.call_later(self._connection.timeout_seconds, self._fall_silent)
+        try:
+            await self._waiting
+        finally:
+            alarm.cancel()
+            self._waiting = None
+        if self._failure is not None and not self._parts:
+            raise self._failure
+
+    def _fall_silent(self) -> None:
+        self._fail(BackendError(f"the backend at {self._connection.origin} fell silent", status=504, code="timeout"))
+
+    def _fail(self, failure: BackendError) -> None:
+        self._failure = self._failure or failure
+        self._wake()
+
+    def _give_up(self, what: str) -> None:
+        self._fail(BackendError(f"the backend at {self._connection.origin} {what}"))
+        self.abort()
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    # --- what asyncio and the parser call ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its base class
+
+    def data_received(self, data: bytes) -> None:
+        if self._complete:
+            self.abort()  # nobody asked for more: whatever follows on this connection cannot be told apart from it
+            return
+        if not self.status:
+            self._head_bytes += len(data)
+            if self._head_bytes > _LONGEST_HEAD:
+                self._give_up("sends a head that does not end")
+                return
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._give_up(f"does not speak HTTP: {error}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+        if self._complete:
+            return
+        why = "" if exc is None else f": {exc}"
+        if not self.status:
+            self._fail(UnreachableError(f"it closed the connection{why}", status=503))
+        elif exc is None and not {"content-length", "transfer-encoding"}.intersection(self.headers):
+            self._complete = True  # its end is that of the body
+            self._wake()
+        else:
+            self._fail(
+                BackendError(f"the backend at {self._connection.origin} broke off its answer{why}", code=BROKE_OFF)
+            )
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+        self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:
+            self.headers = {}  # of an answer before the answer, such as 100 Continue
+        elif self.headers.get("content-encoding", "identity") != "identity":
+            self._give_up("compressed its answer unasked")
+        else:
+            self.status = status
+            self._stays = self._parser.should_keep_alive()
+            self._wake()
+
+    def on_body(self, part: bytes) -> None:
+        self._parts.append(part)
+        self._unread += len(part)
+        if self._unread > _UNREAD and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def on_message_complete(self) -> None:
+        self._complete = self.status != 0
+        self._wake()
+
+
+@functools.lru_cache(maxsize=1024)
+def _target(text: str) -> str:
+    return quote(text, safe="/:?&=%[]@!$'()*+,;~-._") or "/"
 
 
 async def refusal(response: Response, base_url: str) -> BackendError:
-    """The server's refusal as this gateway's. A key that the server refuses is not the agent's to mend."""
-    text = (await response.read()).decode(errors="replace")
-    message, code, param = " ".join(text[:500].split())[:200], None, None  # a page of HTML, perhaps
-    try:
-        error: Any = msgspec.json.decode(text)
-        error = error.get("error", error)
-        message, code, param = str(error.get("message", message)), error.get("code"), error.get("param")
-    except (msgspec.DecodeError, AttributeError, RecursionError):
-        pass  # not JSON, or not an object: the text itself is the message
+    """The server's refusal as this gateway's. A key that the server refuses is not the agent's to change."""
     if response.status in (401, 403):
         _log.warning("the backend at %s refused the gateway's key (%d)", base_url, response.status)
         message = f"the backend at {base_url} refused the gateway's key"  # its own words may repeat the key
         return BackendError(message, status=502, code="backend_key_refused")
+    text = (await response.read()).decode(errors="replace")
+    message, code, param = " ".join(text[:500].split())[:200], None, None  # a page of HTML, perhaps
+    with suppress(msgspec.DecodeError, AttributeError, RecursionError):  # not JSON, or not an object
+        error: Any = msgspec.json.decode(text)
+        error = error.get("error", error)
+        message, code, param = str(error.get("message", message)), error.get("code"), error.get("param")
     refused = CallRefused(
         message,
         status=response.status if 400 <= response.status < 500 else 502,
@@ -231,13 +425,9 @@ async def event_data(response: Response) -> AsyncIterator[bytes]:
                 continue
             data = line[5:].strip()
             if data == b"[DONE]":
-                await _read_end(response)
+                # What ends the response is read so that its connection is used again, and not waited for.
+                with suppress(TimeoutError, BackendError):
+                    async with asyncio.timeout(_END_SECONDS):
+                        await response.read()
                 return
             yield data
-
-
-async def _read_end(response: Response) -> None:
-    """Read what ends the response behind its last event, so that its connection is used again; do not wait for it."""
-    with suppress(TimeoutError, BackendError):
-        async with asyncio.timeout(_END_SECONDS):
-            await response.read()

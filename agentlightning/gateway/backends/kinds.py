@@ -24,7 +24,7 @@ from agentlightning.gateway.models import ModelEntry
 from agentlightning.types import FrozenModel
 
 if TYPE_CHECKING:  # tokenizers are not among what a server without models needs to have installed
-    from agentlightning.gateway.backends.sglang import SglangBackend
+    from agentlightning.gateway.backends.tokens import SglangBackend
     from agentlightning.gateway.chat.template import ChatTemplate
 
 BackendKind: TypeAlias = Kind | Literal["sglang"]
@@ -44,25 +44,22 @@ def make_backend(
     loop's thread.
 
     ConfigError for a kind that is not known, and for what a kind needs and has not, or has no use for."""
-    if kind != "sglang":
-        if tokenizer is None:
-            return HttpBackend(base_url, kind=kind, api_key=api_key, model=model, timeout_seconds=timeout_seconds)
-        if kind != "vllm":
-            raise ConfigError(f"a server of the kind {kind!r} renders chats itself; leave tokenizer out")
-        chat = chat_template(tokenizer)
-        from agentlightning.gateway.backends.vllm import VllmBackend
-
-        return VllmBackend(base_url, chat, api_key=api_key, model=model, timeout_seconds=timeout_seconds)
-    if tokenizer is None:
+    if kind == "sglang" and tokenizer is None:
         raise ConfigError(
             "a server of the kind 'sglang' is sent token ids: name the tokenizer of its model (a directory, or a name "
             "on Hugging Face), or register the server as 'openai' with trainable=False"
         )
-    if model is not None:
+    if kind == "sglang" and model is not None:
         raise ConfigError("a server of the kind 'sglang' has one model; leave model out")
+    if tokenizer is None:
+        return HttpBackend(base_url, kind=kind, api_key=api_key, model=model, timeout_seconds=timeout_seconds)  # type: ignore[arg-type]
+    if kind not in ("vllm", "sglang"):
+        raise ConfigError(f"a server of the kind {kind!r} renders chats itself; leave tokenizer out")
     chat = chat_template(tokenizer)
-    from agentlightning.gateway.backends.sglang import SglangBackend
+    from agentlightning.gateway.backends.tokens import SglangBackend, VllmBackend
 
+    if kind == "vllm":
+        return VllmBackend(base_url, chat, api_key=api_key, model=model, timeout_seconds=timeout_seconds)
     return SglangBackend(Connection(base_url, api_key=api_key, timeout_seconds=timeout_seconds), chat)
 
 

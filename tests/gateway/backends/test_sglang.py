@@ -23,7 +23,7 @@ from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import STOPPED_BY_STRING, Delta, ModelCall, Sampling
 from agentlightning.gateway.backends.kinds import make_backend
-from agentlightning.gateway.backends.sglang import TRUNCATED, SglangBackend
+from agentlightning.gateway.backends.tokens import TRUNCATED, SglangBackend
 from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.generation import GenerationRequest, SampledToken
 from agentlightning.gateway.models import ModelEntry, ModelTable
@@ -238,7 +238,7 @@ async def test_a_later_turn_repeats_the_ids_that_were_sampled(world: Setting) ->
     second = await answered(backend, chat_call(messages=turns, session="attempt"))
     before = (*first.prompt_token_ids, *first.choices[0].token_ids)
     assert second.prompt_token_ids[: len(before)] == before
-    assert second.spliced_tokens == len(first.choices[0].token_ids)
+    assert second.started.spliced_tokens == len(first.choices[0].token_ids)
 
 
 async def test_a_prompt_is_continued(world: Setting) -> None:

@@ -21,7 +21,7 @@ from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import WEIGHTS_UNKNOWN, ModelCall, Sampling
 from agentlightning.gateway.backends.kinds import make_backend
-from agentlightning.gateway.backends.vllm import VllmBackend
+from agentlightning.gateway.backends.tokens import VllmBackend
 from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.generation import GenerationRequest, SampledToken
 from agentlightning.gateway.models import ModelEntry, ModelTable

@@ -1,0 +1,261 @@
+"""`agl record -- COMMAND`: one run of a program as it is, recorded and shown as a tree."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import secrets
+import shlex
+import signal
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import AsyncGenerator, Generator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TextIO
+from urllib.parse import quote
+
+import click
+import msgspec
+
+from agentlightning.cli.backends import Upstream, backend_of_environment, with_backend
+from agentlightning.cli.options import instrument_agents, instrument_option, print_json
+from agentlightning.cli.place import NEW, Place, with_place
+from agentlightning.errors import AgentLightningError, ConfigError
+from agentlightning.runner.agent import LitAgent
+from agentlightning.semconv import CALL_ENDPOINT, CALL_REFUSED, HTTP_STATUS
+from agentlightning.store.redaction import text_without_secrets
+from agentlightning.types import LLM, AttemptedRollout, NamedResources, Rollout, Span
+
+if TYPE_CHECKING:
+    from agentlightning.runner.harnesses import Preset
+    from agentlightning.store.base import LightningStore
+
+_REASONS: Final = 10  # that are printed
+_NO_CALLS: Final = (
+    "no call of a language model was recorded; the program must find its API by OPENAI_BASE_URL, ANTHROPIC_BASE_URL "
+    "or GOOGLE_GEMINI_BASE_URL, as the SDKs do where no other address is written into it"
+)
+# The program knows which models it asks for.
+_ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL", "AGL_MODEL")
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.argument("command", metavar="COMMAND…", nargs=-1, required=True, type=click.UNPROCESSED)
+@with_backend()
+@click.option("--harness", metavar="NAME",
+              help="COMMAND is what follows the name of this harness: claude-code, codex, opencode, …")  # fmt: skip
+@click.option("--model", metavar="NAME", help="What OPENAI_MODEL, ANTHROPIC_MODEL and AGL_MODEL name; for a --harness.")
+@instrument_option
+@click.option("--task", metavar="JSON", help="What to store as the rollout's input instead of the command.")
+@with_place(NEW)
+def record(
+    command: tuple[str, ...],
+    backend: Upstream | None,
+    place: Place,
+    harness: str | None,
+    model: str | None,
+    instrument: str | None,
+    task: str | None,
+    as_json: bool,
+) -> int:
+    """Run a program as it is and record its calls of language models, and what else it tells.
+
+    The program needs no change if it finds its API by OPENAI_BASE_URL or ANTHROPIC_BASE_URL, as the SDKs do. Its exit
+    code is passed on. The tree of what it did is printed on stderr, and with --json what the program prints as well.
+
+    With --harness it has a home of its own, set up for that program: yours is neither read nor changed.
+
+    \b
+    agl record -- python my_agent.py
+    agl record --instrument -- python my_agent.py
+    agl record --harness claude-code --model claude-sonnet-5 -- -p "fix the test\""""
+    from rich.console import Console
+
+    from agentlightning.tracing.tree import rollout_tree
+
+    instrument_agents(instrument, here=False)
+    preset = None if harness is None else _preset(harness, model)
+    command = command if preset is None else (preset.program, *command)
+    program = Program(command, sys.stderr if as_json else None, preset, model or "")
+    given = shlex.join(command) if task is None else _task(task)
+
+    async def work() -> int:
+        answering = await (backend.open() if backend else backend_of_environment(os.environ))
+        async with place.open(create=True) as store:
+            async with _gateway(answering, store) as url:
+                rollout = await program.run(store, url, given)
+            spans = await store.query_spans(rollout.rollout_id, "latest")
+            ended = await store.get_rollout_by_id(rollout.rollout_id)
+        Console(stderr=True, highlight=False).print(rollout_tree(ended or rollout, spans))
+        unanswered = _unanswered(spans)
+        for why, times in unanswered.most_common(_REASONS):
+            click.echo(f"not answered{f' ({times} times)' * (times > 1)}: {why}", err=True)
+        if len(unanswered) > _REASONS:
+            click.echo(f"not answered, for {len(unanswered) - _REASONS} other reasons: see the tree", err=True)
+        if not unanswered and not any(CALL_ENDPOINT in span.attributes for span in spans):
+            click.echo(_NO_CALLS, err=True)
+        server = place.server
+        where = f"--server {server}" if server else f"--store {shlex.quote(text_without_secrets(str(place)))}"
+        click.echo(f"agl rollouts show {rollout.rollout_id} {where}", err=True)
+        page = f"/#/rollouts/{quote(rollout.rollout_id, safe='')}"
+        served = server.rstrip("/") + page if server else f"http://127.0.0.1:8123{page} while `agl server {where}` runs"
+        click.echo(f"dashboard: {served}", err=True)
+        if as_json:
+            told = _told(ended or rollout, spans)
+            print_json(told | {"not_answered": unanswered, "exit_code": program.exit_code})
+        return program.exit_code
+
+    return asyncio.run(work())
+
+
+def _preset(harness: str, model: str | None) -> Preset:
+    from agentlightning.runner.harnesses import find_preset
+
+    if not model:
+        raise click.UsageError("--harness needs --model NAME, the model it is to ask for")
+    preset = find_preset(harness)
+    preset.check()
+    return preset
+
+
+def _task(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise click.BadParameter(f"{error}; a task is JSON, text in quotes", param_hint="'--task'") from None
+
+
+def _unanswered(spans: Sequence[Span]) -> Counter[str]:
+    """What the gateway or the backend refused and why, with how often; of an attempt the gateway's first hundred."""
+    from agentlightning.tracing.tree import one_line
+
+    found = Counter[str]()
+    for told, why in [(one.attributes, one.status.description) for one in spans if HTTP_STATUS in one.attributes]:
+        if path := told.get(CALL_REFUSED) or told.get(CALL_ENDPOINT):
+            found[one_line(f"{path}: {told[HTTP_STATUS]} {why}", 500)] += 1
+    return found
+
+
+def _told(rollout: Rollout, spans: Sequence[Span]) -> dict[str, Any]:
+    """What `--json` prints of it."""
+    from agentlightning.tracing.rewards import find_final_reward
+    from agentlightning.tracing.steps import read_steps
+    from agentlightning.tracing.tree import totals
+
+    took = totals(read_steps(spans))
+    told = {"rollout_id": rollout.rollout_id, "status": rollout.status, "reward": find_final_reward(spans)}
+    return told | dataclasses.asdict(took)
+
+
+@contextlib.asynccontextmanager
+async def _gateway(backend: Any, store: LightningStore) -> AsyncGenerator[str]:
+    """The gateway in front of the server that answers, on this machine alone; gives its root URL."""
+    from agentlightning.gateway.app import Gateway
+    from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
+    from agentlightning.server.app import create_app
+    from agentlightning.server.serve import HttpServer
+
+    entry = ModelEntry(ANY, backend, trainable=backend.captures_tokens, train=None, val=None)
+    gateway = Gateway(ModelTable([entry]), store)
+    try:
+        # A key that nobody is told: the program may call models and add to its own attempt.
+        app = create_app(store, gateway=gateway, admin_key=secrets.token_urlsafe(32))
+        async with HttpServer(app) as http:
+            yield http.url
+    finally:
+        await gateway.close()
+
+
+# --- the program -------------------------------------------------------------------------------------------------
+
+
+class ProgramFailed(AgentLightningError):
+    """The program ended with an exit code other than 0, or by a signal."""
+
+
+@dataclass
+class Program(LitAgent[Any]):
+    """A command as an agent that is run once; what it prints goes to `output`, or where ours goes. `exit_code` is as a
+    shell says it: 128 and the signal's number for a program that was killed."""
+
+    command: Sequence[str]
+    output: TextIO | None = None
+    preset: Preset | None = None
+    model: str = ""
+    exit_code: int = 0
+    _url: str = ""
+    _rollout: AttemptedRollout | None = field(default=None, repr=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        return self  # it runs once, and is asked afterwards how that went
+
+    async def run(self, store: LightningStore, url: str, task: Any) -> AttemptedRollout:
+        """Run it as a rollout of its own; its calls are answered, and its spans taken, at `url`."""
+        from agentlightning.runner.runner import Runner
+
+        self._url = url
+        with contextlib.suppress(ProgramFailed):
+            await Runner(store, self, tracer="light").run_one(task, mode="test")  # sampling is the program's own
+        assert self._rollout is not None
+        return self._rollout
+
+    async def rollout_async(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> None:
+        from agentlightning.runner.environment import inherited_environment
+
+        self._rollout = rollout
+        variables = self._variables(rollout)
+        if self.preset is None:
+            await self._execute(inherited_environment() | variables)
+        else:
+            with tempfile.TemporaryDirectory(prefix="agl-record-", ignore_cleanup_errors=True) as home:
+                await self._execute(self.preset.environment(variables, Path(home)))
+        if self.exit_code:
+            raise ProgramFailed(f"exit code {self.exit_code}")
+
+    def _variables(self, rollout: AttemptedRollout) -> dict[str, str]:
+        from agentlightning.runner.environment import agent_environment
+        from agentlightning.runner.instrumented import instrumenting
+
+        ids, key = (rollout.rollout_id, rollout.attempt.attempt_id), rollout.api_key or ""
+        llm = LLM(endpoint=f"{self._url}/rollout/{ids[0]}/attempt/{ids[1]}/v1", model=self.model, api_key=key)
+        variables = agent_environment(llm, *ids, self._url, key, reward_key=rollout.reward_key)
+        for name in () if self.model else _ITS_OWN_CHOICE:
+            del variables[name]
+        for name in ("no_proxy", "NO_PROXY"):  # what is on this machine is not reached through a company's proxy
+            variables[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
+        return variables | instrumenting()
+
+    async def _execute(self, environment: dict[str, str]) -> None:
+        """Run the process to its end."""
+        try:
+            process = await asyncio.create_subprocess_exec(*self.command, env=environment, stdout=self.output)
+        except OSError as error:
+            raise ConfigError(f"{self.command[0]!r} cannot be started: {error.strerror or error}") from None
+        with _signals_to(process):
+            code = await process.wait()
+        self.exit_code = code if code >= 0 else 128 - code
+
+
+@contextlib.contextmanager
+def _signals_to(process: asyncio.subprocess.Process) -> Generator[None]:
+    """Ctrl-C and SIGTERM are the program's to answer; we end when it does."""
+
+    def passed_on(number: signal.Signals) -> None:
+        from_terminal = number is signal.SIGINT and os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
+        if not from_terminal:  # which sends it to the program by itself
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, passed_on, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,268 @@
+"""Attempts in processes of their own: each process runs one at a time, and many one after the other.
+
+A process is replaced after a crash, a kill, or enough attempts. It has a worker id and a key that stands for whatever
+attempt that worker holds, so that a client which the agent's module makes once belongs to every attempt in turn. Hooks
+run on this side, with the runner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+import msgspec
+
+from agentlightning.errors import AgentLightningError, ConfigError, nearest
+from agentlightning.runner import channel
+from agentlightning.runner.agent import LitAgent
+from agentlightning.runner.channel import FAREWELL_SECONDS
+from agentlightning.runner.command import CommandAgent, Executable, Output
+from agentlightning.runner.environment import agent_environment, current_server, inherited_environment
+from agentlightning.semconv import EXCEPTION_MESSAGE, EXCEPTION_STACKTRACE, EXCEPTION_TYPE
+from agentlightning.tracing.choice import TracerKind
+from agentlightning.tracing.context import AttemptTracer
+from agentlightning.tracing.logs import record_log
+from agentlightning.types import LLM, AttemptedRollout, Attributes, NamedResources, Span
+
+CANCEL_SECONDS: Final = 3.0  # for an agent that was cancelled; with those below less than a runner waits
+TERMINATE_SECONDS: Final = 0.5  # between SIGTERM and SIGKILL
+_LAST_WORDS_SECONDS: Final = 1.0  # for what a process that died has left in its socket
+
+Isolation: TypeAlias = Literal["auto", "none", "process"]
+
+
+class AgentProcessError(AgentLightningError):
+    """The process of an agent ended before the agent did."""
+
+
+class AgentRaisedError(AgentLightningError):
+    """What an agent raised in its process. Each is of a class of its own, with the name of the agent's exception."""
+
+
+class AgentNotLoadedError(ConfigError):
+    """The agent cannot be imported in a process of its own."""
+
+
+def place_of(agent: LitAgent[Any], isolation: Isolation, *, served: bool = True) -> Isolation:
+    """What `auto` means for an agent: a process where it can only find its model in the environment and one is
+    `served`. ConfigError for an agent that cannot be loaded."""
+    if isolation == "auto" and served:
+        return "process" if agent.reads_environment() else "none"
+    return isolation
+
+
+def usual_concurrency(isolation: Isolation) -> int:
+    """How many rollouts a runner has at once if nobody says: of processes, one per core."""
+    return os.cpu_count() or 1 if isolation == "process" else 64
+
+
+def boot_of(agent: LitAgent[Any], isolation: Isolation, tracer: TracerKind, most: int | None) -> channel.Boot | None:
+    """The agent for other processes; None where it is to run in this one, and can. ConfigError where it cannot run."""
+    if channel.is_being_loaded():
+        raise ConfigError(
+            "this process only imports the main program for an agent defined there, and that starts a run of its own; "
+            "put what starts it under `if __name__ == '__main__':`"
+        )
+    if isolation not in get_args(Isolation):
+        raise ConfigError(f"isolation is {isolation!r}; {nearest(isolation, get_args(Isolation))}")
+    if isolation != "process":
+        agent.check()
+        return None
+    if most is not None and most < 1:
+        raise ConfigError(f"max_attempts_per_process is {most}; give 1 or more, or None for no limit")
+    if isinstance(agent, CommandAgent):
+        raise ConfigError("a command runs in processes of its own anyway; leave isolation out")
+    return channel.packed(agent, tracer)
+
+
+@dataclass
+class AgentProcess:
+    """A place for one attempt after the other, until `aclose`; the process there starts with the first.
+
+    `names` gives the worker ids and `key_of` the key of one. What a process may have left behind, in a session of its
+    own, still has its key: the next gets another id. At most `most` attempts run in one process."""
+
+    boot: channel.Boot
+    names: Iterator[str]
+    key_of: Callable[[str], Awaitable[str]]
+    most: int | None
+    _worn: bool = False
+    _live: _Live | None = None
+
+    def __post_init__(self) -> None:
+        self._rename()
+
+    async def run(self, rollout: AttemptedRollout, resources: NamedResources, tracer: AttemptTracer) -> list[Span]:
+        """Run the agent and return its result as spans. AgentRaisedError if it raised, AgentProcessError if its process
+        ended first, AgentNotLoadedError if it cannot be imported."""
+        environment = await self._environment(rollout, resources)
+        live = await self._process_with(environment)
+        try:
+            ended = await live.attempt(channel.Start(rollout, resources, environment), tracer)
+        except BaseException:  # cancelled, too
+            self._live = None
+            self._rename()
+            await live.kill()
+            raise
+        finally:
+            live.record_output(tracer)
+        self._worn = ended.left or live.attempts == self.most
+        if ended.failure is not None:
+            raise _raised(ended.failure)
+        return ended.result
+
+    async def renew(self) -> None:
+        """End a process that has served long enough, or in which something runs that could be taken for the next
+        attempt. To be called between attempts."""
+        if self._worn:
+            await self.aclose()
+            self._rename()
+
+    async def aclose(self) -> None:
+        """End the process, giving its libraries time to say goodbye."""
+        live, self._live, self._worn = self._live, None, False
+        if live is not None:
+            await live.close()
+
+    def _rename(self) -> None:
+        self.worker_id = next(self.names)
+        self._key: str | None = None
+
+    async def _process_with(self, environment: Mapping[str, str]) -> _Live:
+        """The process that is there, unless it died since, or clients made in it would call elsewhere."""
+        fixed = {name: value for name, value in environment.items() if not name.startswith("AGL_")}
+        if self._live is not None and (self._live.program.exited.done() or self._live.fixed != fixed):
+            await self.aclose()
+        if self._live is None:
+            self._live = await _Live.start(self.boot, fixed)
+        return self._live
+
+    async def _environment(self, rollout: AttemptedRollout, resources: NamedResources) -> dict[str, str]:
+        """Variables for the agent's libraries. A client is made once for many attempts: its URL names none of them, and
+        its key is the worker's."""
+        llms = {name: resource for name, resource in resources.items() if isinstance(resource, LLM)}
+        llm = llms.get("llm") or (next(iter(llms.values())) if len(llms) == 1 else None)
+        ids = rollout.rollout_id, rollout.attempt.attempt_id
+        server = current_server.get()
+        if llm is not None and llm.gateway:
+            if self._key is None:
+                self._key = await self.key_of(self.worker_id)
+            root, _, _ = llm.endpoint.partition("/rollout/")
+            server = server or root
+            llm = msgspec.structs.replace(llm, endpoint=f"{root}/v1", api_key=self._key)
+        variables = agent_environment(llm, *ids, server, rollout.api_key or "none", reward_key=rollout.reward_key)
+        # An exporter would be made once too, and name the first attempt for good; the tracer takes the SDK's spans.
+        return {name: value for name, value in variables.items() if not name.startswith("OTEL_")}
+
+
+@dataclass
+class _Live:
+    """A process that runs, and the runner's end of its connection."""
+
+    program: Executable
+    fixed: Mapping[str, str]
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    attempts: int = 0
+
+    @classmethod
+    async def start(cls, boot: channel.Boot, fixed: Mapping[str, str]) -> _Live:
+        ours, theirs = socket.socketpair()
+        begin = f"import sys; sys.path[:] = {sys.path!r}; from agentlightning.runner.worker import main; "
+        with theirs:
+            reader, writer = await asyncio.open_connection(sock=ours)
+            try:
+                program = await Executable.start(
+                    (sys.executable, "-u", "-X", "faulthandler", "-c", f"{begin}main({theirs.fileno()})"),
+                    (Output("stdout"), Output("stderr")),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    env={**inherited_environment(), **fixed},
+                    pass_fds=(theirs.fileno(),),
+                )
+            except BaseException:  # cancelled, too
+                writer.close()
+                raise
+        writer.write(channel.framed(boot))
+        return cls(program, fixed, reader, writer)
+
+    def record_output(self, tracer: AttemptTracer) -> None:
+        """Record what the process has written since the last attempt as logs of this one."""
+        for output in self.program.outputs:
+            record_log(tracer, output.name, output.taken())
+
+    async def attempt(self, start: channel.Start, tracer: AttemptTracer) -> channel.Ended:
+        """Run the agent once; when this is cancelled the agent is too, and has time to clean up."""
+        self.attempts += 1
+        exited = self.program.exited
+        hearing = asyncio.create_task(self._hear(tracer))
+        try:
+            self.writer.write(channel.framed(start))
+            await asyncio.wait({hearing, exited}, return_when=asyncio.FIRST_COMPLETED)
+            if not hearing.done():
+                self.program.signal(signal.SIGKILL)  # of what it has started: that may hold the socket open
+            await asyncio.wait({hearing}, timeout=_LAST_WORDS_SECONDS)
+            last = hearing.result() if hearing.done() else None
+        except asyncio.CancelledError:
+            self.writer.write(channel.framed(channel.Cancel()))
+            await asyncio.wait({hearing, exited}, timeout=CANCEL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            raise
+        finally:
+            hearing.cancel()
+        if isinstance(last, channel.NotLoaded):
+            raise AgentNotLoadedError(f"the agent cannot be run in a process of its own: {last.reason}")
+        if isinstance(last, channel.Ended):
+            return last
+        await asyncio.wait({exited}, timeout=_LAST_WORDS_SECONDS)
+        raise AgentProcessError(_death(exited.result() if exited.done() else None))
+
+    async def close(self) -> None:
+        """Let the process end by itself; kill it and what it has started if that takes long."""
+        self.writer.close()
+        try:
+            await asyncio.wait({self.program.exited}, timeout=FAREWELL_SECONDS)
+        finally:
+            await self.kill()
+
+    async def kill(self) -> None:
+        """End the process and all of its group."""
+        try:
+            await self.program.end(TERMINATE_SECONDS)
+        finally:
+            self.writer.close()
+
+    async def _hear(self, tracer: AttemptTracer) -> channel.Ended | channel.NotLoaded | None:
+        """Take spans as they come, until the last message; None if there is none."""
+        try:
+            while isinstance(message := await channel.read_report(self.reader), channel.Recorded):
+                tracer.adopt(message.span)
+        except (EOFError, ConnectionError, msgspec.MsgspecError):  # gone; or the agent wrote to what is not its own
+            return None
+        return message
+
+
+def _raised(failure: Attributes) -> AgentRaisedError:
+    """The agent's exception again: its name, its text, and its traceback as the cause's."""
+    module, _, name = str(failure[EXCEPTION_TYPE]).rpartition(".")
+    kind = type(name, (AgentRaisedError,), {"__module__": module or "builtins", "__qualname__": name})
+    error = kind(str(failure[EXCEPTION_MESSAGE]))
+    error.__cause__ = AgentRaisedError(f"in the agent's process:\n\n{failure[EXCEPTION_STACKTRACE]}")
+    return error
+
+
+def _death(returncode: int | None) -> str:
+    if returncode is None:
+        return "the agent closed or wrote over its process's connection to the runner"
+    if returncode >= 0:
+        return f"the agent's process ended with exit code {returncode} before the agent did"
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:
+        name = f"signal {-returncode}"
+    hint = ", as happens when memory runs out" if name == "SIGKILL" else ""
+    return f"the agent's process was killed by {name}{hint}"

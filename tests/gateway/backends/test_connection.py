@@ -1,0 +1,195 @@
+"""HTTP/1.1 to a server over kept connections, against a real socket that answers as it likes."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import trustme
+
+from agentlightning.errors import BackendError
+from agentlightning.gateway.backends.connection import UNREACHABLE, Connection
+
+pytestmark = pytest.mark.anyio
+
+Answering = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+class Server:
+    """Reads requests and answers each by `answering(request, writer)`."""
+
+    def __init__(self, answering: Answering) -> None:
+        self.connections = 0
+        self.requests: list[bytes] = []
+        self._answering = answering
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while not writer.is_closing():
+                request = await reader.readuntil(b"\r\n\r\n")
+                for line in request.lower().split(b"\r\n"):
+                    if line.startswith(b"content-length:"):
+                        request += await reader.readexactly(int(line.partition(b":")[2]))
+                self.requests.append(request)
+                await self._answering(request, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def before(
+    answering: Answering, silence_seconds: float = 5.0, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[tuple[Connection, Server]]:
+    server = Server(answering)
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=tls)
+    port = listening.sockets[0].getsockname()[1]
+    url = f"https://localhost:{port}" if tls else f"http://127.0.0.1:{port}"
+    connection = Connection(f"{url}/v1", timeout_seconds=silence_seconds)
+    connection.retries = False
+    try:
+        yield connection, server
+    finally:
+        await connection.close()
+        listening.close()
+
+
+def saying(answer: bytes, *, then_close: bool = False) -> Answering:
+    async def answering(_: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+        await writer.drain()
+        if then_close:
+            writer.close()
+
+    return answering
+
+
+async def ask(connection: Connection, body: bytes | None = b"{}", **headers: str) -> bytes:
+    async with connection.posted(connection.url("x"), body, headers) as response:
+        return await response.read()
+
+
+async def test_a_connection_is_used_again() -> None:
+    async with before(saying(OK)) as (connection, server):
+        assert [await ask(connection, a="b") for _ in range(3)] == [b"ok"] * 3
+        assert server.connections == 1
+        assert server.requests[0].startswith(b"POST /v1/x HTTP/1.1\r\nhost: 127.0.0.1:")
+        assert b"\r\na: b\r\n" in server.requests[0] and server.requests[0].endswith(b"content-length: 2\r\n\r\n{}")
+
+
+async def test_calls_at_once_have_a_connection_each() -> None:
+    async with before(saying(OK)) as (connection, server):
+        assert await asyncio.gather(*(ask(connection) for _ in range(20))) == [b"ok"] * 20
+        assert server.connections == 20
+
+
+@pytest.mark.parametrize(
+    ("answer", "closes", "body"),
+    [
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n", False, b"abcde"),
+        (b"HTTP/1.1 200 OK\r\n\r\nuntil the end", True, b"until the end"),
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nx", False, b"x"),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", False, b""),
+    ],
+)
+async def test_bodies_end_as_their_heads_say(answer: bytes, closes: bool, body: bytes) -> None:
+    async with before(saying(answer, then_close=closes)) as (connection, server):
+        assert await ask(connection, None) == body
+        assert await ask(connection) == body
+        assert server.connections == (2 if closes else 1)
+
+
+async def test_a_kept_connection_that_the_server_has_closed_costs_nothing() -> None:
+    async def answers_once(request: bytes, writer: asyncio.StreamWriter) -> None:
+        if server.requests.count(request) == 1 and server.connections == 1:
+            writer.write(OK)
+        elif server.connections == 1:
+            writer.close()  # reads the second request on the kept connection, and closes
+        else:
+            writer.write(OK)
+
+    async with before(answers_once) as (connection, server):
+        assert await ask(connection) == b"ok"
+        assert await ask(connection) == b"ok"
+        assert server.connections == 2
+
+
+async def test_an_answer_that_is_left_early_ends_its_connection() -> None:
+    ended = asyncio.Event()
+
+    async def for_ever(_: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n")
+        try:
+            while True:
+                writer.write(b"1\r\nx\r\n")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        finally:
+            ended.set()
+
+    async with before(for_ever) as (connection, _):
+        async with connection.posted(connection.url("x"), b"") as response:
+            async for part in response.parts():
+                assert part.startswith(b"x")
+                break
+        await asyncio.wait_for(ended.wait(), 60)
+
+
+async def test_a_server_that_sends_more_than_is_read_has_to_wait() -> None:
+    sent = 0
+
+    async def floods(_: bytes, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 67108864\r\n\r\n")
+        for _ in range(1024):
+            writer.write(bytes(65536))
+            await writer.drain()
+            sent += 65536
+
+    async with before(floods) as (connection, _), connection.posted(connection.url("x"), b"") as response:
+        await asyncio.sleep(0.3)
+        assert sent < 32 * 2**20, "what nobody reads waits in the sockets and a little here, not all of it in memory"
+        assert len(await response.read()) == 64 * 2**20
+
+
+async def test_silence_and_lost_connections_are_told_apart() -> None:
+    async def silent(_: bytes, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(5)
+
+    async with before(silent, silence_seconds=0.1) as (connection, _):
+        with pytest.raises(BackendError, match="fell silent") as told:
+            await ask(connection)
+        assert told.value.status == 504
+    async with before(saying(b"", then_close=True)) as (connection, _):
+        with pytest.raises(BackendError) as told:
+            await ask(connection)
+        assert told.value.code == UNREACHABLE
+    async with before(saying(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf", then_close=True)) as (connection, _):
+        with pytest.raises(BackendError, match="broke off"):
+            await ask(connection)
+
+
+async def test_a_header_cannot_smuggle_another() -> None:
+    async with before(saying(OK)) as (connection, server):
+        with pytest.raises(BackendError, match="line break"):
+            await ask(connection, session="a\r\nx-evil: 1")
+        assert server.requests == []
+
+
+async def test_a_certificate_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    authority = trustme.CA()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("localhost").configure_cert(context)
+    async with before(saying(OK), tls=context) as (connection, _):
+        with pytest.raises(BackendError, match="certificate"):
+            await ask(connection)
+        trusting = ssl.create_default_context()
+        authority.configure_trust(trusting)
+        monkeypatch.setattr(connection, "_tls", trusting)
+        assert await ask(connection) == b"ok"
