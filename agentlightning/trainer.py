@@ -395,24 +395,18 @@ class Trainer:
     def _pair_settings(self, directory: Path) -> PairSettings:
         from agentlightning.learner.pairs import PairSettings
 
+        as_given = ("models", "learner", "sampler", "lora", "dtype", "device", "threads", "max_sequence_length")
         return PairSettings(
-            models=self.models,
-            learner=self.learner,
-            sampler=self.sampler,
             optimizer=self._optimizer(),
             loss=None if self._rl is None else self._rl.make_loss(),
             reference=getattr(self.algorithm, "reference", False),
             critic=getattr(self.algorithm, "trained_critic", None),
-            lora=self.lora,
-            dtype=self.dtype,
-            device=self.device,
-            threads=self.threads,
             concurrency=max(1, self._concurrency or 64),
-            max_sequence_length=self.max_sequence_length,
             overlaps=self._overlaps,
             deterministic=self.deterministic,
             seed=self.seed,
             directory=directory,
+            **{name: getattr(self, name) for name in as_given},
         )
 
     def _optimizer(self) -> AdamW:
