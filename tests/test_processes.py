@@ -91,32 +91,6 @@ def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> Non
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_where_its_checkpoint_left_it(world: Path, agl: Start, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = agl(*train_arguments(world, run, steps=5000))
-    wait_for_steps(process, run, 7)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    newest = max(path.name for path in (run / "checkpoints").glob("step-*"))
-    checkpoint = int(newest.removeprefix("step-"))
-
-    resumed = agl(*train_arguments(world, run, steps=checkpoint + 4), "--resume", "--json")
-    out, err = resumed.communicate(timeout=240)
-    assert resumed.returncode == 0, err
-    assert f"resumed after step {checkpoint} " in err
-    summary = json.loads(out.splitlines()[-1])
-    assert summary["checkpoint"].endswith(f"step-{checkpoint + 4:06d}")
-
-    connection = sqlite3.connect(run / "store.sqlite")
-    assert [row[0] for row in connection.execute("SELECT step FROM metrics ORDER BY step")] == list(
-        range(1, steps_done(run) + 1)
-    )
-    unfinished = "SELECT count(*) FROM rollouts WHERE status NOT IN ('succeeded', 'failed', 'cancelled')"
-    assert connection.execute(unfinished).fetchone()[0] == 0
-    connection.close()
-
-
-@pytest.mark.slow
 def test_an_interrupted_run_saves_what_was_learned(world: Path, agl: Start, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = agl(*train_arguments(world, run, steps=5000))

@@ -26,14 +26,7 @@ if TYPE_CHECKING:
 Option: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 STATUSES: Final = ("queuing", "preparing", "running", "requeuing", "succeeded", "failed", "cancelled")
-STYLES: Final = {
-    "succeeded": "green",
-    "failed": "red",
-    "running": "yellow",
-    "ok": "green",
-    "warning": "yellow",
-}
-"""A word that says how something stands → its colour."""
+_STYLES: Final = {"succeeded": "green", "failed": "red", "running": "yellow"}
 _LONGEST: Final = 200  # characters of a cell
 
 json_option = click.option(
@@ -154,7 +147,7 @@ def _cell(value: object) -> Any:
     if isinstance(value, int | float):
         return f"{value:,}" if isinstance(value, int) else number(value)
     text = one_line(str(value), _LONGEST)
-    return Text(text, STYLES.get(text, ""))
+    return Text(text, _STYLES.get(text, ""))
 
 
 def number(value: float) -> str:

@@ -177,13 +177,6 @@ def test_the_reward_is_a_score_of_the_trace(more: Any, options: list[str], rewar
     assert find_final_reward(stored()[0].spans) == reward
 
 
-def test_of_several_evaluations_the_user_chooses(capsys: pytest.CaptureFixture[str]) -> None:
-    file = write("a.json", request(span(1, events=[evaluated("correct", 0.5), evaluated("short", 1.0)])))
-    assert run(["import", file]) == 1
-    assert "correct, short" in capsys.readouterr().err
-    assert not Path("agentlightning.sqlite").exists()
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [

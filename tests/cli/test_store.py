@@ -1,9 +1,10 @@
-"""`agl store` as a user types it: on a file, in PostgreSQL, and at a server that is running."""
+"""`agl store`, `keys` and `export` as a user types them: on a file, in PostgreSQL, and at a server that is running."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sqlite3
 import subprocess
 import sys
@@ -16,9 +17,10 @@ import pytest
 
 from agentlightning.cli.main import run
 from agentlightning.cli.options import Duration
+from agentlightning.store import calls
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import Rollout
+from agentlightning.types import Credential, Rollout
 
 KEY = "an admin's key"
 DAY = 86400.0
@@ -237,3 +239,40 @@ def test_a_running_server_is_asked_to_do_it(agl, path: Path) -> None:
         code, _, err = agl("store", "check", "--server", url, "--key", "another key")
         assert code == 1 and "key" in err
     assert len(inputs(copy)) == 3
+
+
+# --- keys --------------------------------------------------------------------------------------------------------
+
+
+def opens(path: Path, secret: str, later: float = 0.0) -> Credential | None:
+    """What the holder of a key may do some seconds later."""
+
+    async def work() -> Credential | None:
+        store = await SqlStore.open(path, clock=lambda: time.time() + later)
+        credential = await store.perform(calls.FindKey(api_key=secret))
+        await store.close()
+        return credential
+
+    return asyncio.run(work())
+
+
+def test_a_secret_is_shown_once_and_a_revoked_key_opens_nothing(agl, path: Path) -> None:
+    fill(path)
+    there = ("--store", path)
+    issue = ("keys", "issue", "ci", "--scope", "read", "--scope", "grader", "--lifetime")
+    code, out, err = agl(*issue, "30d", *there)
+    secret = out.strip()
+    assert code == 0 and out == f"{secret}\n" and secret.startswith("aglk-")
+    assert secret not in err and "not shown again" in err and secret.encode() not in path.read_bytes()
+    credential = opens(path, secret)
+    assert credential is not None and credential.scopes == ("read", "grader")
+    assert opens(path, secret, later=31 * DAY) is None
+    code, listed, _ = agl("keys", "list", *there)
+    assert "ci" in listed and "valid until" in listed and secret not in listed
+    key_id = json.loads(agl("keys", "list", "--json", *there)[1])["key_id"]
+    for _ in range(2):
+        code, out, _ = agl("keys", "revoke", key_id, *there)
+        assert code == 0 and "revoked" in out
+    assert opens(path, secret) is None
+    code, _, err = agl("keys", "revoke", "key-none", *there)
+    assert code == 1 and "no key 'key-none'" in err

@@ -86,13 +86,11 @@ def test_musique_is_read_as_it_ships(tmp_path: Path) -> None:
     [
         ("answer: Graz", ["Graz"], 1.0),
         ("Answer: the GRAZ!", ["Graz"], 1.0),
-        ("I have searched twice.\nanswer: Graz", ["Graz"], 1.0),
         ("answer (town): Graz", ["Graz"], 1.0),
         ("answer: Linz", ["Graz"], 0.1),
         ("answer (Graz): Linz", ["Graz"], 0.1),  # what it is does not count
         ("answer: City of Graz", ["Graz", "City of Graz"], 1.0),  # the best of several
         ("answer: York", ["New York"], 0.9 * 2 / 3 + 0.1),  # precision 1, recall 1/2: F1 2/3
-        ("answer: New Haven", ["New York"], 0.9 / 2 + 0.1),  # precision and recall 1/2
         ("answer: York City", ["New York City"], 0.9 * 0.8 + 0.1),  # precision 1, recall 2/3
         ("answer: New York City", ["New York"], 0.9 * 2 / 3 + 0.1),  # longer than right: precision, not F1
     ],
@@ -109,11 +107,9 @@ def test_answers_worked_by_hand(text: str, answers: list[str], reward: float) ->
         "The answer: Graz",  # the line does not begin with the mark
         "answer:",
         "answer: ?!",
-        "answer: the",
         "answer: Graz\nThat is all.",
         "answer: Linz\nanswer: Graz",
         "answer: Linz answer (town): Graz",
-        "answer (town) Graz",
         "answer: " + "Graz " * 31,
         '<tool_call>{"name": "search", "arguments": {"query": "Graz"}}</tool_call>',
     ],
@@ -176,14 +172,12 @@ def test_retriever_server_and_agent_hold_in_their_own_environment() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["lora.rank=4", "lora=null"])
-def test_a_model_from_a_folder_is_trained_on_musique(tmp_path: Path, weights: str) -> None:
-    done = train("multi_hop_rag", "--out", tmp_path, "--musique", musique(tmp_path), *llama(tmp_path), "--set", weights)
+def test_a_model_from_a_folder_is_trained_on_musique(tmp_path: Path) -> None:
+    done = train("multi_hop_rag", "--out", tmp_path, "--musique", musique(tmp_path), *llama(tmp_path))
     assert done.returncode == 0, done.stderr
     (step,) = steps_of(tmp_path / "run")
     assert (step["rollouts"], step["unrewarded"]) == (4, 0)
-    trained = "adapter_config.json" if weights == "lora.rank=4" else "model.safetensors"
-    assert list((tmp_path / "run" / "checkpoints").glob(f"*/{trained}"))
+    assert list((tmp_path / "run" / "checkpoints").glob("*/adapter_config.json"))
 
 
 def musique(folder: Path) -> Path:

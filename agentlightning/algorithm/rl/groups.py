@@ -68,17 +68,19 @@ class CompleteGroup:
 
 @dataclass
 class Dropped:
-    """What was of no use since the last step: groups and rollouts, by reason, and those groups: `stale` ones, which
-    were too old, and `useless` ones, which taught nothing."""
+    """What was of no use since the last step: groups, each with the reason, and how many rollouts, by reason. What is
+    not `STALE` taught nothing."""
 
-    groups: Counter[str] = field(default_factory=Counter[str])
+    groups: list[tuple[str, CompleteGroup]] = field(default_factory=list[tuple[str, CompleteGroup]])
     rollouts: Counter[str] = field(default_factory=Counter[str])
-    stale: list[CompleteGroup] = field(default_factory=list[CompleteGroup])
-    useless: list[CompleteGroup] = field(default_factory=list[CompleteGroup])
 
     @property
-    def groups_of_no_use(self) -> list[CompleteGroup]:
-        return [*self.useless, *self.stale]
+    def useless(self) -> list[CompleteGroup]:
+        return [group for reason, group in self.groups if reason != STALE]
+
+    @property
+    def reasons(self) -> Counter[str]:
+        return Counter(reason for reason, _ in self.groups)
 
 
 async def trace_group(
@@ -213,9 +215,9 @@ class Groups:
             return False
         self._ready = [group for group in map(self._fresh, self._ready) if group is not None]
         if not self.algorithm.refills:
-            return bool(self._ready or self._dropped.stale)
+            return bool(self._ready or self._dropped.groups)
         per_step = self.algorithm.tasks_per_step
-        return len(self._ready) >= per_step or len(self._dropped.groups_of_no_use) >= USELESS_STEPS * per_step
+        return len(self._ready) >= per_step or len(self._dropped.groups) >= USELESS_STEPS * per_step
 
     def _fresh(self, group: CompleteGroup) -> CompleteGroup | None:
         """The group without the rollouts that are too old by now; None where too little is left of it."""
@@ -228,7 +230,7 @@ class Groups:
         rollouts = tuple(group.rollouts[index] for index in kept)
         rewarded = rewarded_group(rollouts, self.algorithm.unrewarded)
         if self.algorithm.why_useless(rewarded):
-            self._drop(group, STALE)
+            self._dropped.groups.append((STALE, group))
             return None
         return replace(group, rollouts=rollouts, rewarded=rewarded, staleness=tuple(staleness[i] for i in kept))
 
@@ -284,13 +286,9 @@ class Groups:
             self.sampler.report(ticket.position, sum(rewarded.rewards) / len(rewarded.rewards))
         useless = self.algorithm.why_useless(rewarded) if self.algorithm.refills else None
         if useless:
-            self._drop(complete, useless)
+            self._dropped.groups.append((useless, complete))
         else:
             self._ready.append(complete)
-
-    def _drop(self, group: CompleteGroup, reason: str) -> None:
-        self._dropped.groups[reason] += 1
-        (self._dropped.stale if reason == STALE else self._dropped.useless).append(group)
 
     @property
     def _capacity(self) -> int:

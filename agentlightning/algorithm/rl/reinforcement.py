@@ -112,7 +112,8 @@ class Loop:
         groups, dropped = await job.context.unless_stopped(job.groups.take())
         sampled = time.perf_counter()
         self._record_batch(step, groups)
-        await self._check_trainable([one for group in (*groups, *dropped.groups_of_no_use) for one in group.rollouts])
+        everything = [*groups, *(group for _, group in dropped.groups)]
+        await self._check_trainable([traced for group in everything for traced in group.rollouts])
         batches = await self._credited(groups)
         metrics = rollout_metrics(groups, dropped)
         metrics |= job.policies.named({name: batch.metrics for name, batch in batches.items()})
@@ -120,7 +121,7 @@ class Loop:
         if any(batch.sequences for batch in batches.values()):
             metrics |= await self._learn({name: batch.sequences for name, batch in batches.items()}, step)
             version = job.state.policy_version
-        elif metrics["calls"] or dropped.groups_of_no_use:
+        elif metrics["calls"] or dropped.groups:
             self._note_nothing_learned(step, metrics["reward"], dropped)
         # Together: a step that is cut short must find its groups again.
         job.state.step = step
@@ -146,8 +147,8 @@ class Loop:
         return f"The batch is kept; `python scripts/replay.py {directory} --step {step}` trains it again"
 
     def _note_nothing_learned(self, step: int, reward: float, dropped: Dropped) -> None:
-        replaced = len(dropped.groups_of_no_use)
-        left_out = f"; {replaced} groups were replaced: {dict(dropped.groups)}" if replaced else ""
+        reasons = dropped.reasons
+        left_out = f"; {reasons.total()} groups were replaced: {dict(reasons)}" if reasons else ""
         self.job.context.progress.note(
             f"step {step} taught nothing: in every group all rewards were equal, or fewer than two members had one "
             f"(mean {reward:.2f}){left_out}"

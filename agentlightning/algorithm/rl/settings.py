@@ -231,17 +231,6 @@ class RLSettings(metaclass=_Tried):
 
     def make_loss(self, step: int = 1) -> Loss:
         """The loss of the batch of a step, from 1."""
-        return Loss(
-            kind=self.loss_function,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-            aggregation=self.aggregation,
-            constant_length=self.constant_length,
-            kl_coefficient=self.kl_coefficient if self.kl_coefficient is not None else 0.04 * self.reference,
-            kl_estimator=self.kl_estimator,
-            entropy_coefficient=self.entropy_coefficient,
-            temperature=self.temperature,
-            old=self.old,
-            truncation=self.truncation,
-        )
+        own = {name: getattr(self, name) for name in Loss.__dataclass_fields__ if hasattr(self, name)}
+        own["kl_coefficient"] = self.kl_coefficient if self.kl_coefficient is not None else 0.04 * self.reference
+        return Loss(kind=self.loss_function, **own)
