@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -144,6 +147,10 @@ async def test_the_page_needs_no_key_and_lets_nothing_in_from_elsewhere(place, t
         async with place.http.get(f"/assets/{name}") as answer:
             assert answer.status == 404
     dashboard.page.cache_clear()
+
+
+def test_the_pages_types_are_those_of_the_servers_answers():
+    subprocess.run([sys.executable, "scripts/page_types.py", "--check"], check=True, cwd=Path(__file__).parents[2])
 
 
 # --- sessions -----------------------------------------------------------------------------------------------------
