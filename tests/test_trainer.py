@@ -25,7 +25,7 @@ from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import make_model, make_tokenizer
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.server.service import ServerSettings, running_server
-from agentlightning.store import calls
+from agentlightning.store.base import CALLS
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.trainer import Trainer
@@ -242,10 +242,10 @@ def test_an_agent_can_neither_reward_itself_nor_issue_keys_and_whoever_has_the_l
         for key in (None, "made up", llm.api_key):
             store = LightningStoreClient(root, api_key=key)
             for call in (
-                calls.AddSpans(spans=[span]),
-                calls.IssueKey(name="mine", scopes=("admin",)),
-                calls.IssueAttemptKey(rollout_id=attempt[0], attempt_id=attempt[1], rewards=True),
-                calls.QueryRollouts(),
+                CALLS["store_spans"](spans=[span]),
+                CALLS["issue_key"](name="mine", scopes=("admin",)),
+                CALLS["issue_attempt_key"](rollout_id=attempt[0], attempt_id=attempt[1], rewards=True),
+                CALLS["page_rollouts"](),
             ):
                 with pytest.raises(ForbiddenError):
                     await store.perform(call)

@@ -137,20 +137,19 @@ def recomputed(model: PreTrainedModel) -> Generator[None]:
             f"{type(model).__name__} has no layers that can be computed again; leave gradient_checkpointing out"
         )
     config: Any = model.config
-    context = partial(_as_in_forward, config)
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Of a forward, which is now, and of its repetition in a backward: with the attention of now."""
+        return nullcontext(), attention_of(config, config._attn_implementation)
+
     for layer in layers:
         usual: Callable[..., Any] = layer.forward
-        layer.forward = partial(checkpoint, usual, use_reentrant=False, preserve_rng_state=False, context_fn=context)
+        layer.forward = partial(checkpoint, usual, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     try:
         yield
     finally:
         for layer in layers:
             del layer.forward  # that of the class again
-
-
-def _as_in_forward(config: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of a forward, which is now, and of its repetition in a backward: with the attention of now."""
-    return nullcontext(), attention_of(config, config._attn_implementation)
 
 
 def unsupported(model: PreTrainedModel) -> str | None:
@@ -190,23 +189,13 @@ def branching_pair(batch: Sequence[TrainingSequence]) -> list[TrainingSequence]:
 
 
 class _Gathered:
-    """Branch by branch. `slots` int64[ΣM + L] says where the keys of each are: its path, and then itself."""
+    """Where the keys of each branch are, `slots` int64[ΣM + L]: its path, and then itself."""
 
     def __init__(self, forest: Forest, device: torch.device) -> None:
         self.sizes = [branch.stop - branch.start for branch in forest.branches]
         self.reaches = [len(branch.before) + size for branch, size in zip(forest.branches, self.sizes, strict=True)]
-        own = [torch.arange(branch.start, branch.stop) for branch in forest.branches]
-        parts = [part for branch, one in zip(forest.branches, own, strict=True)
-                 for part in (torch.from_numpy(branch.before), one)]  # fmt: skip
-        self.slots = torch.cat(parts).to(device)
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """query float[1, H, L, D], key and value float[1, K, L, D] → float[1, H, L, D]."""
-        heads = key.shape[1]
-        queries = query[0].unflatten(0, (heads, -1)).split(self.sizes, 2)  # [K, H / K, n, D]: keys are never repeated
-        keys, values = (side[0].index_select(1, self.slots).split(self.reaches, 1) for side in (key, value))
-        out = [_branch_attention(*one, scaling) for one in zip(queries, keys, values, strict=True)]
-        return torch.cat(out, 2).flatten(0, 1)[None]
+        parts = [(branch.before, np.arange(branch.start, branch.stop)) for branch in forest.branches]
+        self.slots = torch.from_numpy(np.concatenate([one for pair in parts for one in pair])).to(device)
 
 
 @contextmanager
@@ -230,8 +219,12 @@ def _forest_attention(
     forest: _Gathered,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """As `transformers` asks for it: query float[1, H, L, D], key and value float[1, K, L, D] → float[1, L, H, D]."""
-    return forest(query, key, value, scaling).transpose(1, 2), None
+    """As `transformers` asks for it, branch by branch: query float[1, H, L, D], key and value float[1, K, L, D] →
+    float[1, L, H, D]."""
+    queries = query[0].unflatten(0, (key.shape[1], -1)).split(forest.sizes, 2)  # [K, H / K, n, D]: no key is repeated
+    keys, values = (side[0].index_select(1, forest.slots).split(forest.reaches, 1) for side in (key, value))
+    out = [_branch_attention(*one, scaling) for one in zip(queries, keys, values, strict=True)]
+    return torch.cat(out, 2).flatten(0, 1)[None].transpose(1, 2), None
 
 
 def _branch_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:

@@ -24,7 +24,6 @@ from agentlightning.algorithm.rl.job import Job
 from agentlightning.algorithm.tracking import Tracking
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner.torch import TorchLearner
-from agentlightning.store import calls
 from agentlightning.store.base import LightningStore
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Attempt, AttemptedRollout, Rollout
@@ -242,7 +241,7 @@ class Racing(LightningStore):
     async def perform(self, call: Any) -> Any:
         answer = await self._store.perform(call)
         left = isinstance(answer, Attempt) and answer.start_time < self._before and not answer.end_time
-        if left and isinstance(call, calls.GetLatestAttempt):
+        if left and call.method == "get_latest_attempt":
             await self._store.update_attempt(answer.rollout_id, answer.attempt_id, status="failed")
             self.ended.append(answer.attempt_id)
         return answer

@@ -21,7 +21,6 @@ from agentlightning.server import dashboard
 from agentlightning.server.app import create_app
 from agentlightning.server.dashboard import POLICY
 from agentlightning.server.serve import HttpServer
-from agentlightning.store import calls
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import EnqueueRolloutRequest, Metrics, Rollout
 from tests.data.recorded import SYSTEM, asks_for, call, reward, says, tool_says
@@ -177,11 +176,11 @@ async def test_a_wrong_key_begins_no_session(place):
 
 
 async def test_a_revoked_key_ends_its_sessions(place):
-    issued = await place.store.perform(calls.IssueKey(name="reader", scopes=["read"]))
+    issued = await place.store.issue_key(name="reader", scopes=["read"])
     browser = await place.logged_in(issued.api_key)
     said = await browser.get("/session")
     assert (said["scopes"], said["admin"], said["protected"]) == (["read"], False, True)
-    await place.store.perform(calls.RevokeKey(key_id=issued.key_id))
+    await place.store.revoke_key(key_id=issued.key_id)
     await browser.get("/runs", status=401)
 
 
@@ -202,7 +201,7 @@ async def test_another_sites_page_cannot_use_a_session(place, sent):
 
 async def test_a_key_that_reads_gives_no_score(place):
     rollout = (await record(place.store, [1.0, 0.0]))[0]
-    issued = await place.store.perform(calls.IssueKey(name="reader", scopes=["read"]))
+    issued = await place.store.issue_key(name="reader", scopes=["read"])
     browser = await place.logged_in(issued.api_key)
     assert len((await browser.post("/rollouts", {}))["items"]) == 2
     await browser.post(f"/rollouts/{rollout.rollout_id}/score", {"reward": 1.0}, status=403)

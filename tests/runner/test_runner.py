@@ -14,7 +14,6 @@ import pytest
 import agentlightning as agl
 from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.runner.runner import Runner
-from agentlightning.store import calls
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.types import LLM, AttemptedRollout, EnqueueRolloutRequest, RolloutConfig, Span
@@ -107,7 +106,7 @@ async def test_hundreds_of_concurrent_attempts_are_attributed_right(store: SqlSt
         attempt_id, key = keys[rollout.rollout_id]
         path = f"/rollout/{rollout.rollout_id}/attempt/{attempt_id}/v1/chat/completions"
         assert endpoint.calls[path, key] == 2
-        found = await store.perform(calls.FindKey(api_key=key.removeprefix("Bearer ")))
+        found = await store.find_key(api_key=key.removeprefix("Bearer "))
         assert found is not None and found.attempt == (rollout.rollout_id, attempt_id)
         spans = await store.query_spans(rollout.rollout_id)
         assert agl.find_final_reward(spans) == task / 1000

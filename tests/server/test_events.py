@@ -15,7 +15,6 @@ from agentlightning.server.access import Access
 from agentlightning.server.app import create_app
 from agentlightning.server.events import EventRoutes
 from agentlightning.server.serve import HttpServer
-from agentlightning.store import calls
 from agentlightning.types import Condition, EnqueueRolloutRequest, Metrics, Span
 from tests.server.conftest import ADMIN_KEY, until
 
@@ -78,7 +77,7 @@ async def test_the_life_of_a_rollout_is_heard(http, store):
         await store.update_attempt(leased.rollout_id, leased.attempt.attempt_id, status="succeeded")
         (*_, (_, event)) = await listener.until("rollout", status="succeeded")
         assert event["end_time"] is not None
-        await store.perform(calls.DeleteRollouts(where=Condition("rollout_id", "eq", leased.rollout_id)))
+        await store.delete_rollouts(where=Condition("rollout_id", "eq", leased.rollout_id))
         await listener.until("rollout", rollout_id=leased.rollout_id, status="deleted")
 
 
@@ -112,9 +111,9 @@ async def test_listening_needs_a_key_that_may_read(http, store):
 
 
 async def test_a_revoked_key_hears_no_more(http, store):
-    issued = await store.perform(calls.IssueKey(name="reader", scopes=["read"]))
+    issued = await store.issue_key(name="reader", scopes=["read"])
     async with listening(http, issued.api_key) as listener:
-        await store.perform(calls.RevokeKey(key_id=issued.key_id))
+        await store.revoke_key(key_id=issued.key_id)
         with pytest.raises(EOFError):
             while True:
                 await listener.next()
