@@ -327,7 +327,7 @@ class Trainer:
             llm = msgspec.structs.replace(llms[entries[0].name], sampling_parameters=asked)
             resources = {**resources, **(llms if len(llms) > 1 else {}), "llm": llm}
         stored = await store.add_resources(resources, metadata={"run_id": directory.mark.run_id})
-        if self.run_file is not None and not directory.resumed:
+        if self.run_file is not None:
             directory.keep(self.run_file)
         manifest = make_manifest(self._config(), self.seed, train_tasks, val_tasks)
         if directory.resumed:

@@ -46,8 +46,9 @@ class RunDirectory:
     resumed: bool
 
     def keep(self, run_file: Mapping[str, Any]) -> None:
-        """Write the run file by which this run can be repeated."""
-        (self.path / RUN_FILE).write_text(yaml.safe_dump(dict(run_file), sort_keys=False), encoding="utf-8")
+        """Write the run file by which this run can be repeated, if it is not there yet."""
+        if not (self.path / RUN_FILE).exists():
+            (self.path / RUN_FILE).write_text(yaml.safe_dump(dict(run_file), sort_keys=False), encoding="utf-8")
 
     def forget(self) -> None:
         """The run did not come to begin: leave the directory to the next one."""
