@@ -1,1 +1,1 @@
-"""Reinforcement learning: settings and credit (`settings`), a step's batch (`batch`), the loop (`reinforcement`), how it goes on after a kill (`resumption`)."""
+"""Reinforcement learning: `settings`, the groups on their way (`groups`), a step's `batch`, the loop (`reinforcement`)."""
