@@ -73,7 +73,7 @@ def predicting_states(
 
 
 class ValueModel(torch.nn.Module):
-    """A critic: what each sampled token is worth, a linear layer on the last hidden state that predicts it. `trunk` is a
+    """A critic: what a sampled token is worth, a linear layer on the last hidden state that predicts it. `trunk` is a
     copy of the policy's, but for weights that are not trained, which the two share; None: the policy's own. The layer
     is float32 whatever the trunk is, and says 0 at first."""
 
