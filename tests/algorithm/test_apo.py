@@ -16,8 +16,8 @@ from openai import AsyncOpenAI, OpenAI
 
 import agentlightning as agl
 from agentlightning.algorithm.apo.budget import Budget, OutOfBudget
-from agentlightning.algorithm.apo.editing import placeholders
-from agentlightning.algorithm.apo.racing import Standing, going_on, rungs
+from agentlightning.algorithm.apo.edits import placeholders
+from agentlightning.algorithm.apo.race import Standing, going_on, rungs
 from agentlightning.data.references import load_reference
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.rewards import chat

@@ -247,24 +247,6 @@ async def test_how_an_answer_ends(
     assert (told["parts"], told["finishReason"]) == (told["parts"] if parts is None else parts, reason)
 
 
-async def test_what_is_forced_is_enforced_outside_training(gateway_world: World) -> None:
-    calling = {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["measure"]}}
-    unit, room = {"type": "STRING", "enum": ["metres"]}, {"maxOutputTokens": 400}
-    size = {"type": "OBJECT", "properties": {"unit": unit}, "required": ["unit"], "additionalProperties": False}
-    tools = [{"functionDeclarations": [{"name": "measure", "parameters": size}]}]
-    told = await answered(gateway_world, True, asked(tools=tools, toolConfig=calling, generationConfig=room))
-    (call,) = told["parts"]
-    assert (call["functionCall"]["name"], call["functionCall"]["args"]) == ("measure", {"unit": "metres"})
-    config = {"responseMimeType": "application/json", "responseSchema": size, **room}
-    told = await answered(gateway_world, False, asked(generationConfig=config))
-    assert json.loads(told["parts"][0]["text"]) == {"unit": "metres"}
-
-
-async def test_several_candidates(gateway_world: World) -> None:
-    _, told = await post(gateway_world, asked(generationConfig={"candidateCount": 2}))
-    assert [one["index"] for one in told["candidates"]] == [0, 1]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_another_servers_reasoning_is_a_thought(tmp_path: Path, stream: bool) -> None:
     details = {"prompt_tokens_details": {"cached_tokens": 8}, "completion_tokens_details": {"reasoning_tokens": 2}}
