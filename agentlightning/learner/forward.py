@@ -1,4 +1,4 @@
-"""A micro-batch through a model: hidden states, forests, and of each sampled token a log-probability and an entropy.
+"""A micro-batch through a model: hidden states, forests, and of each sampled token log-probability, entropy and value.
 
 A distribution has as many numbers as the vocabulary; of all sampled tokens together they would fill the memory before
 anything else does. So hidden states are projected some at a time, and for a gradient each time again.
@@ -10,15 +10,19 @@ itself, its keys gathered along its path, without a mask over the whole.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Final, NamedTuple
+from pathlib import Path
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.utils import skip_init
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -27,9 +31,11 @@ from agentlightning.data.forest import Forest, prefix_order
 from agentlightning.data.sequences import MicroBatch, TrainingSequence
 from agentlightning.engine.weights import STATIC_ROPE
 from agentlightning.errors import ConfigError
+from agentlightning.learner.base import Critic
 from agentlightning.learner.losses import entropy
 
 LOGITS_AT_ONCE: Final = 2**26  # numbers of one [tokens, vocabulary] tensor, 256 MiB in float32; about four are held
+CRITIC_FILE: Final = "critic.safetensors"
 ATTENTION: Final = "agentlightning_forest"
 
 # Pre-norm decoders with rotary positions, in which a token is known to others by its keys and values alone.
@@ -64,6 +70,46 @@ def predicting_states(
         return States(numbers, model.base_model(input_ids=ids, use_cache=False).last_hidden_state[at])
     out = model(input_ids=ids, use_cache=False, output_hidden_states=hidden)
     return States(numbers, out.hidden_states[-1][at] if hidden else None, out.logits[at])
+
+
+class ValueModel(torch.nn.Module):
+    """A critic: what a sampled token is worth, a linear layer on the last hidden state that predicts it. `trunk` is a
+    copy of the policy's, but for weights that are not trained, which the two share; None: the policy's own. The layer
+    is float32 whatever the trunk is, and says 0 at first."""
+
+    trunk: PreTrainedModel | None
+
+    def __init__(self, model: PreTrainedModel, config: Critic) -> None:
+        super().__init__()
+        frozen: dict[int, Any] = {id(one): one for one in model.parameters() if not one.requires_grad}
+        own = cast(PreTrainedModel, model.base_model)
+        self.trunk = copy.deepcopy(own, frozen) if config.trunk == "separate" else None
+        size: int = model.config.get_text_config().hidden_size
+        self.head = skip_init(torch.nn.Linear, size, 1, device=model.device, dtype=torch.float32)
+        for parameter in self.head.parameters():
+            torch.nn.init.zeros_(parameter)
+
+    def forward(self, micro: MicroBatch, of_policy: States | None) -> Tensor:
+        """The value of each sampled token, float32[N]; `of_policy` are the policy's states where it has no own."""
+        states = of_policy if self.trunk is None else predicting_states(self.trunk, micro)
+        assert states is not None and states.hidden is not None
+        return self.head(states.hidden.float())[:, 0][states.of]
+
+    def save(self, directory: Path) -> None:
+        """Write what is trained of it into its file."""
+        save_file(dict(self._trained()), directory / CRITIC_FILE)
+
+    def load(self, directory: Path) -> None:
+        """Take what `save` wrote. OSError or SafetensorError where it cannot be read, ValueError if it does not fit."""
+        own, saved = self._trained(), load_file(directory / CRITIC_FILE)
+        if {name: one.shape for name, one in own.items()} != {name: one.shape for name, one in saved.items()}:
+            raise ValueError(f"{CRITIC_FILE} is of another critic")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(saved[name])
+
+    def _trained(self) -> dict[str, Tensor]:
+        return {name: one.detach() for name, one in self.named_parameters() if one.requires_grad}
 
 
 class Sampled(NamedTuple):

@@ -16,7 +16,7 @@ from agentlightning.data.sequences import CreditedTransition, Level, TrainingSeq
 from agentlightning.errors import ConfigError
 from agentlightning.learner import losses
 from agentlightning.learner.base import AdamW, Critic, CriticTrunk, LoRA
-from agentlightning.learner.critic import CRITIC_FILE
+from agentlightning.learner.forward import CRITIC_FILE
 from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import Policy, open_policy
 from agentlightning.learner.torch import TorchLearner
