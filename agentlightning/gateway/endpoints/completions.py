@@ -136,7 +136,7 @@ _Prompt: TypeAlias = str | list[int | str | list[int]]
 _COMPLETION_FIELDS = Fields({**_COMMON, "prompt": _Prompt, "logprobs": TopLogprobs, "echo": bool, "best_of": int})
 
 
-class Completions(Endpoint):
+class Completions(ChatCompletions):
     """`POST /v1/completions`, of one prompt. With `return_token_ids`, the default where the prompt is token ids, each
     choice holds `prompt_token_ids`, `token_ids` and `policy_versions` (run-length, as in `SampledChoice.versions`)."""
 
@@ -162,12 +162,6 @@ class Completions(Endpoint):
             **_written_alike(values),
             **sampling_fields(values, values.get("max_tokens", MAX_TOKENS)),
         )
-
-    def whole(self, request: CallRequest, answer: Answer) -> bytes:
-        return _whole(request, answer)
-
-    def stream(self, request: CallRequest, answer: Answer) -> ChunkWriter:
-        return ChunkWriter(request, answer)
 
 
 def _prompt(given: _Prompt) -> str | tuple[int, ...]:
