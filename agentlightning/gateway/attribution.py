@@ -131,7 +131,7 @@ class Attributor:
         attempt = await store.get_latest_attempt(rollout_id)
         caller = self._callers.get((rollout_id, attempt_id))
         if attempt is None:
-            _refuse(404, "attempt_not_found", f"rollout {rollout_id!r} has no attempts; check the URL")
+            _refuse(404, "attempt_not_found", f"there is no rollout {rollout_id!r} with an attempt; check the URL")
         if attempt.attempt_id != attempt_id:
             _refuse(403, "attempt_superseded", f"attempt {attempt_id} is not its rollout's latest; stop this agent")
         if attempt.status in _ENDED:
