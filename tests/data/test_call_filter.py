@@ -18,7 +18,7 @@ from agentlightning.data.recorded import rewarded_group
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import ConfigError
 from agentlightning.gateway import backend, capture
-from agentlightning.gateway.backends import sglang
+from agentlightning.gateway.backends import tokens
 from agentlightning.types import SampledChoice, TokenCapture
 from tests.data.test_transitions import call, reward, rollout
 
@@ -73,7 +73,7 @@ def test_a_flagged_call_trains_where_its_reason_is_kept_and_is_counted() -> None
 def test_every_reason_of_the_gateway_that_leaves_the_tokens_whole_can_be_kept() -> None:
     reasons = {
         capture.FAILED, capture.ABORTED, capture.COUNTS_DIFFER, backend.STOPPED_BY_STRING, backend.CONSTRAINED,
-        backend.WEIGHTS_UNKNOWN, sglang.TRUNCATED,
+        backend.WEIGHTS_UNKNOWN, tokens.TRUNCATED,
     }  # fmt: skip
     assert reasons <= set(KEEPABLE)
 
