@@ -3,7 +3,7 @@
     python scripts/drift.py [STORE] --tokenizer ID|DIR [--run ID] [--model NAME] [--examples N] [--json]
 
 Agents keep text, and text is tokenised again: by the chat template at the next call, by tools that train from
-transcripts. Three checks compare recorded ids with ids made anew; `data.drift_kinds` tells why they differ:
+transcripts. Three checks compare recorded ids with ids made anew:
 
     answer    the sampled ids, and the tokenisation of their own text
                   can drift by split, special token and normalisation
@@ -15,11 +15,32 @@ transcripts. Three checks compare recorded ids with ids made anew; `data.drift_k
 
 Prompts that repeat recorded answers in their own ids (`chat.recorded`) do so on purpose, which is no drift: a history
 agrees with them, and before such a prompt is compared with its rendering, its own text is tokenised anew too.
+
+The first difference tells one of six kinds. `·` separates tokens, `⏎` is a line break; recorded → anew:
+
+`·` separates tokens, `⏎` is a line break; recorded → anew:
+
+    split           the text is the same, cut into other tokens
+                        th·ere  →  there
+    special token   a token that is reserved, or that nothing spells, on one side; ordinary text or nothing on the other
+                        <·|·end·|·>  →  <|end|>     (the policy spelled out what the tokenizer reads as one token)
+                        yes·<|user|>·no  →  yes·no  (the text that agents get leaves special tokens out)
+    turn boundary   the answer's words are the same, its edges are not: white space around them, how the turn ends, or a
+                    token that reaches across the edge
+                        yes·⏎·<|end|>  →  yes·<|end|>
+                        yes·.  →  yes·.⏎            (the text goes on with a line break)
+    tool call       a tool call is written otherwise than it was sampled
+                        {"q":"sun"}  →  {"q": "sun"}
+    normalisation   the words are the same but for Unicode's forms, case, white space within, or bytes that are no UTF-8
+                        e·◌́  →  é
+    template        the text is another: the template rewrites what is past, or is not the one that was used
+                        <think>·hm·</think>·yes  →  yes
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,8 +54,8 @@ import msgspec
 from agentlightning import semconv
 from agentlightning.cli.options import make_table, print_json, print_table
 from agentlightning.cli.place import ARGUMENT, Place, with_place
-from agentlightning.data.drift_kinds import Classifier, Drift, Ids, Kind
-from agentlightning.data.histories import common_length, words_of
+from agentlightning.data.continuity import canonical, words_of
+from agentlightning.data.token_bytes import MARKERS, TokenBytes
 from agentlightning.display import counting
 from agentlightning.errors import AgentLightningError, BackendError, ConfigError
 from agentlightning.gateway.backends.kinds import chat_template
@@ -45,6 +66,12 @@ from agentlightning.types import And, Condition, Filter, Span
 T = TypeVar("T")
 Check: TypeAlias = Literal["answer", "history", "prompt"]
 CHECKS: Final[tuple[Check, ...]] = get_args(Check)
+Ids: TypeAlias = tuple[int, ...]
+Kind: TypeAlias = Literal["split", "special token", "turn boundary", "tool call", "normalisation", "template"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+
+_SHOWN_BEFORE, _SHOWN_AFTER = 3, 8  # tokens of an example
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 @dataclass(frozen=True)
@@ -98,6 +125,21 @@ def _decoded(text: object, kind: type[T]) -> T | None:
         return msgspec.json.decode(text, type=kind) if isinstance(text, str) else None
     except (msgspec.DecodeError, RecursionError):
         return None
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Recorded ids that are others when made anew.
+
+    `tokens` counts the recorded ones: from the first difference to the last; in a history from the first difference to
+    the answer's end, as none of them is shared with the later prompt. `before`, `recorded` and `anew` are the texts of
+    the tokens just before the first difference, and of a few from it on."""
+
+    kind: Kind
+    tokens: int
+    before: tuple[str, ...]
+    recorded: tuple[str, ...]
+    anew: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -169,8 +211,119 @@ class DriftReport:
         return [example for row in self.found() for example in self._examples[row.check, row.kind]]
 
 
-class _Anew(Classifier):
-    """Tells the kind where ids and their own text, or a prompt and its rendering, differ."""
+@dataclass(frozen=True)
+class Difference:
+    """The shortest ranges, recorded[start:recorded_end] and anew[start:anew_end], that begin with the first difference
+    and end at the same byte. `overhangs`: there are none, since the last token of anew reaches beyond all recorded."""
+
+    start: int
+    recorded_end: int
+    anew_end: int
+    same_text: bool
+    overhangs: bool
+
+
+class Classifier:
+    """Tells the kind of a drift, for ids that are known to differ."""
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
+        self._id_to_token = token_bytes.tokenizer.id_to_token
+        added = token_bytes.tokenizer.get_added_tokens_decoder()
+        self._reserved = frozenset(added)
+        self._specials = tuple(token.content for token in added.values() if token.special)
+        self._special = re.compile("|".join(map(re.escape, self._specials)) or "(?!)")
+
+    def of_history(self, prompt: Ids, answer: Ids, later: Ids, calls_tools: bool) -> Drift:
+        recorded = (*prompt, *answer)
+        difference = self.difference(recorded, later)
+        across = difference.start < len(prompt) < difference.recorded_end
+        if difference.overhangs or (difference.same_text and across):
+            kind = "turn boundary"
+        elif difference.same_text:
+            kind = self.cut(recorded, later, difference)
+        else:
+            kind = self._reworded(prompt, answer, later, calls_tools)
+        return self.drift(kind, recorded, later, difference.start, len(recorded) - difference.start)
+
+    def difference(self, recorded: Ids, anew: Ids) -> Difference:
+        start = recorded_end = anew_end = common_length(recorded, anew)
+        left = right = b""  # what the two ranges spell so far
+        while True:
+            if len(right) <= len(left) and anew_end < len(anew):
+                right += self._spelling(anew[anew_end])
+                anew_end += 1
+            elif recorded_end < len(recorded):
+                left += self._spelling(recorded[recorded_end])
+                recorded_end += 1
+            else:
+                break
+            if len(left) == len(right) and start not in (recorded_end, anew_end):
+                break
+        overhangs = len(left) < len(right) and right.startswith(left)
+        return Difference(start, recorded_end, anew_end, left == right, overhangs)
+
+    def _spelling(self, token_id: int) -> bytes:
+        """The token's own bytes, those of a word with the space it begins with."""
+        if self._token_bytes.exact:
+            return self._token_bytes[token_id]
+        token = self._id_to_token(token_id) or ""
+        byte = _BYTE.fullmatch(token)
+        return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
+
+    def cut(self, recorded: Ids, anew: Ids, difference: Difference) -> Kind:
+        """The kind where both sides spell the same text."""
+        left = recorded[difference.start : difference.recorded_end]
+        right = anew[difference.start : difference.anew_end]
+        return "split" if self._unwritten(left) == self._unwritten(right) else "special token"
+
+    def _unwritten(self, ids: Ids) -> list[int]:
+        """Those that no tokenizer makes of ordinary text: reserved ones, and ids beyond the vocabulary."""
+        return [token_id for token_id in ids if token_id in self._reserved or not self._spelling(token_id)]
+
+    def _reworded(self, prompt: Ids, answer: Ids, later: Ids, calls_tools: bool) -> Kind:
+        """The kind where an answer, or what came before it, is another text in a later prompt."""
+        text = self._token_bytes.text
+        before, rendered = text(list(prompt)), text(list(later))
+        said = text([*prompt, *answer])[len(before) :]
+        if not rendered.startswith(before):
+            return "template"
+        rendered = rendered[len(before) :]
+        words = self._words(said)
+        place = common_length(said, rendered)
+        # A special token is one thing: the difference does not lie within it.
+        place = next((m.start() for m in self._special.finditer(said) if m.start() < place < m.end()), place)
+        if rendered.startswith(said):
+            return "normalisation"  # only bytes that are no text differ
+        if rendered.lstrip().startswith(words):
+            return "turn boundary"
+        if calls_tools and place >= _calls_begin(said):
+            return "tool call"
+        if self._special.match(said, place):
+            return "special token"
+        if self._special.match(rendered, place):
+            return "turn boundary"
+        return "normalisation" if canonical(rendered).startswith(canonical(words)) else "template"
+
+    def _words(self, said: str) -> str:
+        """The answer without white space around it and the special tokens that end it."""
+        words = said.strip()
+        while end := next((special for special in self._specials if words.endswith(special)), None):
+            words = words.removesuffix(end).rstrip()
+        return words
+
+    def drift(self, kind: Kind, recorded: Ids, anew: Ids, start: int, tokens: int) -> Drift:
+        return Drift(
+            kind,
+            tokens,
+            before=self.shown(recorded[max(0, start - _SHOWN_BEFORE) : start]),
+            recorded=self.shown(recorded[start : start + _SHOWN_AFTER]),
+            anew=self.shown(anew[start : start + _SHOWN_AFTER]),
+        )
+
+    def shown(self, ids: Ids) -> tuple[str, ...]:
+        """The text of each token; of one without any its id, as `#17`."""
+        return tuple(self._spelling(token_id).decode(errors="backslashreplace") or f"#{token_id}" for token_id in ids)
 
     def told(self, recorded: Ids, anew: Ids, *, otherwise: Kind) -> Drift:
         found = self.difference(recorded, anew)
@@ -178,6 +331,18 @@ class _Anew(Classifier):
         # From the first difference to the last; where something was only put in, one.
         same = found.start + common_length(recorded[found.start :][::-1], anew[found.start :][::-1])
         return self.drift(kind, recorded, anew, found.start, max(1, len(recorded) - same))
+
+
+def _calls_begin(said: str) -> int:
+    """Where tool calls begin, with the space before them; an answer without a known marker is all tool call."""
+    marked = min((said.find(marker) for marker in MARKERS if marker in said), default=0)
+    return len(said[:marked].rstrip())
+
+
+def common_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many ids, or characters, the two begin with in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 class DriftCheck:
@@ -188,7 +353,7 @@ class DriftCheck:
         self.refused = 0
         self.refusal = ""
         self._chat = chat
-        self._classifier = _Anew(chat.token_bytes)
+        self._classifier = Classifier(chat.token_bytes)
         self._remembered = remembered
         self._answered: OrderedDict[bytes, tuple[RecordedCall, int]] = OrderedDict()
 

@@ -2,28 +2,177 @@
 
     python scripts/explain.py ROLLOUT [STORE] [--tokenizer ID|DIR] [--json]
 
-The dashboard's page of a rollout shows the same. This script reads a store and prints;
-`agentlightning.data.explanation` explains.
+The dashboard's page of a rollout shows the same.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Final
 
 import click
+import msgspec
+import numpy as np
 
 from agentlightning.cli.options import make_table, print_json, print_table
 from agentlightning.cli.place import ARGUMENT, Place, with_place
-from agentlightning.data.explanation import ExplainedBreak, ExplainedCall, Explanation, explain_rollout
+from agentlightning.data.agents import agent_of
+from agentlightning.data.continuity import Break, Continuity, continuity
+from agentlightning.data.conversations import call_index
+from agentlightning.data.forest import prefix_order, shared_length
+from agentlightning.data.sequences import CreditedTransition, Level, build_sequences
+from agentlightning.data.transitions import IntArray, TracedRollout, Transition, trace_rollout
 from agentlightning.errors import AgentLightningError, NotFoundError
+from agentlightning.tracing.messages import model_name, token_counts
+from agentlightning.tracing.steps import read_steps
+from agentlightning.types import Rollout, Span
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from agentlightning.data.drift_kinds import Classifier
+    from agentlightning.data.token_bytes import TokenBytes
+
+_LEVELS: Final[tuple[Level, ...]] = ("transition", "trajectory", "tree")
+
+
+class Shared(msgspec.Struct, frozen=True):
+    """The longest beginning of a prompt that an earlier call holds."""
+
+    tokens: int
+    call_index: int
+
+
+class ExplainedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of the final attempt. Of one that does not train, `left_out` says why, and what is only known of those
+    that do is None. `versions` are the policy versions of its first and last token, `tools` how each went (±1)."""
+
+    call_index: int
+    agent: str | None
+    model: str | None
+    prompt_tokens: int
+    sampled_tokens: int
+    left_out: str | None = None
+    shared: Shared | None = None
+    continues: int | None = None
+    conversation: int | None = None
+    versions: tuple[int, int] | None = None
+    finish_reason: str | None = None
+    reward: float | None = None
+    tools: tuple[tuple[str, int], ...] = ()
+
+
+class LevelSize(msgspec.Struct, frozen=True):
+    """What training the rollout takes at a level; `saved` is the share of the tokens of level `transition`."""
+
+    level: Level
+    sequences: int
+    tokens: int
+    saved: float
+
+
+class ExplainedBreak(msgspec.Struct, frozen=True, kw_only=True):
+    """A break, what can be done about it, and the texts of its tokens where a tokenizer was given."""
+
+    found: Break
+    suggestion: str
+    before: tuple[str, ...] | None = None
+    recorded: tuple[str, ...] | None = None
+    anew: tuple[str, ...] | None = None
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    rollout: Rollout
+    outcome: str
+    reward: float | None
+    reward_terms: dict[str, float]
+    rewards_lost: dict[str, int]
+    calls: tuple[ExplainedCall, ...]
+    levels: tuple[LevelSize, ...]
+    breaks: tuple[ExplainedBreak, ...]
+
+
+def explain_rollout(traced: TracedRollout, spans: Sequence[Span], token_bytes: TokenBytes | None = None) -> Explanation:
+    """What `trace_rollout` made of these spans, explained; `token_bytes` are those of its tokenizer."""
+    read = continuity(traced.transitions, spans)
+    calls = [*_trained(traced.transitions, read), *_left_out(traced, spans)]
+    return Explanation(
+        rollout=traced.rollout,
+        outcome=traced.outcome,
+        reward=traced.reward,
+        reward_terms=dict(traced.reward_terms),
+        rewards_lost=dict(traced.rewards_lost),
+        calls=tuple(sorted(calls, key=lambda call: call.call_index)),
+        levels=tuple(_level_sizes(traced.transitions)) if traced.transitions else (),
+        breaks=tuple(explain_break(found, token_bytes) for found in read.breaks),
+    )
+
+
+def _trained(transitions: Sequence[Transition], read: Continuity) -> Iterable[ExplainedCall]:
+    earlier: list[tuple[IntArray, int]] = []
+    for one, continues, conversation in zip(transitions, read.continues, read.conversations, strict=True):
+        shared = [Shared(shared_length(tokens, one.prompt_ids), index) for tokens, index in earlier]
+        known = one.versions[one.versions >= 0]
+        yield ExplainedCall(
+            call_index=one.call_index,
+            agent=one.agent,
+            model=one.model,
+            prompt_tokens=len(one.prompt_ids),
+            sampled_tokens=len(one.response_ids),
+            shared=max(shared, key=lambda most: (most.tokens, most.call_index), default=None),
+            continues=None if continues is None else transitions[continues].call_index,
+            conversation=conversation,
+            versions=(int(known[0]), int(known[-1])) if len(known) else None,
+            finish_reason=one.finish_reason,
+            reward=one.reward,
+            tools=tuple((tool.tool, tool.status) for tool in one.tools),
+        )
+        earlier.append((np.concatenate([one.prompt_ids, one.response_ids]), one.call_index))
+
+
+def _left_out(traced: TracedRollout, spans: Sequence[Span]) -> Iterable[ExplainedCall]:
+    attempt_id = next((span.attempt_id for span in spans if span.span_id in traced.left_out), None)
+    for step in read_steps([span for span in spans if span.attempt_id == attempt_id]):
+        span = step.span
+        if span.span_id not in traced.left_out:
+            continue
+        read, written = token_counts(span.attributes) or (0, 0)
+        if span.tokens is not None:
+            read = len(span.tokens.prompt_token_ids)
+            written = sum(len(choice.token_ids) for choice in span.tokens.choices)
+        yield ExplainedCall(
+            call_index=call_index(span) or 0,
+            agent=agent_of(step).name,
+            model=model_name(span.attributes),
+            prompt_tokens=read,
+            sampled_tokens=written,
+            left_out=traced.left_out[span.span_id],
+        )
+
+
+def _level_sizes(transitions: Sequence[Transition]) -> Iterable[LevelSize]:
+    credited = [CreditedTransition(one, np.zeros(len(one.response_ids), np.float32)) for one in transitions]
+    alone = sum(len(one.prompt_ids) + len(one.response_ids) for one in transitions)
+    for level in _LEVELS:
+        rows = [sequence.token_ids for sequence in build_sequences(credited, level)]
+        shared = int(prefix_order(rows)[1].sum()) if level == "tree" else 0
+        tokens = sum(map(len, rows)) - shared
+        yield LevelSize(level, len(rows), tokens, 1 - tokens / alone)
+
+
+def explain_break(found: Break, token_bytes: TokenBytes | None) -> ExplainedBreak:
+    """A break with what can be done about it, and, with a tokenizer, the texts of its tokens."""
+    if token_bytes is None:
+        return ExplainedBreak(found=found, suggestion=found.suggestion)
+    before, recorded, anew = (_texts(ids, token_bytes) for ids in (found.before, found.recorded, found.found))
+    return ExplainedBreak(found=found, suggestion=found.suggestion, before=before, recorded=recorded, anew=anew)
+
+
+def _texts(ids: Sequence[int], token_bytes: TokenBytes) -> tuple[str, ...]:
+    """The text of each token; of one without any its id, as `#17`."""
+    return tuple(token_bytes[one].decode(errors="backslashreplace") or f"#{one}" for one in ids)
+
 
 _COLUMNS: Final = (
     "call", "agent", "model", "prompt", "shared", "new", "sampled", "version", "trains", "reward", "tools",
@@ -41,8 +190,7 @@ async def explain(rollout_id: str, place: Place, source: str | None, as_json: bo
     STORE is a SQLite file or a postgresql:// URL; default the newest of agentlightning.sqlite and runs/*."""
 
     from agentlightning.dashboard.credit import trained_by
-    from agentlightning.dashboard.tokens import Tokenizers, classifier_of
-    from agentlightning.data.transitions import trace_rollout
+    from agentlightning.dashboard.tokens import Tokenizers
     from agentlightning.gateway.backends.kinds import chat_template
 
     async with place.open(reading=True) as store:
@@ -52,19 +200,19 @@ async def explain(rollout_id: str, place: Place, source: str | None, as_json: bo
         spans = await store.query_spans(rollout_id, "latest")
         trained = await trained_by(store, rollout.run_id)
     own = Tokenizers(place.address).find()  # that of the run, beside its store
-    classifier = classifier_of(chat_template(source).token_bytes if source else own and own[1])
+    token_bytes = chat_template(source).token_bytes if source else own and own[1]
     traced = trace_rollout(rollout, spans, calls=trained.calls, reward=trained.reward)
-    explanation = explain_rollout(traced, spans, classifier)
+    explanation = explain_rollout(traced, spans, token_bytes)
     if as_json:
         print_json(explanation)
     else:
-        _show(explanation, classifier)
+        _show(explanation, spelled=token_bytes is not None)
 
 
 # --- what is shown ------------------------------------------------------------------------------------------------
 
 
-def _show(explanation: Explanation, classifier: Classifier | None) -> None:
+def _show(explanation: Explanation, *, spelled: bool) -> None:
     rollout = explanation.rollout
     said = dict.fromkeys((rollout.mode, rollout.status, explanation.outcome, _reward(explanation)))  # each once
     print(f"rollout {visible(rollout.rollout_id)}: {', '.join(said)}")
@@ -74,8 +222,8 @@ def _show(explanation: Explanation, classifier: Classifier | None) -> None:
         print(line)
     for found in explanation.breaks:
         print("\n".join(["", *_break(found)]))
-    if classifier is None and explanation.breaks:
-        print("\nwith --tokenizer these are texts, and more kinds are told")
+    if not spelled and explanation.breaks:
+        print("\nwith --tokenizer these are texts")
 
 
 def _reward(explanation: Explanation) -> str:

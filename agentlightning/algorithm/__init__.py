@@ -3,9 +3,8 @@
 from typing import TYPE_CHECKING
 
 from agentlightning.algorithm.apo import APO
-from agentlightning.algorithm.base import Algorithm, NoProgress, Progress, RunContext
+from agentlightning.algorithm.base import Algorithm, NoProgress, Progress, RunContext, algo
 from agentlightning.algorithm.evaluation import Baseline
-from agentlightning.algorithm.function import algo
 from agentlightning.algorithm.grpo import (
     CISPO,
     DAPO,

@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -169,9 +169,6 @@ class TensorBoard:
     directory: str | None = None
     name = "tensorboard"
 
-    def __post_init__(self) -> None:
-        imported("tensorboardX", f"the tracker {self.name!r}", "tensorboardX")
-
     def start(self, run: TrackedRun) -> str:
         from tensorboardX import SummaryWriter
 
@@ -200,9 +197,6 @@ class WandB:
     group: str | None = None
     name = "wandb"
 
-    def __post_init__(self) -> None:
-        imported("wandb", f"the tracker {self.name!r}", "wandb")
-
     def start(self, run: TrackedRun) -> str | None:
         import wandb  # pyright: ignore[reportMissingImports]
 
@@ -218,7 +212,7 @@ class WandB:
             dir=os.environ.get("WANDB_DIR") or str(run.directory),
             settings=wandb.Settings(console="off"),
         )
-        # Our steps, rather than those it counts itself: an evaluation may be late, which it would refuse.
+        # Our steps, not those it counts itself: it refuses an evaluation that is late.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         return f"wandb sync {Path(self._run.dir).parent}" if self._run.offline else self._run.url
@@ -238,9 +232,6 @@ class MLflow:
     experiment: str = "agentlightning"
     uri: str | None = None
     name = "mlflow"
-
-    def __post_init__(self) -> None:
-        imported("mlflow", f"the tracker {self.name!r}", "mlflow")
 
     def start(self, run: TrackedRun) -> str:
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
@@ -271,6 +262,7 @@ class MLflow:
 
 
 TRACKERS: Final[dict[str, type[Tracker]]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+_PACKAGES: Final = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 def make_tracker(spec: str | Mapping[str, Any] | Tracker) -> Tracker:
@@ -284,6 +276,8 @@ def make_tracker(spec: str | Mapping[str, Any] | Tracker) -> Tracker:
         name = str(options.pop("name", None))
         if name not in TRACKERS and not is_reference(name):
             raise ConfigError(f"trackers: no tracker {name!r}; {nearest(name, TRACKERS)} or file.py:Class")
+        if name in TRACKERS:
+            imported(_PACKAGES[name], f"the tracker {name!r}", _PACKAGES[name])
         maker: Any = TRACKERS.get(name) or load_reference(name)
         try:
             made = maker(**options)
@@ -299,12 +293,10 @@ def _allowed(name: str) -> str:
     return re.sub(r"[^\w\-./: ]", "_", name)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """`{"a": {"b": 1}}` → `[("a.b", 1)]`."""
-    flat: list[tuple[str, Any]] = []
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """`{"a": {"b": 1}}` → `("a.b", 1)`."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            flat += _flat(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
+            yield from _flat(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
         else:
-            flat.append((f"{prefix}{name}", value))
-    return flat
+            yield f"{prefix}{name}", value

@@ -6,7 +6,6 @@ refusal names the file, the key with its path, and the nearest right one.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import re
 import typing
@@ -19,12 +18,12 @@ import click
 import msgspec
 import yaml
 
-from agentlightning.cli.options import Option, together
+from agentlightning.cli.options import INSTRUMENT_HELP, ISOLATION_HELP, Option, together
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.runner.command import CommandAgent, RewardSource, command
 from agentlightning.runner.harnesses import harness
-from agentlightning.runner.processes import Isolation
+from agentlightning.runner.isolation import Isolation
 from agentlightning.store.redaction import settings_without_secrets
 from agentlightning.types import LLM, FrozenModel, PromptTemplate
 
@@ -91,15 +90,9 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     AdamW, `lora` those of LoRA. Paths in a run file are relative to it, paths in flags to the current directory.
     `environment` is an agent with its tasks: its `name`, `HUB:NAME`, and that hub's own fields."""
 
-    agent: Annotated[str | CommandConfig | None, _flag("The agent: file.py:name or module:name.", "FILE.py:NAME")] = (
-        None
-    )
-    environment: Annotated[
-        dict[str, Any] | None, _flag("An agent with its tasks: verifiers:NAME, inspect:…", "HUB:NAME")
-    ] = None
-    model: Annotated[
-        str | dict[str, str] | None, _flag("Model to train: id, directory or maker.", "ID|DIR|FILE.py:NAME")
-    ] = None
+    agent: Annotated[str | CommandConfig | None, _flag("The agent, in a file or a module.", "FILE.py:NAME")] = None
+    environment: Annotated[dict[str, Any] | None, _flag("An agent with its tasks: verifiers:…", "HUB:NAME")] = None
+    model: Annotated[str | dict[str, str] | None, _flag("Model to train.", "ID|DIR|FILE.py:NAME")] = None
     models: dict[str, FrozenModel] = msgspec.field(default_factory=dict[str, FrozenModel])
     model_name: Annotated[str, _flag("What agents call it by; default policy.", "NAME")] = "policy"
     train_dataset: Annotated[Any, _flag("Tasks to learn from: a file, or file.py:name.", "DATA")] = None
@@ -113,32 +106,19 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     lora: dict[str, Any] | None = None
     time_limit: Annotated[float | None, _flag("Stop training then; measure and save.", "SECONDS")] = None
-    n_runners: Annotated[int | None, _flag("Rollouts at once in this process; 0 leaves them to `agl runner`.", "N")] = (
-        None
-    )
-    isolation: Annotated[
-        Isolation,
-        _flag("process: each rollout has one to itself. auto: where the agent takes neither `llm` nor `resources`."),
-    ] = "auto"
-    instrument: Annotated[
-        str | None,
-        _flag("Let Python frameworks report tools and agents: langchain,crewai,… or all that can be.", "[NAMES]",
-              is_flag=False, flag_value="all"),
-    ] = None  # fmt: skip
+    n_runners: Annotated[int | None, _flag("Rollouts at once here; 0 leaves them to `agl runner`.", "N")] = None
+    isolation: Annotated[Isolation, _flag(ISOLATION_HELP)] = "auto"
+    instrument: Annotated[str | None, _flag(INSTRUMENT_HELP, "[NAMES]", is_flag=False, flag_value="all")] = None
     seed: Annotated[int, _flag("The source of all randomness.")] = 0
     run_dir: Annotated[str | None, _flag("Directory of this run; default below runs/.", "DIR", "--out")] = None
     resume: Annotated[bool, _flag("Continue the run in --run-dir, or the newest.", is_flag=True)] = False
     store: Annotated[str | None, _flag("SQLite file; default in the run's directory.", "PATH")] = None
     server: Annotated[str | None, _flag("Work with this `agl server`.", "URL")] = None
-    api_key: Annotated[str | None, _flag("The server's key.", "KEY", "--key", envvar="AGL_KEY", show_envvar=True)] = (
-        None
-    )
+    api_key: Annotated[str | None, _flag("Its key.", "KEY", "--key", envvar="AGL_KEY", show_envvar=True)] = None
     port: Annotated[int, _flag("Port of this process's own server; 0 for any free one.")] = 0
     max_sequence_length: Annotated[int | None, _flag("Prompt and answer together.", "TOKENS")] = None
     device: Annotated[str | None, _flag("cpu, cuda or mps; default cuda where there is one, else cpu.", "NAME")] = None
-    dtype: Annotated[
-        Literal["float32", "bfloat16"] | None, _flag("Of the weights; default bfloat16 on a GPU, else float32.")
-    ] = None
+    dtype: Annotated[Literal["float32", "bfloat16"] | None, _flag("Default bfloat16 on a GPU, else float32.")] = None
     threads: Annotated[int | None, _flag("Torch threads.", "N")] = None
     deterministic: bool = False
     trackers: list[str | dict[str, Any]] = msgspec.field(default_factory=list[str | dict[str, Any]])
@@ -204,14 +184,13 @@ _Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
 
 
 def load_config(
-    source: Path | Mapping[str, Any] | None, assignments: Iterable[str] = (), flags: Mapping[str, Any] | None = None
+    source: Path | None, assignments: Iterable[str] = (), flags: Mapping[str, Any] | None = None
 ) -> TrainConfig:
-    """The run file at a path, or as the manifest of a run keeps it (`kept`), changed by `key=value` assignments (dotted
-    keys), then by `flags` that are not None.
+    """The run file at a path, changed by `key=value` assignments (dotted keys), then by `flags` that are not None.
 
     Raises ConfigError for a missing or malformed file, an unknown or repeated key, a missing one, or a wrong type.
     """
-    values = _read_run_file(source) if isinstance(source, Path) else copy.deepcopy(dict(source or {}))
+    values: dict[str, Any] = {} if source is None else _read_run_file(source)
     for assignment in assignments:
         _assign(values, assignment)
     for key, value in (flags or {}).items():
@@ -219,7 +198,7 @@ def load_config(
             values[key] = {**(values.get(key) or {}), "name": value}
         elif value is not None:
             values[key] = value
-    where = str(source) if isinstance(source, Path) else "the command line" if source is None else "the manifest"
+    where = "the command line" if source is None else str(source)
     for key in values:
         if key not in FIELDS:
             raise ConfigError(f"{where}: unknown key {key!r}; {nearest(str(key), FIELDS)}")
@@ -273,11 +252,11 @@ def _read_run_file(path: Path) -> dict[str, Any]:
 
 
 def kept(config: TrainConfig) -> dict[str, Any]:
-    """What the manifest of a run keeps to repeat it: the run file with paths that hold anywhere, without what is its
-    own (its directory) and without what is secret by its name."""
-    here = Path.cwd() / "run.yaml"
+    """The run file by which a run can be repeated: with paths that hold anywhere, without what is the run's own (its
+    directory) and without what is secret by its name."""
+    here, own = Path.cwd() / "run.yaml", ("run_dir", "resume")
     values: dict[str, Any] = settings_without_secrets(msgspec.to_builtins(config))
-    values = _seen_from(here, {key: value for key, value in values.items() if key not in ("run_dir", "resume")})
+    values = _seen_from(here, {key: one for key, one in values.items() if key not in own and one is not None})
     return values | {key: _references_from(here, values[key]) for key in ("algorithm", "trackers")}
 
 

@@ -16,9 +16,10 @@ import click
 import msgspec
 
 from agentlightning.cli.backends import Upstream, with_backend
-from agentlightning.cli.options import STYLES, json_option, print_json
+from agentlightning.cli.options import json_option, tell
 from agentlightning.cli.place import RUNS
 from agentlightning.errors import AgentLightningError, ConfigError
+from agentlightning.tracing.tree import one_line
 
 
 class Check(NamedTuple):
@@ -45,26 +46,11 @@ def doctor(backend: Upstream | None, model: str | None, as_json: bool) -> int:
         if backend is not None:
             checks += [check async for check in _backend(backend, model)]
         for check in checks:
-            _tell(check, as_json)
+            words = f"{check.state:<7}  {check.name:<20}  {one_line(check.found, 600)}"
+            tell(as_json, check._asdict(), words + (f"\n{' ' * 9}→ {one_line(check.fix, 600)}" if check.fix else ""))
         return 1 if any(check.state == "failed" for check in checks) else 0
 
     return asyncio.run(work())
-
-
-def _tell(check: Check, as_json: bool) -> None:
-    if as_json:
-        print_json(check._asdict())
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    from agentlightning.tracing.tree import one_line
-
-    line = Text(f"{check.state:<7}  ", STYLES[check.state])
-    line.append(f"{check.name:<20}  ", "bold").append(one_line(check.found, 600))
-    if check.fix:
-        line.append(f"\n{' ' * 9}→ {one_line(check.fix, 600)}")
-    Console(highlight=False).print(line, soft_wrap=True)
 
 
 def _gpu() -> Check:

@@ -55,7 +55,7 @@ _ALL: Final = "all tasks"
 @click.option(
     "--mode", type=click.Choice(["train", "val", "test"]), help="Of rollouts; default test, or what is stored."
 )
-@click.option("--compare", nargs=2, metavar="A B", help="Two models, prompts (NAME=FILE) or versions (RUN@N); or runs.")
+@click.option("--compare", nargs=2, metavar="A B", help="Two models or prompts (NAME=FILE); or stored runs, RUN@N.")
 @click.option("-k", "ks", type=Numbers(), metavar="1,4,8", help="Which pass@k; default 1 and --samples.")
 @click.option("--threshold", type=float, default=1.0, show_default=True, help="The least reward that passes.")
 @click.option("--by", multiple=True, metavar="FIELD", help="Break down by this field of tasks; default tags and kind.")
@@ -199,15 +199,14 @@ def _show_tasks(console: Console, tasks: Sequence[EvaluatedTask]) -> None:
 
 
 def _variant(config: TrainConfig, name: str) -> TrainConfig:
-    """The same with another prompt (`NAME=FILE`), the prompts of a version (`RUN@N`), or another model."""
-    changed: Mapping[str, Any] = {}
+    """The same with another prompt (`NAME=FILE`) or another model."""
+    template, is_prompt, file = name.partition("=")
     llm = config.initial_resources.get("llm")
-    if Path(name).exists() or not ("=" in name or "@" in name):
+    if not is_prompt or Path(name).exists():
         if config.model is not None or not isinstance(llm, LLM):
             return msgspec.structs.replace(config, model=name)
-        changed = {"llm": msgspec.structs.replace(llm, model=name)}
-    elif "=" in name:
-        template, _, file = name.partition("=")
+        changed: dict[str, LLM | PromptTemplate] = {"llm": msgspec.structs.replace(llm, model=name)}
+    else:
         try:
             text = Path(file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -215,25 +214,7 @@ def _variant(config: TrainConfig, name: str) -> TrainConfig:
         present = config.initial_resources.get(template)
         engine = present.engine if isinstance(present, PromptTemplate) else "f-string"
         changed = {template: PromptTemplate(template=text, engine=engine)}
-    else:
-        changed = asyncio.run(_prompts(name, config))
     return msgspec.structs.replace(config, initial_resources={**config.initial_resources, **changed})
-
-
-async def _prompts(name: str, config: TrainConfig) -> dict[str, PromptTemplate]:
-    from agentlightning.cli.runs import open_run
-
-    run_name, _, wanted = name.rpartition("@")
-    async with open_run(run_name, Place(config.store, config.server, config.api_key)) as (store, _):
-        versions = await store.query_resources()
-    version = next((one for one in versions if wanted in (str(one.version), one.resources_id)), None)
-    if version is None:
-        known = ", ".join(str(one.version) for one in versions)
-        raise NotFoundError(f"{run_name} has no version {wanted} of its resources; it has {known or 'none'}")
-    prompts = {key: one for key, one in version.resources.items() if isinstance(one, PromptTemplate)}
-    if not prompts:
-        raise ConfigError(f"version {wanted} of {run_name} has no prompts; compare weights by their checkpoints")
-    return prompts
 
 
 # --- reading what is stored --------------------------------------------------------------------------------------
@@ -242,13 +223,14 @@ async def _prompts(name: str, config: TrainConfig) -> dict[str, PromptTemplate]:
 async def _stored(name: str, mode: Mode | None, place: Place, fields: Sequence[str]) -> list[Measured]:
     """The rollouts of `RUN`, or of its evaluation after step N, or with version N of its resources: `RUN@N`."""
     from agentlightning.algorithm.measures import measured
-    from agentlightning.cli.runs import open_run
+    from agentlightning.cli.runs import choose_run
     from agentlightning.data.transitions import trace_rollout
     from agentlightning.display import counting
 
     run_name, _, wanted = name.partition("@")
-    async with open_run(run_name, place) as (store, run):
-        rollouts = await store.query_rollouts(run_id=run.run_id, mode_in=[mode] if mode else ["val", "test"])
+    run = await choose_run(run_name, place)
+    async with run.place.open(reading=True) as store:
+        rollouts = await store.query_rollouts(run_id=run.run.run_id, mode_in=[mode] if mode else ["val", "test"])
         if not rollouts:
             which = f"rollouts of mode {mode}" if mode else "held-out rollouts; --mode train takes those of training"
             raise ConfigError(f"{run_name} has no {which}")

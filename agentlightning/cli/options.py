@@ -26,27 +26,19 @@ if TYPE_CHECKING:
 Option: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 STATUSES: Final = ("queuing", "preparing", "running", "requeuing", "succeeded", "failed", "cancelled")
-STYLES: Final = {
-    "succeeded": "green",
-    "failed": "red",
-    "running": "yellow",
-    "ok": "green",
-    "warning": "yellow",
-}
-"""A word that says how something stands → its colour."""
+_STYLES: Final = {"succeeded": "green", "failed": "red", "running": "yellow"}
 _LONGEST: Final = 200  # characters of a cell
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="End stdout with JSON, one object a line; everything else to stderr."
 )
+INSTRUMENT_HELP: Final = "Let Python frameworks report tools and agents: langchain,crewai,… or all that can be."
+ISOLATION_HELP: Final = (
+    "process: each rollout has one to itself. auto: where the agent takes neither `llm` nor `resources`."
+)
 instrument_option = click.option(
-    "--instrument", metavar="[NAMES]", is_flag=False, flag_value="all",
-    help="Let Python frameworks report tools and agents: langchain,crewai,… or all that can be.",
-)  # fmt: skip
-isolation_option = click.option(
-    "--isolation", type=click.Choice(["auto", "none", "process"]), default="auto", show_default=True,
-    help="process: each rollout has one to itself. auto: where the agent takes neither `llm` nor `resources`.",
-)  # fmt: skip
+    "--instrument", metavar="[NAMES]", is_flag=False, flag_value="all", help=INSTRUMENT_HELP
+)
 
 
 def together(*options: Option) -> Option:
@@ -155,7 +147,7 @@ def _cell(value: object) -> Any:
     if isinstance(value, int | float):
         return f"{value:,}" if isinstance(value, int) else number(value)
     text = one_line(str(value), _LONGEST)
-    return Text(text, STYLES.get(text, ""))
+    return Text(text, _STYLES.get(text, ""))
 
 
 def number(value: float) -> str:

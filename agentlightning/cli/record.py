@@ -11,8 +11,6 @@ import shlex
 import signal
 import sys
 import tempfile
-import threading
-import tty
 from collections import Counter
 from collections.abc import AsyncGenerator, Generator, Sequence
 from dataclasses import dataclass, field
@@ -35,9 +33,7 @@ from agentlightning.types import LLM, AttemptedRollout, NamedResources, Rollout,
 if TYPE_CHECKING:
     from agentlightning.runner.harnesses import Preset
     from agentlightning.store.base import LightningStore
-    from agentlightning.tracing.logs import Excerpt
 
-_OUTPUT_SECONDS: Final = 1.0  # how long what the program left running may hold its output open
 _REASONS: Final = 10  # that are printed
 _NO_CALLS: Final = (
     "no call of a language model was recorded; the program must find its API by OPENAI_BASE_URL, ANTHROPIC_BASE_URL "
@@ -84,7 +80,7 @@ def record(
     instrument_agents(instrument, here=False)
     preset = None if harness is None else _preset(harness, model)
     command = command if preset is None else (preset.program, *command)
-    program = Program(command, sys.stderr if as_json else sys.stdout, preset, model or "")
+    program = Program(command, sys.stderr if as_json else None, preset, model or "")
     given = shlex.join(command) if task is None else _task(task)
 
     async def work() -> int:
@@ -183,11 +179,11 @@ class ProgramFailed(AgentLightningError):
 
 @dataclass
 class Program(LitAgent[Any]):
-    """A command as an agent that is run once; what it prints goes to `output`. `exit_code` is as a shell says it: 128
-    and the signal's number for one that was killed. ConfigError for one that cannot be started."""
+    """A command as an agent that is run once; what it prints goes to `output`, or where ours goes. `exit_code` is as a
+    shell says it: 128 and the signal's number for a program that was killed."""
 
     command: Sequence[str]
-    output: TextIO
+    output: TextIO | None = None
     preset: Preset | None = None
     model: str = ""
     exit_code: int = 0
@@ -209,20 +205,14 @@ class Program(LitAgent[Any]):
 
     async def rollout_async(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> None:
         from agentlightning.runner.environment import inherited_environment
-        from agentlightning.tracing.context import require_binding
-        from agentlightning.tracing.logs import record_log
 
         self._rollout = rollout
-        tracer = require_binding("agl record").tracer
         variables = self._variables(rollout)
         if self.preset is None:
-            streams = await self._executed(inherited_environment() | variables)
+            await self._execute(inherited_environment() | variables)
         else:
             with tempfile.TemporaryDirectory(prefix="agl-record-", ignore_cleanup_errors=True) as home:
-                streams = await self._executed(self.preset.environment(variables, Path(home)))
-        for name, excerpt in streams.items():
-            if text := excerpt.text():
-                record_log(tracer, name, text)  # pyright: ignore[reportArgumentType]
+                await self._execute(self.preset.environment(variables, Path(home)))
         if self.exit_code:
             raise ProgramFailed(f"exit code {self.exit_code}")
 
@@ -239,64 +229,15 @@ class Program(LitAgent[Any]):
             variables[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
         return variables | instrumenting()
 
-    async def _executed(self, environment: dict[str, str]) -> dict[str, Excerpt]:
-        """Run the process to its end; what it wrote."""
-        passing = {name: Passing(own) for name, own in (("stdout", self.output), ("stderr", sys.stderr))}
+    async def _execute(self, environment: dict[str, str]) -> None:
+        """Run the process to its end."""
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self.command, env=environment, stdout=passing["stdout"].theirs, stderr=passing["stderr"].theirs
-            )
+            process = await asyncio.create_subprocess_exec(*self.command, env=environment, stdout=self.output)
         except OSError as error:
             raise ConfigError(f"{self.command[0]!r} cannot be started: {error.strerror or error}") from None
-        finally:
-            for stream in passing.values():
-                os.close(stream.theirs)
         with _signals_to(process):
             code = await process.wait()
         self.exit_code = code if code >= 0 else 128 - code
-        await asyncio.gather(*(asyncio.to_thread(stream.thread.join, _OUTPUT_SECONDS) for stream in passing.values()))
-        return {name: stream.excerpt for name, stream in passing.items()}
-
-
-class Passing:
-    """What a process writes, passed on to a stream of our own as it comes, and an excerpt of it kept.
-
-    Where ours is a terminal the process has one too, so that it writes as it would without us. `theirs` is for the
-    process, and closed here once it has it."""
-
-    def __init__(self, own: Any) -> None:
-        from agentlightning.tracing.logs import Excerpt
-
-        self.excerpt = Excerpt()
-        self._own = own.fileno()
-        self._source, self.theirs = _terminal(self._own) if os.isatty(self._own) else os.pipe()
-        self.thread = threading.Thread(target=self._pass, daemon=True, name="agl record output")
-        self.thread.start()
-
-    def _pass(self) -> None:
-        while data := self._read():
-            self.excerpt.write(data)
-            with contextlib.suppress(OSError):  # our reader may have left (`agl record … | head`)
-                while data:
-                    data = data[os.write(self._own, data) :]
-        os.close(self._source)
-
-    def _read(self) -> bytes:
-        try:
-            return os.read(self._source, 65536)
-        except OSError:  # a terminal's way to say that nobody writes to it any more
-            return b""
-
-
-def _terminal(like: int) -> tuple[int, int]:
-    """(our end, the process's end) of a new terminal as wide as `like`, which changes nothing that is written."""
-    import fcntl
-    import termios
-
-    ours, theirs = os.openpty()
-    tty.setraw(theirs)
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, fcntl.ioctl(like, termios.TIOCGWINSZ, bytes(8)))
-    return ours, theirs
 
 
 @contextlib.contextmanager

@@ -15,10 +15,10 @@ from yarl import URL
 
 from agentlightning.cli.config import load_config
 from agentlightning.cli.options import (
+    ISOLATION_HELP,
     Duration,
     instrument_agents,
     instrument_option,
-    isolation_option,
     json_option,
     print_json,
 )
@@ -36,7 +36,8 @@ _OWN: Final = ("ray", "kubernetes", "most", "kube_api")  # options of a pool
 @click.option("--endpoint", "endpoint_override", metavar="URL",
               help="Where agents call models, if not at the URL that the trainer knows the server by.")  # fmt: skip
 @click.option("--concurrency", type=click.IntRange(min=1), help="Rollouts at once: 64, or of processes one per core.")
-@isolation_option
+@click.option("--isolation", type=click.Choice(["auto", "none", "process"]), default="auto", show_default=True,
+              help=ISOLATION_HELP)  # fmt: skip
 @click.option("--max-attempts-per-process", type=click.IntRange(min=1), metavar="N", default=100, show_default=True,
               help="Replace such a process after so many.")  # fmt: skip
 @click.option("--drain", "drain_seconds", type=Duration(zero=True), metavar="20s", default="20s", show_default=True,
@@ -59,7 +60,7 @@ def runner(agent: str, server: str, key: str | None, instrument: str | None, **o
 
     After Ctrl-C or SIGTERM it leases nothing more, and rollouts at hand may finish: exit code 0. Those that --drain
     ends, or a second signal, are handed back to be retried: exit code 130."""
-    from agentlightning.runner.processes import place_of
+    from agentlightning.runner.isolation import place_of
 
     pool = {name: options.pop(name) for name in _OWN}
     given = {name for name, value in pool.items() if value is not None}

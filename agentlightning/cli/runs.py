@@ -7,10 +7,9 @@ the metrics mean.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fnmatch
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -99,57 +98,30 @@ def _store_files(path: Path) -> list[str]:
     return [*map(str, servers), *sorted(str(file) for level in levels for file in path.glob(f"{level}{STORE_FILE}"))]
 
 
-async def choose_runs(names: Sequence[str], place: Place) -> list[StoredRun]:
-    """The runs of these names, each an id, the beginning of one, or a run's directory; without a name the newest run.
+async def choose_run(name: str | None, place: Place) -> StoredRun:
+    """The run of this name, an id, the beginning of one, or a run's directory; without a name the newest run.
 
     NotFoundError for a name that none has, or several; ConfigError for the directory of a run that is stored elsewhere,
     unless `place` says where."""
-    chosen: list[StoredRun] = []
-    found: dict[Place, list[StoredRun]] = {}
-    for name in names or [""]:
-        where, run_id = _located(name, place)
-        if where not in found:
-            found[where] = await stored_runs(RUNS, where)
-        chosen.append(_called(run_id, found[where]) if run_id else _newest(found[where], name or str(place)))
-    return chosen
-
-
-def _located(name: str, place: Place) -> tuple[Place, str]:
-    """Where a run is stored, and its id or the beginning of one; without that the newest there is meant."""
     from agentlightning.algorithm.directory import MARK, read_mark
 
-    directory = Path(name)
-    if not name or not directory.is_dir():
-        return place, name
-    own = directory / STORE_FILE
-    if own.is_file():  # which may hold others beside it
-        return Place(str(own)), read_mark(directory).run_id if (directory / MARK).is_file() else ""
-    if not place.named:
-        raise ConfigError(f"the run in {name} is stored elsewhere; say where with --store or --server")
-    return place, read_mark(directory).run_id
-
-
-@contextlib.asynccontextmanager
-async def open_run(name: str, place: Place) -> AsyncGenerator[tuple[LightningStore, Run]]:
-    """The run of this name, as `choose_runs` finds it, and the store that has it."""
-    (one,) = await choose_runs([name], place)
-    async with one.place.open(reading=True) as store:
-        yield store, one.run
-
-
-def _newest(found: Sequence[StoredRun], where: str) -> StoredRun:
-    if not found:
-        raise NotFoundError(f"there is no run in {where}; name another place with --store or --server")
-    return found[-1]
-
-
-def _called(name: str, found: Sequence[StoredRun]) -> StoredRun:
-    exact = [one for one in found if one.run.run_id == name]
-    alike = exact or [one for one in found if one.run.run_id.startswith(name)]
+    run_id = name or ""
+    if name and (directory := Path(name)).is_dir():
+        own = directory / STORE_FILE
+        if not own.is_file() and not place.named:
+            raise ConfigError(f"the run in {name} is stored elsewhere; say where with --store or --server")
+        run_id = read_mark(directory).run_id if (directory / MARK).is_file() or not own.is_file() else ""
+        place = Place(str(own)) if own.is_file() else place  # which may hold others beside it
+    found = await stored_runs(RUNS, place)
+    if not found and not run_id:
+        raise NotFoundError(f"there is no run in {name or place}; name another place with --store or --server")
+    alike = [one for one in found if one.run.run_id == run_id]
+    alike = alike or ([one for one in found if one.run.run_id.startswith(run_id)] if run_id else found[-1:])
     if len(alike) != 1:
-        ids = [one.run.run_id for one in alike or found]
-        reason = "more than one run" if alike else "no run"
-        raise NotFoundError(f"there is {reason} called {name!r}; {nearest(name, ids)}. A run's directory is a name too")
+        ids, reason = [one.run.run_id for one in alike or found], "more than one run" if alike else "no run"
+        raise NotFoundError(
+            f"there is {reason} called {run_id!r}; {nearest(run_id, ids)}. A run's directory is a name too"
+        )
     return alike[0]
 
 
@@ -231,7 +203,7 @@ async def show(name: str | None, patterns: tuple[str, ...], place: Place, as_jso
 
     RUN is an id, the beginning of one, or a directory; default the newest below runs/."""
 
-    (one,) = await choose_runs([name] if name else [], place)
+    one = await choose_run(name, place)
     async with one.place.open(reading=True) as store:
         counts = await count_rollouts(store, one.run.run_id)
     if as_json:

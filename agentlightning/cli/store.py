@@ -53,13 +53,12 @@ async def delete(
 
     With --older-than, what has not ended stays, and so does a group until all of it has ended. Otherwise unfinished
     rollouts are cancelled first, and the files are written anew, so that they hold no trace; that takes time."""
-    from agentlightning.store import calls
     from agentlightning.store.retention import ended_before
 
     if sum(bool(given) for given in (age, task, rollout_id, run_id)) != 1:
         raise click.UsageError("say what to delete: one of --older-than AGE, --task TEXT, --rollout ID, --run ID")
     if age is not None:
-        where = ended_before(await store.perform(calls.GetTime()) - age)
+        where = ended_before(await store.get_time() - age)
     elif task:
         where = Condition("input", "contains", task)
     else:
@@ -71,7 +70,7 @@ async def delete(
         words = f"{total} rollouts match; nothing was removed"
         tell(as_json, {"rollouts_found": total, **msgspec.structs.asdict(Deleted())}, words)
         return int(refused)
-    deleted = await store.perform(calls.DeleteRollouts(where=where, unfinished=age is None, scrub=age is None))
+    deleted = await store.delete_rollouts(where, unfinished=age is None, scrub=age is None)
     words = f"removed {deleted.rollouts} rollouts, {deleted.attempts} attempts, {deleted.spans} spans"
     tell(as_json, deleted, words)
     return 0
@@ -84,9 +83,7 @@ async def delete(
 @on_store()
 async def check(store: LightningStore, as_json: bool) -> int:
     """Look for damage and contradictions; exit with 1 if there are any."""
-    from agentlightning.store import calls
-
-    found = await store.perform(calls.CheckStore())
+    found = await store.check_store()
     tell(as_json, {"problems": found}, "\n".join(found) or "nothing is wrong")
     return 1 if found else 0
 
@@ -127,9 +124,7 @@ async def issue(
     store: LightningStore, name: str, as_json: bool, scopes: tuple[Any, ...], lifetime: float | None
 ) -> None:
     """Make a key called NAME and print its secret, once and alone on stdout."""
-    from agentlightning.store import calls
-
-    issued = await store.perform(calls.IssueKey(name=name, scopes=list(scopes), lifetime_seconds=lifetime))
+    issued = await store.issue_key(name, scopes, lifetime)
     tell(as_json, issued, issued.api_key)
     sys.stdout.flush()
     click.echo(f"this is key {issued.key_id}; it is not shown again, and the store keeps no copy", err=True)
@@ -139,9 +134,7 @@ async def issue(
 @on_store(reading=True)
 async def list_(store: LightningStore, as_json: bool) -> None:
     """List all keys, without their secrets."""
-    from agentlightning.store import calls
-
-    found = await store.perform(calls.QueryKeys())
+    found = await store.query_keys()
     if as_json:
         for one in found:
             print_json(one)
@@ -164,9 +157,7 @@ def _state(key: ApiKey, now: float) -> str:
 @on_store()
 async def revoke(store: LightningStore, key_id: str, as_json: bool) -> None:
     """End a key at once and for good."""
-    from agentlightning.store import calls
-
-    ended = await store.perform(calls.RevokeKey(key_id=key_id))
+    ended = await store.revoke_key(key_id)
     tell(as_json, ended, f"{ended.key_id} ({ended.name}) {_state(ended, time.time())}")
 
 

@@ -73,14 +73,13 @@ def _is_export(file: Path) -> bool:
 
 
 async def _import_traces(store: LightningStore, records: Sequence[Record], reward: str | None, as_json: bool) -> None:
-    from agentlightning.store import calls
     from agentlightning.tracing.rewards import find_final_reward
 
     new: list[Record] = []
     for first in range(0, len(records), _AT_ONCE):
         batch = records[first : first + _AT_ONCE]
-        imports = [calls.ImportRollout(rollout=one.rollout, attempts=one.attempts, spans=one.spans) for one in batch]
-        new += itertools.compress(batch, await asyncio.gather(*map(store.perform, imports)))
+        imports = [store.import_rollout(one.rollout, one.attempts, one.spans) for one in batch]
+        new += itertools.compress(batch, await asyncio.gather(*imports))
     spans, stored_already = sum(len(record.spans) for record in new), len(records) - len(new)
     words = [f"stored {_number(len(new), 'rollout')} with {_number(spans, 'span')}" if new else "stored nothing"]
     if stored_already:
@@ -206,7 +205,7 @@ async def _export(
 
 
 def _tell(kind: str, done: _Exported, out: Path, as_json: bool) -> None:
-    from agentlightning.data.fine_tuning import FEWEST_LINES
+    from agentlightning.data.export import FEWEST_LINES
 
     if as_json:
         told = {"file": str(out), _UNITS[kind]: done.written, "rollouts": done.rollouts}

@@ -6,20 +6,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
 from agentlightning import semconv
 from agentlightning.data.agents import agent_of
 from agentlightning.data.conversations import Message, conversations, read_calls
-from agentlightning.data.explanation import Explanation, explain_rollout
 from agentlightning.data.recorded import Training
 from agentlightning.data.transitions import trace_rollout
-from agentlightning.errors import ConflictError, InvalidError, NotFoundError
+from agentlightning.errors import ConflictError, InvalidError
 from agentlightning.store.base import LightningStore
 from agentlightning.tracing.context import AttemptTracer
-from agentlightning.tracing.dialects import json_of, mapping, text_of
 from agentlightning.tracing.messages import finish_reasons, model_name, token_counts
 from agentlightning.tracing.rewards import (
     find_final_reward,
@@ -31,9 +29,6 @@ from agentlightning.tracing.rewards import (
 from agentlightning.tracing.steps import Step, read_steps
 from agentlightning.tracing.tree import arranged, totals
 from agentlightning.types import Attempt, Attributes, Rollout, Span
-
-if TYPE_CHECKING:
-    from agentlightning.data.drift_kinds import Classifier
 
 _AT_ONCE: Final = 8  # rollouts whose spans are in memory for a list
 SCORED_BY: Final = "agentlightning.reward.by"  # who gave a reward by hand
@@ -97,7 +92,7 @@ def summed_up(rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span]) 
 
 
 class StepView(msgspec.Struct, frozen=True, kw_only=True):
-    """A step in depth-first order, shown below the one at `parent`. `replayable`: `replay_request` knows its call."""
+    """A step in depth-first order, shown below the one at `parent`."""
 
     span_id: str
     parent: int | None
@@ -117,7 +112,6 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None
     time_to_first_token: float | None
     call_index: int | None
-    replayable: bool
 
 
 class CallView(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,7 +151,6 @@ class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
     conversations: list[ConversationView]
     logs: list[dict[str, Any]]
     rewards: list[RewardView]
-    explanation: Explanation | None
 
 
 def rollout_view(
@@ -166,7 +159,6 @@ def rollout_view(
     shown: int | None,
     spans: Sequence[Span],
     training: Training,
-    classifier: Classifier | None,
 ) -> RolloutView:
     """`spans` are those of the attempt numbered `shown`."""
     rollout = row.rollout
@@ -180,7 +172,6 @@ def rollout_view(
         conversations=_conversations(steps, spans, traced.left_out),
         logs=[_log(span.attributes, span.start_time) for span in spans if span.name == semconv.LOG],
         rewards=[_reward(span) for span in spans if is_reward_span(span) or COMMENT in span.attributes],
-        explanation=explain_rollout(traced, spans, classifier) if spans else None,
     )
 
 
@@ -229,7 +220,6 @@ def _step(step: Step, parent: int | None, depth: int) -> StepView:
         reward=rewards[0].value if rewards else None,
         time_to_first_token=_number(call, semconv.GEN_AI_TIME_TO_FIRST_CHUNK) if call else None,
         call_index=_index(call) if call else None,
-        replayable=call is not None and semconv.CALL_ENDPOINT in call.attributes,
     )
 
 
@@ -282,32 +272,6 @@ def _reward(span: Span) -> RewardView:
         comment=None if comment is None else str(comment),
         dimensions=[reward._asdict() for reward in get_rewards_from_span(span)],
     )
-
-
-# --- asking again -------------------------------------------------------------------------------------------------
-
-_MESSAGES: Final = {"chat/completions": "messages", "messages": "messages", "responses": "input"}
-
-
-class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
-    path: str
-    body: dict[str, Any]
-
-
-def replay_request(spans: Sequence[Span], span_id: str) -> ReplayRequest:
-    """The request of a gateway's call, as it came. NotFoundError where it was not recorded."""
-    span = next((one for one in spans if one.span_id == span_id), None)
-    endpoint = None if span is None else text_of(span, semconv.CALL_ENDPOINT)
-    if span is None or endpoint is None:
-        raise NotFoundError(f"no call of the gateway has the span {span_id!r} here")
-    body = dict(mapping(json_of(text_of(span, semconv.CALL_REQUEST))))
-    name = _MESSAGES.get(endpoint)
-    for field, attribute in ((name, semconv.GEN_AI_INPUT_MESSAGES), ("tools", semconv.GEN_AI_TOOL_DEFINITIONS)):
-        if field is not None and (said := json_of(text_of(span, attribute))) is not None:
-            body[field] = said
-    if (prompt := text_of(span, semconv.CALL_PROMPT)) is not None:
-        body["prompt"] = prompt
-    return ReplayRequest(path=f"/v1/{endpoint}", body=body)
 
 
 # --- scores -------------------------------------------------------------------------------------------------------

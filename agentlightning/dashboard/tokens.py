@@ -15,15 +15,13 @@ import msgspec
 import numpy as np
 
 from agentlightning.dashboard.credit import TracedGroup
-from agentlightning.data.continuity import continuity
-from agentlightning.data.explanation import ExplainedBreak, explain_break
+from agentlightning.data.continuity import Break, continuity
 from agentlightning.data.forest import shared_length
 from agentlightning.data.transitions import FloatArray, TracedRollout
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.types import Span
 
 if TYPE_CHECKING:  # a server without models need not have tokenizers installed
-    from agentlightning.data.drift_kinds import Classifier
     from agentlightning.data.token_bytes import TokenBytes
 
 _FILE: Final = "tokenizer.json"
@@ -51,6 +49,16 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float]
     versions: list[int]
     advantages: list[float] | None
+
+
+class ExplainedBreak(msgspec.Struct, frozen=True, kw_only=True):
+    """A break, what can be done about it, and the texts of its tokens where a tokenizer is known."""
+
+    found: Break
+    suggestion: str
+    before: list[str] | None
+    recorded: list[str] | None
+    anew: list[str] | None
 
 
 class TokenView(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,15 +112,6 @@ class Tokenizers:
         return None if found is None else found[1]
 
 
-def classifier_of(token_bytes: TokenBytes | None) -> Classifier | None:
-    """What tells why ids differ, where texts of tokens are known."""
-    if token_bytes is None:
-        return None
-    from agentlightning.data.drift_kinds import Classifier
-
-    return Classifier(token_bytes)
-
-
 def texts_of(ids: Sequence[int], token_bytes: TokenBytes | None) -> list[str] | None:
     """The text of each token by itself; what is part of a character is U+FFFD."""
     return None if token_bytes is None else [token_bytes[one].decode(errors="replace") for one in ids]
@@ -132,8 +131,7 @@ def token_view(
         why = traced.left_out.get(span_id or "") or "no call of it is recorded with token ids that train"
         raise NotFoundError(f"there are no tokens to show of rollout {traced.rollout.rollout_id}: {why}")
     name, token_bytes = tokenizer or (None, None)
-    classifier = classifier_of(token_bytes)
-    breaks = continuity(traced.transitions, spans, classifier).breaks
+    breaks = continuity(traced.transitions, spans).breaks
     found = next((each for each in breaks if each.call_index == one.call_index), None)
     earlier = [call for call in traced.transitions if call.call_index < one.call_index]
     shared = [shared_length(np.concatenate([call.prompt_ids, call.response_ids]), one.prompt_ids) for call in earlier]
@@ -159,8 +157,13 @@ def token_view(
             versions=one.versions.tolist(),
             advantages=_advantages(group, one.span_id),
         ),
-        found_break=None if found is None else explain_break(found, classifier),
+        found_break=None if found is None else _explained(found, token_bytes),
     )
+
+
+def _explained(found: Break, token_bytes: TokenBytes | None) -> ExplainedBreak:
+    before, recorded, anew = (texts_of(ids, token_bytes) for ids in (found.before, found.recorded, found.found))
+    return ExplainedBreak(found=found, suggestion=found.suggestion, before=before, recorded=recorded, anew=anew)
 
 
 def _advantages(group: TracedGroup, span_id: str) -> list[float] | None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, get_type_hints
 
 import msgspec
 
 from agentlightning.dashboard import credit, rollouts, runs, tokens
 from agentlightning.errors import NotFoundError
 from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import Call, QueryRollouts
+from agentlightning.store.calls import Call
 from agentlightning.types import Filter, Order, Rollout
 
-T = TypeVar("T")
 NEWEST_FIRST: Final = (Order(field="number", descending=True),)
 
 
@@ -51,14 +50,18 @@ class Sources:
         return await credit.trace_group(self.store, names, group)
 
 
-class View(Call[T], frozen=True, kw_only=True):
+class View(Call, frozen=True, kw_only=True):
     scope = "read"
 
-    async def read(self, sources: Sources) -> T:
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.returns = get_type_hints(cls.read)["return"]
+
+    async def read(self, sources: Sources) -> Any:
         raise NotImplementedError
 
 
-class ListRuns(View[list[runs.RunRow]], frozen=True, kw_only=True):
+class ListRuns(View, frozen=True, kw_only=True):
     """The newest first."""
 
     route = "GET /dashboard/runs"
@@ -70,7 +73,7 @@ class ListRuns(View[list[runs.RunRow]], frozen=True, kw_only=True):
         ]
 
 
-class ShowSeries(View[list[runs.RunSeries]], frozen=True, kw_only=True):
+class ShowSeries(View, frozen=True, kw_only=True):
     route = "POST /dashboard/series"
     run_ids: list[str]
     names: list[str]
@@ -85,7 +88,7 @@ class ShowSeries(View[list[runs.RunSeries]], frozen=True, kw_only=True):
         ]
 
 
-class ShowQuality(View[runs.Quality], frozen=True, kw_only=True):
+class ShowQuality(View, frozen=True, kw_only=True):
     route = "GET /dashboard/quality"
     run_id: str
 
@@ -94,7 +97,7 @@ class ShowQuality(View[runs.Quality], frozen=True, kw_only=True):
         return await asyncio.to_thread(runs.quality, run, await sources.measured.by(sources.store, run))
 
 
-class ShowPrompts(View[runs.Prompts], frozen=True, kw_only=True):
+class ShowPrompts(View, frozen=True, kw_only=True):
     route = "GET /dashboard/prompts"
     run_id: str
 
@@ -102,8 +105,8 @@ class ShowPrompts(View[runs.Prompts], frozen=True, kw_only=True):
         return await runs.prompts(sources.store, await runs.find_run(sources.store, self.run_id))
 
 
-class ListRollouts(View[rollouts.RolloutList], frozen=True, kw_only=True):
-    """`QueryRollouts`, with what each rollout came to."""
+class ListRollouts(View, frozen=True, kw_only=True):
+    """`page_rollouts`, with what each rollout came to."""
 
     route = "POST /dashboard/rollouts"
     where: Filter | None = None
@@ -113,12 +116,12 @@ class ListRollouts(View[rollouts.RolloutList], frozen=True, kw_only=True):
     with_total: bool = False
 
     async def read(self, sources: Sources) -> rollouts.RolloutList:
-        page = await sources.store.perform(QueryRollouts(**msgspec.structs.asdict(self)))
+        page = await sources.store.page_rollouts(**msgspec.structs.asdict(self))
         rows = await rollouts.rows_of(sources.store, page.items)
         return rollouts.RolloutList(items=rows, total=page.total, next_cursor=page.next_cursor)
 
 
-class ShowRollout(View[rollouts.RolloutView], frozen=True, kw_only=True):
+class ShowRollout(View, frozen=True, kw_only=True):
     """One of its attempts, by number; else the last."""
 
     route = "GET /dashboard/rollouts/{rollout_id}"
@@ -133,23 +136,11 @@ class ShowRollout(View[rollouts.RolloutView], frozen=True, kw_only=True):
             raise NotFoundError(f"rollout {self.rollout_id} has {len(attempts)} attempts; there is no {shown}")
         spans = await sources.store.query_spans(self.rollout_id, attempts[shown - 1].attempt_id) if attempts else []
         training = await credit.trained_by(sources.store, rollout.run_id)
-        classifier = tokens.classifier_of(await sources.tokenizers.token_bytes())
         row = await sources.row(rollout)
-        return await asyncio.to_thread(rollouts.rollout_view, row, attempts, shown or None, spans, training, classifier)
+        return await asyncio.to_thread(rollouts.rollout_view, row, attempts, shown or None, spans, training)
 
 
-class ShowRequest(View[rollouts.ReplayRequest], frozen=True, kw_only=True):
-    """The request of a gateway's call, whose span is `call`, as it came."""
-
-    route = "GET /dashboard/rollouts/{rollout_id}/request"
-    rollout_id: str
-    call: str
-
-    async def read(self, sources: Sources) -> rollouts.ReplayRequest:
-        return rollouts.replay_request(await sources.store.query_spans(self.rollout_id), self.call)
-
-
-class ShowTokens(View[tokens.TokenView], frozen=True, kw_only=True):
+class ShowTokens(View, frozen=True, kw_only=True):
     """Of the call whose span is `call`, or the first."""
 
     route = "GET /dashboard/rollouts/{rollout_id}/tokens"
@@ -164,7 +155,7 @@ class ShowTokens(View[tokens.TokenView], frozen=True, kw_only=True):
         return await asyncio.to_thread(tokens.token_view, traced, spans, group, self.call, tokenizer)
 
 
-class ShowCredit(View[credit.CreditView], frozen=True, kw_only=True):
+class ShowCredit(View, frozen=True, kw_only=True):
     """Of a rollout and those it is compared with."""
 
     route = "GET /dashboard/rollouts/{rollout_id}/credit"
@@ -176,7 +167,7 @@ class ShowCredit(View[credit.CreditView], frozen=True, kw_only=True):
         )
 
 
-class ShowGroup(View[credit.CreditView], frozen=True, kw_only=True):
+class ShowGroup(View, frozen=True, kw_only=True):
     route = "GET /dashboard/groups/{group_id}"
     group_id: str
 
@@ -184,7 +175,7 @@ class ShowGroup(View[credit.CreditView], frozen=True, kw_only=True):
         return await credit.credit_view(sources.store, await sources.group(self.group_id))
 
 
-class ShowTree(View[credit.PrefixTree], frozen=True, kw_only=True):
+class ShowTree(View, frozen=True, kw_only=True):
     route = "GET /dashboard/groups/{group_id}/tree"
     group_id: str
 
@@ -193,7 +184,7 @@ class ShowTree(View[credit.PrefixTree], frozen=True, kw_only=True):
         return await asyncio.to_thread(credit.prefix_tree, group.traced, await sources.tokenizers.token_bytes())
 
 
-class ScoreRollout(View[rollouts.RolloutRow], frozen=True, kw_only=True):
+class ScoreRollout(View, frozen=True, kw_only=True):
     """Becomes a reward span of the last attempt like any other, marked as the last word and with who gave it. Without a
     `reward` it is only a `comment`. `name` is what the reward is called."""
 
@@ -211,14 +202,13 @@ class ScoreRollout(View[rollouts.RolloutRow], frozen=True, kw_only=True):
         return await sources.row(rollout)
 
 
-VIEWS: Final[tuple[type[View[Any]], ...]] = (
+VIEWS: Final[tuple[type[View], ...]] = (
     ListRuns,
     ShowSeries,
     ShowQuality,
     ShowPrompts,
     ListRollouts,
     ShowRollout,
-    ShowRequest,
     ShowTokens,
     ShowCredit,
     ShowGroup,

@@ -11,9 +11,8 @@ from functools import lru_cache
 from typing import Final
 
 from agentlightning import semconv
-from agentlightning.data.histories import joined
 from agentlightning.errors import ConfigError
-from agentlightning.tracing.dialects import items, json_of, mapping, text_of
+from agentlightning.tracing.dialects import items, joined, json_of, mapping, text_of
 from agentlightning.tracing.steps import Step
 from agentlightning.types import Span
 

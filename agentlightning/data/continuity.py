@@ -6,56 +6,47 @@
 A prompt continues an earlier call if it begins with that call's prompt and answer. Only where none is found, or where
 another call went on from there already, are messages read: they tell a call that was meant to go on (a break) from one
 that begins anew. Without messages, a prompt that begins with all of a conversation's first prompt was meant to go on.
-
-Knows transitions and what their spans say of messages and tools. Does not know rewards or how sequences are packed.
 """
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
+import msgspec
 import numpy as np
 
 from agentlightning import semconv
 from agentlightning.data.forest import shared_length
-from agentlightning.data.histories import Change, Said, common_length, relation
 from agentlightning.data.transitions import IntArray, Transition
+from agentlightning.tracing.dialects import items, joined, json_of, mapping
 from agentlightning.tracing.messages import input_messages, output_messages, text_of
 from agentlightning.types import Attributes, Span
 
-if TYPE_CHECKING:
-    from agentlightning.data.drift_kinds import Classifier, Kind
-
-    BreakKind: TypeAlias = (
-        Kind | Literal["string concatenation", "edited history", "truncated history", "tools changed", "unknown"]
-    )
+BreakKind: TypeAlias = Literal["retokenised", "edited history", "tools changed", "unknown"]
 
 SUGGESTIONS: Final[Mapping[BreakKind, str]] = {
-    "split": "Serve the policy where token ids go in (the embedded engine, SGLang): answers are repeated in their ids.",
-    "special token": "Send answers back as they came, and let special tokens end answers, not stand in them.",
-    "turn boundary": "Send answers back with the white space they have, and end turns as the chat template does.",
-    "tool call": "Teach the policy to write tool calls as the chat template does, which writes their JSON anew.",
-    "normalisation": "Send answers back byte by byte: something between changed Unicode's forms, case or white space.",
-    "template": "Use a chat template that keeps earlier answers whole, their thinking too, or train at level 'tree'.",
-    "string concatenation": "Send the token ids of prompt and answer as the next prompt, or use chat completions.",
-    "edited history": "Send earlier messages back as they were; put what is new into a message at the end.",
-    "truncated history": "Cut the history rarely and much rather than at each call, or train at level 'tree'.",
+    "retokenised": "The text is the same, its tokens are not: serve the policy where token ids go in (the embedded "
+    "engine, SGLang), use a chat template that keeps earlier answers whole, or train at level 'tree'.",
+    "edited history": "Send earlier messages back as they were, with what is new at the end; cut the history rarely, "
+    "or train at level 'tree'.",
     "tools changed": "Offer the same tools, in the same order, at each call of a conversation.",
-    "unknown": "Record messages (--capture full) and name the model's tokenizer: both are needed to tell the reason.",
+    "unknown": "Record messages (--capture full): without them only tokens tell.",
 }
 """What a user can do about each kind of break."""
 
 _BEFORE: Final = 6  # tokens of a break that are shown
 _AFTER: Final = 12
-_MARGIN: Final = 64  # tokens around a break that tell its kind
+
+Message: TypeAlias = tuple[str, bytes]  # its role, and its words (`words_of`)
 
 
 @dataclass(frozen=True)
 class Break:
-    """A call whose prompt should begin with the prompt and the answer of call `earlier`, and is other from token
+    """A call whose prompt should begin with the prompt and the answer of call `earlier`, and differs from token
     `position` on, which is `inside` that prompt or that answer. Calls are named by their index in the attempt.
     `before` are ids just before that place, `recorded` and `found` those of either side from there on."""
 
@@ -85,14 +76,9 @@ class Continuity:
     breaks: tuple[Break, ...]
 
 
-def continuity(
-    transitions: Sequence[Transition], spans: Sequence[Span], classifier: Classifier | None = None
-) -> Continuity:
-    """How the transitions of one attempt, in call order, go on from one another.
-
-    Args:
-        spans: the attempt's, in any order, for what they say of messages and tools.
-        classifier: tells kinds that only texts tell; without one these are `unknown`."""
+def continuity(transitions: Sequence[Transition], spans: Sequence[Span]) -> Continuity:
+    """How the transitions of one attempt, in call order, go on from one another. The attempt's `spans`, in any order,
+    are read for messages and tools."""
     attributes = {span.span_id: span.attributes for span in spans}
     calls: list[_Call] = []
     breaks: list[Break] = []
@@ -104,7 +90,7 @@ def continuity(
             again = next((one for one in calls if np.array_equal(one.prompt, call.prompt)), None)
             meant = None if again else _meant(call, calls, continued)
             if meant is not None:
-                breaks.append(_break(call, *meant, classifier))
+                breaks.append(_break(call, *meant))
             parent = continued or (meant[0] if meant else again)
         if continued is not None:
             call.continues, continued.goes_on = continued.place, True
@@ -132,6 +118,9 @@ class _Call:
         self.speaker = transition.agent, transition.model
         self.continues: int | None = None
         self.goes_on = False  # whether another call continues it
+        self.tools = attributes.get(semconv.GEN_AI_TOOL_DEFINITIONS)
+        text = attributes.get(semconv.CALL_PROMPT)
+        self.text = text if isinstance(text, str) else None  # that was continued, of a call without messages
         self._attributes = attributes
 
     @cached_property
@@ -139,29 +128,21 @@ class _Call:
         return np.concatenate([self.prompt, self.answer])
 
     @cached_property
-    def messages(self) -> list[Said]:
+    def messages(self) -> list[Message]:
         """What was asked; empty where the span does not say."""
-        return [Said.of(message) for message in input_messages(self._attributes)]
+        return [(str(message.get("role")), words_of(message)) for message in input_messages(self._attributes)]
 
     @cached_property
-    def reply(self) -> dict[str, Any] | None:
-        return next(iter(output_messages(self._attributes)), None)
-
-    @cached_property
-    def history(self) -> list[Said]:
+    def history(self) -> list[Message]:
         """What a call that continues this one asks to begin with; empty where that is not known."""
-        return [*self.messages, Said.of(self.reply)] if self.messages and self.reply else []
+        replies = [(str(one.get("role")), words_of(one)) for one in output_messages(self._attributes)[:1]]
+        return [*self.messages, *replies] if self.messages and replies else []
 
     @property
-    def text(self) -> str | None:
-        """The text that was continued, of a call without messages."""
-        text = self._attributes.get(semconv.CALL_PROMPT)
-        return text if isinstance(text, str) else None
-
-    @property
-    def tools(self) -> object:
-        """The JSON that offered tools; None without any."""
-        return self._attributes.get(semconv.GEN_AI_TOOL_DEFINITIONS)
+    def continuation(self) -> str | None:
+        """The text that was continued, with its answer; None of a chat."""
+        replies = output_messages(self._attributes)
+        return self.text + text_of(replies[0]) if self.text is not None and replies else None
 
 
 def _continued(call: _Call, earlier: Sequence[_Call]) -> _Call | None:
@@ -178,65 +159,55 @@ def _continued(call: _Call, earlier: Sequence[_Call]) -> _Call | None:
 
 # --- what was meant -----------------------------------------------------------------------------------------------
 
-_Meant: TypeAlias = tuple[_Call, Change | None]  # None: only tokens tell
+_Meant: TypeAlias = tuple[_Call, BreakKind]
 
 
 def _meant(call: _Call, earlier: Sequence[_Call], continued: _Call | None) -> _Meant | None:
-    """The call that this one should continue and does not, and what the agent did to the history."""
+    """The call that this one should continue and does not, and why not."""
     own = [one for one in earlier if one.speaker == call.speaker and one is not continued]
-    if call.messages:
-        return _meant_by_messages(call, own, earlier, continued)
     if call.text is not None:
-        return _meant_by_text(call, call.text, own)
+        glued = [one for one in own if (text := one.continuation) is not None and call.text.startswith(text)]
+        return (max(glued, key=lambda one: len(one.text or "")), "retokenised") if glued else None
+    if call.messages:
+        answers = {one.history[-1] for one in earlier if one.history}
+        least = len(continued.history) if continued else 0
+        kept = [(*_kept(one.history, call.messages, answers), one.place, one) for one in own if one.history]
+        count, whole, _, one = max(kept, default=(0, False, 0, None))
+        return (one, "retokenised" if whole else "edited history") if one is not None and count > least else None
     shared = [(shared_length(one.tokens, call.prompt), one.place, one) for one in own]
     length, _, one = max(shared, default=(0, 0, None))
     begun = None if one is None else one.prompt if continued else one.root.prompt
     if one is None or begun is None or not len(begun) <= length < len(call.prompt):
         return None
-    return one, None
+    return one, "unknown"
 
 
-def _meant_by_messages(
-    call: _Call, own: Sequence[_Call], earlier: Sequence[_Call], continued: _Call | None
-) -> _Meant | None:
-    answers = {one.history[-1] for one in earlier if one.history}
-    least = len(continued.history) if continued else 0
-    found: list[tuple[int, bool, int, _Call, Change]] = []
-    for one in own:
-        related = relation(one.history, call.messages, answers) if one.history else None
-        if related is not None and related.kept > least:
-            found.append((related.kept, related.change == "none", one.place, one, related.change))
-    return max(found)[3:] if found else None
+def _kept(history: Sequence[Message], later: Sequence[Message], answers: set[Message]) -> tuple[int, bool]:
+    """How many messages of an earlier call's history, with its answer at the end, a later call was sent, and whether
+    all of them, unchanged. (0, False) where the later call does not go on from there.
+
+        s u a  →  s u a t      (3, True)
+        s u a  →  s u b t      (2, False): b stands where the answer was
+        s u a t b  →  s t b v  (3, False): u and a were left out, the answer b was kept
+        s u a  →  s u          (0, False): goes back and asks again
+        s u a  →  s v          (0, False): another conversation that begins alike"""
+    pairs = enumerate(zip(history, later, strict=False))
+    same = next((place for place, (one, other) in pairs if one != other), min(len(history), len(later)))
+    if same == len(history):
+        return same, True
+    rest = set(later[same:])
+    kept = [message for message in history[same:] if message in rest]
+    if any(message in answers and message[1] != _NOTHING_SAID for message in kept):
+        return same + len(kept), False
+    replaced = same == len(history) - 1 and same < len(later) and later[same][0] == "assistant"
+    return (same if replaced else 0), False
 
 
-def _meant_by_text(call: _Call, text: str, own: Sequence[_Call]) -> _Meant | None:
-    found: list[tuple[int, int, _Call, Change]] = []
-    for one in own:
-        if one.text is not None and one.reply is not None and (answer := text_of(one.reply)):
-            kept = common_length(one.text + answer, text) - len(one.text)
-            if 2 * kept > len(answer):
-                found.append(
-                    (len(one.text) + kept, one.place, one, "none" if kept == len(answer) else "edited history")
-                )
-    return max(found)[2:] if found else None
-
-
-# --- what broke ---------------------------------------------------------------------------------------------------
-
-
-def _break(call: _Call, earlier: _Call, change: Change | None, classifier: Classifier | None) -> Break:
+def _break(call: _Call, earlier: _Call, kind: BreakKind) -> Break:
     position = shared_length(earlier.tokens, call.prompt)
     inside = "prompt" if position < len(earlier.prompt) else "answer"
-    if change is not None and change != "none":
-        kind = change
-    elif call.text is not None:
-        kind = "string concatenation"
-    elif inside == "prompt" and call.tools != earlier.tools:
+    if kind != "edited history" and inside == "prompt" and call.tools != earlier.tools:
         kind = "tools changed"
-    else:
-        kind = "unknown" if classifier is None else _told(call, earlier, position, classifier)
-        if change is None and kind == "template":  # or the agent edited its history: messages would tell
-            kind = "unknown"
     return Break(
         agent=call.transition.agent,
         call_index=call.transition.call_index,
@@ -244,20 +215,37 @@ def _break(call: _Call, earlier: _Call, change: Change | None, classifier: Class
         position=position,
         inside=inside,
         kind=kind,
-        before=_ids(call.prompt[max(0, position - _BEFORE) : position]),
-        recorded=_ids(earlier.tokens[position : position + _AFTER]),
-        found=_ids(call.prompt[position : position + _AFTER]),
+        before=tuple(call.prompt[max(0, position - _BEFORE) : position].tolist()),
+        recorded=tuple(earlier.tokens[position : position + _AFTER].tolist()),
+        found=tuple(call.prompt[position : position + _AFTER].tolist()),
     )
 
 
-def _told(call: _Call, earlier: _Call, position: int, classifier: Classifier) -> Kind:
-    """By the texts around the first difference: what comes long before or after it does not count."""
-    start = max(0, min(position, len(earlier.prompt)) - _MARGIN)
-    stop = position + 4 * (len(earlier.tokens) - position) + _MARGIN
-    calls_tools = bool(earlier.reply and earlier.reply.get("tool_calls"))
-    prompt, later = earlier.prompt[start:], call.prompt[start:stop]
-    return classifier.of_history(_ids(prompt), _ids(earlier.answer), _ids(later), calls_tools).kind
+# --- words --------------------------------------------------------------------------------------------------------
+
+_NOTHING_SAID: Final = msgspec.json.encode(("", ()))
 
 
-def _ids(ids: IntArray) -> tuple[int, ...]:
-    return tuple(ids.tolist())
+def words_of(message: Mapping[str, Any]) -> bytes:
+    """Names what a message says: notation, white space, case and ids of tool calls do not count. A message in no known
+    notation is taken as it is."""
+    parts, calls = message.get("content"), items(message.get("tool_calls"))
+    if not all(isinstance(one, Mapping) for one in items(parts)) or not all(
+        isinstance(mapping(call).get("function"), Mapping) for call in calls
+    ):
+        return msgspec.json.encode(message, order="sorted")
+    content = message.get("content") or ""
+    functions = [mapping(mapping(call)["function"]) for call in calls]
+    named = [(function.get("name"), _arguments(function.get("arguments"))) for function in functions]
+    said = canonical(joined(content)) if isinstance(content, str | list) else content
+    return msgspec.json.encode((said, named), order="sorted")
+
+
+def canonical(text: str) -> str:
+    """What is left of a text when Unicode's forms, case and white space do not count."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def _arguments(arguments: object) -> object:
+    read = json_of(arguments) if isinstance(arguments, str) else arguments
+    return read if isinstance(read, dict) else arguments

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from agentlightning.data.agents import agent_pattern
-from agentlightning.data.conversations import NOT_RECORDED, ChatCall, conversations, read_calls
-from agentlightning.data.fine_tuning import Problem, line_problem
+from agentlightning.data.conversations import NOT_RECORDED, ChatCall, Message, conversations, read_calls
 from agentlightning.data.recorded import Recorded
 
 # Why a rollout or a pair of them gives no line.
@@ -29,6 +29,18 @@ NO_GROUP: Final = "rollouts that are in no group with others"
 TIE: Final = "pairs of equal reward"
 NOT_COMPARABLE: Final = "pairs that never answered the same prompt differently"
 LESSER_PAIR: Final = "pairs of less difference than another of their prompt"
+
+# What OpenAI and Azure take: parts of a content by the message's role, names and number of tools, lines of a file.
+_PARTS: Final = {
+    "system": ("text",),
+    "developer": ("text",),
+    "user": ("text", "image_url"),
+    "assistant": ("text",),
+    "tool": ("text",),
+}
+_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}\Z")
+_MOST_TOOLS: Final = 128
+FEWEST_LINES: Final = 10
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,7 @@ def sft_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
                 ]
             }
             line |= _tools(chain[-1])
-            _add(found, "conversations", line, line_problem(line))
+            _add(found, "conversations", line, line["messages"])
     return found
 
 
@@ -107,7 +119,7 @@ def dpo_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
                 "preferred_output": [better.answer],
                 "non_preferred_output": [worse.answer],
             }
-            _add(found, "pairs", line, line_problem(line))
+            _add(found, "pairs", line, [*better.messages, better.answer, worse.answer])
     return Lines(found.lines, +found.left_out)  # without the reasons that were none
 
 
@@ -155,8 +167,33 @@ def _tools(call: ChatCall) -> dict[str, Any]:
     return {"tools": call.tools} if call.tools else {}
 
 
-def _add(found: Lines, unit: str, line: dict[str, Any], wrong: Problem | None) -> None:
+def _add(found: Lines, unit: str, line: dict[str, Any], messages: Sequence[Message]) -> None:
+    told = line.get("input", line).get("tools", ())
+    wrong = next(filter(None, map(_problem, messages)), None) or _tools_problem(told)
     if wrong is None:
         found.lines.append(line)
     else:
-        found.left_out[f"{unit} with {wrong.what}"] += 1
+        found.left_out[f"{unit} with {wrong}"] += 1
+
+
+def _problem(message: Message) -> str | None:
+    """What hosts of fine-tuning refuse a message for."""
+    role, content = message["role"], message["content"]
+    if role not in _PARTS:
+        return f"messages of role {role}"
+    if (
+        unknown := [part["type"] for part in content if part["type"] not in _PARTS[role]]
+        if isinstance(content, list)
+        else []
+    ):
+        return f"content of type {unknown[0]} in messages of role {role}"
+    named = [call["function"]["name"] for call in message.get("tool_calls", ()) if call["id"]]
+    if len(named) < len(message.get("tool_calls", ())) or not message.get("tool_call_id", True):
+        return "tool calls without an id"
+    return None if all(map(_NAME.match, named)) else "tool calls by another name than hosts take"
+
+
+def _tools_problem(tools: Sequence[dict[str, Any]]) -> str | None:
+    if any(tool.get("type") != "function" or not _NAME.match(str(tool["function"].get("name"))) for tool in tools):
+        return "tools that are no functions, or of another name than hosts take"
+    return f"more than {_MOST_TOOLS} tools" if len(tools) > _MOST_TOOLS else None

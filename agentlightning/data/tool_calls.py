@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from agentlightning import semconv
-from agentlightning.data.histories import joined
-from agentlightning.tracing.dialects import items, json_of, mapping, text_of
+from agentlightning.tracing.dialects import items, joined, json_of, mapping, text_of
 from agentlightning.tracing.steps import Step, tool_requests
 from agentlightning.tracing.tool_failures import says_failure
 from agentlightning.types import Span

@@ -16,11 +16,9 @@ from agentlightning import semconv
 from agentlightning.data.agents import agent_of
 from agentlightning.data.call_filter import UNUSED_CHOICE, CallFilter
 from agentlightning.data.export import LOW_REWARD, NO_CALL, Lines, Wanted
-from agentlightning.data.images import image_references
 from agentlightning.data.recorded import Recorded
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import imported
-from agentlightning.tracing.dialects import text_of
 from agentlightning.tracing.messages import finish_reasons, model_name
 from agentlightning.tracing.steps import read_steps
 from agentlightning.types import SampledChoice, Span
@@ -49,7 +47,6 @@ COLUMNS: Final[Mapping[str, tuple[str, str]]] = {
     "versions": ("list<int32>", "policy version of each token of the answer; −1 unknown"),
     "finish_reason": ("string", "why the answer ended: stop, length, tool_calls …"),
     "call_reward": ("float64", "intermediate rewards of the call, added up"),
-    "images": ("list<string>", "references of the images in the prompt"),
     "tools": ("list<tool>", "its tool calls: tool, status (1 returned, −1 failed), duration in seconds"),
     "trained": ("bool", "whether training would use it"),
     "excluded": ("string", "why it would not"),
@@ -116,7 +113,6 @@ def _row(span: Span, index: int, choice: SampledChoice | None, agent: str | None
         "logprobs": choice.logprobs if choice else (),
         "versions": [version for version, count in choice.versions for _ in range(count)] if choice else (),
         "finish_reason": choice.finish_reason if choice else ended[min(index, len(ended) - 1)],
-        "images": image_references(text_of(span, semconv.GEN_AI_INPUT_MESSAGES)),
         "call_reward": None,
         "tools": [],
         "trained": False,

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -37,7 +37,6 @@ from agentlightning.data.call_filter import (
 )
 from agentlightning.data.clocks import align_clocks
 from agentlightning.data.conversations import call_index, call_order, discarded_calls
-from agentlightning.data.images import image_references
 from agentlightning.data.rewards import NOT_TRAINED, PLAIN, GivenRewards, RewardSpec, given_rewards
 from agentlightning.data.tool_calls import ToolStatus, tool_statuses
 from agentlightning.errors import ConfigError
@@ -63,8 +62,7 @@ class Transition(msgspec.Struct, frozen=True):
     `prompt_ids` int32[P], `response_ids` int32[T] (EOS included where it was sampled), `logprobs` float32[T] under the
     distribution sampled from, `versions` int32[T] the policy version of each sampled token. `agent` is the name of the
     agent that asked, `tools` how the tool calls in the answer went, `reward` the intermediate rewards it was given,
-    added up (r_t), None where it was given none; `images` are references of the images in the prompt, where messages
-    were recorded (`data/images.py`)."""
+    added up (r_t), None where it was given none."""
 
     rollout_id: str
     attempt_id: str
@@ -80,7 +78,6 @@ class Transition(msgspec.Struct, frozen=True):
     agent: str | None = None
     tools: tuple[ToolStatus, ...] = ()
     reward: float | None = None
-    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -173,7 +170,6 @@ def _sort_calls(
     names = {step.span.span_id: agent_of(step) for step in steps if step.call is step.span}
     pattern = None if calls.agents is None else agent_pattern(calls.agents)
     incomplete, discarded = _lacks_a_call(spans), discarded_calls(spans)
-    plain = ""  # the latest messages without images
     for span in sorted((one for one in spans if one.span_id in names and _samples(one)), key=call_order):
         agent = names[span.span_id]
         reasons = list(_call_reasons(span, calls, incomplete=incomplete, discarded=call_index(span) in discarded))
@@ -182,11 +178,10 @@ def _sort_calls(
         transition = None
         if span.tokens is not None and all(map(calls.keeps, reasons)):
             said, earned = tuple(tools.get(span.span_id, ())), given.of_calls.get(span.span_id)
-            messages = dialects.text_of(span, semconv.GEN_AI_INPUT_MESSAGES)
-            images = image_references(messages, plain)
-            plain = plain if images else messages or ""
-            transition = _transition(span, span.tokens, agent.name, said, earned, images)
+            transition = _transition(span, span.tokens, agent.name, said, earned)
             reasons += _token_reasons(transition, calls)
+            if has_images(dialects.text_of(span, semconv.GEN_AI_INPUT_MESSAGES)):
+                reasons.append(HAS_IMAGES)
         against = next((reason for reason in reasons if not calls.keeps(reason)), None)
         if against is None and transition is not None and span.tokens is not None:
             found.transitions.append(transition)
@@ -265,10 +260,26 @@ def _token_reasons(transition: Transition, calls: CallFilter) -> Iterator[str]:
         yield LONG_PROMPT
     if calls.max_response_length is not None and len(transition.response_ids) > calls.max_response_length:
         yield LONG_RESPONSE
-    if transition.images:
-        yield HAS_IMAGES
     if transition.finish_reason == "length":
         yield TRUNCATED
+
+
+_IMAGE_PARTS: Final = ("image", "image_url", "input_image", "computer_screenshot")  # of the three protocols
+_IMAGE_MARKS: Final = ('"image', '_image"', '_screenshot"')  # a text with such a part holds one of these
+
+
+def has_images(messages: str | None) -> bool:
+    """Whether a request's messages (JSON) have a part that is an image, also in the results of tools."""
+    if messages is None or not any(mark in messages for mark in _IMAGE_MARKS):
+        return False
+    parts: list[Any] = [dialects.json_of(messages)]
+    while parts:
+        part = parts.pop()
+        if dialects.mapping(part).get("type") in _IMAGE_PARTS:
+            return True
+        inner = [dialects.mapping(part).get(name) for name in ("content", "output")]
+        parts += [one for one in (*dialects.items(part), *inner) if one]
+    return False
 
 
 def _model(span: Span) -> str:
@@ -281,7 +292,6 @@ def _transition(
     agent: str | None,
     tools: tuple[ToolStatus, ...],
     reward: float | None,
-    images: tuple[str, ...],
 ) -> Transition:
     # With n > 1 nobody can tell which choices the agent used; the first is what every SDK example reads.
     choice = tokens.choices[0] if tokens.choices else SampledChoice(token_ids=(), logprobs=(), finish_reason="abort")
@@ -300,7 +310,6 @@ def _transition(
         agent=agent,
         tools=tools,
         reward=reward,
-        images=images,
     )
 
 

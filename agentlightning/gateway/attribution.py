@@ -18,7 +18,6 @@ from agentlightning.errors import ConflictError
 from agentlightning.gateway.locality import why_elsewhere
 from agentlightning.gateway.request import CallRefused
 from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import FindKey
 from agentlightning.store.lifecycle import ENDS, TERMINAL
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.types import UNATTRIBUTED, Attempt, Credential, Mode, Rollout
@@ -119,7 +118,7 @@ class Attributor:
             self._keys.move_to_end(api_key)
             return self._keys[api_key]
         try:
-            credential = await store.perform(FindKey(api_key=api_key))
+            credential = await store.find_key(api_key)
         except ConflictError as error:
             _refuse(409, "worker_attempt", str(error))
         if credential is not None and credential.attempt is not None and credential.worker_id is None:
@@ -131,13 +130,10 @@ class Attributor:
     async def _caller(self, store: LightningStore, rollout_id: str, attempt_id: str) -> Caller:
         attempt = await store.get_latest_attempt(rollout_id)
         caller = self._callers.get((rollout_id, attempt_id))
-        if attempt is None or attempt.attempt_id != attempt_id:
-            known = caller or any(one.attempt_id == attempt_id for one in await store.query_attempts(rollout_id))
-            if attempt is None or not known:
-                _refuse(
-                    404, "attempt_not_found", f"rollout {rollout_id!r} has no attempt {attempt_id!r}; check the URL"
-                )
-            _refuse(403, "attempt_superseded", f"attempt {attempt_id} was replaced by a newer one; stop this agent")
+        if attempt is None:
+            _refuse(404, "attempt_not_found", f"there is no rollout {rollout_id!r} with an attempt; check the URL")
+        if attempt.attempt_id != attempt_id:
+            _refuse(403, "attempt_superseded", f"attempt {attempt_id} is not its rollout's latest; stop this agent")
         if attempt.status in _ENDED:
             _refuse(403, "attempt_ended", f"attempt {attempt_id} has ended ({attempt.status}); stop this agent")
         if caller is None or attempt.status == "unresponsive":

@@ -121,25 +121,20 @@ class Weights:
 class Sampler(Protocol):
     """What samples from a policy. `takes` says in which form it is given weights: it reads the learner's `live` model,
     or loads a directory with the `whole` model, with an `adapter` as `peft` writes it, or with a `handle` of weights
-    that are elsewhere."""
+    that are elsewhere. The gateway routes calls to `backend`. Since it was started it has sampled `generated_tokens`,
+    and for `idle_seconds` it had nothing to do, or was not allowed to."""
 
     @property
     def takes(self) -> WeightsForm: ...
 
     @property
-    def backend(self) -> Backend:
-        """What the gateway routes calls to."""
-        ...
+    def backend(self) -> Backend: ...
 
     @property
-    def generated_tokens(self) -> int:
-        """How many it has sampled since it was started."""
-        ...
+    def generated_tokens(self) -> int: ...
 
     @property
-    def idle_seconds(self) -> float:
-        """How long it has had nothing to do, or was not allowed to do it, since it was started."""
-        ...
+    def idle_seconds(self) -> float: ...
 
     async def check(self, train: Sampling) -> None:
         """ConfigError where what it answers to calls sampled so cannot be trained."""
@@ -154,7 +149,7 @@ class Sampler(Protocol):
         ...
 
     async def watch(self, calls_held: Callable[[], AbstractAsyncContextManager[None]]) -> None:
-        """Runs beside the job, see that its servers go on sampling, and never returns; while none does calls are held.
+        """Runs beside the job, sees that its servers go on sampling, and never returns; while none does calls are held.
         BackendError where none will."""
         ...
 
@@ -165,23 +160,22 @@ class Sampler(Protocol):
 
 
 class Learner(Protocol):
-    """Makes gradient steps on the policy's weights.
+    """Makes gradient steps on the policy's weights; every method blocks.
 
     `mismatch_tolerance` bounds |exp(learner − engine logprob) − 1| of a token where both hold the same weights: above
-    it, what is trained is no longer what was sampled."""
+    it, what is trained is no longer what was sampled. `token_bytes` is what the policy's tokens spell; None where its
+    tokenizer does not tell."""
 
     @property
     def mismatch_tolerance(self) -> float: ...
 
     @property
-    def token_bytes(self) -> TokenBytes | None:
-        """What the policy's tokens spell; None where its tokenizer does not tell."""
-        ...
+    def token_bytes(self) -> TokenBytes | None: ...
 
     def prepare(
         self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
     ) -> tuple[list[TrainingSequence], dict[str, float]]:
-        """The batch as `step` is to be given it, whole or in parts; called before its first optimiser step. Blocks.
+        """The batch as `step` is to be given it, whole or in parts; called before its first optimiser step.
 
         With `loss.old` proximal, log-probabilities are those of the present weights, and the truncated weight of each
         token is a factor of its advantage, which comes to the same: every loss is proportional to a positive factor
@@ -189,14 +183,14 @@ class Learner(Protocol):
         ...
 
     def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
-        """What the critic says now that each sampled token is worth, one float32[N] per sequence; blocks. ConfigError
-        where there is no critic."""
+        """What the critic says that each sampled token is worth, float32[N] of each sequence. ConfigError where there
+        is no critic."""
         ...
 
     def step(self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
-        """One optimiser step; blocks. Returns metrics: loss, grad_norm, learning_rate, ratio and KL statistics,
-        entropy, tokens (sampled), tokens_computed and tokens_saved (against computing each transition by itself;
-        padding aside); with a critic value_loss, value_clip_fraction and critic_grad_norm.
+        """One optimiser step. Returns metrics: loss, grad_norm, learning_rate, ratio and KL statistics, entropy, tokens
+        (sampled), tokens_computed and tokens_saved (against computing each transition by itself; padding aside); with a
+        critic value_loss, value_clip_fraction and critic_grad_norm.
 
         `version` is what the engine calls the weights that this step begins with, None if they have no name. How far
         engine and learner are apart is told of the tokens sampled by it, if there are any and `loss.old` is behaviour:
@@ -206,7 +200,7 @@ class Learner(Protocol):
         ...
 
     def logprobs(self, batch: Sequence[TrainingSequence], temperature: float = 1.0) -> Sequence[Tensor]:
-        """The policy's present log-probability of every sampled token, one float32[N] per sequence; blocks."""
+        """The policy's present log-probability of every sampled token, float32[N] of each sequence, on the CPU."""
         ...
 
     def export(self, directory: Path, form: WeightsForm) -> None:

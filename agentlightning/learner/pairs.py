@@ -23,7 +23,7 @@ from agentlightning.learner.memory import GIB, MemoryEstimate, available_memory,
 from agentlightning.learner.places import LearnerPlace, SamplerPlace, check_together, read_learner, read_sampler
 from agentlightning.learner.policy import Policy, choose_device, empty_model, empty_policy, load_policy, open_policy
 from agentlightning.learner.remote import RemoteSampler
-from agentlightning.learner.servers import KINDS, Share, StartedServer, find_program, other_gpus, part_of_gpu
+from agentlightning.learner.servers import Share, StartedServer, find_program, other_gpus, part_of_gpu
 from agentlightning.learner.serving import EmbeddedSampler, choose_threads, engine_size, serve_policy
 from agentlightning.learner.tinker import TinkerLearner, TinkerSampler, check_training, open_tinker, tinker_sdk
 from agentlightning.learner.torch import TorchLearner
@@ -111,7 +111,7 @@ class PairSettings:
         else:
             choose_device(self.device)
         if self.sampling is not None and self.sampling.starts:
-            find_program(self.sampling.kind, self.sampling.program)
+            find_program(self.sampling.program)
             self._other_gpus()
         if self._processes is not None:
             check_devices(choose_device(self.device), self._processes)
@@ -120,7 +120,7 @@ class PairSettings:
         """What a server that is started gets beside the learner's GPUs; None where it shares the only one."""
         assert self.sampling is not None
         told = "CUDA_VISIBLE_DEVICES" in self.sampling.environment
-        if self.sampling.kind != "vllm" or told or not self._on_gpu:
+        if told or not self._on_gpu:
             return Share()
         first = torch.device(choose_device(self.device)).index or 0
         return other_gpus(self.place.fsdp, devices=torch.cuda.device_count(), first=first)
@@ -135,8 +135,7 @@ class PairSettings:
         with ExitStack() as stack:
             if self.place.remote:
                 phase("reach the Tinker server")
-                more: dict[str, Any] = {"lora": self.lora, "seed": self.seed}
-                more["max_sequence_length"] = self.max_sequence_length
+                more: dict[str, Any] = {"lora": self.lora, "seed": self.seed, "length": self.max_sequence_length}
                 yield stack.enter_context(open_tinker(self.place, str(source), self.optimizer, **more))
                 return
             made, device = _is_made(source), self.device
@@ -203,22 +202,20 @@ class PairSettings:
 
     def _start(self, policy: Policy, place: str | None, sampling: SamplerPlace, share: Share) -> StartedServer:
         """A server for the policy, which was loaded from `place`, or is saved for it."""
-        kind = sampling.kind
         if place is None:
-            place = self._written(policy, f"{kind}-model", merged=kind != "vllm")  # which is given the adapter too
+            place = self._written(policy, "vllm-model", merged=False)  # it is given the adapter too
         _, length = engine_size(policy.model, 1, self.max_sequence_length)
         dtype = str(policy.model.dtype).removeprefix("torch.")
-        flags = ["--dtype", dtype, KINDS[kind].length, str(length), *share.flags]
-        if policy.adapter is not None and kind == "vllm":  # which takes certain ranks, of which these are some
+        flags = ["--dtype", dtype, "--max-model-len", str(length), *share.flags]
+        if policy.adapter is not None:  # it takes certain ranks, of which these are some
             rank = max(8, 1 << (policy.adapter.config.rank - 1).bit_length())
             flags += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(rank)]
         return StartedServer(
-            kind,
             sampling.program,
             place,
             [*flags, *sampling.flags],
             environment={**share.environment, **sampling.environment},
-            log=self.directory / f"{kind}.log",
+            log=self.directory / "vllm.log",
         )
 
     def _written(self, policy: Policy, name: str, *, merged: bool = True) -> str:

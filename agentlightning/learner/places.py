@@ -62,8 +62,8 @@ class SamplerPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Where a policy is sampled: the base URL of a `vllm` or of an `sglang` server, or those of several that answer
     alike. `model` is the server's name for it, where it serves several; `api_key` its key.
 
-    With `start` in place of a URL the server is started with the run and ended with it: `program` is vLLM's command, or
-    the Python that has SGLang, `flags` and `environment` are added to what it is given."""
+    With `start` in place of a URL vLLM is started with the run and ended with it: `program` is its command, `flags` and
+    `environment` are added to what it is given."""
 
     vllm: str | list[str] | None = None
     sglang: str | list[str] | None = None
@@ -79,7 +79,7 @@ class SamplerPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def starts(self) -> bool:
-        return START in (self.vllm, self.sglang)
+        return self.vllm == START
 
     @property
     def urls(self) -> list[str]:
@@ -88,7 +88,7 @@ class SamplerPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 _LEARNERS: Final = "write torch, {fsdp: 2} for a learner in two processes, tinker, {tinker: URL} or {verl: URL}"
-_SAMPLERS: Final = "write embedded, vllm, sglang, {vllm: http://host:8000/v1} or {sglang: http://host:30000/v1}"
+_SAMPLERS: Final = "write embedded, vllm, {vllm: http://host:8000/v1} or {sglang: http://host:30000/v1}"
 
 
 def read_learner(given: str | Mapping[str, Any] | None) -> LearnerPlace:
@@ -111,15 +111,13 @@ def read_sampler(given: str | Mapping[str, Any] | None) -> SamplerPlace | None:
     """None for the engine in the trainer's process. ConfigError for what is neither."""
     if given in (None, "embedded"):
         return None
-    place = _read("sampler", given, {one: {one: START} for one in ("vllm", "sglang")}, SamplerPlace, _SAMPLERS)
+    place = _read("sampler", given, {"vllm": {"vllm": START}}, SamplerPlace, _SAMPLERS)
     if len([kind for kind in (place.vllm, place.sglang) if kind]) != 1:
         raise ConfigError(f"sampler names both or neither of vllm and sglang; {_SAMPLERS}")
     if not place.starts and not all(map(_is_url, place.urls)):
         raise ConfigError(f"sampler: {', '.join(place.urls)} is no address of a server; {_SAMPLERS}")
     if not place.starts and (place.flags or place.environment or place.program):
-        raise ConfigError(
-            f"sampler: program, flags and environment are of a server that is started: {{{place.kind}: start, …}}"
-        )
+        raise ConfigError("sampler: program, flags and environment are of a server that is started: {vllm: start, …}")
     if (place.starts or place.sglang) and place.model:
         raise ConfigError("sampler: this server has one model: leave `model` out")
     return place

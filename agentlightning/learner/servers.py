@@ -1,4 +1,4 @@
-"""A server of the run's own, vLLM or SGLang: its part of the GPUs, its program, and its end with the run.
+"""A vLLM of the run's own: its part of the GPUs, its program, and its end with the run.
 
 Knows nothing of weights and calls.
 """
@@ -8,16 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.backends.connection import Connection
@@ -30,28 +28,11 @@ _MARGIN: Final = 2 * GIB  # contexts, and what allocators cannot use
 _LEAST_CACHE: Final = GIB
 
 
-class Kind(NamedTuple):
-    """How a server is started: `program`, `before`, the model and `flags`; `length` is the flag for its longest
-    sequence."""
-
-    name: str
-    program: str
-    before: tuple[str, ...]
-    length: str
-    flags: tuple[str, ...] = ()
-    environment: Mapping[str, str] = {}
-
-
-KINDS: Final = {
-    "vllm": Kind(
-        "vLLM",
-        "vllm",
-        ("serve",),
-        "--max-model-len",
-        ("--served-model-name", "policy", "--logprobs-mode", "processed_logprobs", "--enable-scale-out"),
-        {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"},
-    ),
-    "sglang": Kind("SGLang", "python", ("-m", "sglang.launch_server", "--model-path"), "--context-length"),
+_FLAGS: Final = ("--served-model-name", "policy", "--logprobs-mode", "processed_logprobs", "--enable-scale-out")
+_SETTINGS: Final = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_NO_USAGE_STATS": "1",
 }
 
 
@@ -98,70 +79,42 @@ def part_of_gpu(estimate: MemoryEstimate | None, overlaps: bool, *, weights: int
     return Share(flags) if overlaps else Share((*flags, "--enable-sleep-mode"), sleeps=True)
 
 
-def find_program(kind: str, program: str | None) -> str:
-    """The path of the program that starts a server of the kind. ConfigError where there is none, or where it is a
-    Python without SGLang."""
-    program = program or KINDS[kind].program
-    found, why = shutil.which(os.path.expanduser(program)), f"there is no program {program!r} to start"
-    if found is not None and kind == "sglang":
-        look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
-        if subprocess.run((found, "-c", look), stderr=subprocess.DEVNULL, env=_environment({}), check=False).returncode:
-            found, why = None, f"{program} has no package sglang"
+def find_program(program: str | None) -> str:
+    """The path of the program that starts vLLM. ConfigError where there is none."""
+    found = shutil.which(os.path.expanduser(program or "vllm"))
     if found is None:
         raise ConfigError(
-            f"{why}: install {KINDS[kind].name} in an environment of its own and name it, as in "
-            f"{{{kind}: start, program: /path/to/bin/{KINDS[kind].program}}}, or give the URL of a server"
+            f"there is no program {program or 'vllm'!r} to start: install vLLM in an environment of its own and name "
+            "it, as in {vllm: start, program: /path/to/bin/vllm}, or give the URL of a server"
         )
     return found
 
 
-def _environment(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's and `more`, but that its packages are not the server's."""
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")} | dict(more)
-
-
 class StartedServer:
-    """A server of the `kind` for `model`, with `environment` beside this process's own, and its output in the file
-    `log`. ConfigError where there is no such `program` (by default that of the kind).
+    """A vLLM for `model`, with `environment` beside this process's own, and its output in the file `log`. ConfigError
+    where there is no such `program` (by default `vllm`).
 
-    Nobody else is to load weights there: vLLM listens on a `socket` in a directory that only this user can enter,
-    SGLang, which cannot, on a free port of this machine, and asks for the `api_key`."""
+    Nobody else is to load weights there: it listens on a `socket` in a directory that only this user can enter."""
 
+    url: Final = "http://localhost/v1"
     end_seconds: float = 10.0
 
     def __init__(
-        self,
-        kind: str,
-        program: str | None,
-        model: str,
-        flags: Sequence[str],
-        *,
-        environment: Mapping[str, str],
-        log: Path,
+        self, program: str | None, model: str, flags: Sequence[str], *, environment: Mapping[str, str], log: Path
     ) -> None:
-        found, how = find_program(kind, program), KINDS[kind]
+        found = find_program(program)
         short = len(os.fsencode(tempfile.gettempdir())) < 80  # the path of a socket has 107 bytes at most
         self._directory = Path(tempfile.mkdtemp(prefix="agl-", dir=None if short else "/tmp"))
-        self.socket: str | None = None
-        self.api_key: str | None = None
-        self._port: int | None = None
-        if kind == "vllm":
-            self.url, self.socket = "http://localhost/v1", str(self._directory / "vllm")
-            where = ("--uds", self.socket)
-        else:
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                self._port = free.getsockname()[1]
-            self.url, self.api_key = f"http://127.0.0.1:{self._port}/v1", secrets.token_urlsafe(32)
-            settings = self._directory / "sglang.yaml"  # a command can be read by every user of the machine
-            settings.write_text(f"api-key: {self.api_key}\nhost: 127.0.0.1\nport: {self._port}\n")
-            where = ("--config", str(settings))
-        self._log, self._name = log, how.name
+        self.socket = str(self._directory / "vllm")
+        self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
+        # Its packages are not this process's.
+        own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         with log.open("ab") as output:
             self._log_begin = output.tell()
             self._process = subprocess.Popen(
-                [found, *how.before, model, *where, *how.flags, *flags],
-                env=_environment({**how.environment, **environment}),
+                [found, "serve", model, "--uds", self.socket, *_FLAGS, *flags],
+                env={**own, **_SETTINGS, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -177,20 +130,19 @@ class StartedServer:
         """Wait until it answers. ConfigError, with the end of its log, where it ends before, or takes too long."""
         try:
             async with asyncio.timeout(_READY_SECONDS):
-                # The key is for this user's server, not for whoever had the port first.
-                while not listens(self._port) or not await connection.healthy(2.0, control=True):
+                while not await connection.healthy(2.0, control=True):
                     if ended := self.ended():
                         raise ConfigError(ended)
                     await asyncio.sleep(0.5)
         except TimeoutError:
             said = end_of(self._log, self._log_begin)
-            raise ConfigError(f"{self._name} does not answer after {_READY_SECONDS:g} seconds{said}") from None
+            raise ConfigError(f"vLLM does not answer after {_READY_SECONDS:g} seconds{said}") from None
 
     def ended(self) -> str | None:
         """How its program has ended, and the end of its log; None while it runs."""
         if (code := self._process.poll()) is None:
             return None
-        return f"{self._name} has ended with exit code {code}{end_of(self._log, self._log_begin)}"
+        return f"vLLM has ended with exit code {code}{end_of(self._log, self._log_begin)}"
 
     def stop(self) -> None:
         """End it, with all processes that it has started."""
@@ -202,16 +154,6 @@ class StartedServer:
         self._watcher.kill()
         self._watcher.communicate()
         shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def listens(port: int | None) -> bool:
-    """Whether a process of this user listens on the port. Where nobody tells (not Linux), or without a port, yes."""
-    try:
-        connections = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    except OSError:
-        return True
-    wanted = None if port is None else f"0100007F:{port:04X}"
-    return wanted is None or any((one[1], one[3], int(one[7])) == (wanted, "0A", os.getuid()) for one in connections)
 
 
 def end_of(log: Path, begin: int) -> str:

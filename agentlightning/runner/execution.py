@@ -1,7 +1,6 @@
 """Running one agent once: in the loop or in a thread, until it ends or is stopped, whatever it raises or returns.
 
-This module knows agents, hooks and the tracer of an attempt. It does not know the store: it is told when to stop and
-answers with an `Outcome`.
+It does not know the store: it is told when to stop and answers with an `Outcome`.
 """
 
 from __future__ import annotations
@@ -11,25 +10,21 @@ import contextvars
 import inspect
 import logging
 import threading
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
-from agentlightning.errors import ConfigError, InvalidError
+from agentlightning.errors import AgentLightningError, ConfigError, InvalidError
 from agentlightning.runner.agent import LitAgent, is_async
-from agentlightning.runner.guard import guard_clients
-from agentlightning.runner.hooks import Hook
-from agentlightning.runner.resources import serves_model
+from agentlightning.runner.clients import guard_clients
+from agentlightning.runner.environment import serves_model
 from agentlightning.semconv import REWARD_RETURNED
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import emit_exception, emit_reward, shown
 from agentlightning.tracing.instrument import quiet_openai_agents
 from agentlightning.tracing.rewards import read_reward
 from agentlightning.types import AttemptedRollout, AttemptStatus, NamedResources, Span
-
-if TYPE_CHECKING:
-    from agentlightning.runner.processes import AgentProcess
-    from agentlightning.runner.runner import Runner
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +38,34 @@ NOT_SERVED = (
 ISOLATE = "isolation='process' runs agents where they can be killed"
 
 
+class Hook:
+    """Override what you need; all methods are awaited in the runner's event loop, in the order hooks were given.
+
+    The sequence is on_rollout_start, on_trace_start, the agent, on_trace_end, on_rollout_end. `emit_*` calls in any of
+    them belong to the attempt, so a reward may be emitted in `on_trace_end`. All but `on_rollout_end` run within the
+    attempt's timeout. When the agent raises, `on_trace_end` and `on_rollout_end` still run; when the attempt is
+    stopped (timeout, cancellation), only `on_rollout_end` does. A hook that raises fails the attempt."""
+
+    async def on_rollout_start(self, *, agent: LitAgent[Any], runner: Any, rollout: AttemptedRollout) -> None:
+        """The attempt was leased and its resources were found."""
+
+    async def on_trace_start(
+        self, *, agent: LitAgent[Any], runner: Any, tracer: AttemptTracer, rollout: AttemptedRollout
+    ) -> None:
+        """The agent is about to start. `tracer.get_last_trace()` lists the spans recorded so far."""
+
+    async def on_trace_end(
+        self, *, agent: LitAgent[Any], runner: Any, tracer: AttemptTracer, rollout: AttemptedRollout
+    ) -> None:
+        """The agent returned or raised; a returned reward is recorded after this."""
+
+    async def on_rollout_end(
+        self, *, agent: LitAgent[Any], runner: Any, rollout: AttemptedRollout, spans: Sequence[Span]
+    ) -> None:
+        """Everything is done except telling the store. `spans` are those recorded in this process (LLM calls are
+        recorded by the gateway and are not among them)."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How an attempt ended: its status, and for anything but success the reason and the exception, if one was."""
@@ -53,19 +76,35 @@ class Outcome:
 
 
 @dataclass(eq=False)
-class Execution:
-    """One attempt of one agent, from on_rollout_start to on_rollout_end; the agent in `process`, if there is one, and
-    all around it here. In this process `own_agent` makes the attempt's copy of the agent.
+class Flight:
+    """One attempt of one agent, from on_rollout_start to on_rollout_end; the agent in `process` (an `AgentProcess`), if
+    there is one, and all around it here. In this process `own_agent` makes the attempt's copy of the agent.
 
-    `stop` may be called at any time from the event loop: the agent is cancelled and `run` answers with that status."""
+    `stop` may be called at any time from the event loop: the agent is cancelled and `run` answers with that status.
+    Below `started` is what the runner keeps of it: what the store has not got yet, and what it said."""
 
-    runner: Runner
+    runner: Any
     agent: LitAgent[Any]
     hooks: tuple[Hook, ...]
     rollout: AttemptedRollout
     tracer: AttemptTracer
-    process: AgentProcess | None = None
+    process: Any = None
     own_agent: Callable[[], LitAgent[Any]] | None = None
+    started: float = field(default_factory=time.monotonic)
+    unsent: list[Span] = field(default_factory=list[Span])
+    sending: asyncio.Lock = field(default_factory=asyncio.Lock)
+    defects: int = 0  # how often the server has failed at what is unsent
+    refusal: AgentLightningError | None = None  # of spans that were dropped
+    ended_by_store: bool = False
+    unrun: str = "its runner was stopped"  # why it is handed back, if it is
+
+    @property
+    def ids(self) -> tuple[str, str]:
+        return self.rollout.rollout_id, self.rollout.attempt.attempt_id
+
+    @property
+    def lease_token(self) -> int | None:
+        return self.rollout.lease.token if self.rollout.lease else None
 
     def __post_init__(self) -> None:
         self._stopped: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -111,13 +150,6 @@ class Execution:
                 self.tracer.attempt_id,
                 GRACE_SECONDS,
                 ISOLATE,
-            )
-        task.add_done_callback(self._notice_late_answer)
-
-    def _notice_late_answer(self, task: asyncio.Task[Answer]) -> None:
-        if not task.cancelled() and task.exception() is None and task.result().error is None:
-            logger.warning(
-                "the agent of attempt %s answered after it was stopped; the answer is ignored", self.tracer.attempt_id
             )
 
     def _concluded(self, answer: Answer) -> Outcome:
@@ -217,8 +249,6 @@ async def in_own_thread(function: Callable[[], Any]) -> Any:
     def deliver(answer: Answer) -> None:
         if not answered.done():
             answered.set_result(answer)
-        else:
-            logger.warning("a sync agent came to its end after its attempt was stopped; its result is ignored")
 
     def work() -> None:
         try:

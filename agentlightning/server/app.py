@@ -6,7 +6,7 @@ This module wires routes and turns typed errors into answers. It does not open s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -31,8 +31,8 @@ from agentlightning.server.otlp import otlp_routes
 from agentlightning.server.requests import defect, failure, refusal
 from agentlightning.server.rest import LONGEST_POLL, LongPolls, Perform, Rest
 from agentlightning.server.reward_url import reward_route
-from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import Call, all_calls
+from agentlightning.store.base import CALLS, LightningStore
+from agentlightning.store.calls import Call
 from agentlightning.store.sql import SqlStore
 
 BODY_LIMIT: Final = 64 * 1024 * 1024  # bytes
@@ -64,15 +64,15 @@ def create_app(
     protected = admin_key is not None
     access: Access | None = None
     routes = health_routes(store)
-    described: list[type[Call[Any]]] = []
+    described: list[type[Call]] = []
     inner: list[Middleware] = []
     shown = list(readings)
     stops: list[Callable[[], None]] = []
     if store is not None:
         access = Access(store, admin_key)
         polls = LongPolls(longest_poll)
-        performed: list[tuple[Sequence[type[Call[Any]]], Perform]] = [
-            (list(all_calls()), lambda call, caller: store.perform(call))
+        performed: list[tuple[Sequence[type[Call]], Perform]] = [
+            (list(CALLS.values()), lambda call, caller: store.perform(call))
         ]
         if gateway is not None:
             models = Models(gateway)

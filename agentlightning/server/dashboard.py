@@ -12,7 +12,7 @@ import importlib.resources
 import mimetypes
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
@@ -29,12 +29,10 @@ from agentlightning.server.logs import note_caller
 from agentlightning.server.requests import asked_of, caller_of, in_json
 from agentlightning.server.rest import PREFIX, Perform
 from agentlightning.server.sessions import require_same_origin
-from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import Call, QueryRollouts
+from agentlightning.store.base import CALLS, LightningStore
+from agentlightning.store.calls import Call
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import KeyScope
-
-T = TypeVar("T")
 
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -73,22 +71,23 @@ class ConfinedStore(LightningStore):
         self._store = store
         self._scope = scope
 
-    async def perform(self, call: Call[T]) -> T:
+    async def perform(self, call: Call) -> Any:
         self._scope.require(type(call))
-        return await self._store.perform(self._scope.checked(call))
+        self._scope.check(call)
+        return await self._store.perform(call)
 
     async def close(self) -> None:
         """The store belongs to the server."""
 
 
-def page_views(store: LightningStore, models: ModelTable) -> tuple[Sequence[type[Call[Any]]], Perform]:
+def page_views(store: LightningStore, models: ModelTable) -> tuple[Sequence[type[Call]], Perform]:
     """The views of the page, and what makes one for a caller."""
     served = {one.name: one.backend.token_bytes for one in models if isinstance(one.backend, SpellsTokens)}
     tokenizers = Tokenizers(store.address if isinstance(store, SqlStore) else None, served)
 
     measured = Measured()
 
-    async def perform(call: Call[Any], caller: Scope) -> Any:
+    async def perform(call: Call, caller: Scope) -> Any:
         assert isinstance(call, View)
         return await call.read(Sources(ConfinedStore(store, caller), tokenizers, measured, caller.name))
 
@@ -103,7 +102,7 @@ def page_routes(access: Access, *, protected: bool) -> list[BaseRoute]:
     async def scope_of(request: Request, key: str) -> Scope:
         """Of a key that begins a session."""
         scope = await access.scope({**request.headers, "authorization": f"Bearer {key}"})
-        scope.require(QueryRollouts)
+        scope.require(CALLS["page_rollouts"])
         note_caller(request.scope, scope.name)
         return scope
 
@@ -124,7 +123,7 @@ def page_routes(access: Access, *, protected: bool) -> list[BaseRoute]:
             return Response(status_code=204, headers=headers)
         if request.method == "GET":
             scope = await caller_of(request, access)
-            scope.require(QueryRollouts)
+            scope.require(CALLS["page_rollouts"])
         else:
             key = (await asked_of(request, SentKey, _LONGEST_KEY)).key
             scope = await scope_of(request, key)

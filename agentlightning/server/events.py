@@ -27,7 +27,7 @@ from agentlightning.errors import ForbiddenError, UnavailableError
 from agentlightning.server.access import Access
 from agentlightning.server.requests import caller_of
 from agentlightning.server.rest import PREFIX
-from agentlightning.store.calls import QueryRollouts
+from agentlightning.store.base import CALLS
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.transaction import Changes
 from agentlightning.types import Rollout
@@ -63,7 +63,7 @@ class EventRoutes:
 
     async def _admit(self, request: Request) -> None:
         """Whoever may query rollouts may hear of them."""
-        (await caller_of(request, self._access)).require(QueryRollouts)
+        (await caller_of(request, self._access)).require(CALLS["page_rollouts"])
 
     async def _stream(self, request: Request) -> AsyncGenerator[bytes, None]:
         self.open += 1

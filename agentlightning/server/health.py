@@ -20,8 +20,7 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.server.access import Access
 from agentlightning.server.logs import Finished
 from agentlightning.server.requests import caller_of, in_json
-from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import GetResources, Statistics
+from agentlightning.store.base import CALLS, LightningStore
 
 _PATIENCE: Final = 2.0
 _SECONDS: Final[Sequence[float]] = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0)
@@ -38,7 +37,7 @@ def health_routes(store: LightningStore | None) -> list[BaseRoute]:
         try:
             if store is not None:
                 async with asyncio.timeout(_PATIENCE):
-                    await store.perform(GetResources(resources_id="ready"))
+                    await store.get_resources_by_id("ready")
         except TimeoutError:
             return in_json({"status": "unready", "reason": f"the store did not answer within {_PATIENCE:g} s"}, 503)
         except AgentLightningError as error:
@@ -94,7 +93,7 @@ class ServerMetrics(Collector):
         async def metrics(request: Request) -> Response:
             """Counters in Prometheus's text format"""
             if self._access is not None:
-                (await caller_of(request, self._access)).require(Statistics)
+                (await caller_of(request, self._access)).require(CALLS["statistics"])
             try:
                 self._stored = {} if self._store is None else await self._store.statistics()
             except AgentLightningError:

@@ -4,7 +4,6 @@ calls held while weights are updated, and has servers load new weights. Only an 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, Final, Literal
 
@@ -18,12 +17,11 @@ from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.probe import probe
 from agentlightning.gateway.replicas import Replica, Replicas, servers_of
 from agentlightning.gateway.updates import ServerUpdate, WeightUpdate, declare_version, keep_versions, update_weights
-from agentlightning.store.calls import AdminCall, Call
+from agentlightning.store.calls import Call
 from agentlightning.types import Noun
 
 _HEALTH_SECONDS: Final = 2.0
 _HERE: Final = "the server itself"
-_log: Final = logging.getLogger(__name__)
 
 Version = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
@@ -71,14 +69,15 @@ class UpdatedModel(msgspec.Struct, frozen=True, kw_only=True):
     servers: list[ServerUpdate]
 
 
-class ListModels(Call[list[ModelDescription]], frozen=True, kw_only=True):
+class ListModels(Call, frozen=True, kw_only=True):
     """Every model of the gateway, and how each of its servers does."""
 
     route = "GET /models"
+    returns = list[ModelDescription]
     scope = "admin"
 
 
-class RegisterModel(AdminCall[ModelDescription], frozen=True, kw_only=True):
+class RegisterModel(Call, frozen=True, kw_only=True):
     """Register a model at `base_url`, which may be several servers, or replace the model of this name.
 
     `owner` names who registers it, such as a run: the name is taken for others as long as the model's servers live,
@@ -86,6 +85,9 @@ class RegisterModel(AdminCall[ModelDescription], frozen=True, kw_only=True):
     is asked for one token first. The other fields are those of `make_backend`."""
 
     route = "PUT /models/{name}"
+    scope = "admin"
+    audited = True
+    returns = ModelDescription
     name: str
     base_url: str | tuple[str, ...]
     kind: BackendKind = "vllm"
@@ -121,15 +123,17 @@ def registration(entry: ModelEntry, base_url: str, *, api_key: str, owner: str) 
     )
 
 
-class RemoveModel(AdminCall[None], frozen=True, kw_only=True):
+class RemoveModel(Call, frozen=True, kw_only=True):
     """Take a model away, with an `owner` only if it is still theirs. One that is gone already is no error."""
 
     route = "DELETE /models/{name}"
+    scope = "admin"
+    audited = True
     name: str
     owner: str | None = None
 
 
-class HoldModel(Call[None], frozen=True, kw_only=True):
+class HoldModel(Call, frozen=True, kw_only=True):
     """New calls of a model wait from now on, for `seconds` unless they are released or held again before. Several may
     hold, each under a `holder`'s name of its own."""
 
@@ -140,7 +144,7 @@ class HoldModel(Call[None], frozen=True, kw_only=True):
     holder: str = "hold"
 
 
-class ReleaseModel(Call[None], frozen=True, kw_only=True):
+class ReleaseModel(Call, frozen=True, kw_only=True):
     """Calls pass again, unless another holder holds them. With a `policy_version` they are answered by the weights of
     that version, which the caller has loaded into the model's servers."""
 
@@ -151,16 +155,21 @@ class ReleaseModel(Call[None], frozen=True, kw_only=True):
     holder: str = "hold"
 
 
-class UpdateModel(AdminCall[UpdatedModel], frozen=True, kw_only=True):
+class UpdateModel(Call, frozen=True, kw_only=True):
     """Have a model's servers load weights, its calls held; see `gateway.updates.WeightUpdate`."""
 
     route = "POST /models/{name}/weights"
-    repeatable = False
+    scope = "admin"
+    audited = True
+    returns = UpdatedModel
     name: str
     policy_version: Version
     path: str | None = None
     in_flight: Literal["finish", "pause"] = "finish"
     seconds: Seconds = 300.0
+
+    def repeatable(self) -> bool:
+        return False
 
 
 class Models:
@@ -173,9 +182,7 @@ class Models:
         self._changing = asyncio.Lock()
         self._closing: set[asyncio.Future[None]] = set()
 
-    async def perform(self, call: Call[Any]) -> Any:
-        if isinstance(call, AdminCall):
-            _log.info("%s of %r by %s", type(call).__name__, getattr(call, "name", ""), call.actor)
+    async def perform(self, call: Call) -> Any:
         return await MODEL_CALLS[type(call)](self, call)
 
     async def describe(self, _: ListModels) -> list[ModelDescription]:
@@ -254,7 +261,7 @@ class Models:
         )
 
 
-MODEL_CALLS: Final[Mapping[type[Call[Any]], Callable[[Models, Any], Awaitable[Any]]]] = {
+MODEL_CALLS: Final[Mapping[type[Call], Callable[[Models, Any], Awaitable[Any]]]] = {
     ListModels: Models.describe,
     RegisterModel: Models.register,
     RemoveModel: Models.remove,

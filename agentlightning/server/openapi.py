@@ -47,7 +47,7 @@ _WITHOUT_KEY: Final = ("/health", "/ready", "/rewards/{key}")
 
 
 def documentation_routes(
-    kinds: Sequence[type[Call[Any]]], routes: Sequence[BaseRoute], *, protected: bool
+    kinds: Sequence[type[Call]], routes: Sequence[BaseRoute], *, protected: bool
 ) -> list[BaseRoute]:
     """`/openapi.json` and `/docs` of a server that answers calls of these `kinds`, and `routes`. They need no key."""
 
@@ -67,16 +67,16 @@ def documentation_routes(
     return [Route(path, answer, methods=["GET"], include_in_schema=False) for path, answer in own.items()]
 
 
-def document(kinds: Sequence[type[Call[Any]]], routes: Iterable[BaseRoute], *, protected: bool) -> Json:
+def document(kinds: Sequence[type[Call]], routes: Iterable[BaseRoute], *, protected: bool) -> Json:
     """The whole description. Without `protected` the server also answers those who show no key."""
-    told = list(dict.fromkeys([ErrorReply, *kinds, *(kind.returns() for kind in kinds)]))
+    told = list(dict.fromkeys([ErrorReply, *kinds, *(kind.returns for kind in kinds)]))
     schemas, components = _simple(msgspec.json.schema_components(told, ref_template=_SCHEMAS))
     shapes: dict[Any, Json] = dict(zip(told, schemas, strict=True))
     paths: dict[str, Json] = {}
     for kind in kinds:
         method, _, path = kind.route.partition(" ")
         # A call's own shape, with what travels in the path, is nobody's body.
-        operation = _operation(kind, components.pop(kind.__name__), shapes[kind.returns()])
+        operation = _operation(kind, components.pop(kind.__name__), shapes[kind.returns])
         paths.setdefault(PREFIX + path, {})[method.lower()] = operation
     for route in routes:
         if isinstance(route, Route) and route.include_in_schema and "{rest:path}" not in route.path:
@@ -112,17 +112,16 @@ def _simple(schema: Any) -> Any:
     return parts
 
 
-def _operation(kind: type[Call[Any]], shape: Json, answer: Json) -> Json:
+def _operation(kind: type[Call], shape: Json, answer: Json) -> Json:
     """One call: where its fields travel, and what comes back."""
     in_path, in_query = path_fields(kind.route), kind.route.startswith(IN_QUERY)
-    # The server fills in the actor.
-    fields = {name: schema for name, schema in shape["properties"].items() if name not in (*in_path, "actor")}
+    fields = {name: schema for name, schema in shape["properties"].items() if name not in in_path}
     required = [name for name in shape["required"] if name in fields]
     parameters = [_parameter(name, "path", shape["properties"][name], required=True) for name in in_path]
-    about = inspect.cleandoc(vars(kind).get("__doc__") or "")
+    about = inspect.cleandoc(kind.__doc__ or "")
     operation: Json = {
-        "operationId": kind.__name__,
-        "summary": re.sub(r"(?<!^)(?=[A-Z])", " ", kind.__name__).capitalize(),
+        "operationId": kind.method,
+        "summary": re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", kind.method).capitalize(),
         "description": f"{about}\n\nNeeds a key with the scope `{kind.scope}`.".strip(),
         "tags": [kind.route.partition(" /")[2].partition("/")[0]],
     }
@@ -133,7 +132,7 @@ def _operation(kind: type[Call[Any]], shape: Json, answer: Json) -> Json:
         operation["requestBody"] = {"required": bool(required), "content": _content(body)}
     if parameters:
         operation["parameters"] = parameters
-    if in_query and NoneType in getattr(kind.returns(), "__args__", ()):
+    if in_query and NoneType in getattr(kind.returns, "__args__", ()):
         (answer,) = (one for one in answer["anyOf"] if one != {"type": "null"})  # None is a 404
     failures = {code: {"$ref": f"#/components/responses/{code}"} for code in _FAILURES}
     operation["responses"] = {"200": {"description": "Done.", "content": _content(answer)}} | failures

@@ -22,8 +22,7 @@ from agentlightning.errors import AgentLightningError, ForbiddenError, InvalidEr
 from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID
 from agentlightning.server.access import Access, Scope
 from agentlightning.server.requests import TooLargeError, failure_of, receive_body
-from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import AddSpans
+from agentlightning.store.base import CALLS, LightningStore
 from agentlightning.tracing.otlp import JSON, PROTOBUF, UnsupportedMediaError, decode_traces, encode_response, resolve
 from agentlightning.types import UNATTRIBUTED, Span
 
@@ -41,7 +40,7 @@ def otlp_routes(store: LightningStore, access: Access, body_limit: int) -> list[
         ids = request.path_params
         try:
             scope = await access.scope(request.headers)
-            scope.require(AddSpans)
+            scope.require(CALLS["store_spans"])
             limit = scope.body_limit(body_limit)
             body = await receive_body(request.receive, limit)
             encoding = request.headers.get("content-encoding", "")
@@ -67,7 +66,8 @@ async def _take(
     the names it gave as attributes."""
 
     async def add(several: list[Span]) -> None:
-        await store.perform(scope.checked(AddSpans(spans=several)))
+        scope.check_spans(several)
+        await store.store_spans(several)
 
     nobody = scope.attempt or (UNATTRIBUTED, UNATTRIBUTED)
     verdicts = [(span, scope.refuses(span)) for span in spans]

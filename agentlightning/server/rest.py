@@ -25,7 +25,6 @@ from agentlightning.server.logs import note_caller, note_route
 from agentlightning.server.requests import ClientGoneError, defect, failure, receive_body, refusal
 from agentlightning.store import calls, codec
 from agentlightning.store.calls import IN_QUERY, Call
-from agentlightning.store.rollouts import MOST_BYTES
 
 PREFIX: Final = "/api/v1"
 LONGEST_POLL: Final = 60.0  # seconds
@@ -40,14 +39,14 @@ _JSON_HEADERS: Final = (  # browsers read these
 _OF_A_MODEL: Final = ("hold", "release", "weights")
 _log: Final = logging.getLogger(__name__)
 
-Perform: TypeAlias = Callable[[Call[Any], Caller], Coroutine[Any, Any, Any]]
+Perform: TypeAlias = Callable[[Call, Caller], Coroutine[Any, Any, Any]]
 
 
 class Endpoint:
     """One kind of call: the segments of its path (None where one is a field), what makes the call of a request, and
     what carries it out."""
 
-    def __init__(self, kind: type[Call[Any]], perform: Perform) -> None:
+    def __init__(self, kind: type[Call], perform: Perform) -> None:
         self.kind = kind
         self.perform = perform
         self.method, _, path = kind.route.partition(" ")
@@ -56,7 +55,7 @@ class Endpoint:
         self.fields = tuple(calls.path_fields(path))
         self.decode = _decoder(kind)
         self.waits = "timeout" in kind.__struct_fields__
-        self.none_is_missing = self.method == "GET" and kind.returns() is not None
+        self.none_is_missing = self.method == "GET" and kind.returns is not None
 
     def match(self, segments: list[str]) -> dict[str, Any] | None:
         """The fields that a path of this form gives, or None if it has another."""
@@ -86,7 +85,7 @@ class LongPolls:
         for work in self._waiting:
             work.cancel()
 
-    def bounded(self, call: Call[Any]) -> Call[Any]:
+    def bounded(self, call: Call) -> Call:
         """The call with a timeout of no more than the longest."""
         timeout: float | None = getattr(call, "timeout", None)
         if timeout is None or timeout > self._longest:
@@ -126,7 +125,7 @@ class Rest:
         access: Access,
         polls: LongPolls,
         body_limit: int,
-        performed: Iterable[tuple[Iterable[type[Call[Any]]], Perform]],
+        performed: Iterable[tuple[Iterable[type[Call]], Perform]],
     ) -> None:
         self._app = app
         self._access = access
@@ -168,7 +167,7 @@ class Rest:
         except AgentLightningError as error:
             response = failure(error)
         except Exception:  # noqa: BLE001 - told in the log, not to the caller
-            _log.exception("%s failed", endpoint.kind.__name__)
+            _log.exception("%s failed", endpoint.kind.method)
             response = defect()
         if response is not None:
             return await response(scope, receive, send)
@@ -197,7 +196,8 @@ class Rest:
             asked = endpoint.decode(fields, data, _MSGPACK in headers.get("content-type", ""))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidError(f"{scope['method']} {scope['path']}: {error}") from None
-        call = _bounded(caller.checked(asked))
+        caller.check(asked)
+        call = _bounded(asked)
         if endpoint.waits:
             result = await self._polls.answer(receive, endpoint.perform(self._polls.bounded(call), caller))
         else:
@@ -216,18 +216,15 @@ def _segments(path: str) -> list[str]:
     return segments
 
 
-def _bounded(call: Call[Any]) -> Call[Any]:
-    """The call with an answer of no more than a server gives at a time; who asked for more goes on from the cursor."""
-    if isinstance(call, calls.PageCall):
-        size = MOST_BYTES if call.most_bytes is None else min(MOST_BYTES, call.most_bytes)
-        limit = MOST_ROWS if call.limit is None else min(MOST_ROWS, call.limit)
-        return msgspec.structs.replace(call, limit=limit, most_bytes=size)
-    if isinstance(call, calls.FinishedAfter | calls.CompleteGroupsAfter) and call.limit > MOST_ROWS:
+def _bounded(call: Call) -> Call:
+    """The call with an answer of no more rows than a server gives at a time; who asked for more goes on from there."""
+    limit: int | None = getattr(call, "limit", 0)
+    if limit is None or limit > MOST_ROWS:
         return msgspec.structs.replace(call, limit=MOST_ROWS)
     return call
 
 
-def _decoder(kind: type[Call[Any]]) -> Callable[[Mapping[str, Any], bytes, bool], Any]:
+def _decoder(kind: type[Call]) -> Callable[[Mapping[str, Any], bytes, bool], Any]:
     """What makes the call of the fields in the path or query, a body, and whether that is msgpack."""
     if kind.route.startswith(IN_QUERY):
         return lambda fields, data, in_msgpack: msgspec.convert(fields, kind, strict=False)

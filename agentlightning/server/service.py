@@ -23,7 +23,7 @@ from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.app import BODY_LIMIT, create_app
 from agentlightning.server.models import HoldModel, ReleaseModel, RemoveModel, registration
 from agentlightning.server.serve import HttpServer
-from agentlightning.store import calls
+from agentlightning.store.access_keys import audit
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.client import LightningStoreClient
@@ -138,8 +138,9 @@ async def retain(store: LightningStore, older_than_seconds: float, *, every_seco
     While the store cannot be written nothing is removed, and the next round tries again."""
     while True:
         try:
-            where = ended_before(await store.perform(calls.GetTime()) - older_than_seconds)
-            deleted = await store.perform(calls.DeleteRollouts(where=where, actor="retention"))
+            where = ended_before(await store.get_time() - older_than_seconds)
+            audit("delete_rollouts", "retention", {})
+            deleted = await store.delete_rollouts(where)
         except UnavailableError as error:
             _log.warning("old rollouts could not be removed, trying again in %g s: %s", every_seconds, error)
         else:
@@ -186,7 +187,7 @@ async def models_held(
     more if this process dies in it. Where the server cannot be told so, it is logged, and they do not wait."""
     client = LightningStoreClient(server, api_key, patience=_PATIENCE)
 
-    async def tell(calls: Sequence[Call[None]]) -> None:
+    async def tell(calls: Sequence[Call]) -> None:
         try:
             await asyncio.gather(*map(client.perform, calls))
         except AgentLightningError as error:  # a hold is not worth the end of a run

@@ -17,7 +17,7 @@ from typing import BinaryIO, Final, Literal, cast
 import msgspec
 
 from agentlightning.errors import ConfigError, ConflictError, InvalidError, NotFoundError
-from agentlightning.store import calls, codec, lifecycle
+from agentlightning.store import codec, lifecycle
 from agentlightning.store.base import LightningStore
 from agentlightning.types import And, Attempt, Condition, Filter, Noun, Rollout, Span
 
@@ -109,9 +109,7 @@ async def import_rollouts(store: LightningStore, path: Path) -> Imported:
 
 async def _import(store: LightningStore, place: str, record: Record) -> bool:
     try:
-        return await store.perform(
-            calls.ImportRollout(rollout=record.rollout, attempts=record.attempts, spans=record.spans)
-        )
+        return await store.import_rollout(record.rollout, record.attempts, record.spans)
     except (InvalidError, ConflictError) as error:
         raise type(error)(f"{place}: {error}") from None
 

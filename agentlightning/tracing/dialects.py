@@ -199,6 +199,12 @@ def items(value: object) -> list[Any]:
     return cast(list[Any], value) if isinstance(value, list) else []
 
 
+def joined(content: object) -> str:
+    """The text of a message's content, which is a text or parts of which some have one."""
+    texts = [mapping(part).get("text") for part in items(content)]
+    return content if isinstance(content, str) else "".join(text for text in texts if isinstance(text, str))
+
+
 def _plain_name(span: Span) -> str:
     return _METHOD.sub("", span.name)
 

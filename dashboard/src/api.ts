@@ -19,7 +19,7 @@ export interface Break {
   earlier: number;
   position: number;
   inside: "answer" | "prompt";
-  kind: string;
+  kind: "edited history" | "retokenised" | "tools changed" | "unknown";
   before: number[];
   recorded: number[];
   found: number[];
@@ -82,33 +82,6 @@ export interface ExplainedBreak {
   anew: string[] | null;
 }
 
-export interface ExplainedCall {
-  call_index: number;
-  agent: string | null;
-  model: string | null;
-  prompt_tokens: number;
-  sampled_tokens: number;
-  left_out: string | null;
-  shared: Shared | null;
-  continues: number | null;
-  conversation: number | null;
-  versions: number[] | null;
-  finish_reason: string | null;
-  reward: number | null;
-  tools: ((string | number)[])[];
-}
-
-export interface Explanation {
-  rollout: Rollout;
-  outcome: string;
-  reward: number | null;
-  reward_terms: Record<string, number>;
-  rewards_lost: Record<string, number>;
-  calls: ExplainedCall[];
-  levels: LevelSize[];
-  breaks: ExplainedBreak[];
-}
-
 export interface Group {
   group_id: string;
   run_id: string | null;
@@ -124,13 +97,6 @@ export interface LLM {
   api_key: string | null;
   sampling_parameters: Record<string, any>;
   gateway: boolean;
-}
-
-export interface LevelSize {
-  level: "trajectory" | "transition" | "tree";
-  sequences: number;
-  tokens: number;
-  saved: number;
 }
 
 export interface ModelDescription {
@@ -184,11 +150,6 @@ export interface Quality {
   counts: Record<string, Record<string, number>>;
   shares: Record<string, (number | null)[]>;
   suggestions: Record<string, string>;
-}
-
-export interface ReplayRequest {
-  path: string;
-  body: Record<string, any>;
 }
 
 export interface ReplicaDescription {
@@ -268,7 +229,6 @@ export interface RolloutView {
   conversations: ConversationView[];
   logs: Record<string, any>[];
   rewards: RewardView[];
-  explanation: Explanation | null;
 }
 
 export interface Round {
@@ -345,11 +305,6 @@ export interface Session {
   version: string;
 }
 
-export interface Shared {
-  tokens: number;
-  call_index: number;
-}
-
 export interface StepView {
   span_id: string;
   parent: number | null;
@@ -369,7 +324,6 @@ export interface StepView {
   reward: number | null;
   time_to_first_token: number | null;
   call_index: number | null;
-  replayable: boolean;
 }
 
 export interface TokenCall {

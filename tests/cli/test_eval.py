@@ -117,18 +117,6 @@ def test_two_prompts_are_compared_and_then_the_versions_of_them_that_were_stored
     assert (reward["value"], reward["tasks"], reward["p"]) == (0.75, 4, 2 / 8)
     stored = told(capsys, "--compare", "both/a", "both/b@0")
     assert stored["differences"] == found["differences"]
-    again = told(capsys, "run.yaml", "--compare", "both/b@1", "both/a@1")
-    assert again["differences"]["reward"]["value"] == -0.75
-
-
-@pytest.mark.slow
-def test_two_models_of_an_endpoint_are_compared_and_the_table_says_so(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["eval", *OBEDIENT, *ENDPOINT, "--model", "-", "--compare", "apple", "always"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    row = next(line.split() for line in lines if "all tasks" in line)
-    assert row[:7] == ["all", "tasks", "reward", "4", "0.250", "0.750", "+0.500"]
 
 
 @pytest.mark.slow
@@ -140,12 +128,6 @@ def test_an_interrupted_evaluation_goes_on(
     assert run(["eval", *command]) == 130
     assert "go on with --resume" in capsys.readouterr().out
     assert told(capsys, *command, "--resume")["estimates"]["reward"]["value"] == 0.75
-
-
-@pytest.mark.slow
-def test_an_agent_that_is_never_rewarded_ends_with_1(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, "measured_agent.py:hopeless", "tasks.jsonl", *ENDPOINT, "--model", "m", code=1)
-    assert found["ended"] == {"no reward": 4}
 
 
 @pytest.mark.parametrize(
@@ -181,7 +163,6 @@ def test_a_step_version_or_mode_that_was_not_measured_is_refused(
     for arguments, said in (
         (("--rollouts", "one@7"), "one has measured no '7'; it has 0"),
         (("--rollouts", "one", "--mode", "train"), "one has no rollouts of mode train"),
-        (("run.yaml", "--compare", "one@1", "one@7"), "one has no version 7 of its resources; it has 1"),
         (("--rollouts", "one", "-k", "2"), "the most that one has is 1"),
     ):
         capsys.readouterr()

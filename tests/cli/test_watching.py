@@ -1,9 +1,11 @@
-"""`agl runs --watch` and `agl rollouts --watch`: what happens at the moment, on a real terminal."""
+"""`agl runs --watch` and `agl rollouts --watch`: what happens at the moment, also while a server is away."""
 
 from __future__ import annotations
 
 import asyncio
-import signal
+import sys
+from asyncio.subprocess import PIPE, STDOUT
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -11,25 +13,38 @@ import pytest
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
-from tests.cli.world import add_rollout, add_run, on_a_terminal
+from tests.cli.world import add_rollout, add_run
 
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+async def watched(folder: Path, arguments: list[str], first: str, happens: Callable[[], Awaitable[object]], then: str):
+    """Start the command; once it has shown `first`, something happens, which it must show."""
+    command = [sys.executable, "-m", "agentlightning.cli.main", *arguments]
+    process = await asyncio.create_subprocess_exec(*command, cwd=folder, stdout=PIPE, stderr=STDOUT)
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(60):
+            while first.encode() not in await process.stdout.readline():
+                pass
+            await happens()
+            while then.encode() not in await process.stdout.readline():
+                pass
+    finally:
+        process.kill()
+        await process.wait()
 
 
-async def test_runs_are_watched_on_a_terminal(tmp_path: Path) -> None:
-    store = await SqlStore.open("runs/mine/store.sqlite")
-    await add_run(store, "mine", steps=3)
-    with on_a_terminal(tmp_path, "runs", "--watch", "0.1") as terminal:
-        await asyncio.to_thread(terminal.until, "mine")
-        await add_run(store, "yours")
-        await asyncio.to_thread(terminal.until, "yours")
-        terminal.process.send_signal(signal.SIGINT)
-        assert await asyncio.to_thread(terminal.end) == 130
+@pytest.mark.parametrize("words", [["runs", "--watch", "0.1"], ["rollouts", "tail"]])
+async def test_what_is_new_is_shown(tmp_path: Path, words: list[str]) -> None:
+    store = await SqlStore.open(tmp_path / "agentlightning.sqlite")
+
+    async def add(name: str) -> None:
+        await add_run(store, name, steps=3)
+        await add_rollout(store, name, 0.25)
+
+    await add("mine")
+    await watched(tmp_path, words, "mine", lambda: add("yours"), "yours")
     await store.close()
 
 
@@ -39,22 +54,5 @@ async def test_watching_goes_on_while_its_server_is_away(tmp_path: Path) -> None
     await add_run(store, "mine")
     http = HttpServer(create_app(store))
     await http.start()
-    with on_a_terminal(tmp_path, "runs", "--server", http.url, "--watch", "0.1") as terminal:
-        await asyncio.to_thread(terminal.until, "mine")
-        await http.stop()
-        await asyncio.to_thread(terminal.until, "cannot be reached")
-        terminal.process.send_signal(signal.SIGINT)
-        assert await asyncio.to_thread(terminal.end) == 130
-    await store.close()
-
-
-async def test_rollouts_are_watched_and_the_former_name_means_it(tmp_path: Path) -> None:
-    store = await SqlStore.open("agentlightning.sqlite")
-    await add_rollout(store, "before", 0.25)
-    with on_a_terminal(tmp_path, "rollouts", "tail") as terminal:
-        await asyncio.to_thread(terminal.until, "before")
-        await add_rollout(store, "and then", 1.0)
-        await asyncio.to_thread(terminal.until, "and then")
-        terminal.process.send_signal(signal.SIGINT)
-        assert await asyncio.to_thread(terminal.end) == 130
+    await watched(tmp_path, ["runs", "--server", http.url, "--watch", "0.1"], "mine", http.stop, "cannot be reached")
     await store.close()

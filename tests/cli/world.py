@@ -1,23 +1,22 @@
-"""Stores with something in them, and a terminal to look at them with."""
+"""Stores with something in them."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import select
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from pathlib import Path
+import json
+from collections.abc import Callable
+from typing import Any
 
+import pytest
+
+from agentlightning import semconv
+from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.learner.tiny import make_tokenizer
 from agentlightning.store.base import LightningStore
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import emit_reward
-from agentlightning.types import EnqueueRolloutRequest, Metrics
+from agentlightning.types import EnqueueRolloutRequest, Metrics, SampledChoice, Span, TokenCapture
 
 HOSTILE = "\x1b]0;owned\x07\x1b[31m[bold]\u202e<script>alert(1)</script>"
 
@@ -56,53 +55,50 @@ def make_runs(*run_ids: str, rise: float = 0.05) -> None:
     asyncio.run(work())
 
 
-class Terminal:
-    """A command on a terminal of 100 by 30 characters; `shown` is all that it wrote."""
+def shown_by(
+    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs one command; its exit code, stdout and stderr."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        import fcntl
-        import struct
-        import termios
+    def command(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(argument) for argument in arguments])
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
 
-        self._ours, theirs = os.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
-        environment = {**os.environ, "TERM": "xterm-256color"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "agentlightning.cli.main", *arguments],
-            cwd=folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-        )  # fmt: skip
-        os.close(theirs)
-        self.shown = ""
-
-    def until(self, text: str, seconds: float = 30) -> None:
-        """Read until `text` was written."""
-        give_up = time.monotonic() + seconds
-        while text not in self.shown:
-            ready, _, _ = select.select([self._ours], [], [], max(0.0, give_up - time.monotonic()))
-            assert ready, f"no {text!r} in {self.shown!r}"
-            try:
-                self.shown += os.read(self._ours, 65536).decode()
-            except OSError:
-                raise AssertionError(f"it ended without {text!r}: {self.shown!r}") from None
-
-    def type(self, keys: str) -> None:
-        os.write(self._ours, keys.encode())
-
-    def end(self) -> int:
-        """The exit code, once it has ended."""
-        with contextlib.suppress(OSError):  # a terminal's way to say that nobody writes to it any more
-            while select.select([self._ours], [], [], 30)[0] and (data := os.read(self._ours, 65536)):
-                self.shown += data.decode()
-        os.close(self._ours)
-        return self.process.wait(30)
+    return command
 
 
-@contextlib.contextmanager
-def on_a_terminal(folder: Path, *arguments: str) -> Iterator[Terminal]:
-    terminal = Terminal(folder, *arguments)
-    try:
-        yield terminal
-    finally:
-        if terminal.process.poll() is None:
-            os.killpg(terminal.process.pid, signal.SIGKILL)
-            terminal.process.wait()
+# --- calls with token ids ----------------------------------------------------------------------------------------
+
+TOKENIZER = make_tokenizer(["there", "hello", "and then?"] * 4, 300)
+CHAT = ChatTemplate.from_pretrained(TOKENIZER)
+
+
+def letters(text: str) -> tuple[int, ...]:
+    return tuple(token_id for letter in text for token_id in CHAT.encode(letter))
+
+
+def sampled_call(
+    ids: dict[str, str], index: int, messages: list[dict[str, Any]], sampled: tuple[int, ...], said: str, **more: Any
+) -> Span:
+    """A call as the gateway records it, whose answer was sampled as these ids; `more` are attributes."""
+    size = len(sampled)
+    choice = SampledChoice(token_ids=sampled, logprobs=(-0.1,) * size, finish_reason="stop", versions=((3, size),))
+    attributes = {
+        semconv.CALL_INDEX: index,
+        semconv.GEN_AI_RESPONSE_MODEL: "policy",
+        semconv.GEN_AI_INPUT_MESSAGES: json.dumps(messages),
+        semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps([{"role": "assistant", "content": said}]),
+    }
+    return Span(
+        rollout_id=ids["rollout_id"],
+        attempt_id=ids["attempt_id"],
+        sequence_id=index + 1,
+        trace_id="0" * 32,
+        span_id=f"{index:016x}",
+        name="chat policy",
+        start_time=float(index),
+        end_time=index + 0.5,
+        attributes=attributes | more,
+        tokens=TokenCapture(prompt_token_ids=CHAT.encode(CHAT.render(messages)), choices=(choice,)),
+    )

@@ -10,7 +10,7 @@ import pytest
 from agentlightning.dashboard.rollouts import rows_of
 from agentlightning.semconv import GEN_AI_INPUT_MESSAGES, GEN_AI_OUTPUT_MESSAGES
 from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import Call, QuerySpans
+from agentlightning.store.calls import Call
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.tracing.rewards import reward_attributes
@@ -83,8 +83,8 @@ class Watched(LightningStore):
     def __init__(self, store: SqlStore) -> None:
         self.store, self.now, self.most = store, Counter[str](), 0
 
-    async def perform(self, call: Call[Any]) -> Any:
-        name = "spans" if isinstance(call, QuerySpans) else ""
+    async def perform(self, call: Call) -> Any:
+        name = "spans" if call.method == "page_spans" else ""
         self.now[name] += 1
         self.most = max(self.most, self.now["spans"])
         try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from pyarrow import parquet
 
 from agentlightning.data import export
@@ -91,8 +92,23 @@ def test_what_gives_no_line_is_counted() -> None:
         {export.NO_CONTENT: 1},
         {export.NO_CALL: 1},
         {CUT: 1},
-        {"conversations with what the format does not have (expected `str` of length >= 1)": 1},
+        {"conversations with tool calls without an id": 1},
     ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "tool", "wrong"),
+    [
+        ([says("narrator", "once")], TOOL, "messages of role narrator"),
+        ([says("user", None) | {"content": [{"type": "input_audio"}]}], TOOL, "content of type input_audio"),
+        ([USER], {"type": "web_search"}, "tools that are no functions"),
+        ([USER], {"type": "function", "function": {"name": "two words"}}, "of another name than hosts take"),
+    ],
+)
+def test_what_hosts_of_fine_tuning_refuse_is_left_out(messages: Any, tool: Any, wrong: str) -> None:
+    made = recorded(call(0, messages, HI, GEN_AI_TOOL_DEFINITIONS=json.dumps([tool])))
+    (reason,) = sft_lines([made], ANYTHING).left_out
+    assert wrong in reason
 
 
 # --- dpo ---------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.learner.base import AdamW
+from agentlightning.learner.losses import Loss
 from agentlightning.trainer import FitResult
 from tests import agents
 from tests.test_trainer import TASKS, policy, trainer
@@ -30,6 +31,21 @@ SGLANG_FLAGS = [
 ]
 
 
+def squared(logprobs: Any, old: Any, advantages: Any, transitions: Any) -> Any:
+    return advantages * (logprobs - old).square()
+
+
+def losses_of_servers(**first: Any) -> list[Loss]:
+    """Each kind that has a ratio, and one of a user's own; `first` are further settings of the first."""
+    return [
+        Loss(**first),
+        Loss(kind="importance_sampling", aggregation="sequence-mean"),
+        Loss(kind="gspo", clip_low=0.9, clip_high=9, aggregation="rollout-mean"),
+        Loss(kind="cispo", aggregation="constant", constant_length=4),
+        Loss(kind=squared),
+    ]
+
+
 def save_model(directory: Path, *, tied: bool, seed: int = 0) -> Path:
     made = policy(seed=seed)
     model = cast(Any, made.model)
@@ -43,18 +59,24 @@ def save_model(directory: Path, *, tied: bool, seed: int = 0) -> Path:
 
 @contextmanager
 def server(
-    command: Sequence[Any], port: int, environment: Mapping[str, str], log: Path
+    command: Sequence[Any],
+    port: int,
+    environment: Mapping[str, str],
+    log: Path,
+    *,
+    health: str = "/health",
+    cwd: Path | None = None,
 ) -> Generator[tuple[str, subprocess.Popen[bytes]]]:
     """Its URL, as soon as it answers, and its process."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env={**inherited, **environment}, stdout=output, stderr=output, start_new_session=True
+            command, env=inherited | dict(environment), stdout=output, stderr=output, start_new_session=True, cwd=cwd
         )
     url = f"http://127.0.0.1:{port}"
     try:
         give_up = time.monotonic() + READY_SECONDS
-        while not answers(f"{url}/health"):
+        while not answers(f"{url}{health}"):
             assert process.poll() is None and time.monotonic() < give_up, log.read_text()[-5000:]
             time.sleep(1)
         yield url, process

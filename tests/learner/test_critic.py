@@ -16,7 +16,7 @@ from agentlightning.data.sequences import CreditedTransition, Level, TrainingSeq
 from agentlightning.errors import ConfigError
 from agentlightning.learner import losses
 from agentlightning.learner.base import AdamW, Critic, CriticTrunk, LoRA
-from agentlightning.learner.critic import CRITIC_FILE
+from agentlightning.learner.forward import CRITIC_FILE
 from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import Policy, open_policy
 from agentlightning.learner.torch import TorchLearner
@@ -71,30 +71,18 @@ def gradient(one: TorchLearner, sequences: Sequence[TrainingSequence], loss: Los
     return torch.cat([tensor.grad.flatten() for tensor in one._masters.trained if tensor.grad is not None])
 
 
-def by_call(sequences: Sequence[TrainingSequence], values: Sequence[np.ndarray]) -> dict[tuple[int, ...], list[float]]:
-    """The values of each call, by the tokens up to its end."""
-    found: dict[tuple[int, ...], list[float]] = {}
-    for sequence, said in zip(sequences, values, strict=True):
-        for number in np.unique(sequence.transitions):
-            own = sequence.transitions == number
-            found[tuple(sequence.token_ids[: sequence.positions[own][-1] + 1].tolist())] = said[own].tolist()
-    return found
-
-
 @pytest.mark.parametrize("trunk", TRUNKS)
 def test_values_and_gradients_do_not_depend_on_how_calls_are_packed(tokenizer: Any, trunk: CriticTrunk) -> None:
     def alone(tokens: int = 100_000) -> TorchLearner:
         return with_critic(tokenizer, trunk, max_grad_norm=1e9, micro_batch_tokens=tokens)
 
     calls = batch("transition")
-    whole, said = gradient(alone(), calls), by_call(calls, alone().values(calls))
+    whole, said = gradient(alone(), calls), np.sort(np.concatenate(alone().values(calls)))
     assert relative(gradient(alone(40), calls), whole) < 1e-5
     for level in ("trajectory", "tree"):
         assert relative(gradient(alone(64), batch(level)), whole) < 1e-4
-        values = by_call(batch(level), alone(64).values(batch(level)))
-        assert values.keys() == said.keys()
-        for call, expected in said.items():
-            assert values[call] == pytest.approx(expected, abs=1e-5)
+        values = np.concatenate(alone(64).values(batch(level)))
+        np.testing.assert_allclose(np.sort(values), said, atol=1e-5)
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
@@ -152,13 +140,6 @@ def test_a_critic_learns_what_to_say_and_alone_moves_no_policy(tokenizer: Any, t
     assert all(torch.equal(a, b) for a, b in zip(before, one.model.parameters(), strict=True))
 
 
-def test_the_critics_learning_rate_is_its_own(tokenizer: Any) -> None:
-    for given, expected in ((None, 1e-3), (3e-2, 3e-2)):
-        one = with_critic(tokenizer, learning_rate=1e-4, warmup_steps=2, critic_rate=given)
-        one.step(batch(), LOSS)
-        assert [group["lr"] for group in one.optimizer.param_groups] == pytest.approx([0.5e-4, expected / 2])
-
-
 @pytest.mark.parametrize("trunk", TRUNKS)
 def test_a_checkpoint_holds_the_critic_bit_for_bit(tokenizer: Any, tmp_path: Path, trunk: CriticTrunk) -> None:
     straight, resumed = (with_critic(tokenizer, trunk, learning_rate=1e-3) for _ in range(2))
@@ -196,34 +177,3 @@ def test_beside_an_adapter_a_critic_shares_the_model_below(tokenizer: Any, tmp_p
     other.load(tmp_path)
     assert np.array_equal(np.concatenate(one.values(batch())), np.concatenate(other.values(batch())))
     assert (tmp_path / CRITIC_FILE).stat().st_size < 200_000  # no copy of the model
-
-
-@pytest.mark.parametrize("trunk", TRUNKS)
-@pytest.mark.parametrize("change", ["head", "bfloat16", "layers computed again"])
-def test_it_goes_with(tokenizer: Any, trunk: CriticTrunk, change: str) -> None:
-    """Logits that are more than a projection; weights in bfloat16; layers that are computed again."""
-    plain = with_critic(tokenizer, trunk, max_grad_norm=1e9)
-    policy = open_policy(
-        Policy(tiny_model(), tokenizer), seed=0, dtype="bfloat16" if change == "bfloat16" else "float32"
-    )
-    again = change == "layers computed again"
-    one = with_critic(tokenizer, trunk, policy, max_grad_norm=1e9, gradient_checkpointing=again)
-    one._head_is_plain = one._head_is_plain and change != "head"
-    tolerance = 0.1 if change == "bfloat16" else 1e-5
-    for ours, exact in zip(one.values(batch()), plain.values(batch()), strict=True):
-        np.testing.assert_allclose(ours, exact, atol=tolerance)
-    calm = Loss(value_clip=None)  # no bound for rounding to cross
-    assert relative(gradient(one, batch(), calm), gradient(plain, batch(), calm)) < tolerance
-
-
-def test_what_is_missing_is_told(tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match="has no critic"):
-        learner(tokenizer).values(batch())
-    with pytest.raises(ConfigError, match="does not say what its values"):
-        with_critic(tokenizer).step(build_sequences(conversation(0), "trajectory"), LOSS)
-    for wrong in ({"trunk": "own"}, {"learning_rate": 0.0}):
-        with pytest.raises(ConfigError, match=r"known: shared, separate|above 0"):
-            Critic(**wrong)  # type: ignore[arg-type]
-    for wrong in ({"value_clip": 0.0}, {"value_coefficient": 0.0}):
-        with pytest.raises(ConfigError, match="must be above 0"):
-            Loss(**wrong)

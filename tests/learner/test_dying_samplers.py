@@ -9,7 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ async def test_one_that_shares_a_gpu_sleeps_while_a_step_is_computed(tmp_path: P
     """And wakes up before it is given new weights."""
     sampling = started(tmp_path, "")
     log = tmp_path / "log"
-    server = StartedServer("vllm", sampling["program"], str(model), [], environment=sampling["environment"], log=log)
+    server = StartedServer(sampling["program"], str(model), [], environment=sampling["environment"], log=log)
     sampler = RemoteSampler(SamplerPlace(**sampling), load_policy(model), server, sleeps=True)
     try:
         await sampler.check(Sampling())
@@ -100,29 +100,6 @@ async def test_one_that_shares_a_gpu_sleeps_while_a_step_is_computed(tmp_path: P
     finally:
         await sampler.close()
         server.stop()
-
-
-@pytest.mark.anyio
-async def test_one_that_is_started_anew_while_nobody_calls_is_given_the_weights_again(
-    tmp_path: Path, model: Path
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.learner.vllm_standin", "serve", model, "--port", str(port)]
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with server(command, port, environment, tmp_path / "first") as (url, first):
-        sampler = RemoteSampler(SamplerPlace(vllm=url), load_policy(model))
-        await sampler.check(Sampling())
-        await sampler.publish(Weights(1, model))
-        watching = asyncio.create_task(sampler.watch(nullcontext))
-        first.kill()
-        await asyncio.sleep(2.5)
-        with server(command, port, environment, tmp_path / "second"):
-            await asyncio.sleep(5)
-            assert "/collective_rpc" in (tmp_path / "second").read_text()
-            assert (await sampler.sample())[0].logprobs.size
-            watching.cancel()
-            await sampler.close()
 
 
 @pytest.mark.parametrize("dies", [f"{CALL} 20", f"{UPDATE} 2"])

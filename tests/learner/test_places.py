@@ -62,6 +62,7 @@ def test_what_is_no_learner_is_refused(given: Any, why: str) -> None:
         ({"url": "http://a/v1"}, "unknown key 'url'"),
         ({"vllm": "start", "flag": ["--x"]}, "did you mean 'flags'"),
         ({"vllm": "http://a", "flags": ["--x"]}, "of a server that is started"),
+        ({"sglang": "start"}, "no address of a server"),
         ({"vllm": "start", "model": "m"}, "leave `model` out"),
         ({"sglang": "http://a", "model": "m"}, "has one model"),
     ],

@@ -55,21 +55,12 @@ async def test_each_publication_is_loaded_before_its_first_token(tmp_path: Path,
             assert torch.equal(tensor, trained[name]), name
 
 
-async def test_rollouts_go_on_beside_the_steps(tmp_path: Path, model: Path) -> None:
-    async with standin(model) as (url, _):
-        overlapping = algorithm(steps=4, max_staleness=2, temperature=1.0)
-        settings: dict[str, Any] = {"model": model, "sampler": {"vllm": url}, "algorithm": overlapping}
-        result = await trainer(tmp_path, **settings).fit_async(varied, TASKS)
-        assert result.stopped_because == "all steps done"
-        assert result.metrics[-1].values["policy_version"] == 4
-
-
 async def test_a_server_that_keeps_its_old_weights_is_found_out(tmp_path: Path, model: Path) -> None:
     """Before a rollout is paid for, and where it happens later at the next step."""
     async with standin(model) as (url, server):
         settings: dict[str, Any] = {"sampler": {"vllm": url}, "algorithm": algorithm(steps=6, temperature=1.0)}
         server.loads = False
-        with pytest.raises(TrainingError, match=r"does not sample with them.*Likely causes"):
+        with pytest.raises(TrainingError, match=r"does not sample with them.*restart it"):
             await trainer(tmp_path, model=policy(seed=1), run_dir=tmp_path / "a", **settings).fit_async(
                 agents.vowels, TASKS
             )
@@ -82,25 +73,6 @@ async def varied(task: Any, llm: agl.LLM, rollout: agl.Rollout) -> float:
     """Every group has something to learn from."""
     await agents.vowels(task, llm)
     return float((rollout.group_index or 0) % 2)
-
-
-async def test_a_run_whose_server_is_gone_ends_with_the_reason_and_goes_on_later(tmp_path: Path, model: Path) -> None:
-    three: dict[str, Any] = {"algorithm": algorithm(steps=3, checkpoint_every=1, temperature=1.0), "model": model}
-    async with standin(model) as (url, server):
-        original = server.sampler.service.update_weights
-
-        async def fails_at_two(version: int) -> None:
-            if version == 2:
-                raise RuntimeError("out of memory")
-            await original(version)
-
-        server.sampler.service.update_weights = fails_at_two  # type: ignore[method-assign]
-        with pytest.raises(BackendError, match="no server of the model 'policy' has loaded version 2"):
-            await trainer(tmp_path, sampler={"vllm": url}, **three).fit_async(varied, TASKS)
-    async with standin(model) as (url, _):
-        resumed = await trainer(tmp_path, sampler={"vllm": url}, **three).fit_async(varied, TASKS, resume=True)
-    assert resumed.stopped_because == "all steps done"
-    assert [measured.step for measured in resumed.metrics] == [1, 2, 3]
 
 
 async def test_a_server_that_is_not_there_is_named_before_training(tmp_path: Path, model: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ import pytest
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.backends.connection import Connection
 from agentlightning.learner.memory import GIB, MemoryEstimate
-from agentlightning.learner.servers import Share, StartedServer, listens, other_gpus, part_of_gpu
+from agentlightning.learner.servers import Share, StartedServer, other_gpus, part_of_gpu
 
 pytestmark = pytest.mark.anyio
 
@@ -29,7 +28,7 @@ def program(directory: Path, script: str) -> str:
 
 def start(directory: Path, script: str, *flags: str) -> StartedServer:
     log = directory / "vllm.log"
-    return StartedServer("vllm", program(directory, script), "a-model", flags, environment={"SAID": "hello"}, log=log)
+    return StartedServer(program(directory, script), "a-model", flags, environment={"SAID": "hello"}, log=log)
 
 
 def gone(process: int) -> bool:
@@ -48,16 +47,7 @@ def wait_until_gone(processes: list[int]) -> None:
 
 def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no program 'no-such-vllm'.*or give the URL"):
-        StartedServer("vllm", "no-such-vllm", "m", [], environment={}, log=tmp_path / "log")
-    with pytest.raises(ConfigError, match=r"has no package sglang: install SGLang"):
-        StartedServer("sglang", sys.executable, "m", [], environment={}, log=tmp_path / "log")
-
-
-def test_a_port_is_this_users_while_a_process_of_theirs_listens_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert listens(port)
-    assert not listens(port)
+        StartedServer("no-such-vllm", "m", [], environment={}, log=tmp_path / "log")
 
 
 async def test_one_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
@@ -69,26 +59,12 @@ async def test_one_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None
     await connection.close()
 
 
-async def test_what_an_earlier_one_said_is_not_told(tmp_path: Path) -> None:
-    server = start(tmp_path, "echo a flag that is gone; exit 2")
-    connection = Connection(server.url)
-    with pytest.raises(ConfigError, match="a flag that is gone"):
-        await server.ready(connection)
-    server.stop()
-    again = start(tmp_path, "exit 3")
-    with pytest.raises(ConfigError, match=r"exit code 3, and nothing in .*log"):
-        await again.ready(connection)
-    again.stop()
-    await connection.close()
-
-
 def test_nothing_of_it_is_left_when_the_run_ends(tmp_path: Path) -> None:
     server = start(tmp_path, f"trap '' TERM; sleep 600 & echo $$ $! > {tmp_path}/ids; wait; sleep 600")
     while not (tmp_path / "ids").is_file() or not (tmp_path / "ids").read_text().strip():
         time.sleep(0.01)
     processes = [int(one) for one in (tmp_path / "ids").read_text().split()]
     server.end_seconds = 0.2
-    assert server.socket is not None
     directory = Path(server.socket).parent
     assert directory.stat().st_mode & 0o077 == 0  # nobody else can enter it
     server.stop()
@@ -100,7 +76,7 @@ def test_nor_when_the_trainer_is_killed(tmp_path: Path) -> None:
     script = program(tmp_path, f"sleep 600 & echo $$ $! > {tmp_path}/ids; wait")
     code = (
         "import time; from pathlib import Path; from agentlightning.learner.servers import StartedServer\n"
-        f"StartedServer('vllm', {script!r}, 'm', [], environment={{}}, log=Path({str(tmp_path / 'log')!r}))\n"
+        f"StartedServer({script!r}, 'm', [], environment={{}}, log=Path({str(tmp_path / 'log')!r}))\n"
         "print('started', flush=True); time.sleep(600)"
     )
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)

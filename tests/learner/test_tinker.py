@@ -7,12 +7,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
-import subprocess
 import tarfile
-import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 
-import agentlightning as agl
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.backend import Sampling
@@ -35,11 +31,11 @@ from agentlightning.learner.tinker import TinkerLearner, TinkerSampler, _ending,
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.trainer import FitResult
 from tests import agents
+from tests.learner.engines import ROOT, losses_of_servers, server
 from tests.learner.test_torch import batch
 from tests.test_trainer import TASKS, policy, trainer
 
-ENVIRONMENT = Path(__file__).parents[2] / ".venv-tinker"
-READY_SECONDS = 300
+ENVIRONMENT = ROOT / ".venv-tinker"
 NOWHERE = "http://127.0.0.1:9"
 RANK = 8
 
@@ -105,11 +101,6 @@ def test_a_server_that_is_not_there_is_said(tmp_path: Path) -> None:
         )
 
 
-def test_a_checkpoint_of_another_learner_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not of a run with learner: tinker"):
-        read_handle(tmp_path)
-
-
 # --- on SkyRL's server ---
 
 
@@ -123,33 +114,10 @@ def skyrl(directory: Path, model: Path) -> Iterator[str]:
     flags = f"--host 127.0.0.1 --port {port} --backend jax --checkpoints-base {directory / 'checkpoints'}"
     flags += f" --database-url sqlite:///{directory / 'skyrl.sqlite'} --base-model {model}"
     command = ["uv", "run", "--no-project", "-m", "skyrl.tinker.api", *flags.split(), "--backend-config", batches]
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     path = f"{ENVIRONMENT / 'bin'}:{os.environ['PATH']}"
     own = {"VIRTUAL_ENV": str(ENVIRONMENT), "PATH": path, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
-    log = directory / "skyrl.log"
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            command, env=inherited | own, stdout=output, stderr=output, start_new_session=True, cwd=directory
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        give_up = time.monotonic() + READY_SECONDS
-        while not answers(f"{url}/api/v1/healthz"):
-            assert server.poll() is None and time.monotonic() < give_up, log.read_text()[-5000:]
-            time.sleep(1)
+    with server(command, port, own, directory / "skyrl.log", health="/api/v1/healthz", cwd=directory) as (url, _):
         yield url
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, 9)
-        server.wait()
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -194,17 +162,7 @@ def apart(one: Any, other: Any) -> float:
     return max(float((a - b).abs().max()) for a, b in pairs)
 
 
-def squared(logprobs: Any, old: Any, advantages: Any, transitions: Any) -> Any:
-    return advantages * (logprobs - old).square()
-
-
-LOSSES = [
-    Loss(),
-    Loss(kind="importance_sampling", aggregation="sequence-mean"),
-    Loss(kind="gspo", clip_low=0.9, clip_high=9, aggregation="rollout-mean"),
-    Loss(kind="cispo", aggregation="constant", constant_length=4),
-    Loss(kind=squared),
-]
+LOSSES = losses_of_servers()
 
 
 @on_a_server
@@ -255,15 +213,6 @@ def test_a_server_that_tells_no_sum_of_losses_is_refused(tmp_path: Path, model: 
             one.export(tmp_path / "handle", "handle")
 
 
-@on_a_server
-@pytest.mark.timeout(900)
-def test_another_model_than_the_server_has_is_refused(tmp_path: Path, url: str) -> None:
-    other = tmp_path / "other"
-    policy().save(other)
-    with ExitStack() as stack, pytest.raises(ConfigError, match="and not the model"):
-        opened(stack, url, other)
-
-
 def fit(directory: Path, model: Path, url: str, *, steps: int, resume: bool = False) -> FitResult:
     algorithm = GRPO(steps=steps, tasks_per_step=6, group_size=8, max_tokens=6, checkpoint_every=1)
     learner = {"tinker": url, "reduction": "mean"}
@@ -301,12 +250,3 @@ def test_a_run_is_resumed(tmp_path: Path, model: Path, url: str) -> None:
     assert first.checkpoint is not None and resumed.checkpoint is not None
     assert read_handle(first.checkpoint).steps == 2 and read_handle(resumed.checkpoint).steps == 3
     assert [one.step for one in resumed.metrics][-1] == 3
-
-
-@on_a_server
-@pytest.mark.timeout(900)
-def test_the_model_is_measured_as_it_is(tmp_path: Path, model: Path, url: str) -> None:
-    baseline = agl.Baseline()
-    learner = {"tinker": url}
-    trainer(tmp_path, model=model, learner=learner, algorithm=baseline).fit(agents.vowels, TASKS, TASKS)
-    assert baseline.evaluations[-1].reward > 0

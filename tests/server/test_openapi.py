@@ -17,6 +17,7 @@ from agentlightning.server.app import create_app
 from agentlightning.server.models import MODEL_CALLS
 from agentlightning.server.serve import HttpServer
 from agentlightning.store import calls
+from agentlightning.store.base import CALLS
 from agentlightning.store.sql import SqlStore
 
 pytestmark = pytest.mark.anyio
@@ -59,13 +60,13 @@ async def test_every_reference_leads_somewhere():
 
 async def test_every_call_is_described_with_its_fields_where_they_travel():
     paths = (await described())["paths"]
-    for kind in [*calls.all_calls(), *MODEL_CALLS]:
+    for kind in [*CALLS.values(), *MODEL_CALLS]:
         method, _, path = kind.route.partition(" ")
         operation = paths[f"/api/v1{path}"][method.lower()]
         parameters = {one["name"]: one["in"] for one in operation.get("parameters", ())}
         body = operation.get("requestBody", {"content": {"application/json": {"schema": {"properties": {}}}}})
         in_body = body["content"]["application/json"]["schema"]["properties"]
-        expected = set(kind.__struct_fields__) - ({"actor"} if issubclass(kind, calls.AdminCall) else set())
+        expected = set(kind.__struct_fields__)
         assert set(parameters) | set(in_body) == expected, kind
         assert [name for name, place in parameters.items() if place == "path"] == calls.path_fields(path)
         assert not in_body or method not in calls.IN_QUERY
@@ -112,5 +113,5 @@ async def test_no_request_breaks_the_server_or_its_word(kind, request, tmp_path)
         assert done.returncode == 0, done.stdout.decode()[-6000:]
         async with aiohttp.ClientSession(server.url) as http:
             assert (await http.get("/ready")).status == 200
-    assert await store.perform(calls.CheckStore()) == []
+    assert await store.check_store() == []
     await store.close()

@@ -8,12 +8,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from agentlightning.algorithm.rl.alarms import Earnings
 from agentlightning.algorithm.rl.groups import GroupsState
+from agentlightning.algorithm.rl.policies import Policies
 from agentlightning.errors import ConfigError
 
 STATE_FILE = "loop.json"
@@ -35,13 +35,6 @@ class LoopState:
     earnings: Earnings = field(default_factory=Earnings)
 
 
-class Saved(Protocol):
-    """What holds weights and optimisers: a learner, or several."""
-
-    def save(self, directory: Path, resumable: bool = True) -> None: ...
-    def load(self, directory: Path) -> None: ...
-
-
 class Checkpoints:
     """`step-000010/`, `step-000020/` … in one directory; the newest `keep` are kept, and the one whose training reward
     was highest. `best/` beside them has weights alone."""
@@ -50,7 +43,7 @@ class Checkpoints:
         self.directory = directory
         self.keep = keep
 
-    def save(self, weights: Saved, state: LoopState) -> Path:
+    def save(self, weights: Policies, state: LoopState) -> Path:
         """Write a checkpoint. A kill at any moment leaves the earlier ones whole."""
         path = self.directory / f"step-{state.step:06d}"
         if (path / STATE_FILE).is_file():  # this step's weights are saved already
@@ -62,10 +55,10 @@ class Checkpoints:
             shutil.rmtree(old)
         return path
 
-    def save_best(self, weights: Saved, state: LoopState) -> Path:
+    def save_best(self, weights: Policies, state: LoopState) -> Path:
         return self._write(weights, state, "best", resumable=False)
 
-    def save_candidate(self, weights: Saved, state: LoopState) -> Path:
+    def save_candidate(self, weights: Policies, state: LoopState) -> Path:
         """Keep weights that are being evaluated while training goes on."""
         return self._write(weights, state, "candidate", resumable=False)
 
@@ -88,7 +81,7 @@ class Checkpoints:
         best = self.directory / "best"
         return _highest([*([best] if (best / STATE_FILE).is_file() else []), *self._steps()])
 
-    def restore(self, weights: Saved) -> LoopState | None:
+    def restore(self, weights: Policies) -> LoopState | None:
         """Load the newest checkpoint into what holds the weights, or None where there is none."""
         for replaced in self.directory.glob(".*.replaced"):  # the process was killed between two renames
             target = self.directory / replaced.name[1 : -len(".replaced")]
@@ -107,7 +100,7 @@ class Checkpoints:
     def _steps(self) -> list[Path]:
         return sorted(path for path in self.directory.glob("step-*") if (path / STATE_FILE).is_file())
 
-    def _write(self, weights: Saved, state: LoopState, name: str, resumable: bool = True) -> Path:
+    def _write(self, weights: Policies, state: LoopState, name: str, resumable: bool = True) -> Path:
         """Into a hidden directory first, then renamed: what bears a checkpoint's name is complete."""
         target, partial = self.directory / name, self.directory / f".{name}.partial"
         with explained("checkpoint", target):

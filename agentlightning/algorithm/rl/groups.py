@@ -24,7 +24,6 @@ from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.data.continuity import continuity
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.recorded import rewarded_group
-from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import ConflictError
 from agentlightning.store.base import LightningStore
@@ -68,17 +67,19 @@ class CompleteGroup:
 
 @dataclass
 class Dropped:
-    """What was of no use since the last step: groups and rollouts, by reason, and those groups: `stale` ones, which
-    were too old, and `useless` ones, which taught nothing."""
+    """What was of no use since the last step: groups, each with the reason, and how many rollouts, by reason. What is
+    not `STALE` taught nothing."""
 
-    groups: Counter[str] = field(default_factory=Counter[str])
+    groups: list[tuple[str, CompleteGroup]] = field(default_factory=list[tuple[str, CompleteGroup]])
     rollouts: Counter[str] = field(default_factory=Counter[str])
-    stale: list[CompleteGroup] = field(default_factory=list[CompleteGroup])
-    useless: list[CompleteGroup] = field(default_factory=list[CompleteGroup])
 
     @property
-    def groups_of_no_use(self) -> list[CompleteGroup]:
-        return [*self.useless, *self.stale]
+    def useless(self) -> list[CompleteGroup]:
+        return [group for reason, group in self.groups if reason != STALE]
+
+    @property
+    def reasons(self) -> Counter[str]:
+        return Counter(reason for reason, _ in self.groups)
 
 
 async def trace_group(
@@ -86,21 +87,14 @@ async def trace_group(
     rollout_ids: Sequence[str],
     algorithm: RLSettings,
     models: Sequence[str],
-    token_bytes: TokenBytes | None = None,
 ) -> list[TracedRollout]:
-    """What the store holds of these finished rollouts, as `algorithm` sees it when it trains `models`. With the bytes
-    of their tokens more is told of why prompts break."""
+    """What the store holds of these finished rollouts, as `algorithm` sees it when it trains `models`."""
     rollouts = {rollout.rollout_id: rollout for rollout in await store.query_rollouts(rollout_id_in=rollout_ids)}
     calls = algorithm.call_filter(*models)
-    classifier = None
-    if token_bytes is not None:
-        from agentlightning.data.drift_kinds import Classifier  # tokenizers may be missing where nothing is trained
-
-        classifier = Classifier(token_bytes)
 
     def trace(rollout: Rollout, spans: Sequence[Span]) -> TracedRollout:
         one = trace_rollout(rollout, spans, calls=calls, reward=algorithm.reward)
-        return replace(one, breaks=continuity(one.transitions, spans, classifier).breaks)
+        return replace(one, breaks=continuity(one.transitions, spans).breaks)
 
     return [
         await asyncio.to_thread(trace, rollouts[name], await store.query_spans(name, "latest")) for name in rollout_ids
@@ -108,8 +102,7 @@ async def trace_group(
 
 
 class Groups:
-    """The groups of one run. `collect` runs beside the loop; `take` gives what a step trains on; `trained` says that
-    it is done."""
+    """The groups of one run. `collect` runs beside the loop, which alternates `take` and `trained`."""
 
     def __init__(self, algorithm: RLSettings, context: RunContext) -> None:
         self.algorithm = algorithm
@@ -201,21 +194,16 @@ class Groups:
         await withdraw_rollouts(self.context, lambda rollout: rollout.group_id in names)
 
     def _publish(self, version: int) -> None:
-        self._lineage = [*self._lineage, version][-self._too_old :]
-
-    @property
-    def _too_old(self) -> int:
-        """The least age, in publications, at which nothing is trained."""
-        return 1 + self.algorithm.max_staleness
+        self._lineage = [*self._lineage, version][-1 - self.algorithm.max_staleness :]
 
     def _enough(self) -> bool:
         if not self.algorithm.refills and self._begun:
             return False
         self._ready = [group for group in map(self._fresh, self._ready) if group is not None]
         if not self.algorithm.refills:
-            return bool(self._ready or self._dropped.stale)
+            return bool(self._ready or self._dropped.groups)
         per_step = self.algorithm.tasks_per_step
-        return len(self._ready) >= per_step or len(self._dropped.groups_of_no_use) >= USELESS_STEPS * per_step
+        return len(self._ready) >= per_step or len(self._dropped.groups) >= USELESS_STEPS * per_step
 
     def _fresh(self, group: CompleteGroup) -> CompleteGroup | None:
         """The group without the rollouts that are too old by now; None where too little is left of it."""
@@ -228,7 +216,7 @@ class Groups:
         rollouts = tuple(group.rollouts[index] for index in kept)
         rewarded = rewarded_group(rollouts, self.algorithm.unrewarded)
         if self.algorithm.why_useless(rewarded):
-            self._drop(group, STALE)
+            self._dropped.groups.append((STALE, group))
             return None
         return replace(group, rollouts=rollouts, rewarded=rewarded, staleness=tuple(staleness[i] for i in kept))
 
@@ -238,7 +226,8 @@ class Groups:
         the group was begun."""
         ages = {version: age for age, version in enumerate(reversed(self._lineage))}
         sampled = {int(version) for one in traced.transitions for version in np.unique(one.versions)} or {-1}
-        return max(ages.get(ticket.version if version < 0 else version, self._too_old) for version in sampled)
+        unknown = 1 + self.algorithm.max_staleness
+        return max(ages.get(ticket.version if version < 0 else version, unknown) for version in sampled)
 
     # --- beside the loop ---
 
@@ -270,8 +259,7 @@ class Groups:
 
     async def _trace(self, rollout_ids: Sequence[str]) -> list[TracedRollout]:
         policies = self.context.policies
-        token_bytes = next((policy.learner.token_bytes for policy in policies.values()), None)
-        return await trace_group(self.context.store, rollout_ids, self.algorithm, tuple(policies), token_bytes)
+        return await trace_group(self.context.store, rollout_ids, self.algorithm, tuple(policies))
 
     def _take_in(self, name: str, finished: int, rollouts: Sequence[TracedRollout]) -> None:
         ticket = self._begun.pop(name, None)
@@ -284,13 +272,9 @@ class Groups:
             self.sampler.report(ticket.position, sum(rewarded.rewards) / len(rewarded.rewards))
         useless = self.algorithm.why_useless(rewarded) if self.algorithm.refills else None
         if useless:
-            self._drop(complete, useless)
+            self._dropped.groups.append((useless, complete))
         else:
             self._ready.append(complete)
-
-    def _drop(self, group: CompleteGroup, reason: str) -> None:
-        self._dropped.groups[reason] += 1
-        (self._dropped.stale if reason == STALE else self._dropped.useless).append(group)
 
     @property
     def _capacity(self) -> int:

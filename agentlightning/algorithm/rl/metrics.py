@@ -43,7 +43,7 @@ def rollout_metrics(groups: Sequence[CompleteGroup], dropped: Dropped | None = N
         "calls_excluded": float(sum(traced.excluded.total() for traced in rollouts)),
         "clock_skew_seconds": max((traced.clock_skew or 0.0 for traced in rollouts), key=abs, default=0.0),
         "unmerged/rollouts": _mean([bool(traced.breaks) for traced in rollouts]),
-        "groups_dropped": float(len(dropped.groups_of_no_use)),
+        "groups_dropped": float(len(dropped.groups)),
         **({} if worked is None else {"tool_success": worked}),
         **_counted("rollouts", (traced.outcome for traced in rollouts)),
         **_counted("excluded", *(traced.excluded.elements() for traced in rollouts)),
@@ -53,7 +53,7 @@ def rollout_metrics(groups: Sequence[CompleteGroup], dropped: Dropped | None = N
             "unmerged", (one.kind for one in breaks), (f"{one.agent}/{one.kind}" for one in breaks if one.agent)
         ),
         **_counted("staleness", sorted(str(age) for group in groups for age in group.staleness)),
-        **_counted("groups_dropped", dropped.groups.elements()),
+        **_counted("groups_dropped", dropped.reasons.elements()),
         **_counted("rollouts_dropped", dropped.rollouts.elements()),
     }
 

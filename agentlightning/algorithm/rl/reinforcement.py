@@ -1,20 +1,225 @@
-"""`Reinforcement`: what every reinforcement-learning algorithm is. Its settings, run by the loop."""
+"""The reinforcement-learning loop: take complete groups, give credit, step, publish, repeat.
+
+With a staleness of 0 rollouts, steps and evaluations take turns; with more they go on beside each other. A kill at any
+moment loses nothing that `resumption.py` does not find again.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import partial
+from typing import Final
 
-from agentlightning.algorithm.base import RunContext
-from agentlightning.algorithm.evaluation import Evaluation
-from agentlightning.algorithm.rl.groups import Groups
-from agentlightning.algorithm.rl.loop import EXPORTS, Loop
+import msgspec
+
+from agentlightning.algorithm.base import RunContext, Stopped
+from agentlightning.algorithm.evaluation import Evaluation, why_unrewarded
+from agentlightning.algorithm.rl.alarms import Alarms
+from agentlightning.algorithm.rl.batch import BATCHES_FILE, Batch, RecordedBatch, make_batches
+from agentlightning.algorithm.rl.checkpoints import Checkpoints, explained
+from agentlightning.algorithm.rl.evaluations import HeldOut
+from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups
+from agentlightning.algorithm.rl.job import Job
+from agentlightning.algorithm.rl.metrics import over_steps, rollout_metrics, speed_metrics
+from agentlightning.algorithm.rl.policies import Policies
+from agentlightning.algorithm.rl.resumption import resume
 from agentlightning.algorithm.rl.settings import RLSettings
-from agentlightning.errors import ConfigError
+from agentlightning.data.sequences import TrainingSequence
+from agentlightning.data.transitions import TracedRollout
+from agentlightning.errors import AgentLightningError, ConfigError, TrainingError
 from agentlightning.store.base import LightningStore
+
+EXPORTS: Final = "published"  # folder of a run for the weights that samplers read
+
+
+class Loop:
+    """One training job of an algorithm on these groups.
+
+    Whatever reads or writes weights runs in the one `thread`: the event loop goes on, and a checkpoint holds the
+    weights of one step."""
+
+    def __init__(self, algorithm: RLSettings, context: RunContext, groups: Groups, thread: Executor) -> None:
+        if not context.policies:
+            raise ConfigError(f"{algorithm.name} trains weights: give the Trainer a model")
+        policies = Policies(
+            {name: policy.learner for name, policy in context.policies.items()},
+            {name: policy.sampler for name, policy in context.policies.items()},
+            thread,
+            context.directory / EXPORTS,
+        )
+        self.job = Job(algorithm, context, groups, policies, Checkpoints(context.directory / "checkpoints"))
+        self.held_out = HeldOut(self.job)
+        norms = policies.named({policy: {"grad_norm": 0.0} for policy in policies.names})
+        self._alarms = Alarms(algorithm, context.progress.note, norms)
+        self._learning = False  # between the first optimiser step of a batch and the publication
+
+    async def run(self) -> str:
+        """Steps until one of the reasons to end holds; returns the reason in words."""
+        job = self.job
+        if job.context.resume:
+            await resume(job, self._alarms)
+        async with job.context.calls_held():
+            await job.policies.begin(job.state.policy_version)
+        job.groups.steps_left = job.algorithm.steps - job.state.step
+        reason = "all steps done"
+        try:
+            await self.held_out.first()
+            async with self._collecting():
+                while job.state.step < job.algorithm.steps and not self._reached_target():
+                    await self.held_out.when_due()
+                    await self._step()
+            if self._reached_target():
+                reason = f"mean training reward reached {job.algorithm.target_reward}"
+            await job.groups.withdraw()
+            await self.held_out.finished()
+        except Stopped as stopped:
+            reason = str(stopped)
+        except AgentLightningError as error:
+            if not self._learning:  # the weights are those of a whole step
+                if isinstance(error, TrainingError):
+                    await job.renew_version()
+                await job.save()
+            raise
+        finally:
+            await self.held_out.cancel()
+        await job.save()
+        return await self.held_out.last() or reason
+
+    @asynccontextmanager
+    async def _collecting(self) -> AsyncGenerator[None]:
+        collector = asyncio.create_task(self.job.groups.collect())
+        try:
+            yield
+        finally:
+            collector.cancel()
+            await asyncio.gather(collector, return_exceptions=True)
+
+    def _reached_target(self) -> bool:
+        target, rewards = self.job.algorithm.target_reward, self.job.recent_rewards()
+        return target is not None and len(rewards) == 3 and sum(rewards) / 3 >= target
+
+    # --- one step ---
+
+    async def _step(self) -> None:
+        job = self.job
+        started, engines, step = time.perf_counter(), job.policies.usage(), job.state.step + 1
+        groups, dropped = await job.context.unless_stopped(job.groups.take())
+        sampled = time.perf_counter()
+        self._record_batch(step, groups)
+        everything = [*groups, *(group for _, group in dropped.groups)]
+        await self._check_trainable([traced for group in everything for traced in group.rollouts])
+        batches = await self._credited(groups)
+        metrics = rollout_metrics(groups, dropped)
+        metrics |= job.policies.named({name: batch.metrics for name, batch in batches.items()})
+        version = None
+        if any(batch.sequences for batch in batches.values()):
+            metrics |= await self._learn({name: batch.sequences for name, batch in batches.items()}, step)
+            version = job.state.policy_version
+        elif metrics["calls"] or dropped.groups:
+            self._note_nothing_learned(step, metrics["reward"], dropped)
+        # Together: a step that is cut short must find its groups again.
+        job.state.step = step
+        await job.groups.trained(version)
+        times = sampled - started, time.perf_counter() - sampled
+        metrics |= speed_metrics(metrics, *times, job.policies.usage() - engines, overlaps=job.overlaps)
+        metrics["policy_version"] = float(job.state.policy_version)
+        fallen = job.state.earnings.add(self._earned([*groups, *dropped.useless]))
+        await job.context.tracking.record(step, metrics)
+        if step % job.algorithm.checkpoint_every == 0:
+            await job.save()
+        job.context.progress.step(step, metrics)
+        self._alarms.check_explosion(step, metrics, self._how_to_replay(step))
+        self._alarms.check_collapse(step, fallen, job.state.earnings, job.checkpoints.best)
+
+    def _earned(self, groups: Sequence[CompleteGroup]) -> list[bool]:
+        """Whether a rollout of each group has a reward above 0, terms that were added to the agent's own aside."""
+        base = self.job.algorithm.reward.base
+        return [any(one.reward_terms.get(base, 0.0) > 0 for one in of.rollouts) for of in groups if of.rollouts]
+
+    def _how_to_replay(self, step: int) -> str:
+        directory = self.job.context.directory
+        return f"The batch is kept; `python scripts/replay.py {directory} --step {step}` trains it again"
+
+    def _note_nothing_learned(self, step: int, reward: float, dropped: Dropped) -> None:
+        reasons = dropped.reasons
+        left_out = f"; {reasons.total()} groups were replaced: {dict(reasons)}" if reasons else ""
+        self.job.context.progress.note(
+            f"step {step} taught nothing: in every group all rewards were equal, or fewer than two members had one "
+            f"(mean {reward:.2f}){left_out}"
+        )
+
+    def _record_batch(self, step: int, groups: Sequence[CompleteGroup]) -> None:
+        """Note what the step trains on, before it does."""
+        names = tuple(tuple(traced.rollout.rollout_id for traced in group.rollouts) for group in groups)
+        path = self.job.context.directory / BATCHES_FILE
+        with explained("the record of steps", path), path.open("ab") as file:
+            file.write(msgspec.json.encode(RecordedBatch(step, self.job.state.policy_version, names)) + b"\n")
+
+    async def _check_trainable(self, rollouts: Sequence[TracedRollout]) -> None:
+        """TrainingError where nothing can be learned from these rollouts for a reason that would hold for others."""
+        job = self.job
+        silent = not any(traced.transitions for traced in rollouts)
+        unrewarded = all(traced.reward is None for traced in rollouts)
+        if unrewarded and (silent or job.algorithm.unrewarded == "exclude"):
+            raise await why_unrewarded(job.context.store, [traced.rollout for traced in rollouts])
+        if not silent:
+            return
+        others = sorted({name for traced in rollouts for name in traced.other_agents})
+        if not others:
+            excluded = sum((traced.excluded for traced in rollouts), Counter[str]())
+            raise TrainingError(
+                f"no call of the policy in {len(rollouts)} rollouts can be trained"
+                f"{f' (left out: {dict(excluded)})' if excluded else ''}: the agent must send its chat completions to "
+                "the URL in `llm.endpoint` with `llm.api_key`"
+            )
+        message = (
+            f"none of the calls is by an agent that agents={job.algorithm.agents!r} names; the agents here are "
+            f"{', '.join(others[:10])}{' …' if len(others) > 10 else ''}"
+        )
+        if job.state.step == 0:  # a mistake; later an agent may have had nothing to do
+            raise TrainingError(message)
+        job.context.progress.note(f"step {job.state.step + 1} trains nothing: {message}")
+
+    async def _credited(self, groups: Sequence[CompleteGroup]) -> dict[str, Batch]:
+        """The batch of each policy; a critic reads weights as a gradient step does."""
+        job, rewarded = self.job, [group.rewarded for group in groups]
+        make = partial(make_batches, job.algorithm, rewarded, job.policies.critics(job.algorithm))
+        if job.algorithm.trained_critic is None or not groups:
+            return await asyncio.to_thread(make)
+        async with job.alone():
+            return await job.policies.in_thread(make)
+
+    async def _learn(self, batches: Mapping[str, list[TrainingSequence]], step: int) -> dict[str, float]:
+        """The step's optimiser steps, then the publication of the new weights."""
+        job, progress = self.job, self.job.context.progress
+        history: dict[str, list[dict[str, float]]] = {name: [] for name, batch in batches.items() if batch}
+        parts = sum(min(job.algorithm.minibatches, len(batch)) for batch in batches.values())
+        progress.phase("learn", parts * job.algorithm.epochs)
+        seed, version = job.context.seed, job.state.policy_version
+        async with job.alone():
+            try:
+                async for name, metrics in job.policies.learn(
+                    batches, job.algorithm, seed=seed, step=step, version=version
+                ):
+                    self._learning = True
+                    history[name].append(metrics)
+                    progress.advance(sum(map(len, history.values())))
+            except TrainingError as error:
+                raise TrainingError(f"step {step}: {error}. {self._how_to_replay(step)}") from error
+            # Before the engines go on: no token of the new weights is to be called one of the old.
+            job.state.policy_version = await job.context.store.next_policy_version(job.run_id)
+            await job.policies.publish(job.state.policy_version)
+        self._learning = False
+        measured = {name: over_steps(steps) for name, steps in history.items()}
+        for name, metrics in measured.items():
+            self._alarms.check_mismatch(step, metrics, job.policies.learners[name].mismatch_tolerance)
+        return job.policies.named(measured)
 
 
 class Reinforcement(RLSettings):

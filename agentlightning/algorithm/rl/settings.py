@@ -52,7 +52,7 @@ class _Tried(abc.ABCMeta):
 
 @dataclass(kw_only=True)
 class RLSettings(metaclass=_Tried):
-    """Settings every reinforcement-learning algorithm shares, and its two answers: advantages and a loss.
+    """Settings every reinforcement-learning algorithm shares, and its answers (`docs/algorithms.md` has them all).
 
     A step samples `tasks_per_step` tasks, runs each `group_size` times, and makes `minibatches` optimiser steps,
     `epochs` times over.
@@ -70,10 +70,8 @@ class RLSettings(metaclass=_Tried):
     `difficulty` (low, high) leaves a task out of the next epoch whose mean reward lay outside; `curriculum` is a
     function (or `file.py:function`) of (tasks, epoch) that gives the order of an epoch as indices.
     Training stops after `steps`, or once the mean training reward of three steps reaches `target_reward`; and with an
-    error where a loss or gradient is not finite, or, if `stop_on_explosion` is not 0, after that many steps in a row
-    whose gradient is over 20 times as large as usual (`GradientNorms`); without, the first of them is told. It stops,
-    too, after `stop_on_collapse` steps in a row that earned nothing, where others did before and chance does not
-    explain it (`Earnings`); after three it says so, and with 0 no more."""
+    error where a loss or gradient is not finite, after `stop_on_explosion` steps in a row whose gradient is far larger
+    than usual (`GradientNorms`), or after `stop_on_collapse` that earned nothing (`Earnings`); 0 is never."""
 
     steps: int = 100
     tasks_per_step: int = 16
@@ -172,9 +170,9 @@ class RLSettings(metaclass=_Tried):
         """Why no step learns from this group, whatever else it trains on; None if one may."""
         if len(group.rewards) < self.fewest_rewarded:
             return TOO_FEW_REWARDED
-        return None if self._teaches(group) or self._teaches(group, _BESIDE) else WITHOUT_VARIANCE
+        return None if self.teaches(group) or self.teaches(group, _BESIDE) else WITHOUT_VARIANCE
 
-    def _teaches(self, *groups: RewardedGroup) -> bool:
+    def teaches(self, *groups: RewardedGroup) -> bool:
         """Whether anything is learned from the first of these groups."""
         return any(item.teaches for rollout in self.credited(groups)[0] for item in rollout)
 
@@ -231,17 +229,6 @@ class RLSettings(metaclass=_Tried):
 
     def make_loss(self, step: int = 1) -> Loss:
         """The loss of the batch of a step, from 1."""
-        return Loss(
-            kind=self.loss_function,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-            aggregation=self.aggregation,
-            constant_length=self.constant_length,
-            kl_coefficient=self.kl_coefficient if self.kl_coefficient is not None else 0.04 * self.reference,
-            kl_estimator=self.kl_estimator,
-            entropy_coefficient=self.entropy_coefficient,
-            temperature=self.temperature,
-            old=self.old,
-            truncation=self.truncation,
-        )
+        own = {name: getattr(self, name) for name in Loss.__dataclass_fields__ if hasattr(self, name)}
+        own["kl_coefficient"] = self.kl_coefficient if self.kl_coefficient is not None else 0.04 * self.reference
+        return Loss(kind=self.loss_function, **own)

@@ -77,11 +77,11 @@ function OneCandidate({ one, read }: { one: TriedPrompt; read: Read }) {
   });
   const rejected = read.rounds.map((round) => round.rejected[one.name]).find(Boolean);
   return (
-    <article class="candidate" aria-label={`TriedPrompt ${one.name}`}>
+    <article class="candidate" aria-label={`Candidate ${one.name}`}>
       <h2>{one.name}</h2>
       <Facts
         facts={[
-          ["PromptScore", number(one.score?.mean)],
+          ["Score", number(one.score?.mean)],
           ["Tasks", one.score && plural(one.score.tasks, "task")],
           ["Failed", one.score?.failed ? String(one.score.failed) : null],
           ["Parent", one.parent],

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from agentlightning import semconv
-from agentlightning.data.drift_kinds import Drift, Kind
 from agentlightning.gateway.chat.recorded import RecordedAnswers
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.learner.tiny import make_tokenizer
 from agentlightning.types import SampledChoice, Span, TokenCapture
-from scripts.drift import Comparison, DriftCheck, DriftReport, RecordedCall, recorded_call
+from scripts.drift import Comparison, Drift, DriftCheck, DriftReport, Kind, RecordedCall, recorded_call
 from tests.gateway.talker import CALL, SEARCH_TOOL, make_talker, user
 from tests.gateway.world import world
 
